@@ -1,0 +1,40 @@
+# make demo, make test: both set up what they need in .venv and leave the machine alone.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.ready
+JOBS   ?= 2
+
+.PHONY: help setup demo test test-all check clean
+
+help:
+	@echo "make demo      the whole story on built-in data"
+	@echo "make test      the fast test set"
+	@echo "make test-all  the full matrix"
+	@echo "make check     ruff, mypy --strict, import directions"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[torch]" -r requirements-dev.txt
+	@touch $@
+
+demo: setup
+	$(BIN)/python -m tensorprobe demo
+
+test: setup
+	$(BIN)/python -m pytest -q -n $(JOBS) -m "not slow and not gpu"
+
+test-all: setup
+	$(BIN)/python -m pytest -q -n $(JOBS) -m "not gpu"
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_imports.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

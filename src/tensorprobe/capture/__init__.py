@@ -1,0 +1,1 @@
+"""Seeing the calls of a running program."""

@@ -1,0 +1,57 @@
+"""The command line: finds the verb, runs it, turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from tensorprobe._version import __version__
+from tensorprobe.errors import BadUsage, TensorprobeError
+
+# verb -> one line of help. Each verb is a module here: add_arguments(parser), run(args) -> exit code.
+# Only the module of the verb that was typed is imported, so --help never waits for torch.
+VERBS: dict[str, str] = {
+    "demo": "the whole story on built-in data, no accelerator needed",
+    "run": "record a script without editing it",
+    "show": "what was recorded: calls, stacks, statistics",
+}
+
+
+def build_parser(verb: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tensorprobe",
+        description="A precision debugger for PyTorch: which call did it, on which line, and a "
+        "script that shows it alone.",
+    )
+    parser.add_argument("--version", action="version", version=f"tensorprobe {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
+    for name, text in VERBS.items():
+        sub = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if name == verb:
+            importlib.import_module(f"tensorprobe.cli.{name}").add_arguments(sub)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    verb = next((word for word in words if not word.startswith("-")), None)
+    parser = build_parser(verb)
+    args = parser.parse_args(words)
+    if args.verb is None:
+        parser.print_help()
+        return 2
+    try:
+        status = importlib.import_module(f"tensorprobe.cli.{args.verb}").run(args)
+    except BadUsage as error:
+        sys.stderr.write(f"tensorprobe {args.verb}: {error}\n")
+        return 2
+    except TensorprobeError as error:
+        sys.stderr.write(f"tensorprobe {args.verb}: {error}\n")
+        return 1
+    except BrokenPipeError:  # `tensorprobe show ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return int(status)

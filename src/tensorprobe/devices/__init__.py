@@ -1,0 +1,1 @@
+"""What differs between devices, as a table."""

@@ -1,0 +1,58 @@
+"""Every exception a user can see.
+
+TensorprobeError
+├── BadUsage             an argument, option or configuration field is wrong         (exit 2)
+├── MissingDependency    an optional package is needed and not installed
+├── UnreadableCapture    a path is no capture, or one that cannot be read
+├── BadArtefact          a foreign file (dump, graph, log) is not what it claims to be
+├── NothingRecorded      recording ended and the selection had matched nothing
+├── WriteFailed          the disk refused what was recorded
+├── DeviceUnusable       a device is asked for that is not there or not set up
+└── NotReplayable        a recorded call cannot be run again alone
+
+The text of each says what was found, what was expected, and what to type next.
+"""
+
+from __future__ import annotations
+
+
+class TensorprobeError(Exception):
+    """Base of all errors raised by tensorprobe itself."""
+
+
+class BadUsage(TensorprobeError):
+    """An argument, option or configuration field is wrong."""
+
+
+class MissingDependency(TensorprobeError):
+    """An optional package is needed and not installed."""
+
+    def __init__(self, package: str, needed_for: str, extra: str) -> None:
+        super().__init__(
+            f"{needed_for} needs {package}, which is not installed. "
+            f"Install the build your vendor gives you, or: pip install 'tensorprobe[{extra}]'"
+        )
+
+
+class UnreadableCapture(TensorprobeError):
+    """A path is no capture, or one that cannot be read."""
+
+
+class BadArtefact(TensorprobeError):
+    """A foreign file (dump, graph, log) is not what it claims to be."""
+
+
+class NothingRecorded(TensorprobeError):
+    """Recording ended and the selection had matched nothing."""
+
+
+class WriteFailed(TensorprobeError):
+    """The disk refused what was recorded."""
+
+
+class DeviceUnusable(TensorprobeError):
+    """A device is asked for that is not there or not set up."""
+
+
+class NotReplayable(TensorprobeError):
+    """A recorded call cannot be run again alone."""

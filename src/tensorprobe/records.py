@@ -1,0 +1,247 @@
+"""The nouns: a Capture holds Calls, a Call holds TensorRecords with summaries. No torch."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import msgspec
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+Direction = Literal["forward", "backward"]
+Level = Literal["L0", "L1", "L2", "mix"]
+Keep = Literal["structure", "stats", "digest", "tensors"]
+Role = Literal["input", "output", "parameter", "parameter_grad", "buffer"]
+Status = Literal["complete", "begun", "raised"]
+
+
+class TensorSummary(msgspec.Struct, frozen=True):
+    """What one pass over a tensor leaves behind.
+
+    `min` and `max` are over all values that are not NaN (infinities included) and keep the kind of
+    the tensor: int for integers, bool for bools, the magnitude for complex; None when there is no
+    such value. `mean` and `norm` (L2) are over the finite values, accumulated in float64; None for
+    bools and where there is no finite value. Counts are of elements, a complex one counting once.
+    """
+
+    min: float | int | bool | None
+    max: float | int | bool | None
+    mean: float | None
+    norm: float | None
+    nan_count: int
+    inf_count: int
+    zero_count: int
+
+    @property
+    def is_finite(self) -> bool:
+        return self.nan_count == 0 and self.inf_count == 0
+
+
+class Blob(msgspec.Struct, frozen=True):
+    """Where a tensor's bytes are: `nbytes` of them, little-endian and row-major."""
+
+    path: Path
+    offset: int
+    nbytes: int
+
+
+class TensorRecord(msgspec.Struct, frozen=True):
+    """One tensor as a call saw it: identity, layout, and whatever of its content was kept.
+
+    `name` is the full one ("Functional.linear.0.forward.input.0"). `dtype` is torch's name without
+    the prefix ("bfloat16"). `stride` is that of the live tensor; stored bytes are row-major.
+    """
+
+    name: str
+    role: Role
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None = None
+    device: str = "cpu"
+    requires_grad: bool = False
+    summary: TensorSummary | None = None
+    digest: str | None = None
+    blob: Blob | None = None
+    gap: str | None = None  # why there is no content where there should be some
+    alias_of: str | None = None  # the tensor of the same call that this is the same object as
+
+    @property
+    def numel(self) -> int:
+        n = 1
+        for length in self.shape:
+            n *= length
+        return n
+
+    def array(self) -> np.ndarray[Any, Any]:
+        """The content as a read-only numpy array, memory-mapped (ml_dtypes for bf16 and fp8)."""
+        from tensorprobe.store.arrays import read_blob
+
+        return read_blob(self)
+
+    def load(self) -> torch.Tensor:
+        """The content as a CPU tensor of its own, exact in every dtype."""
+        from tensorprobe.store.arrays import read_tensor
+
+        return read_tensor(self)
+
+
+class Special(msgspec.Struct, frozen=True):
+    """An argument that is neither a tensor nor a Python scalar or container.
+
+    `kind` is one of dtype, device, layout, memory_format, generator, process_group, reduce_op,
+    enum, function, storage, module, numpy, or `unsupported`; `text` is what a person should read.
+    """
+
+    kind: str
+    text: str
+
+
+class Fields(msgspec.Struct, frozen=True):
+    """A container with named fields, of a type that is not one of Python's own."""
+
+    kind: Literal["namedtuple", "dataclass", "mapping"]
+    type: str  # "transformers.modeling_outputs.BaseModelOutput"
+    fields: dict[str, Any]
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of a recorded program: forward, backward, an optimizer step, or a saved value.
+
+    `args`, `kwargs` and `outputs` are trees of Python scalars and containers whose leaves may be
+    TensorRecord, Special and Fields. For a backward call `args` are the gradients that came in (one
+    per output of the forward call), `outputs` the gradients it sent to the forward call's inputs.
+    """
+
+    index: int  # execution order within a rank, over all steps
+    name: str
+    op: str
+    module: str = ""
+    direction: Direction = "forward"
+    step: int = 0
+    rank: int = 0
+    thread: str = "MainThread"
+    parent: str | None = None
+    stack: tuple[str, ...] = ()
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    outputs: Any = None
+    tensors: tuple[TensorRecord, ...] = ()
+    status: Status = "complete"
+    error: str | None = None
+    notes: tuple[str, ...] = ()
+
+    def tensor(self, suffix: str) -> TensorRecord:
+        """The tensor whose name ends in `suffix`, as in `call.tensor("input.0")`."""
+        for record in self.tensors:
+            if record.name == suffix or record.name == f"{self.name}.{suffix}":
+                return record
+        names = ", ".join(record.name.removeprefix(self.name + ".") for record in self.tensors)
+        raise KeyError(f"{self.name} has no tensor '{suffix}'; it has {names or 'none'}")
+
+
+class Gap(msgspec.Struct, frozen=True):
+    """Something that should be in the capture and is not, and why."""
+
+    name: str
+    reason: str
+    step: int = 0
+    rank: int = 0
+
+
+class Calls(Sequence[Call]):
+    """The calls of a capture in execution order; `calls(step=0, op="*linear")` narrows them.
+
+    Text filters are shell patterns; a name also matches any call that it is a dotted prefix of.
+    """
+
+    def __init__(self, calls: Iterable[Call]) -> None:
+        self._calls = tuple(calls)
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    @overload
+    def __getitem__(self, index: int) -> Call: ...
+    @overload
+    def __getitem__(self, index: slice) -> Calls: ...
+    def __getitem__(self, index: int | slice) -> Call | Calls:
+        if isinstance(index, slice):
+            return Calls(self._calls[index])
+        return self._calls[index]
+
+    def __iter__(self) -> Iterator[Call]:
+        return iter(self._calls)
+
+    def __repr__(self) -> str:
+        return f"<{len(self._calls)} calls>"
+
+    def __call__(
+        self,
+        *,
+        step: int | None = None,
+        rank: int | None = None,
+        name: str | None = None,
+        module: str | None = None,
+        op: str | None = None,
+        direction: Direction | None = None,
+    ) -> Calls:
+        tests: list[Callable[[Call], bool]] = []
+        if step is not None:
+            tests.append(lambda call: call.step == step)
+        if rank is not None:
+            tests.append(lambda call: call.rank == rank)
+        if name is not None:
+            tests.append(lambda call: matches_name(call.name, name))
+        if module is not None:
+            tests.append(lambda call: fnmatch.fnmatchcase(call.module, module))
+        if op is not None:
+            tests.append(lambda call: fnmatch.fnmatchcase(call.op, op))
+        if direction is not None:
+            tests.append(lambda call: call.direction == direction)
+        return Calls(call for call in self._calls if all(test(call) for test in tests))
+
+
+def matches_name(name: str, wanted: str) -> bool:
+    """Whether `wanted` is the name, a dotted prefix of it, or a shell pattern for it."""
+    return name == wanted or name.startswith(wanted + ".") or fnmatch.fnmatchcase(name, wanted)
+
+
+class Capture:
+    """What was recorded: calls of all steps and ranks, gaps, and the facts about the run."""
+
+    def __init__(
+        self,
+        path: Path,
+        layout: str,
+        calls: Iterable[Call],
+        gaps: Iterable[Gap] = (),
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.path = path
+        self.layout = layout
+        self.calls = Calls(calls)
+        self.gaps = tuple(gaps)
+        self.facts: Mapping[str, Any] = facts or {}
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        return tuple(sorted({call.step for call in self.calls}))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(sorted({call.rank for call in self.calls}))
+
+    def call(self, name: str, *, step: int | None = None, rank: int | None = None) -> Call:
+        """The first call of exactly this name."""
+        for call in self.calls(step=step, rank=rank):
+            if call.name == name:
+                return call
+        raise KeyError(f"no call '{name}' in {self.path}")
+
+    def __repr__(self) -> str:
+        return f"<Capture {self.path}: {len(self.calls)} calls, {len(self.gaps)} gaps>"

@@ -1,0 +1,1 @@
+"""Captures on disk, one file a layout."""

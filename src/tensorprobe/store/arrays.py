@@ -1,0 +1,64 @@
+"""Stored bytes back to arrays and tensors, exact in every dtype."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from tensorprobe.errors import MissingDependency, UnreadableCapture
+
+if TYPE_CHECKING:
+    import torch
+
+    from tensorprobe.records import TensorRecord
+
+# torch's dtype names to numpy's; everything not named here is spelt the same in both.
+_ML_DTYPES = (
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The numpy dtype for torch's name of it, little-endian."""
+    if name in _ML_DTYPES:
+        return np.dtype(getattr(ml_dtypes, name))
+    if name == "complex32":  # numpy has none: pairs of halves
+        return np.dtype([("real", "<f2"), ("imag", "<f2")])
+    if name in ("float4_e2m1fn_x2", "bits8", "quint8", "quint4x2", "quint2x4"):
+        return np.dtype(np.uint8)
+    if name in ("bits16", "qint32", "qint8"):
+        return np.dtype({"bits16": np.uint16, "qint32": np.int32, "qint8": np.int8}[name])
+    return np.dtype(name).newbyteorder("<")
+
+
+def read_blob(record: TensorRecord) -> np.ndarray[Any, Any]:
+    """The stored content of a tensor, memory-mapped and read-only."""
+    if record.blob is None:
+        why = record.gap or "the capture keeps no tensors; record with keep='tensors'"
+        raise UnreadableCapture(f"{record.name} has no stored content: {why}")
+    dtype = numpy_dtype(record.dtype)
+    if record.blob.nbytes == 0:
+        return np.empty(record.shape, dtype)
+    raw = np.memmap(record.blob.path, np.uint8, "r", record.blob.offset, (record.blob.nbytes,))
+    return np.frombuffer(raw, dtype).reshape(record.shape)
+
+
+def read_tensor(record: TensorRecord) -> torch.Tensor:
+    """The stored content of a tensor as a CPU tensor of its own."""
+    array = read_blob(record)
+    try:
+        import torch
+    except ImportError:
+        raise MissingDependency(
+            "torch", "TensorRecord.load() (array() does not)", "torch"
+        ) from None
+    dtype: torch.dtype = getattr(torch, record.dtype)
+    flat = torch.from_numpy(np.array(array).reshape(-1).view(np.uint8))
+    return flat.view(dtype).reshape(record.shape)
