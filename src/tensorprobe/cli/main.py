@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from tensorprobe._version import __version__
 from tensorprobe.errors import BadUsage, TensorprobeError
 
-# verb -> one line of help. Each verb is a module here: add_arguments(parser), run(args) -> exit code.
+# verb -> one line of help. Each verb is a module here: add_arguments(parser), run(args) -> status.
 # Only the module of the verb that was typed is imported, so --help never waits for torch.
 VERBS: dict[str, str] = {
     "demo": "the whole story on built-in data, no accelerator needed",

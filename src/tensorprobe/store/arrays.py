@@ -34,8 +34,9 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     if name in ("float4_e2m1fn_x2", "bits8", "quint8", "quint4x2", "quint2x4"):
         return np.dtype(np.uint8)
     if name in ("bits16", "qint32", "qint8"):
-        return np.dtype({"bits16": np.uint16, "qint32": np.int32, "qint8": np.int8}[name])
-    return np.dtype(name).newbyteorder("<")
+        return np.dtype({"bits16": "<u2", "qint32": "<i4", "qint8": "i1"}[name])
+    dtype: np.dtype[Any] = np.dtype(name).newbyteorder("<")
+    return dtype
 
 
 def read_blob(record: TensorRecord) -> np.ndarray[Any, Any]:
