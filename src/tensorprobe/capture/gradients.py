@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 Path = tuple[str, ...]
 Edge = tuple[Any, int]  # an autograd node (held, so that its identity is stable) and output number
@@ -22,7 +23,7 @@ LEAF = 2**64 - 1  # sequence number of AccumulateGrad nodes
 class InputEdges:
     """The graph as it was just before a call: where its inputs hang, and what is older than it."""
 
-    __slots__ = ("aliases", "edges", "leaves", "start", "views")
+    __slots__ = ("aliases", "edges", "functions", "leaves", "start", "views")
 
     def __init__(self) -> None:
         self.start: int = torch._C._autograd._get_sequence_nr()
@@ -30,6 +31,7 @@ class InputEdges:
         self.leaves: dict[int, tuple[torch.Tensor, Path]] = {}
         self.views: list[tuple[torch.Tensor, Path]] = []
         self.aliases: dict[Path, Path] = {}
+        self.functions: list[tuple[torch.Tensor, Any]] = []  # made by a custom autograd.Function
 
     def add(self, tensor: torch.Tensor, path: Path) -> None:
         if not tensor.requires_grad:
@@ -41,6 +43,8 @@ class InputEdges:
             first = self.edges.setdefault((node, tensor.output_nr), path)
             if tensor._is_view():
                 self.views.append((tensor, path))
+            if isinstance(node, BackwardCFunction):
+                self.functions.append((tensor, node))
         if first is not path:
             self.aliases[path] = first
 
@@ -136,6 +140,19 @@ def trace_call(
             elif after not in seen and inputs.start <= after._sequence_nr() < LEAF:
                 seen.add(after)
                 todo.append(after)
+    return trace
+
+
+def trace_function(node: Any) -> Trace:
+    """The graph of a custom autograd.Function: its one node."""
+    trace = Trace()
+    # a node does not tell how many outputs it has; the gradients that come in do
+    trace.outputs[node] = [(number, (str(number),), None) for number in range(32)]
+    trace.boundary[node] = [
+        (position, (str(position),), None)
+        for position, (after, _) in enumerate(node.next_functions)
+        if after is not None
+    ]
     return trace
 
 

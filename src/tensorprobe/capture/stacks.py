@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -34,10 +35,11 @@ class Stacks:
         self._new = new
         self._ids: dict[StackKey, int] = {}
         self._frames: dict[int, list[str]] = {}
+        self._count = itertools.count(1)
 
     def reset(self) -> None:
         """Forget all numbers: a step of its own begins."""
-        self._ids.clear()
+        self._ids.clear()  # the count goes on: a number from before means nothing now
         self._frames.clear()
 
     def current(self, depth: int, base: FrameType | None, base_id: int) -> int:
@@ -46,6 +48,8 @@ class Stacks:
         `base` is a frame known to be on it, with the number of its own stack: the walk stops there,
         so that a call inside a module costs the few frames since that module was entered.
         """
+        if base_id not in self._frames:
+            base, base_id = None, 0
         frame: FrameType | None = sys._getframe(depth + 1)
         key: list[tuple[CodeType, int]] = []
         first = frame
@@ -57,7 +61,7 @@ class Stacks:
         whole = (base_id, tuple(key))
         number = self._ids.get(whole)
         if number is None:
-            number = len(self._ids) + 1
+            number = next(self._count)
             frames = _render(first, len(key)) + self._frames.get(base_id, [])
             self._ids[whole] = number
             self._frames[number] = frames

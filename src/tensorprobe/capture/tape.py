@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
@@ -19,6 +18,8 @@ from tensorprobe.capture.gradients import (
     Trace,
     Window,
     listen,
+    trace_call,
+    trace_function,
 )
 from tensorprobe.capture.naming import ApiName, CallNames, Counter, call_name
 from tensorprobe.capture.quiet import Quiet
@@ -26,11 +27,13 @@ from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.stacks import Stacks
 from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig
-from tensorprobe.records import Keep, Role
+from tensorprobe.records import Direction, Keep, Role
 from tensorprobe.store.lines import CallLine, EndLine, GapLine, StackLine, TensorLine
 from tensorprobe.store.writer import CaptureWriter
 
 _DTYPE_NAMES: dict[torch.dtype, str] = {}
+# Reads the graph of a call that has ended: of an operator's, or of a module's.
+Tracer = Callable[[list[tuple[torch.Tensor, Path]], InputEdges], Trace | None]
 _OUTPUT_IS_ARGUMENTS = "outputs are the arguments after the call"
 
 
@@ -49,8 +52,8 @@ class OpenCall:
 
     __slots__ = ("edges", "id", "inputs", "keep", "names", "notes", "stack", "step", "versions")
 
-    def __init__(self, id: int, names: CallNames, keep: Keep, step: int) -> None:
-        self.id = id
+    def __init__(self, names: CallNames, keep: Keep, step: int) -> None:
+        self.id = -1
         self.names = names
         self.keep = keep
         self.step = step
@@ -84,7 +87,8 @@ class Tape:
         self._values = values
         self._ids = itertools.count()
         self._stacks = Stacks(lambda id, frames: writer.stack(StackLine(id=id, frames=frames)))
-        self._running: dict[int, BackwardRun] = {}
+        self._running: dict[tuple[int, int], BackwardRun] = {}
+        self._functions: set[int] = set()  # nodes of custom Functions already written down
         self._pending_work: list[tuple[OpenCall, Any, list[tuple[torch.Tensor, Path]]]] = []
         self._input = selection.wants_side("input")
         self._output = selection.wants_side("output")
@@ -102,7 +106,7 @@ class Tape:
         if wanted:
             self._values.begin_step()
             self._stacks.reset()
-            self.place.stack = 0
+            self._functions.clear()
             self.writer.begin_step(step)
         else:
             self.writer.end_step()
@@ -127,13 +131,12 @@ class Tape:
         depth: int = 0,
         grad: bool = False,
         parent: str | None = None,
+        direction: Direction = "forward",
         **named: Iterable[tuple[str, torch.Tensor]],
     ) -> OpenCall | None:
         """Write down a call before it runs. `named`: parameters, parameter_grads, buffers."""
         try:
-            call = OpenCall(
-                next(self._ids), names, self.selection.keep_for(names), self.step
-            )
+            call = OpenCall(names, self.selection.keep_for(names), self.step)
             if grad:
                 call.edges = InputEdges()
             if self.config.stacks:
@@ -144,10 +147,11 @@ class Tape:
                     self._finish_work()
                 encoder = _Encoder(self, call, "input", self._input, call.inputs)
                 line = CallLine(
-                    id=call.id,
+                    id=0,
                     name=names.name,
                     op=names.api.op,
                     module=names.module,
+                    direction=direction,
                     parent=parent if parent is not None else self.place.parent,
                     stack=call.stack,
                     args=[encode(arg, encoder, (str(i),)) for i, arg in enumerate(args)],
@@ -160,13 +164,16 @@ class Tape:
                     call.versions.append(_version(tensor))
                     if call.edges is not None:
                         call.edges.add(tensor, path)
+                if call.edges is not None and call.edges.functions:
+                    self._record_functions(call.edges.functions)
+                call.id = line.id = next(self._ids)
                 self.writer.call(line)
             return call
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self.gap(names.name, error)
             return None
 
-    def end(self, call: OpenCall, result: Any, **named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def end(self, call: OpenCall, result: Any, tracer: Tracer = trace_call) -> None:
         """Write down what a call returned, and listen to its backward."""
         try:
             outputs: list[tuple[torch.Tensor, Path]] = []
@@ -180,13 +187,13 @@ class Tape:
                     call.notes.append(_OUTPUT_IS_ARGUMENTS)
                 elif mutated:
                     written = self._written(call, mutated, outputs)
-                lines = self._named(call, named)
-                if written:
-                    lines["buffers"] = {**written, **lines.get("buffers", {})}
-                self._listen(call, outputs)
-                if call.notes or tree is not None or lines:
-                    pass
-                self.writer.end(EndLine(id=call.id, outputs=tree, notes=call.notes, **lines))
+                if call.edges is not None and self._backward:
+                    trace = tracer(outputs, call.edges)
+                    if trace is not None:
+                        self._follow(call, trace, call.edges.aliases)
+                self.writer.end(
+                    EndLine(id=call.id, outputs=tree, buffers=written, notes=call.notes)
+                )
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self.gap(call.names.name, error)
 
@@ -286,24 +293,46 @@ class Tape:
                 lines[label] = self.line(tensor, call, "buffer", label, self._output)
         return lines
 
-    def _listen(self, call: OpenCall, outputs: list[tuple[torch.Tensor, Path]]) -> None:
-        if call.edges is None or not self._backward:
-            return
-        from tensorprobe.capture.gradients import trace_call
-
-        trace = trace_call(outputs, call.edges)
-        if trace is not None:
-            self.follow(call, trace)
-        call.edges = None
-
-    def follow(self, call: OpenCall, trace: Trace) -> None:
+    def _follow(self, call: OpenCall, trace: Trace, aliases: dict[Path, Path]) -> None:
         """Record the backward of this call when it runs."""
         call.notes.extend(trace.notes)
-        for reason in trace.gaps:
-            self.gap(call.names.name.replace(".forward", ".backward"), reason)
-        aliases = call.edges.aliases if call.edges is not None else {}
         backward = Backward(self, call, trace.contributions(), len(trace.boundary), aliases)
+        for reason in trace.gaps:
+            self.gap(backward.name, reason)
         listen(trace, backward.incoming, backward.outgoing)
+
+    def _record_functions(self, functions: list[tuple[torch.Tensor, Any]]) -> None:
+        """Custom autograd.Functions: `apply` is no torch call, but their node is in the graph."""
+        for tensor, node in functions:
+            sequence = node._sequence_nr()
+            if sequence in self._functions:
+                continue
+            self._functions.add(sequence)
+            kind = getattr(type(node), "_forward_cls", type(node))
+            api = ApiName("Function", kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+            names = self.select(api, self.counter.next(api), self.place.module)
+            if names is None:
+                continue
+            call = OpenCall(names, self.selection.keep_for(names), self.step)
+            call.id = next(self._ids)
+            notes = ["seen by its graph node: the inputs are not visible"]
+            if "CompiledFunction" in kind.__qualname__:
+                notes.append("compiled: the calls inside are not visible")
+            self.writer.call(
+                CallLine(
+                    id=call.id,
+                    name=names.name,
+                    op=api.op,
+                    module=names.module,
+                    parent=self.place.parent,
+                    notes=notes,
+                )
+            )
+            path = (str(tensor.output_nr),)
+            line = self.line(tensor, call, "output", path[0], self._output)
+            if self._backward:
+                self._follow(call, trace_function(node), {})
+            self.writer.end(EndLine(id=call.id, outputs=_nest({path: {"tensor": line}})))
 
     # Backward
 
@@ -336,8 +365,9 @@ class Tape:
             self.writer.end(EndLine(id=call.id, outputs=tree, notes=notes))
         self._pending_work = still
 
-    def caller_frame(self) -> FrameType:
-        return sys._getframe(2)
+    def stack_number(self, depth: int) -> int:
+        """The number of the caller's stack, `depth` frames up."""
+        return self._stacks.current(depth + 1, self.place.frame, self.place.stack)
 
 
 class _Label:
@@ -419,7 +449,7 @@ class Backward:
                 if run is not None:
                     run.receive(places, grads)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            tape.gap(self._backward_name(), error)
+            tape.gap(self.name, error)
 
     def outgoing(self, places: list[tuple[int, Path, Window | None]], grads: Gradients) -> None:
         tape = self._tape
@@ -431,23 +461,25 @@ class Backward:
                 if run is not None:
                     run.send(places, grads)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            tape.gap(self._backward_name(), error)
+            tape.gap(self.name, error)
 
-    def _backward_name(self) -> str:
+    @property
+    def name(self) -> str:
         names = self._call[0]
         return call_name(names.api, _number(names.name), "backward")
 
     def _run(self) -> BackwardRun | None:
         task = torch._C._current_graph_task_id()
-        key = hash((id(self), task))
+        key = (id(self), task)
         run = self._tape._running.get(key)
         if run is None:
             names, keep, stack, step = self._call
-            backward = CallNames(names.api, self._backward_name(), names.module, "backward")
+            backward = CallNames(names.api, self.name, names.module, "backward")
             if not (self._tape.selection.everything or self._tape.selection.decide(backward)):
                 return None
             self._passes += 1
-            call = OpenCall(next(self._tape._ids), backward, keep, self._tape.step)
+            call = OpenCall(backward, keep, self._tape.step)
+            call.id = next(self._tape._ids)
             call.stack = stack if step == self._tape.step else None
             if step != self._tape.step:
                 call.notes.append(f"its forward ran in step {step}")
@@ -479,7 +511,7 @@ class BackwardRun:
     def __init__(
         self,
         tape: Tape,
-        key: int,
+        key: tuple[int, int],
         call: OpenCall,
         left: dict[Path, int],
         expected: int,
@@ -495,7 +527,9 @@ class BackwardRun:
     def receive(self, places: list[tuple[int, Path, Window | None]], grads: Gradients) -> None:
         late = self._begun
         for number, path, window in places:
-            grad = grads[number] if number < len(grads) else None
+            if number >= len(grads):
+                continue
+            grad = grads[number]
             if grad is not None and window is not None:
                 grad = window.cut(grad)
             self._received[path] = self._line(grad, path, "input", self._tape._input)
@@ -549,7 +583,6 @@ class BackwardRun:
                 notes=call.notes,
             )
         )
-        self._received_at_begin = len(self._received)
 
     def finish(self) -> None:
         self._tape._running.pop(self._key, None)
