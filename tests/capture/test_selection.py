@@ -254,18 +254,8 @@ def test_inside_a_call() -> None:
     ]
     directions: tuple[Direction, ...] = ("forward", "backward")
     assert [d for d in directions if outputs.wants_direction(d)] == ["backward"]
-    dtypes = [
-        "float32",
-        "bfloat16",
-        "complex64",
-        "float8_e4m3fn",
-        "int64",
-        "uint8",
-        "bool",
-        "qint8",
-        "quint4x2",
-        "bits8",
-    ]
+    floats = ["float32", "bfloat16", "complex64", "float8_e4m3fn"]
+    dtypes = [*floats, "int64", "uint8", "bool", "qint8", "quint4x2", "bits8"]
     assert [d for d in dtypes if selection(dtypes="float").wants_tensor(d)] == floats
     assert [d for d in dtypes if selection().wants_tensor(d)] == dtypes
     assert selection().wants_scalars
@@ -293,9 +283,7 @@ def test_nothing_found_says_what_was_near() -> None:
         f"nothing was recorded: calls='Torch.relu.2.forward' matched none of {len(ALL)} calls. "
         "Near names: Torch.relu.1.forward, Torch.relu.0.forward, Tensor.relu_.1.forward."
     )
-    assert explain(apis=["leaky_rellu"]).endswith(
-        "Near names: Functional.leaky_relu.0.forward, Torch.relu.0.forward, Tensor.relu_.0.forward."
-    )
+    assert explain(apis="leaky_rellu").endswith("Near names: Functional.leaky_relu.0.forward.")
     assert "Near names: h.0.attn, h.1.attn" in explain(modules="*.atn")
     assert "Torch.relu.0.forward" in explain(between=("Torch_relu_7_forward", "b"))
     assert explain(names="zzzzzz").endswith(

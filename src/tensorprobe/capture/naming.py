@@ -184,11 +184,12 @@ def optimizer_name(class_name: str, qualified: str = "") -> ApiName:
 
 def call_name(api: ApiName, number: int, direction: Direction = "forward") -> str:
     """The full name of the `number`-th call of `api` in its step."""
-    if api.prefix == "Module":
-        return f"Module.{api.api}.{direction}.{number}"
-    if api.prefix == "Optimizer":
-        return f"Optimizer.{api.api}.{number}"
-    return f"{api.prefix}.{api.api}.{number}.{direction}"
+    prefix, name, _ = api
+    if prefix == "Module":
+        return f"Module.{name}.{direction}.{number}"
+    if prefix == "Optimizer":
+        return f"Optimizer.{name}.{number}"
+    return f"{prefix}.{name}.{number}.{direction}"
 
 
 def qualified_name(func: object) -> str:
