@@ -355,7 +355,7 @@ def _check_fields(content: dict[str, Any]) -> None:
 
 def _read_task(content: dict[str, Any]) -> str:
     task = content.get("task", "statistics")
-    if task in _REFUSED_TASKS:
+    if isinstance(task, str) and task in _REFUSED_TASKS:
         raise BadUsage(
             f"task='{task}' is not supported: {_REFUSED_TASKS[task]}. Allowed: {', '.join(_TASKS)}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable
@@ -139,6 +140,8 @@ def api_name(qualified: str) -> ApiName:
         return _operator_name(qualified.replace("::", "."))
     if qualified.startswith("torch.ops."):
         return _operator_name(qualified.removeprefix("torch.ops."))
+    if qualified.partition(".")[0] in ("aten", "npu", *_COLLECTIVE_NAMESPACES):
+        return _operator_name(qualified)
     qualified = _public_home(qualified)
     qualified = _ONE_FUNCTION.get(qualified, qualified)
     if qualified.startswith("torch.Tensor."):
@@ -181,11 +184,12 @@ def optimizer_name(class_name: str, qualified: str = "") -> ApiName:
 
 def call_name(api: ApiName, number: int, direction: Direction = "forward") -> str:
     """The full name of the `number`-th call of `api` in its step."""
-    if api.prefix == "Module":
-        return f"Module.{api.api}.{direction}.{number}"
-    if api.prefix == "Optimizer":
-        return f"Optimizer.{api.api}.{number}"
-    return f"{api.prefix}.{api.api}.{number}.{direction}"
+    prefix, name, _ = api
+    if prefix == "Module":
+        return f"Module.{name}.{direction}.{number}"
+    if prefix == "Optimizer":
+        return f"Optimizer.{name}.{number}"
+    return f"{prefix}.{name}.{number}.{direction}"
 
 
 def qualified_name(func: object) -> str:
@@ -252,6 +256,55 @@ class Counter:
     def reset(self) -> None:
         """Begin a new step."""
         self._counts = {}
+
+
+# Calls that make no tensor content. They come through a function mode by the dozen for each real
+# call and would only bury those. What moves or reads content (item, tolist, numpy, __bool__, to,
+# cpu) and what makes a view or an alias (view, detach, contiguous, T) is a call and stays.
+_NOISE_GROUPS = {
+    "shape, layout and place of a tensor": """
+        Tensor.size Tensor.dim Tensor.ndimension Tensor.numel Tensor.nelement Tensor.stride
+        Tensor.storage_offset Tensor.element_size Tensor.get_device Tensor.__len__ Tensor.dim_order
+        Tensor.sparse_dim Tensor.dense_dim Tensor._nnz Tensor._dimI Tensor._dimV Tensor.has_names
+        Tensor.__dlpack_device__ Torch.numel Torch.get_device""",
+    "storage and address: the content behind them is the tensor's own": """
+        Tensor.data_ptr Tensor.const_data_ptr Tensor.mutable_data_ptr Tensor.storage
+        Tensor._typed_storage Tensor.untyped_storage Tensor.storage_type Tensor.share_memory_""",
+    "how a tensor is quantised": """
+        Tensor.qscheme Tensor.q_scale Tensor.q_zero_point Tensor.q_per_channel_axis
+        Torch.q_scale Torch.q_zero_point Torch.q_per_channel_axis""",
+    "questions about dtypes, devices and sizes": """
+        Torch.can_cast Torch.result_type Torch.promote_types Torch.get_default_dtype Torch.device
+        Torch.broadcast_shapes Torch.set_default_device Functional._sym_int""",
+    "text for people; the values shown are read inside, where no mode sees it": """
+        Tensor.__repr__ Tensor.__format__ Tensor.__hash__ Tensor.__dir__""",
+    "bookkeeping of autograd; backward shows as the backward calls it runs": """
+        Tensor.requires_grad_ Tensor.register_hook Tensor.register_post_accumulate_grad_hook
+        Tensor.retain_grad Tensor.backward Torch.autograd.backward Torch.autograd.grad
+        Torch._set_grad_enabled Torch.set_grad_enabled Torch._set_fwd_grad_enabled""",
+    "pickling: the content goes through the storage": """
+        Tensor.__reduce_ex__ Tensor._reduce_ex_internal Tensor.__setstate__""",
+}
+_NOISE = frozenset(stem for stems in _NOISE_GROUPS.values() for stem in stems.split())
+# is_* answers about the kind of a tensor, but is_nonzero reads its value; sym_* work on sizes.
+_NOISE_PATTERN = re.compile(
+    r"(Tensor|Torch)\._?is_(?!nonzero)\w+|Torch\._?sym_\w+"
+    r"|Ops\.(profiler|prim|streams)\..*"  # markers for profilers, questions asked of subclasses
+)
+# `x.data = y` and writes to .real and .imag replace content and no other call shows it. `.grad =`
+# does not count: the optimizer step and the parameter gradients show the value, and zero_grad
+# would add one call for each parameter and step. `.data` and `.grad` when read hand out a tensor
+# whose content is known already.
+_CONTENT_SETTERS = frozenset(f"Tensor.{name}.__set__" for name in ("data", "real", "imag"))
+
+
+@functools.lru_cache(maxsize=20_000)
+def is_noise(api: ApiName) -> bool:
+    """Whether calls of this API make no tensor content and are left out of a capture."""
+    stem = api.stem
+    if stem.endswith((".__get__", ".__set__", ".__delete__")):
+        return stem not in _CONTENT_SETTERS
+    return stem in _NOISE or _NOISE_PATTERN.fullmatch(stem) is not None
 
 
 def aliases(api: ApiName) -> frozenset[str]:
@@ -381,4 +434,6 @@ def _method_name(method: str) -> ApiName:
     if accessor == "__get__" and prop in _VIEW_PROPERTIES:
         return ApiName("Tensor", prop, f"torch.Tensor.{method}")
     native = NATIVE_OF_DUNDER.get(method, method)
-    return ApiName("Tensor", native, f"torch.Tensor.{native}")
+    # rsub is a function of torch but no method of its tensors
+    op = "torch.rsub" if native == "rsub" else f"torch.Tensor.{native}"
+    return ApiName("Tensor", native, op)
