@@ -236,6 +236,11 @@ class Capture:
     def ranks(self) -> tuple[int, ...]:
         return tuple(sorted({call.rank for call in self.calls}))
 
+    @property
+    def begun(self) -> Calls:
+        """Calls that had begun when the run ended: their outputs are missing."""
+        return Calls(call for call in self.calls if call.status == "begun")
+
     def call(self, name: str, *, step: int | None = None, rank: int | None = None) -> Call:
         """The first call of exactly this name."""
         for call in self.calls(step=step, rank=rank):

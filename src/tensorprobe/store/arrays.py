@@ -27,15 +27,17 @@ _ML_DTYPES = (
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The numpy dtype for torch's name of it, little-endian."""
+    dtype: np.dtype[Any]
     if name in _ML_DTYPES:
-        return np.dtype(getattr(ml_dtypes, name))
+        dtype = np.dtype(getattr(ml_dtypes, name))
+        return dtype
     if name == "complex32":  # numpy has none: pairs of halves
         return np.dtype([("real", "<f2"), ("imag", "<f2")])
     if name in ("float4_e2m1fn_x2", "bits8", "quint8", "quint4x2", "quint2x4"):
         return np.dtype(np.uint8)
     if name in ("bits16", "qint32", "qint8"):
         return np.dtype({"bits16": "<u2", "qint32": "<i4", "qint8": "i1"}[name])
-    dtype: np.dtype[Any] = np.dtype(name).newbyteorder("<")
+    dtype = np.dtype(name).newbyteorder("<")
     return dtype
 
 

@@ -1,0 +1,221 @@
+"""Tensor shards: safetensors files that grow, and that the library can open at every moment."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+# torch's dtype names to those of safetensors; a dtype not named here is stored as plain bytes.
+SAFETENSORS_DTYPES = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "uint16": "U16",
+    "int32": "I32",
+    "uint32": "U32",
+    "int64": "I64",
+    "uint64": "U64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+}
+FREE = "__free__"  # the key of what is not used yet
+HEADER_NBYTES = 256 << 10  # room for some 2,300 tensors
+SHARD_NBYTES = 1 << 30
+_SAMPLE_NBYTES = 4096
+_DEDUP_NBYTES = 512  # below this, writing again costs no more than looking
+_COMPARE_NBYTES = 1 << 20
+_MAX_HEADER_NBYTES = 100_000_000  # the library's own limit
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Shard:
+    """One safetensors file being filled.
+
+    The file has its full size from the start (sparse: it takes no space) and the last entry of the
+    header claims all that is still free, so data and header agree at any moment. `append` fills
+    free space; `flush` lets the header name it, in one write of the header's changed end.
+    """
+
+    def __init__(self, path: str, dir_fd: int, capacity: int = SHARD_NBYTES) -> None:
+        self.capacity = capacity
+        self.used = 0
+        self._start = 8 + HEADER_NBYTES
+        self._keys: set[str] = set()
+        self._new: list[bytes] = []
+        self._new_nbytes = 0
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=dir_fd)
+        opening = b'{"__metadata__":{"format":"pt","written_by":"tensorprobe"}'
+        head = HEADER_NBYTES.to_bytes(8, "little") + opening + self._end(capacity)
+        os.ftruncate(self._fd, self._start + capacity)
+        _write_all(self._fd, head.ljust(self._start), 0)
+        self._tail = 8 + len(opening)  # where the header's last entry, the free one, begins
+        self._tail_nbytes = len(self._end(capacity))
+
+    def has_room(self, key: str, nbytes: int) -> bool:
+        entry = 6 * len(key) + 1500  # at most: an escaped key, 64 dimensions, the free entry
+        header = self._tail + self._new_nbytes + entry
+        return self.used + nbytes <= self.capacity and header <= self._start
+
+    def append(self, key: str, dtype: str, shape: Sequence[int], data: Bytes) -> int:
+        """Write the bytes and return where they are in the file."""
+        nbytes = data.nbytes
+        begin = self.used
+        _write_all(self._fd, data.data, self._start + begin)
+        self.used += nbytes
+        known = SAFETENSORS_DTYPES.get(dtype)
+        entry = {
+            "dtype": known or "U8",
+            "shape": list(shape) if known else [nbytes],
+            "data_offsets": [begin, self.used],
+        }
+        text = b"," + msgspec.json.encode(self._unused(key)) + b":" + msgspec.json.encode(entry)
+        self._new.append(text)
+        self._new_nbytes += len(text)
+        return self._start + begin
+
+    def flush(self) -> None:
+        """Let the header name all that was appended."""
+        if not self._new:
+            return
+        entries = b"".join(self._new)
+        self._write_tail(entries, self.capacity)
+        self._new, self._new_nbytes = [], 0
+
+    def equals(self, offset: int, data: Bytes) -> bool:
+        """Whether the file has these bytes at that offset."""
+        buffer = np.empty(min(data.nbytes, _COMPARE_NBYTES), np.uint8)
+        for begin in range(0, data.nbytes, _COMPARE_NBYTES):
+            part = data[begin : begin + _COMPARE_NBYTES]
+            view = buffer[: part.nbytes]
+            if os.preadv(self._fd, [view.data], offset + begin) != part.nbytes:
+                return False
+            if not np.array_equal(view, part):
+                return False
+        return True
+
+    def close(self) -> None:
+        """Give back what was not used."""
+        try:
+            # Killed between these two calls, the library finds the file too long. Our reader
+            # does not mind: the offsets are in the log of calls as well.
+            self._write_tail(b"".join(self._new), self.used)
+            os.ftruncate(self._fd, self._start + self.used)
+        finally:
+            os.close(self._fd)
+
+    def _write_tail(self, entries: bytes, capacity: int) -> None:
+        text = entries + self._end(capacity)
+        _write_all(self._fd, text.ljust(self._tail_nbytes), self._tail)
+        self._tail += len(entries)
+        self._tail_nbytes = len(text) - len(entries)
+
+    def _end(self, capacity: int) -> bytes:
+        free = capacity - self.used
+        entry = {"dtype": "U8", "shape": [free], "data_offsets": [self.used, capacity]}
+        return f',"{FREE}":'.encode() + msgspec.json.encode(entry) + b"}" if free else b"}"
+
+    def _unused(self, key: str) -> str:
+        """The key, or one like it when it is taken: a step that was resumed repeats its names."""
+        unused, n = key, 2
+        while unused in self._keys:
+            unused, n = f"{key}#{n}", n + 1
+        self._keys.add(unused)
+        return unused
+
+
+class Shards:
+    """The shards of one step, the next begun when one is full; equal bytes are stored once."""
+
+    def __init__(self, dir_fd: int, first: int = 0, shard_nbytes: int = SHARD_NBYTES) -> None:
+        self._dir_fd = dir_fd
+        self._shard_nbytes = shard_nbytes
+        self._number = first - 1
+        self._shard: Shard | None = None
+        self._known: dict[tuple[int, int], list[int]] = {}  # of the open shard: look -> offsets
+
+    def find(self, data: Bytes) -> tuple[int, int, int] | None:
+        """Where these bytes already are, if they are in the open shard."""
+        if self._shard is None or data.nbytes < _DEDUP_NBYTES:
+            return None
+        for offset in self._known.get(_look(data), ()):
+            if self._shard.equals(offset, data):
+                return (self._number, offset, data.nbytes)
+        return None
+
+    def append(
+        self, key: str, dtype: str, shape: Sequence[int], data: Bytes
+    ) -> tuple[int, int, int]:
+        if self._shard is None or not self._shard.has_room(key, data.nbytes):
+            self._next(data.nbytes)
+        assert self._shard is not None
+        offset = self._shard.append(key, dtype, shape, data)
+        if data.nbytes >= _DEDUP_NBYTES:
+            offsets = self._known.setdefault(_look(data), [])
+            offsets.append(offset)
+            del offsets[:-4]  # many that look alike and differ are not compared for ever
+        return (self._number, offset, data.nbytes)
+
+    def flush(self) -> None:
+        if self._shard is not None:
+            self._shard.flush()
+
+    def close(self) -> None:
+        shard, self._shard = self._shard, None
+        self._known.clear()
+        if shard is not None:
+            shard.close()
+
+    def _next(self, nbytes: int) -> None:
+        self.close()
+        self._number += 1
+        name = shard_name(self._number)
+        self._shard = Shard(name, self._dir_fd, max(nbytes, self._shard_nbytes))
+
+
+def shard_name(number: int) -> str:
+    return f"tensors-{number}.safetensors"
+
+
+def header_problem(path: Path) -> str | None:
+    """What is wrong with a shard's header, None when it is as it should be."""
+    with path.open("rb") as file:
+        nbytes = int.from_bytes(file.read(8), "little")
+        text = file.read(nbytes) if nbytes <= _MAX_HEADER_NBYTES else b""
+    if not text or len(text) != nbytes:
+        return f"its header, from byte 8, should have {nbytes} bytes"
+    try:
+        msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        return f"its header is damaged: {error}, counted from byte 8"
+    return None
+
+
+def _look(data: Bytes) -> tuple[int, int]:
+    """What equal bytes share and other bytes seldom do, without reading all of them."""
+    nbytes = data.nbytes
+    check = zlib.crc32(data[:_SAMPLE_NBYTES].data)
+    if nbytes > _SAMPLE_NBYTES:
+        middle = nbytes // 2
+        check = zlib.crc32(data[middle : middle + _SAMPLE_NBYTES].data, check)
+        check = zlib.crc32(data[-_SAMPLE_NBYTES:].data, check)
+    return nbytes, check
+
+
+def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
