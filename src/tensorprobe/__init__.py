@@ -1,4 +1,8 @@
-"""A precision debugger for PyTorch: which call did it, and a script that shows it alone."""
+"""A precision debugger for PyTorch: which call did it, and a script that shows it alone.
+
+Names that need torch are imported when they are first used, so that reading a capture works
+without it.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tensorprobe._version import __version__
+from tensorprobe.store.loading import load
 
 if TYPE_CHECKING:
-    from tensorprobe.store.loading import load
+    from tensorprobe.capture.recorder import Recorder
+    from tensorprobe.capture.seeding import seed_all
 
-__all__ = ["__version__", "load"]
+__all__ = ["Recorder", "__version__", "load", "seed_all"]
 
-# Loaded when first used: `tensorprobe --help` waits for no numpy, and reading for no torch.
-_HOMES = {"load": "tensorprobe.store.loading"}
+_NEED_TORCH = {
+    "Recorder": "tensorprobe.capture.recorder",
+    "seed_all": "tensorprobe.capture.seeding",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    module = _NEED_TORCH.get(name)
+    if module is None:
         raise AttributeError(f"module 'tensorprobe' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from tensorprobe.errors import MissingDependency
+
+        raise MissingDependency("torch", f"tensorprobe.{name}", "torch") from None

@@ -9,13 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorprobe.capture.naming import ApiName, CallNames, call_name, operator_name
 from tensorprobe.capture.tape import Tape
+from tensorprobe.records import Direction
 
 
 class OpMode(TorchDispatchMode):
     """Records each op with its inputs and outputs; one run by backward names its forward op."""
 
     def __init__(self, tape: Tape) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
         self._names: dict[Any, ApiName] = {}
         # sequence number of the graph node a forward op was making -> that op's call
@@ -37,7 +38,7 @@ class OpMode(TorchDispatchMode):
             api = self._names[func] = operator_name(namespace, name, func._overloadname)
         node = torch._C._current_autograd_node()
         number = tape.counter.next(api)
-        direction = "forward" if node is None else "backward"
+        direction: Direction = "forward" if node is None else "backward"
         names = CallNames(api, call_name(api, number, direction), tape.place.module, direction)
         if not (tape.selection.everything or tape.selection.decide(names)):
             return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Live arguments to the trees of a call log: every leaf is a value, a tensor, or says what it was."""
+"""Live arguments to the trees of a call log: each leaf a value, a tensor, or what it was."""
 
 from __future__ import annotations
 
@@ -55,6 +55,41 @@ def map_tensors(value: Any, visit: Callable[[torch.Tensor, tuple[str, ...]], Non
         visit(value, ())
     elif type(value) not in _PLAIN:
         encode(value, visit)
+
+
+def nest(leaves: Mapping[tuple[str, ...], Any], *, always: bool = False) -> Any:
+    """A tree from paths: {("1", "0"): x} is {"dict": [["1", {"dict": [["0", x]]}]]}."""
+    if not leaves and not always:
+        return None
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        level = tree
+        for part in path[:-1]:
+            level = level.setdefault(part, {})
+        level[path[-1]] = (leaf,)
+    return _as_dict_tree(tree)
+
+
+def _as_dict_tree(tree: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "dict": [
+            [key, item[0] if isinstance(item, tuple) else _as_dict_tree(item)]
+            for key, item in tree.items()
+        ]
+    }
+
+
+def as_arguments(leaves: Mapping[tuple[str, ...], Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Gradients by the path of their output, as positional and keyword arguments."""
+    tops: dict[str, dict[tuple[str, ...], Any]] = {}
+    for path, leaf in leaves.items():
+        tops.setdefault(path[0], {})[path[1:]] = leaf
+    trees = {
+        top: below[()] if () in below else nest(below, always=True) for top, below in tops.items()
+    }
+    numbers = [int(top) for top in trees if top.isdigit()]
+    args = [trees.get(str(i)) for i in range(max(numbers, default=-1) + 1)]
+    return args, {top: tree for top, tree in trees.items() if not top.isdigit()}
 
 
 def _sequence(value: Any, tensor: TensorEncoder, path: tuple[str, ...]) -> Any:
@@ -124,7 +159,7 @@ def _other(value: Any) -> Any:
         return _special("generator", str(value.device))
     if isinstance(value, torch.UntypedStorage | torch.TypedStorage):
         return _special("storage", f"{kind.__name__} of {value.nbytes()} bytes")
-    if kind.__name__ in ("ProcessGroup", "ProcessGroupGloo", "ProcessGroupNCCL", "ProcessGroupHCCL"):
+    if kind.__name__.startswith("ProcessGroup"):
         return _special("process_group", _group_text(value))
     if callable(value) and hasattr(value, "__qualname__"):
         return _special("function", f"{getattr(value, '__module__', '')}.{value.__qualname__}")

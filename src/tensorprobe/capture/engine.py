@@ -48,7 +48,7 @@ class EngineEntry:
 
     @staticmethod
     def _put(function: Callable[..., Any]) -> None:
-        torch.autograd.graph._engine_run_backward = function  # type: ignore[assignment]
+        torch.autograd.graph._engine_run_backward = function
         torch.autograd._engine_run_backward = function  # type: ignore[attr-defined]
 
     def _run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:

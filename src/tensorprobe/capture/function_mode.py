@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from tensorprobe.capture.gradients import trace_function
 from tensorprobe.capture.naming import ApiName, Namer, is_noise
 from tensorprobe.capture.tape import Tape
 
@@ -35,7 +34,9 @@ class CallMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # dynamo traces this very line: leave no mark in the graph
+        if (
+            torch.compiler.is_compiling()
+        ):  # dynamo traces this very line: leave no mark in the graph
             return func(*args, **kwargs)
         try:
             api = self._plans[func]
@@ -55,7 +56,7 @@ class CallMode(TorchFunctionMode):
 
     def _plan(self, func: Any) -> ApiName | None:
         api = self._namer(func)
-        plan = None if is_noise(api, func) else api
+        plan = None if is_noise(api) else api
         self._plans[func] = plan
         return plan
 

@@ -117,9 +117,7 @@ def output_nodes(
         trace.outputs.setdefault(node, []).append((tensor.output_nr, path, None))
 
 
-def trace_call(
-    outputs: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges
-) -> Trace | None:
+def trace_call(outputs: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges) -> Trace | None:
     """The graph of one operator call; None when it has no part in backward."""
     trace = Trace()
     output_nodes(outputs, inputs, trace)
@@ -153,6 +151,16 @@ def trace_function(node: Any) -> Trace:
         for position, (after, _) in enumerate(node.next_functions)
         if after is not None
     ]
+    return trace
+
+
+def trace_saved(tensors: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges) -> Trace | None:
+    """Where the whole gradient of each of these tensors comes by, whoever uses them."""
+    trace = Trace()
+    for tensor, path in tensors:
+        if tensor.requires_grad:
+            edge = torch.autograd.graph.get_gradient_edge(tensor)
+            trace.outputs.setdefault(edge.node, []).append((edge.output_nr, path, None))
     return trace
 
 
@@ -198,8 +206,8 @@ def trace_module(
 ) -> Trace | None:
     """The graph of one module call, in time linear in its nodes however deep modules nest.
 
-    `owners` says which region a node (by sequence number) belongs to, for all module calls since the
-    outermost began. Meeting a node of a finished child, the walk jumps to where the child ends.
+    `owners` says which region a node (by sequence number) belongs to, for all module calls since
+    the outermost began. Meeting a node of a finished child, the walk jumps to where the child ends.
     """
     trace = Trace()
     output_nodes(outputs, inputs, trace)

@@ -19,10 +19,11 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from tensorprobe.capture.calls import OpenCall
 from tensorprobe.capture.gradients import InputEdges, Path, Region, Trace, trace_module
 from tensorprobe.capture.naming import ApiName, module_name
 from tensorprobe.capture.quiet import Quiet
-from tensorprobe.capture.tape import OpenCall, Tape
+from tensorprobe.capture.tape import Tape
 
 
 class ModulePaths:
@@ -157,8 +158,8 @@ class ModuleHooks:
                 self._begin(entry, path, args, frame)
             place.module = path
             if tape.config.stacks and tape.recording:
-                place.stack = entry.call.stack if entry.call and entry.call.stack else (
-                    tape.stack_number(1)
+                place.stack = (
+                    entry.call.stack if entry.call and entry.call.stack else (tape.stack_number(1))
                 )
                 place.frame = frame
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
@@ -167,15 +168,14 @@ class ModuleHooks:
     def _enter_root(self, module: nn.Module) -> None:
         self._thread.owners.clear()
         self._on_root(module)
-        if threading.get_ident() != self._owner_thread and self._mode is not None:
+        if threading.get_ident() == self._owner_thread:
+            return
+        if self._mode not in torch.overrides._get_current_function_mode_stack():
             # function modes are not inherited by threads: bring ours along while a module runs
-            if self._mode not in torch.overrides._get_current_function_mode_stack():
-                self._mode.__enter__()
-                self._thread.entered_mode = True
+            self._mode.__enter__()
+            self._thread.entered_mode = True
 
-    def _begin(
-        self, entry: _Entry, path: str, args: tuple[Any, ...], frame: FrameType
-    ) -> None:
+    def _begin(self, entry: _Entry, path: str, args: tuple[Any, ...], frame: FrameType) -> None:
         module, tape = entry.module, self._tape
         kind = type(module)
         api = module_name(path, kind.__name__, f"{kind.__module__}.{kind.__qualname__}")

@@ -13,8 +13,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from tensorprobe.capture.calls import OpenCall
 from tensorprobe.capture.naming import optimizer_name
-from tensorprobe.capture.tape import OpenCall, Tape
+from tensorprobe.capture.tape import Tape
 
 
 class OptimizerHooks:
@@ -32,9 +33,10 @@ class OptimizerHooks:
         self._handles: list[Any] = []
         # steps under way; a wrapper that is an Optimizer itself steps around the real one
         self._open: list[tuple[weakref.ref[Optimizer], OpenCall | None]] = []
-        self._names: dict[int, list[str]] = {}
 
-    def install(self) -> None:
+    def install_once(self) -> None:
+        if self._handles:
+            return
         self._handles = [
             register_optimizer_step_pre_hook(self._before),
             register_optimizer_step_post_hook(self._after),

@@ -19,8 +19,15 @@ _HIDDEN = tuple(
     for name in (
         os.path.join("nn", "modules", "module.py"),
         "overrides.py",
+        "_compile.py",
+        os.path.join("_dynamo", "eval_frame.py"),
         os.path.join("utils", "_contextlib.py"),
         os.path.join("autograd", "graph.py"),
+        os.path.join("autograd", "__init__.py"),
+        # functionals and methods written in Python are the call itself, not a caller
+        os.path.join("nn", "functional.py"),
+        "functional.py",
+        "_tensor.py",
     )
 )
 _MAX_FRAMES = 200

@@ -13,21 +13,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tensorprobe.capture.transfer import snapshot
 from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.records import Keep
-from tensorprobe.store.native import CaptureWriter
+from tensorprobe.store.writer import CaptureWriter
 
 # A layout of one storage: version, offset, shape, stride, dtype, and whether its bytes are kept.
-_View = tuple[int, int, Any, Any, torch.dtype, bool]
+_View = tuple[int, Any, Any, Any, torch.dtype, bool]
 
 
 class Values:
     """Numbers the distinct tensor contents of a step and sends each to the store.
 
-    The output of one call is the input of the next, so most tensors are met several times. A content
+    The output of one call is the input of the next, so most tensors are met several times. Content
     is known by its live storage and version, never by an address: a weak reference is held to every
     storage met, so that no other storage can take its place while it is remembered.
     """
 
     def __init__(self, writer: CaptureWriter, summarizer: Summarizer) -> None:
+        self.nbytes = 0  # of the contents kept in this step
         self._writer = writer
         self._summarizer = summarizer
         self._known: dict[int, tuple[StorageWeakRef, dict[_View, int]]] = {}
@@ -38,6 +39,7 @@ class Values:
         """Start numbering afresh: a step can be read, or deleted, without the others."""
         with self._lock:
             self._known.clear()
+            self.nbytes = 0
             self._ids = itertools.count(1)
 
     def forget(self, tensor: torch.Tensor) -> None:
@@ -77,6 +79,7 @@ class Values:
         if tensors and result.error is None:
             self._writer.make_room(tensor.numel() * tensor.element_size())
             copy = snapshot(tensor)
+            self.nbytes += copy.nbytes
             self._writer.tensor(number, name(), copy.dtype, copy.shape, copy.get, copy.nbytes)
         self._writer.value(number, result)
         return number
