@@ -284,7 +284,7 @@ def test_nothing_found_says_what_was_near() -> None:
         "Near names: Torch.relu.1.forward, Torch.relu.0.forward, Tensor.relu_.1.forward."
     )
     assert explain(apis="leaky_rellu").endswith("Near names: Functional.leaky_relu.0.forward.")
-    assert "Near names: h.0.attn, h.1.attn" in explain(modules="*.atn")
+    assert "Near names: h.1.attn, h.0.attn" in explain(modules="*.atn")
     assert "Torch.relu.0.forward" in explain(between=("Torch_relu_7_forward", "b"))
     assert explain(names="zzzzzz").endswith(
         "The first calls were Module.Net.forward.0, Functional.embedding.0.forward, "
