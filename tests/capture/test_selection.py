@@ -165,6 +165,17 @@ def test_a_range_of_forward_calls_brings_their_backwards() -> None:
     assert selected(chosen) == wanted, "a range is armed again each step"
 
 
+def test_a_new_step_arms_a_range_that_never_ended() -> None:
+    chosen = selection(between=("Torch.relu.0", "Torch.relu.7"), directions="forward")
+    first = CallNames(api_name("torch.nn.functional.linear"), "Functional.linear.0.forward")
+    chosen.wants_step(0)
+    assert any(chosen.decide(names) for names in program())
+    assert chosen.wants_step(0)
+    assert chosen.decide(first), "asking again about the same step changes nothing"
+    chosen.wants_step(1)
+    assert not chosen.decide(first)
+
+
 def test_a_range_of_one_call() -> None:
     name = "Torch.relu.1.forward"
     assert selected(selection(between=(name, name), directions="forward")) == [name]
