@@ -165,6 +165,17 @@ def test_a_range_of_forward_calls_brings_their_backwards() -> None:
     assert selected(chosen) == wanted, "a range is armed again each step"
 
 
+def test_a_new_step_arms_a_range_that_never_ended() -> None:
+    chosen = selection(between=("Torch.relu.0", "Torch.relu.7"), directions="forward")
+    first = CallNames(api_name("torch.nn.functional.linear"), "Functional.linear.0.forward")
+    chosen.wants_step(0)
+    assert any(chosen.decide(names) for names in program())
+    assert chosen.wants_step(0)
+    assert chosen.decide(first), "asking again about the same step changes nothing"
+    chosen.wants_step(1)
+    assert not chosen.decide(first)
+
+
 def test_a_range_of_one_call() -> None:
     name = "Torch.relu.1.forward"
     assert selected(selection(between=(name, name), directions="forward")) == [name]
@@ -284,7 +295,7 @@ def test_nothing_found_says_what_was_near() -> None:
         "Near names: Torch.relu.1.forward, Torch.relu.0.forward, Tensor.relu_.1.forward."
     )
     assert explain(apis="leaky_rellu").endswith("Near names: Functional.leaky_relu.0.forward.")
-    assert "Near names: h.0.attn, h.1.attn" in explain(modules="*.atn")
+    assert "Near names: h.1.attn, h.0.attn" in explain(modules="*.atn")
     assert "Torch.relu.0.forward" in explain(between=("Torch_relu_7_forward", "b"))
     assert explain(names="zzzzzz").endswith(
         "The first calls were Module.Net.forward.0, Functional.embedding.0.forward, "

@@ -54,6 +54,7 @@ class Selection:
         self.everything = not (
             self._calls or self._range or self._apis or self._modules or self._names
         )
+        self._step: int | None = None
         self._matched = 0
         self._asked = 0
         self._seen: dict[str, None] = {}
@@ -63,7 +64,11 @@ class Selection:
     # Steps and ranks.
 
     def wants_step(self, step: int) -> bool:
-        """Whether anything of this step is recorded."""
+        """Whether anything of this step is recorded. A step other than the last one asked about
+        begins anew."""
+        if step != self._step:
+            self._step = step
+            self.begin_step()
         if len(self._seen_steps) < _SEEN_LIMIT:
             self._seen_steps[step] = None
         return self._steps is None or step in self._steps
@@ -78,7 +83,7 @@ class Selection:
         return self._last_step is not None and step > self._last_step
 
     def begin_step(self) -> None:
-        """Arm a range between two calls again."""
+        """Arm a range between two calls again; `wants_step` does it when the step changes."""
         if self._range:
             self._range.reset()
 
