@@ -42,6 +42,8 @@ _SECTIONS: dict[Role, str] = {
     "parameter_grad": "parameters_grad",
     "buffer": "buffers",
 }
+# What an asynchronous collective returns; torch without distributed has none.
+_WORK: tuple[type, ...] = tuple(filter(None, (getattr(torch.distributed, "Work", None),)))
 _OUTPUT_IS_ARGUMENTS = "outputs are the arguments after the call"
 
 
@@ -82,7 +84,7 @@ class Tape:
         self._stacks = Stacks(lambda id, frames: writer.stack(StackLine(id=id, frames=frames)))
         self.running: dict[tuple[int, int], BackwardRun] = {}
         self._functions: set[int] = set()  # nodes of custom Functions already written down
-        self._pending_work: list[tuple[OpenCall, Any, list[tuple[torch.Tensor, Path]]]] = []
+        self._pending_work: list[tuple[OpenCall, list[Any], list[tuple[torch.Tensor, Path]]]] = []
         self.wants_input = selection.wants_side("input")
         self.wants_output = selection.wants_side("output")
         self._backward = selection.wants_direction("backward")
@@ -95,18 +97,24 @@ class Tape:
     # Steps
 
     def begin_step(self, step: int, wanted: bool) -> None:
-        self.finish_backwards()
+        self.end_step()
         self.step = step
         self.recording = wanted
         self.counter.reset()
         self.selection.begin_step()
-        self._pending_work.clear()
         self.writer.end_step()
         self._open = False
         if wanted:
             self._values.begin_step()
             self._stacks.reset()
             self._functions.clear()
+
+    def end_step(self) -> None:
+        """Close what is open: the step is over."""
+        self.finish_backwards()
+        if self._pending_work:
+            with Quiet():
+                self._finish_work(last=True)
 
     def open_step(self) -> None:
         """A step gets its folder with its first call, so that one nobody ran leaves no trace."""
@@ -364,24 +372,37 @@ class Tape:
 
     # Collectives that run on after they return
 
-    def await_work(self, call: OpenCall, work: Any) -> None:
-        """The result of this call is there when `work` is done; write it down then."""
-        self._pending_work.append((call, work, call.inputs))
-        call.inputs = []
+    def await_work(self, call: OpenCall, result: Any) -> bool:
+        """Whether a collective goes on after it returned; it is written down when it is done."""
+        works = result if isinstance(result, list) else [result]  # of batch_isend_irecv
+        if not works or not all(isinstance(work, _WORK) for work in works):
+            return False
+        self._pending_work.append((call, works, call.inputs))
+        return True
 
-    def _finish_work(self, *, wait: bool = False) -> None:
-        still = []
-        for item in self._pending_work:
-            call, work, inputs = item
-            if not (wait or work.is_completed()):
-                still.append(item)
+    def _finish_work(self, *, last: bool = False) -> None:
+        pending, self._pending_work = self._pending_work, []
+        for item in pending:
+            call, works, inputs = item
+            try:
+                done = all(work.is_completed() for work in works)
+            except (RuntimeError, ValueError) as error:  # one of a coalesced batch has no state
+                self._give_up_work(call, f"asynchronous, and cannot be asked: {error}")
                 continue
-            for tensor, _ in inputs:
-                self._values.forget(tensor)
-            tree = self._arguments_after(call, inputs, [])
-            notes = [_OUTPUT_IS_ARGUMENTS, "asynchronous: read after it had completed"]
-            self.writer.end(EndLine(id=call.id, outputs=tree, notes=notes))
-        self._pending_work = still
+            if done:
+                for tensor, _ in inputs:
+                    self._values.forget(tensor)
+                tree = self._arguments_after(call, inputs, [])
+                notes = [_OUTPUT_IS_ARGUMENTS, "asynchronous: read after it had completed"]
+                self.writer.end(EndLine(id=call.id, outputs=tree, notes=notes))
+            elif last:
+                self._give_up_work(call, "asynchronous, and not waited for when the step ended")
+            else:
+                self._pending_work.append(item)
+
+    def _give_up_work(self, call: OpenCall, reason: str) -> None:
+        self.gap(call.names.name, f"{reason}: its result is not recorded")
+        self.writer.end(EndLine(id=call.id, notes=[reason]))
 
     def stack_number(self, depth: int) -> int:
         """The number of the caller's stack, `depth` frames up."""
