@@ -23,7 +23,9 @@ class CallMode(TorchFunctionMode):
     recorder itself does never comes back here.
     """
 
-    def __init__(self, tape: Tape, *, record: bool, on_scaler_update: Callable[[Iterable[int]], None]) -> None:
+    def __init__(
+        self, tape: Tape, *, record: bool, on_scaler_update: Callable[[Iterable[int]], None]
+    ) -> None:
         super().__init__()
         self._tape = tape
         self._record = record

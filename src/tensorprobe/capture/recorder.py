@@ -96,6 +96,11 @@ class Recorder:
             recorder._log(note)
         return recorder
 
+    @property
+    def current_step(self) -> int:
+        """The number of the step that the program is in."""
+        return self._step
+
     # What the user calls
 
     def start(self) -> Recorder:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensorprobe.config import RecordConfig, from_msprobe_config
-from tensorprobe.errors import BadUsage, NothingRecorded, TensorprobeError, WriteFailed
+from tensorprobe.errors import BadUsage, NothingRecorded, TensorprobeError
 
 if TYPE_CHECKING:
     from tensorprobe.capture.launcher import Program
@@ -122,8 +123,7 @@ def run(args: argparse.Namespace) -> int:
     if program is None:
         return 1
     output = Path(args.output or dump_path or default_output(program))
-    if output.exists() and not output.is_dir():
-        raise BadUsage(f"the output '{output}' is a file; give a folder")
+    _check_output(output)
     session = _Session(args, config, step_on, output, notes)
     session.seed()
     end = Launch(program, words[1:]).run(session.torch_imported)
@@ -167,6 +167,15 @@ def _check_start(args: argparse.Namespace) -> None:
         raise BadUsage("--start-batches says how much --save-start saves: give that too")
     if args.start_batches is not None and args.start_batches < 0:
         raise BadUsage(f"--start-batches {args.start_batches}: expected a number from 0")
+
+
+def _check_output(output: Path) -> None:
+    """Say before the program runs, not after, that nothing can be written there."""
+    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise BadUsage(f"cannot record to '{output}': '{existing}' is a file; give a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise BadUsage(f"cannot record to '{output}': '{existing}' is not writable")
 
 
 def _load(word: str, *, is_module: bool) -> Program | None:
@@ -223,11 +232,7 @@ class _Session:
         for note in self._notes:
             say(note)
         self._start = self._start_state(recorder)
-        try:
-            recorder.start()
-        except OSError as error:
-            raise WriteFailed(f"cannot record to '{self._output}': {error.strerror}") from error
-        self._recorder = recorder
+        self._recorder = recorder.start()
 
     def _start_state(self, recorder: Recorder) -> StartState | None:
         args = self._args
@@ -241,7 +246,10 @@ class _Session:
 
     def finish(self, end: BaseException | None) -> int:
         """Close the recording and give the program's own exit status, or leave as it left."""
+        self._problem = self._problem or (self._start.problem if self._start else None)
         if self._problem is not None:
+            if self._recorder is not None:
+                self._recorder.stop()
             raise self._problem
         problem = self._close()
         if isinstance(end, KeyboardInterrupt):
