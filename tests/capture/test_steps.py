@@ -147,7 +147,7 @@ def test_a_step_that_the_scaler_skips_is_a_step(
     found = steps_of(tmp_path, "Module.Sequential.forward", "Optimizer")
     stepped = ["Module.Sequential.forward", "Optimizer"]
     for step, factor in enumerate(factors):
-        if steps is None or steps.endswith("2") and step >= int(steps[0]):
+        if steps is None or step >= int(steps[0]):
             assert found[step] == (stepped[:1] if factor == torch.inf else stepped)
 
 
