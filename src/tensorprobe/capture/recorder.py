@@ -79,6 +79,7 @@ class Recorder:
         self._told_error = False
         self._writer: CaptureWriter | None = None
         self._tape: Tape | None = None
+        self._rank_wanted = True
         self._mode_on = False  # the function mode and the hooks of modules: these also tell where
         self._hooks_on = False  # steps end
         self._inside_on = False  # the engine's entry, and the mode of L2
@@ -149,6 +150,8 @@ class Recorder:
             return
         self._take_away()  # what could not go when the last step ended
         self._report_write_error()
+        if not self._rank_wanted:
+            return
         if self._writer.n_calls == 0:
             raise NothingRecorded(self._selection.explain_nothing())
         self._log(self._summary(self._writer))
@@ -172,12 +175,14 @@ class Recorder:
     # Building and taking apart
 
     def _build(self) -> bool:
-        rank = current_rank()
-        if not self._selection.wants_rank(rank):
-            self._over = True
-            self._log(f"rank {rank} is not among ranks {format_numbers(self.config.ranks)}")
-            return False
         config = self.config
+        rank = current_rank()
+        self._rank_wanted = self._selection.wants_rank(rank)
+        if not self._rank_wanted:
+            self._log(f"rank {rank} is not among ranks {format_numbers(config.ranks)}")
+            if not config.stop_after_last_step:  # else it counts: all ranks have to end together
+                self._over = True
+                return False
         summarizer = Summarizer(stats=True, digest=config.keep in ("digest", "tensors"))
         facts = environment_facts()
         self._writer = CaptureWriter(
@@ -254,7 +259,7 @@ class Recorder:
 
     def _begin_step(self) -> None:
         assert self._tape is not None
-        wanted = self._selection.wants_step(self._step)
+        wanted = self._selection.wants_step(self._step) and self._rank_wanted
         self._optimizers.install_once()
         watch = self._watch
         # The first step is watched even where it is not wanted: the models met in it get their
@@ -338,10 +343,12 @@ class Recorder:
     def _summary(self, writer: CaptureWriter) -> str:
         steps = self._tape.n_steps if self._tape is not None else 0
         gaps = f", {writer.n_gaps} gaps" if writer.n_gaps else ""
+        several = os.environ.get("WORLD_SIZE", "1") != "1"
+        where = writer.folder if several else self.path
         waited = f", waited {writer.waited_s:.1f} s for the disk" if writer.waited_s >= 1 else ""
         return (
             f"recorded {writer.n_calls} calls in {steps} step{'' if steps == 1 else 's'}{gaps}, "
-            f"{format_nbytes(writer.nbytes_written)} in {self.path}{waited}. "
+            f"{format_nbytes(writer.nbytes_written)} in {where}{waited}. "
             f"Next: tensorprobe show {self.path}"
         )
 
