@@ -75,8 +75,11 @@ def bare(folder: Path, *words: str) -> str:
             cwd=folder,
             env={
                 **os.environ,
-                **{"RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"},
-                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+                "OMP_NUM_THREADS": "1",
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
             },
             stdout=subprocess.PIPE,
             text=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import shlex
 import sys
 import warnings
 import weakref
@@ -293,10 +294,14 @@ class Recorder:
         self._over = True
         self.stop()
         if self.config.stop_after_last_step:
-            self._log(f"steps {format_numbers(self.config.steps)} are recorded: ending the program")
+            steps = self.config.steps or ()
+            which = f"{'step' if len(steps) == 1 else 'steps'} {format_numbers(steps)}"
+            self._log(f"{which} recorded: ending the program")
             raise SystemExit(0)
 
     def _optimizer_stepped(self, optimizer: object) -> None:
+        if self._tape is not None and self._tape.recording:
+            self._tell_size()
         if self._watch.automatic:
             self._watch.optimizer_stepped(optimizer)
 
@@ -308,7 +313,6 @@ class Recorder:
         tape.finish_backwards()
         if self.config.level in ("L0", "mix"):
             self._modules.record_gradients()
-        self._tell_size()
 
     # What the user reads
 
@@ -318,7 +322,9 @@ class Recorder:
         self._told_size = True
         nbytes = self._tape.nbytes
         steps = self.config.steps
-        total = f", {format_nbytes(nbytes * len(steps))} for {len(steps)} steps" if steps else ""
+        total = ""
+        if steps and len(steps) > 1:
+            total = f", {format_nbytes(nbytes * len(steps))} for {len(steps)} steps"
         self._log(f"recording about {format_nbytes(nbytes)} a step{total}, to {self.path}")
 
     def _report_write_error(self) -> None:
@@ -342,14 +348,14 @@ class Recorder:
 
     def _summary(self, writer: CaptureWriter) -> str:
         steps = self._tape.n_steps if self._tape is not None else 0
-        gaps = f", {writer.n_gaps} gaps" if writer.n_gaps else ""
+        gaps = f", {_count(writer.n_gaps, 'gap')}" if writer.n_gaps else ""
         several = os.environ.get("WORLD_SIZE", "1") != "1"
         where = writer.folder if several else self.path
         waited = f", waited {writer.waited_s:.1f} s for the disk" if writer.waited_s >= 1 else ""
         return (
-            f"recorded {writer.n_calls} calls in {steps} step{'' if steps == 1 else 's'}{gaps}, "
+            f"recorded {_count(writer.n_calls, 'call')} in {_count(steps, 'step')}{gaps}, "
             f"{format_nbytes(writer.nbytes_written)} in {where}{waited}. "
-            f"Next: tensorprobe show {self.path}"
+            f"Next: tensorprobe show {shlex.quote(str(self.path))}"
         )
 
 
@@ -364,6 +370,10 @@ def current_rank() -> int:
         if value.isdigit():
             return int(value)
     return 0
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def format_nbytes(nbytes: float) -> str:
