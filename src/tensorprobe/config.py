@@ -418,6 +418,8 @@ def _read_rest(
         for fields, prefix in ((content, ""), (section, label)):
             if fields.get(name):
                 raise BadUsage(f"{prefix}{name} is not supported: {reason}")
+    if content.get("level") == "L2":
+        notes.append("level L2: every ATen operator is recorded, on any device")
     if section.get("device") not in (None, "host"):
         _refuse(label + "device", section["device"], "'host' (the other value is for MindSpore)")
     if "diff_nums" in section:

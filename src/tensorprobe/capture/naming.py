@@ -74,6 +74,42 @@ DUNDERS_OF_NATIVE: dict[str, tuple[str, ...]] = {
     for native in dict.fromkeys(NATIVE_OF_DUNDER.values())
 }
 
+_SYMBOLS = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "div": "/",
+    "floor_divide": "//",
+    "remainder": "%",
+    "pow": "**",
+    "matmul": "@",
+    "bitwise_and": "&",
+    "bitwise_or": "|",
+    "bitwise_xor": "^",
+    "bitwise_left_shift": "<<",
+    "bitwise_right_shift": ">>",
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+}
+_WRITTEN = {
+    **{native: f"a {symbol} b" for native, symbol in _SYMBOLS.items()},
+    **{f"{native}_": f"a {_SYMBOLS[native]}= b" for native in set(_BINARY.values())},
+    **{f"__r{name}__": f"b {_SYMBOLS[native]} a" for name, native in _BINARY.items()},
+    "rsub": "b - a",
+    "neg": "-a",
+    "positive": "+a",
+    "abs": "abs(a)",
+    "bitwise_not": "~a",
+    "__getitem__": "a[i]",
+    "__setitem__": "a[i] = b",
+    "__contains__": "b in a",
+    **{f"__{name}__": f"{name}(a)" for name in ("bool", "int", "float", "complex", "reversed")},
+}
+
 # Views of a tensor that are written as properties: calls like transpose() and real() are.
 _VIEW_PROPERTIES = ("T", "mT", "H", "mH", "real", "imag")
 
@@ -192,6 +228,11 @@ def call_name(api: ApiName, number: int, direction: Direction = "forward") -> st
     return f"{prefix}.{name}.{number}.{direction}"
 
 
+def written_as(api: str) -> str | None:
+    """How Python code writes this method of tensors, where it has a symbol: `add` is "a + b"."""
+    return _WRITTEN.get(NATIVE_OF_DUNDER.get(api, api))
+
+
 def qualified_name(func: object) -> str:
     """A dotted name for any function object, where torch's resolve_name knows none."""
     owner = getattr(func, "__self__", None)
@@ -288,7 +329,7 @@ _NOISE_GROUPS = {
 _NOISE = frozenset(stem for stems in _NOISE_GROUPS.values() for stem in stems.split())
 # is_* answers about the kind of a tensor, but is_nonzero reads its value; sym_* work on sizes.
 _NOISE_PATTERN = re.compile(
-    r"(Tensor|Torch)\._?is_(?!nonzero)\w+|Torch\._?sym_\w+"
+    r"(Tensor|Torch|Aten)\._?is_(?!nonzero)\w+|(Torch|Aten)\._?sym_\w+"
     r"|Ops\.(profiler|prim|streams)\..*"  # markers for profilers, questions asked of subclasses
 )
 # `x.data = y` and writes to .real and .imag replace content and no other call shows it. `.grad =`
