@@ -85,6 +85,7 @@ def test_a_bad_switch_is_refused() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_draws_the_same_numbers() -> None:
     seed_all(1)
     first = torch.rand(4, device="cuda")
