@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch._C import DispatchKey, DispatchKeySet
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tensorprobe.numerics.host import STORAGE
 
@@ -39,11 +40,25 @@ def key_set(*names: str) -> DispatchKeySet:
 ABOVE_KERNELS = key_set(*_ABOVE.split())
 
 
+_ABOVE_SUBCLASSES = ABOVE_KERNELS - key_set("Python", "PythonTLSSnapshot")
+
+
 @contextmanager
 def kernels_only() -> Iterator[None]:
     """Run torch operations without anything above the kernels taking notice."""
     with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(ABOVE_KERNELS):
         yield
+
+
+@contextmanager
+def subclass_only() -> Iterator[None]:
+    """The same for a tensor subclass, whose own dispatch is what computes."""
+    with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_ABOVE_SUBCLASSES):
+        if torch._C._len_torch_dispatch_stack():
+            with _disable_current_modes():
+                yield
+        else:
+            yield
 
 
 def _bits(*names: str) -> int:
@@ -85,6 +100,8 @@ for _bit, _name in _OBSTACLES:
 NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in STORAGE if hasattr(torch, name)
 }
+# Dtypes that have NaN, infinities and a mean of their own kind: floats and complex numbers.
+WITH_FRACTION = frozenset(name for name in STORAGE if name.startswith(("float", "bf", "complex")))
 
 
 class Unsupported(Exception):
