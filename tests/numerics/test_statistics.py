@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from tensorprobe.numerics.backends import HostBackend, TorchBackend
-from tensorprobe.numerics.summary import Summarizer, summarize
-from tensorprobe.records import TensorSummary
-
 from numerics import cases
+from tensorprobe.numerics.backends import HostBackend, TorchBackend
+from tensorprobe.numerics.summary import Summarizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 PATHS = {"host": HostBackend, "torch": TorchBackend}
