@@ -210,7 +210,8 @@ def peer_child(spec: dict[str, object]) -> None:
 
 def table(ours: list[dict[str, object]], peer: list[dict[str, object]]) -> str:
     known = {(row["level"], row["keep"]): row for row in peer}
-    titles = ["level", "keep", "no tool", "recorded", "ratio", "per call", "MB a step", "waited", "msprobe", "its MB"]
+    titles = ["level", "keep", "no tool", "recorded", "ratio", "per call", "MB a step", "waited"]
+    titles += ["msprobe", "its MB"]
     lines = [f"| {' | '.join(titles)} |", f"|{' --- |' * len(titles)}"]
     for row in ours:
         other = known.get((row["level"], row["keep"]))
