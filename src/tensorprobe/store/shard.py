@@ -59,8 +59,13 @@ class Shard:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=dir_fd)
         opening = b'{"__metadata__":{"format":"pt","written_by":"tensorprobe"}'
         head = HEADER_NBYTES.to_bytes(8, "little") + opening + self._end(capacity)
-        os.ftruncate(self._fd, self._start + capacity)
-        _write_all(self._fd, head.ljust(self._start), 0)
+        try:
+            os.ftruncate(self._fd, self._start + capacity)
+            _write_all(self._fd, head.ljust(self._start), 0)
+        except OSError:
+            os.close(self._fd)
+            os.unlink(path, dir_fd=dir_fd)
+            raise
         self._tail = 8 + len(opening)  # where the header's last entry, the free one, begins
         self._tail_nbytes = len(self._end(capacity))
 
