@@ -65,14 +65,14 @@ def read(path: Path) -> Capture:
     steps = find(path)
     if steps is None:
         raise UnreadableCapture(f"'{path}' is not a native capture: it has no {RUN_FILE}")
-    facts = _facts(path, steps)
+    gaps: list[Gap] = []
+    facts = _facts(path, steps, gaps)
     if not steps:
         hint = f"; earlier runs are in '{path / EARLIER}'" if (path / EARLIER).is_dir() else ""
         raise UnreadableCapture(
             f"capture '{path}' is empty: the run ended before its first recorded step{hint}"
         )
     calls: list[Call] = []
-    gaps: list[Gap] = []
     unfinished = []
     index, last_rank = 0, None
     collecting = gc.isenabled()
@@ -99,26 +99,23 @@ def _number(pattern: re.Pattern[str], name: str) -> int:
     return int(match[1]) if match else 0
 
 
-def _facts(path: Path, steps: list[Path]) -> dict[str, Any]:
+def _facts(path: Path, steps: list[Path], gaps: list[Gap]) -> dict[str, Any]:
     """capture.json, with the content of every rank.json under `ranks`."""
-    ranks = {step.parent for step in steps}
-    roots = {rank.parent for rank in ranks} or {path}
-    facts: dict[str, Any] = {}
-    for root in roots:
-        facts |= _read_facts(root / RUN_FILE)
-    facts["ranks"] = {
-        _number(_RANK, rank.name): _read_facts(rank / RANK_FILE) for rank in sorted(ranks)
-    }
-    return facts
+    ranks = {_number(_RANK, step.parent.name): step.parent for step in steps}
+    root = steps[0].parent.parent if steps else path
+    facts = _read_facts(root / RUN_FILE, gaps)
+    about = {rank: _read_facts(folder / RANK_FILE, gaps) for rank, folder in ranks.items()}
+    return {**facts, "ranks": about}
 
 
-def _read_facts(path: Path) -> dict[str, Any]:
+def _read_facts(path: Path, gaps: list[Gap]) -> dict[str, Any]:
     try:
         facts = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:  # a step or rank folder that was copied alone
         return {}
     except msgspec.DecodeError as error:
-        return {"damaged": f"{path}: {error}"}
+        gaps.append(Gap(path.name, str(error)))
+        return {}
     version = facts.get("format")
     if version != FORMAT:
         raise UnreadableCapture(

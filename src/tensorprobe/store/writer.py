@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import msgspec
+import numpy as np
 
 from tensorprobe.records import TensorSummary
 from tensorprobe.store.claim import claim
@@ -33,6 +34,7 @@ _GATHER_S = 0.1  # how long the thread lets small things gather before it writes
 _POLL_S = 0.2
 _BATCH_LINES = 256
 _BATCH_NBYTES = 16 << 20
+_NO_DATA = np.empty(0, np.uint8)
 OUT_OF_BUDGET = "disk budget reached"
 
 
@@ -388,7 +390,7 @@ class CaptureWriter:
                 item.set()
             elif isinstance(item, _Data):
                 self._attempt(step, self._write_data, item, item.key)
-                self._release(item.nbytes)
+                self._release(item)
             elif isinstance(item, EndLine):
                 self._attempt(step, self._add_line, item, f"end of call {item.id}")
             elif item.result is None or item.result.ready:
@@ -494,7 +496,8 @@ class CaptureWriter:
         if lines:
             self._write_lines(step, b"".join(lines))
 
-    def _release(self, nbytes: int) -> None:
+    def _release(self, item: _Data) -> None:
+        item.data = _NO_DATA  # the memory first, then the room it took
         with self._changed:
-            self._queued_nbytes -= nbytes
+            self._queued_nbytes -= item.nbytes
             self._changed.notify_all()
