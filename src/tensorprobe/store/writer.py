@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -148,6 +149,7 @@ class CaptureWriter:
         self._pid = os.getpid()
         # By descriptor, not path: a later run may move this folder while we write.
         self._rank_fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        weakref.finalize(self, os.close, self._rank_fd).atexit = False
         self._step: _Step | None = None
         self._last_step: _Step | None = None  # also after its end, until the next begins
         self._begun_steps: set[int] = set()
@@ -432,6 +434,8 @@ class CaptureWriter:
                 self._attempt(step, self._write_value, value, f"value {value.line.id}")
             else:
                 self._waiting.append((step, value))
+        for step in {step for step, _ in waiting}:
+            self._flush(step)
 
     def _write_value(self, step: _Step, value: _Value) -> None:
         line, result = value.line, value.result
