@@ -32,7 +32,7 @@ for n in range(count):
     if n % 300 == 0:
         out.begin_step(n // 300)
     write_relu(out, n % 300, np.arange(n, n + elements, dtype=np.float32))
-    if n % 17 == 0:
+    if n % 101 == 0:
         out.drain()
         os.write(1, b"%d\\n" % n)
 os.write(1, b"done\\n")
@@ -40,7 +40,7 @@ sys.stdin.readline()
 """
 
 
-def kill_one(root: Path, seed: int, count: int, elements: int) -> None:
+def kill_one(root: Path, seed: int, count: int, elements: int, within_s: float) -> None:
     environ = {**os.environ, "PYTHONPATH": ":".join(sys.path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", RUN, str(root), str(count), str(elements)]
     process = subprocess.Popen(
@@ -50,7 +50,7 @@ def kill_one(root: Path, seed: int, count: int, elements: int) -> None:
     assert process.stdout is not None
     line = process.stdout.readline()  # it has begun
     assert line == "0\n"
-    time.sleep(random.Random(seed).uniform(0, 1.2))
+    time.sleep(random.Random(seed).uniform(0, within_s))
     process.send_signal(signal.SIGKILL)
     said = [line, *process.stdout.readlines()]
     process.wait()
@@ -81,13 +81,13 @@ def check(root: Path, flushed: int, elements: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_killed(tmp_path: Path, seed: int) -> None:
-    kill_one(tmp_path / "a", seed, count=4000, elements=4000)
+    kill_one(tmp_path / "a", seed, count=4000, elements=4000, within_s=0.8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_killed_while_writing_hundreds_of_megabytes(tmp_path: Path, seed: int) -> None:
-    kill_one(tmp_path / "a", 100 + seed, count=6000, elements=25_000)
+    kill_one(tmp_path / "a", 100 + seed, count=12_000, elements=25_000, within_s=3)
 
 
 @pytest.fixture

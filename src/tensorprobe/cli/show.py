@@ -64,11 +64,13 @@ def run(args: argparse.Namespace) -> int:
     if args.call is not None:
         for call in page:
             _write_call(call)
-    else:
+    elif calls:
         _write_table(_CALL_COLUMNS, [call_row(call) for call in page])
+    else:
+        _write(["no call passes these filters"])
     left = len(calls) - args.offset - len(page)
     if left > 0:
-        _write([f"{left} more calls: --offset {args.offset + len(page)}"])
+        _write([f"{left} more: --offset {args.offset + len(page)}"])
     return 0
 
 
@@ -107,8 +109,9 @@ def find_calls(capture: Capture, calls: Calls, wanted: str) -> Calls:
         for test in tests:
             if found := [call for call in calls if test(spelling(call.name), want)]:
                 return Calls(found)
-    near = difflib.get_close_matches(wanted, {call.name for call in calls}, 3, 0.4)
-    hint = f"near names: {', '.join(near)}" if near else "to see all: leave the name out"
+    names = sorted({call.name for call in calls})
+    near = [name for name in names if wanted in name] or difflib.get_close_matches(wanted, names)
+    hint = f"near names: {', '.join(near[:3])}" if near else "to see all: leave the name out"
     raise UnreadableCapture(f"no call '{wanted}' among {len(calls)} in '{capture.path}'; {hint}")
 
 
@@ -130,27 +133,24 @@ def call_row(call: Call) -> Row:
 
 def describe(call: Call) -> Iterator[str]:
     """Where a call was made, and with what: everything but the statistics of its tensors."""
-    yield call.name
-    yield f"  op         {_op(call)}"
-    if call.module:
-        yield f"  module     {call.module}"
-    if call.parent:
-        yield f"  parent     {call.parent}"
-    yield f"  where      step {call.step}, rank {call.rank}, index {call.index}, {call.thread}"
-    yield f"  status     {call.status}{f': {call.error}' if call.error else ''}"
-    for note in call.notes:
-        yield f"  note       {note}"
-    for i, frame in enumerate(call.stack):
-        yield f"  {'stack' if i == 0 else '':<9}  {frame}"
-    leaves = [leaf for i, value in enumerate(call.args) for leaf in _leaves(f"input.{i}", value)]
+    parts = [("op", _op(call)), ("module", call.module), ("parent", call.parent or "")]
+    parts = [(label, text) for label, text in parts if text]
+    parts.append(
+        ("where", f"step {call.step}, rank {call.rank}, index {call.index}, {call.thread}")
+    )
+    parts.append(("status", f"{call.status}: {call.error}" if call.error else call.status))
+    parts += [("note", note) for note in call.notes]
+    parts += [("" if i else "stack", frame) for i, frame in enumerate(call.stack)]
+    for i, value in enumerate(call.args):
+        parts += _leaves(f"input.{i}", value)
     for key, value in call.kwargs.items():
-        leaves += _leaves(f"input.{key}", value)
-    if call.status != "begun":
-        root = "output" if _is_container(call.outputs) else "output.0"
-        leaves += _leaves(root, call.outputs)
-    width = max([9, *(len(name) for name, _ in leaves)])
-    for name, text in leaves:
-        yield f"  {name:<{width}}  {text}"
+        parts += _leaves(f"input.{key}", value)
+    if call.status == "complete":
+        parts += _leaves("output" if _is_container(call.outputs) else "output.0", call.outputs)
+    width = max(len(label) for label, _ in parts)
+    yield call.name
+    for label, text in parts:
+        yield f"  {label:<{width}}  {text}"
 
 
 def tensor_row(call: Call, record: TensorRecord) -> Row:
