@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 
 class Operator(NamedTuple):
-    """One operator. `native` is the tensor method that does the same, or the dunder itself."""
+    """One operator. `native` is the op that does the same, or the dunder itself."""
 
     dunder: str
     symbol: str
@@ -29,7 +30,11 @@ _IN_PAIRS = {  # dunder stem: symbol, method; each has a reversed and an in-plac
     "lshift": ("<<", "bitwise_left_shift"),
     "rshift": (">>", "bitwise_right_shift"),
 }
-_COMMUTE = ("add", "mul", "and", "or", "xor")
+# Reversed, only these have a method; torch has none for the argument order of the others.
+_REVERSED = {
+    "add": "add", "mul": "mul", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+    "sub": "rsub", "div": "__rtruediv__",
+}  # fmt: skip
 _ALONE = (
     Operator("__eq__", "==", "eq"),
     Operator("__ne__", "!=", "ne"),
@@ -48,21 +53,18 @@ _ALONE = (
     Operator("__bool__", "bool()", "__bool__"),
     Operator("__nonzero__", "bool()", "__bool__"),
     Operator("__int__", "int()", "__int__"),
+    Operator("__long__", "int()", "__int__"),
     Operator("__float__", "float()", "__float__"),
 )
 
 
-def _pairs() -> list[Operator]:
-    found = []
+def _pairs() -> Iterator[Operator]:
     for stem, (symbol, method) in _IN_PAIRS.items():
+        yield Operator(f"__{stem}__", symbol, method)
         reverse = f"__r{stem}__"
-        found.append(Operator(f"__{stem}__", symbol, method))
-        found.append(
-            Operator(reverse, f"{symbol} reversed", method if stem in _COMMUTE else reverse)
-        )
+        yield Operator(reverse, f"{symbol} reversed", _REVERSED.get(stem, reverse))
         in_place = "matmul" if stem == "matmul" else f"{method}_"  # torch has no matmul_
-        found.append(Operator(f"__i{stem}__", f"{symbol}=", in_place))
-    return found
+        yield Operator(f"__i{stem}__", f"{symbol}=", in_place)
 
 
 OPERATORS: tuple[Operator, ...] = (*_pairs(), *_ALONE)

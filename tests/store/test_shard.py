@@ -40,6 +40,9 @@ def test_valid_at_every_moment(tmp_path: Path, folder: int) -> None:
         expected[f"k{n}"] = data.tobytes()
         assert opened(path) == expected
     assert not shard.has_room("more", 1)
+    shard.finish()
+    shard.finish()  # again, as when no next shard could be begun
+    shard.flush()
     shard.close()
     assert opened(path) == expected
     assert header_problem(path) is None
@@ -51,6 +54,7 @@ def test_close_gives_back_what_is_free(tmp_path: Path, folder: int) -> None:
     path = tmp_path / "t.safetensors"
     assert path.stat().st_size > 1 << 30
     assert path.stat().st_blocks * 512 < 1 << 20, "sparse: it takes no space"
+    shard.finish()
     shard.close()
     assert path.stat().st_size == 8 + shards.HEADER_NBYTES + 3
     assert opened(path) == {'été "+"\n': b"\0\1\2"}
@@ -97,9 +101,18 @@ def test_equal_bytes_are_found_and_near_equal_ones_are_not(folder: int) -> None:
     out.close()
 
 
+def test_equal_bytes_are_found_in_an_earlier_shard(folder: int) -> None:
+    out = Shards(folder, first=5, shard_nbytes=1000)
+    places = [out.append(f"k{n}", "uint8", (900,), np.full(900, n, np.uint8)) for n in range(3)]
+    assert [place[0] for place in places] == [5, 6, 7]
+    assert [out.find(np.full(900, n, np.uint8)) for n in range(4)] == [*places, None]
+    out.close()
+
+
 def test_a_key_that_is_taken_gets_a_number(tmp_path: Path, folder: int) -> None:
     shard = Shard("t.safetensors", folder)
     for n in range(3):
         shard.append("k", "uint8", (1,), np.array([n], np.uint8))
+    shard.finish()
     shard.close()
     assert opened(tmp_path / "t.safetensors") == {"k": b"\0", "k#2": b"\1", "k#3": b"\2"}

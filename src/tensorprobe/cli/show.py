@@ -125,8 +125,8 @@ def call_row(call: Call) -> Row:
         call.name,
         call.module,
         _op(call),
-        _kind(inputs[0]) if inputs else "",
-        " ".join(_kind(record) for record in outputs),
+        _kinds(inputs[:1]),
+        _kinds(outputs),
         call.status,
     )
 
@@ -214,12 +214,19 @@ def _text(value: Any) -> str:
 def _op(call: Call) -> str:
     from tensorprobe.operators import symbol_of
 
-    symbol = symbol_of(call.op)
+    # By its name too: the op of `1 - x`, Tensor.rsub, is torch.rsub.
+    symbol = symbol_of(call.op) or symbol_of(".".join(call.name.split(".")[:2]))
     return f"{call.op} ({symbol})" if symbol else call.op
 
 
 def _kind(record: TensorRecord) -> str:
     return f"{record.dtype}[{','.join(map(str, record.shape))}]"
+
+
+def _kinds(records: Sequence[TensorRecord]) -> str:
+    """The first few: an optimizer's step has one output a parameter."""
+    more = [f"+{len(records) - 3}"] if len(records) > 3 else []
+    return " ".join([*map(_kind, records[:3]), *more])
 
 
 def _number(number: float | int | bool | None) -> str:

@@ -28,7 +28,7 @@ from tensorprobe.store.lines import (
     encode,
     pack_summary,
 )
-from tensorprobe.store.shard import SHARD_NBYTES, Bytes, Shards
+from tensorprobe.store.shard import SHARD_NBYTES, Bytes, Place, Shards
 
 LOG_FILE = "calls.jsonl"
 _GATHER_S = 0.1  # how long the thread lets small things gather before it writes them
@@ -87,7 +87,7 @@ class _Step:
         self.log_end = os.fstat(self.log_fd).st_size
         n_shards = sum(file.endswith(".safetensors") for file in os.listdir(self.fd))
         self.shards = Shards(self.fd, n_shards, shard_nbytes)
-        self.blobs: dict[int, tuple[int, int, int]] = {}  # written, their value line to come
+        self.blobs: dict[int, Place] = {}  # written, their value line to come
         self.gaps: dict[int, str] = {}  # not written, and why
         self.lines: list[bytes] = []
         self.n_calls = 0
