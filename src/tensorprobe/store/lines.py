@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tensorprobe.records import TensorSummary
+from tensorprobe.records import Direction, Status, TensorSummary
 
 
 class TensorLine(msgspec.Struct, omit_defaults=True, gc=False):
@@ -37,7 +37,7 @@ class CallLine(msgspec.Struct, tag_field="type", tag="call", omit_defaults=True,
     name: str
     op: str
     module: str = ""
-    direction: str = "forward"
+    direction: Direction = "forward"
     thread: str = "MainThread"
     parent: str | None = None
     stack: int | None = None
@@ -57,7 +57,7 @@ class EndLine(msgspec.Struct, tag_field="type", tag="end", omit_defaults=True, k
     parameters: dict[str, TensorLine] = {}
     parameter_grads: dict[str, TensorLine] = {}
     buffers: dict[str, TensorLine] = {}
-    status: str = "complete"
+    status: Status = "complete"
     error: str | None = None
     notes: list[str] = []
 
@@ -112,10 +112,12 @@ def speakable(tree: Any) -> Any:
 
 def pack_summary(summary: TensorSummary) -> list[Any]:
     """A summary as seven JSON values; JSON has no NaN and no infinity, they become text."""
-    return [
-        str(field) if isinstance(field, float) and not math.isfinite(field) else field
-        for field in msgspec.structs.astuple(summary)
-    ]
+    s = summary
+    fields: list[Any] = [s.min, s.max, s.mean, s.norm, s.nan_count, s.inf_count, s.zero_count]
+    for i, field in enumerate(fields):
+        if type(field) is float and not math.isfinite(field):
+            fields[i] = str(field)
+    return fields
 
 
 def unpack_summary(fields: list[Any]) -> TensorSummary:

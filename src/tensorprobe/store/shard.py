@@ -39,6 +39,7 @@ _COMPARE_NBYTES = 1 << 20
 _MAX_HEADER_NBYTES = 100_000_000  # the library's own limit
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Place = tuple[int, int, int]  # the number of a shard, an offset in its file, a count of bytes
 
 
 class Shard:
@@ -58,11 +59,16 @@ class Shard:
         self._new_nbytes = 0
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=dir_fd)
         opening = b'{"__metadata__":{"format":"pt","written_by":"tensorprobe"}'
-        head = HEADER_NBYTES.to_bytes(8, "little") + opening + self._end(capacity)
-        os.ftruncate(self._fd, self._start + capacity)
-        _write_all(self._fd, head.ljust(self._start), 0)
+        head = HEADER_NBYTES.to_bytes(8, "little") + opening + self._end()
+        try:
+            os.ftruncate(self._fd, self._start + capacity)
+            _write_all(self._fd, head.ljust(self._start), 0)
+        except OSError:
+            os.close(self._fd)
+            os.unlink(path, dir_fd=dir_fd)
+            raise
         self._tail = 8 + len(opening)  # where the header's last entry, the free one, begins
-        self._tail_nbytes = len(self._end(capacity))
+        self._tail_nbytes = len(self._end())
 
     def has_room(self, key: str, nbytes: int) -> bool:
         entry = 6 * len(key) + 1500  # at most: an escaped key, 64 dimensions, the free entry
@@ -88,11 +94,8 @@ class Shard:
 
     def flush(self) -> None:
         """Let the header name all that was appended."""
-        if not self._new:
-            return
-        entries = b"".join(self._new)
-        self._write_tail(entries, self.capacity)
-        self._new, self._new_nbytes = [], 0
+        if self._new:
+            self._write_tail()
 
     def equals(self, offset: int, data: Bytes) -> bool:
         """Whether the file has these bytes at that offset."""
@@ -106,25 +109,27 @@ class Shard:
                 return False
         return True
 
+    def finish(self) -> None:
+        """Give back what was not used; nothing is appended after this."""
+        # Killed between these two calls, the library finds the file too long. Our reader
+        # does not mind: the offsets are in the log of calls as well.
+        self.capacity = self.used
+        self._write_tail()
+        os.ftruncate(self._fd, self._start + self.used)
+
     def close(self) -> None:
-        """Give back what was not used."""
-        try:
-            # Killed between these two calls, the library finds the file too long. Our reader
-            # does not mind: the offsets are in the log of calls as well.
-            self._write_tail(b"".join(self._new), self.used)
-            os.ftruncate(self._fd, self._start + self.used)
-        finally:
-            os.close(self._fd)
+        os.close(self._fd)
 
-    def _write_tail(self, entries: bytes, capacity: int) -> None:
-        text = entries + self._end(capacity)
-        _write_all(self._fd, text.ljust(self._tail_nbytes), self._tail)
+    def _write_tail(self) -> None:
+        entries, end = b"".join(self._new), self._end()
+        _write_all(self._fd, (entries + end).ljust(self._tail_nbytes), self._tail)
         self._tail += len(entries)
-        self._tail_nbytes = len(text) - len(entries)
+        self._tail_nbytes = len(end)
+        self._new, self._new_nbytes = [], 0
 
-    def _end(self, capacity: int) -> bytes:
-        free = capacity - self.used
-        entry = {"dtype": "U8", "shape": [free], "data_offsets": [self.used, capacity]}
+    def _end(self) -> bytes:
+        free = self.capacity - self.used
+        entry = {"dtype": "U8", "shape": [free], "data_offsets": [self.used, self.capacity]}
         return f',"{FREE}":'.encode() + msgspec.json.encode(entry) + b"}" if free else b"}"
 
     def _unused(self, key: str) -> str:
@@ -141,48 +146,51 @@ class Shards:
 
     def __init__(self, dir_fd: int, first: int = 0, shard_nbytes: int = SHARD_NBYTES) -> None:
         self._dir_fd = dir_fd
+        self._first = first
         self._shard_nbytes = shard_nbytes
-        self._number = first - 1
-        self._shard: Shard | None = None
-        self._known: dict[tuple[int, int], list[int]] = {}  # of the open shard: look -> offsets
+        self._shards: list[Shard] = []  # the last one is being filled
+        self._known: dict[tuple[int, int], list[Place]] = {}  # by what their bytes look like
 
-    def find(self, data: Bytes) -> tuple[int, int, int] | None:
-        """Where these bytes already are, if they are in the open shard."""
-        if self._shard is None or data.nbytes < _DEDUP_NBYTES:
+    def find(self, data: Bytes) -> Place | None:
+        """Where these bytes already are."""
+        if data.nbytes < _DEDUP_NBYTES:
             return None
-        for offset in self._known.get(_look(data), ()):
-            if self._shard.equals(offset, data):
-                return (self._number, offset, data.nbytes)
+        for place in self._known.get(_look(data), ()):
+            if self._shards[place[0] - self._first].equals(place[1], data):
+                return place
         return None
 
-    def append(
-        self, key: str, dtype: str, shape: Sequence[int], data: Bytes
-    ) -> tuple[int, int, int]:
-        if self._shard is None or not self._shard.has_room(key, data.nbytes):
-            self._next(data.nbytes)
-        assert self._shard is not None
-        offset = self._shard.append(key, dtype, shape, data)
+    def append(self, key: str, dtype: str, shape: Sequence[int], data: Bytes) -> Place:
+        """Write the bytes and return where they are."""
+        if not self._shards or not self._shards[-1].has_room(key, data.nbytes):
+            self._begin_next(data.nbytes)
+        offset = self._shards[-1].append(key, dtype, shape, data)
+        place = (self._first + len(self._shards) - 1, offset, data.nbytes)
         if data.nbytes >= _DEDUP_NBYTES:
-            offsets = self._known.setdefault(_look(data), [])
-            offsets.append(offset)
-            del offsets[:-4]  # many that look alike and differ are not compared for ever
-        return (self._number, offset, data.nbytes)
+            alike = self._known.setdefault(_look(data), [])
+            alike.append(place)
+            del alike[:-4]  # many that look alike and differ are not compared for ever
+        return place
 
     def flush(self) -> None:
-        if self._shard is not None:
-            self._shard.flush()
+        if self._shards:
+            self._shards[-1].flush()
 
     def close(self) -> None:
-        shard, self._shard = self._shard, None
+        shards, self._shards = self._shards, []
         self._known.clear()
-        if shard is not None:
-            shard.close()
+        try:
+            if shards:
+                shards[-1].finish()
+        finally:
+            for shard in shards:
+                shard.close()
 
-    def _next(self, nbytes: int) -> None:
-        self.close()
-        self._number += 1
-        name = shard_name(self._number)
-        self._shard = Shard(name, self._dir_fd, max(nbytes, self._shard_nbytes))
+    def _begin_next(self, nbytes: int) -> None:
+        if self._shards:
+            self._shards[-1].finish()
+        name = shard_name(self._first + len(self._shards))
+        self._shards.append(Shard(name, self._dir_fd, max(nbytes, self._shard_nbytes)))
 
 
 def shard_name(number: int) -> str:
