@@ -116,3 +116,20 @@ def test_a_key_that_is_taken_gets_a_number(tmp_path: Path, folder: int) -> None:
     shard.finish()
     shard.close()
     assert opened(tmp_path / "t.safetensors") == {"k": b"\0", "k#2": b"\1", "k#3": b"\2"}
+
+
+def test_odd_entries_leave_the_file_valid(tmp_path: Path, folder: int) -> None:
+    out = Shards(folder)
+    one = np.ones(1, np.uint8)
+    out.append("caf\udce9", "uint8", (1,), one)  # not UTF-8
+    out.append("k" * 100_000, "uint8", (1,), one)
+    out.append("deep", "float32", (1,) * 64, np.zeros(4, np.uint8))
+    out.append("wrong", "float32", (1000,), one)  # a shape that is not that of the bytes
+    out.append("unknown", "float8_e4m3fnuz", (1,), one)
+    out.append("empty", "complex128", (0, 2), np.empty(0, np.uint8))
+    with pytest.raises(BufferError):
+        out.append("strided", "uint8", (2,), np.ones(4, np.uint8)[::2])
+    out.close()
+    found = opened(tmp_path / "tensors-0.safetensors")
+    assert sorted(map(len, found.values())) == [0, 1, 1, 1, 1, 4]
+    assert "caf\\udce9" in found

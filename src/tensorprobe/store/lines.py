@@ -114,10 +114,10 @@ def pack_summary(summary: TensorSummary) -> list[Any]:
     """A summary as seven JSON values; JSON has no NaN and no infinity, they become text."""
     s = summary
     fields: list[Any] = [s.min, s.max, s.mean, s.norm, s.nan_count, s.inf_count, s.zero_count]
-    for i, field in enumerate(fields):
-        if type(field) is float and not math.isfinite(field):
-            fields[i] = str(field)
-    return fields
+    # One test for the usual case: NaN and infinity survive a sum.
+    if math.isfinite((s.min or 0) + (s.max or 0) + (s.mean or 0) + (s.norm or 0)):
+        return fields
+    return [str(f) if type(f) is float and not math.isfinite(f) else f for f in fields]
 
 
 def unpack_summary(fields: list[Any]) -> TensorSummary:

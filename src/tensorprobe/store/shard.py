@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import zlib
 from collections.abc import Sequence
@@ -11,24 +12,26 @@ from typing import Any
 import msgspec
 import numpy as np
 
-# torch's dtype names to those of safetensors; a dtype not named here is stored as plain bytes.
+from tensorprobe.store.lines import speakable
+
+# torch's dtype names to those of safetensors, and their bytes; others are stored as plain bytes.
 SAFETENSORS_DTYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "uint16": "U16",
-    "int32": "I32",
-    "uint32": "U32",
-    "int64": "I64",
-    "uint64": "U64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "complex64": "C64",
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+    "int16": ("I16", 2),
+    "uint16": ("U16", 2),
+    "int32": ("I32", 4),
+    "uint32": ("U32", 4),
+    "int64": ("I64", 8),
+    "uint64": ("U64", 8),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float32": ("F32", 4),
+    "float64": ("F64", 8),
+    "complex64": ("C64", 8),
 }
 FREE = "__free__"  # the key of what is not used yet
 HEADER_NBYTES = 256 << 10  # room for some 2,300 tensors
@@ -36,6 +39,7 @@ SHARD_NBYTES = 1 << 30
 _SAMPLE_NBYTES = 4096
 _DEDUP_NBYTES = 512  # below this, writing again costs no more than looking
 _COMPARE_NBYTES = 1 << 20
+_MAX_KEY = 1000
 _MAX_HEADER_NBYTES = 100_000_000  # the library's own limit
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -71,23 +75,20 @@ class Shard:
         self._tail_nbytes = len(self._end())
 
     def has_room(self, key: str, nbytes: int) -> bool:
-        entry = 6 * len(key) + 1500  # at most: an escaped key, 64 dimensions, the free entry
+        entry = 6 * min(len(key), _MAX_KEY) + 2000  # escaped key, 64 dimensions, free entry
         header = self._tail + self._new_nbytes + entry
         return self.used + nbytes <= self.capacity and header <= self._start
 
     def append(self, key: str, dtype: str, shape: Sequence[int], data: Bytes) -> int:
         """Write the bytes and return where they are in the file."""
-        nbytes = data.nbytes
-        begin = self.used
-        _write_all(self._fd, data.data, self._start + begin)
-        self.used += nbytes
-        known = SAFETENSORS_DTYPES.get(dtype)
-        entry = {
-            "dtype": known or "U8",
-            "shape": list(shape) if known else [nbytes],
-            "data_offsets": [begin, self.used],
-        }
+        begin, end = self.used, self.used + data.nbytes
+        name, itemsize = SAFETENSORS_DTYPES.get(dtype, ("", 0))
+        if math.prod(shape) * itemsize != data.nbytes:  # the library would refuse all of the file
+            name, shape = "U8", [data.nbytes]
+        entry = {"dtype": name or "U8", "shape": list(shape), "data_offsets": [begin, end]}
         text = b"," + msgspec.json.encode(self._unused(key)) + b":" + msgspec.json.encode(entry)
+        _write_all(self._fd, data.data, self._start + begin)
+        self.used = end
         self._new.append(text)
         self._new_nbytes += len(text)
         return self._start + begin
@@ -134,7 +135,9 @@ class Shard:
 
     def _unused(self, key: str) -> str:
         """The key, or one like it when it is taken: a step that was resumed repeats its names."""
-        unused, n = key, 2
+        key = str(speakable(key[:_MAX_KEY]))
+        unused = key
+        n = 2
         while unused in self._keys:
             unused, n = f"{key}#{n}", n + 1
         self._keys.add(unused)

@@ -73,6 +73,12 @@ class _EndStep(msgspec.Struct):
 _Item = EndLine | _Data | _Value | _EndStep | threading.Event
 
 
+def _name_of(item: EndLine | _Value | _Data) -> str:
+    if isinstance(item, EndLine):
+        return f"end of call {item.id}"
+    return item.key if isinstance(item, _Data) else f"value {item.line.id}"
+
+
 class _Step:
     """The open files of one step of one rank."""
 
@@ -384,28 +390,29 @@ class CaptureWriter:
         step = None
         while self._queue and time.monotonic() < until:
             step, item = self._queue.popleft()
-            if isinstance(item, _EndStep):
+            if isinstance(item, _Value):
+                if item.result is None or item.result.ready:
+                    self._attempt(step, self._write_value, item)
+                else:
+                    self._waiting.append((step, item))
+            elif isinstance(item, EndLine):
+                self._attempt(step, self._add_line, item)
+            elif isinstance(item, _Data):
+                self._attempt(step, self._write_data, item)
+                self._release(item)
+            elif isinstance(item, _EndStep):
                 self._finish_step(step)
-            elif isinstance(item, threading.Event):
+            else:
                 self._write_ready()
                 self._flush(step)
                 item.set()
-            elif isinstance(item, _Data):
-                self._attempt(step, self._write_data, item, item.key)
-                self._release(item)
-            elif isinstance(item, EndLine):
-                self._attempt(step, self._add_line, item, f"end of call {item.id}")
-            elif item.result is None or item.result.ready:
-                self._attempt(step, self._write_value, item, f"value {item.line.id}")
-            else:
-                self._waiting.append((step, item))
         if step is not None:
             self._flush(step)
         if self._queue:
             self._hurry = True
 
     def _attempt(
-        self, step: _Step, write: Callable[[_Step, Any], None], item: object, name: str
+        self, step: _Step, write: Callable[[_Step, Any], None], item: EndLine | _Value | _Data
     ) -> None:
         """Write one thing; if that fails it is a gap, and the program and the rest go on."""
         try:
@@ -413,7 +420,7 @@ class CaptureWriter:
                 raise RuntimeError("it came after its step had ended")
             write(step, item)
         except Exception as error:  # noqa: BLE001 recording a call must not end the program
-            gap = GapLine(name, f"not written: {type(error).__name__}: {error}")
+            gap = GapLine(_name_of(item), f"not written: {type(error).__name__}: {error}")
             self._write_lines(step, encode(gap), n_gaps=1)
 
     def _finish_step(self, step: _Step) -> None:
@@ -431,7 +438,7 @@ class CaptureWriter:
         waiting, self._waiting = self._waiting, []
         for step, value in waiting:
             if step is ending or (value.result is not None and value.result.ready):
-                self._attempt(step, self._write_value, value, f"value {value.line.id}")
+                self._attempt(step, self._write_value, value)
             else:
                 self._waiting.append((step, value))
         for step in {step for step, _ in waiting}:
@@ -440,14 +447,14 @@ class CaptureWriter:
     def _write_value(self, step: _Step, value: _Value) -> None:
         line, result = value.line, value.result
         line.blob = step.blobs.pop(line.id, None)
-        reasons = [line.gap, step.gaps.pop(line.id, None)]
+        problem = step.gaps.pop(line.id, None)
         if result is not None and result.ready:
             line.summary = pack_summary(result.summary) if result.summary is not None else None
             line.digest = result.digest
-            reasons.append(result.error)
+            problem = problem or result.error
         elif result is not None:
-            reasons.append(self._result_error or "its summary did not come back from the device")
-        line.gap = "; ".join(reason for reason in reasons if reason) or None
+            problem = self._result_error or "its summary did not come back from the device"
+        line.gap = line.gap or problem
         self._add_line(step, line)
 
     def _write_data(self, step: _Step, item: _Data) -> None:
