@@ -16,10 +16,10 @@ from tensorprobe.records import TensorSummary
 
 Array = np.ndarray[Any, Any]
 
-# Elements at a time. All buffers of a chunk stay in the second-level cache, and numpy's BLAS
-# starts threads for a dot product of more than 10000.
-CHUNK = 8192
-SMALL = CHUNK // 2  # fits one chunk in every dtype
+# Elements at a time: the buffers of a chunk stay in the second-level cache.
+CHUNK = 32768
+DOT = 8192  # at most: numpy's BLAS starts threads for a dot product of more than 10000
+SMALL = DOT // 2  # fits one chunk in every dtype
 # A float64 whose square leaves the normal range is squared as x * 2**-600 or x * 2**600 instead.
 SCALE = 600
 BIG_SQUARE = 2.0**1000
@@ -137,7 +137,7 @@ class Scratch:
         self.wide = np.empty(CHUNK, np.float64)
         self.magnitude = np.empty(CHUNK, np.float64)
         self.flags = np.empty(CHUNK, np.bool_)
-        self.ones = np.ones(CHUNK, np.float64)
+        self.ones = np.ones(DOT, np.float64)
         self.singles = self.bits.view(np.float32)
 
 
@@ -164,8 +164,21 @@ def _tally_bounded(tally: Tally, chunk: Array, low: float, high: float, scratch:
     if chunk.dtype != np.float64:
         wide = scratch.wide[:size]
         np.copyto(wide, chunk)
-    tally.total += float(np.dot(wide, scratch.ones[:size]))
-    tally.square += float(np.dot(wide, wide))
+    tally.total += _sum(wide, scratch)
+    tally.square += _sum_of_squares(wide)
+
+
+def _sum(wide: Array, scratch: Scratch) -> float:
+    if wide.size <= DOT:
+        return float(np.dot(wide, scratch.ones[: wide.size]))
+    return float(np.add.reduce(wide))
+
+
+def _sum_of_squares(wide: Array) -> float:
+    if wide.size <= DOT:
+        return float(np.dot(wide, wide))
+    parts = (wide[start : start + DOT] for start in range(0, wide.size, DOT))
+    return sum(float(np.dot(part, part)) for part in parts)
 
 
 def _count_zeros(chunk: Array, scratch: Scratch) -> int:
@@ -189,7 +202,9 @@ def _leave_out_nonfinite(tally: Tally, chunk: Array, scratch: Scratch) -> Array:
 
 def tally_bfloat16(tally: Tally, chunk: Array, scratch: Scratch) -> None:
     """Add bfloat16 numbers given as bits: the upper half of a float32."""
-    np.left_shift(chunk, 16, out=scratch.bits[: chunk.size], dtype=np.uint32)
+    bits = scratch.bits[: chunk.size]
+    np.copyto(bits, chunk)
+    np.left_shift(bits, 16, out=bits)
     tally_float(tally, scratch.singles[: chunk.size], scratch)
 
 
@@ -208,7 +223,8 @@ def _widen_float16(chunk: Array, scratch: Scratch) -> Array:
     # Exponent and mantissa moved to float32's place give the number times 2**-112, subnormals too;
     # twice as fast as numpy's conversion. Infinities and NaN come out wrong, as 65536 or more.
     bits, singles = scratch.bits[: chunk.size], scratch.singles[: chunk.size]
-    np.left_shift(chunk, 13, out=bits.view(np.int32), dtype=np.int32)
+    np.copyto(bits.view(np.int32), chunk)
+    np.left_shift(bits, 13, out=bits)
     np.bitwise_and(bits, _FLOAT16_BITS, out=bits)
     np.multiply(singles, _FLOAT16_UNIT, out=singles)
     return singles
@@ -226,8 +242,8 @@ def tally_integer(tally: Tally, chunk: Array, scratch: Scratch) -> None:
     tally.zero += size - int(np.count_nonzero(chunk))
     wide = scratch.wide[:size]
     np.copyto(wide, chunk, casting="unsafe")
-    tally.total += float(np.dot(wide, scratch.ones[:size]))
-    tally.square += float(np.dot(wide, wide))
+    tally.total += _sum(wide, scratch)
+    tally.square += _sum_of_squares(wide)
 
 
 def tally_bool(tally: Tally, chunk: Array, scratch: Scratch) -> None:
@@ -277,8 +293,8 @@ def _tally_parts(tally: Tally, parts: Array, scratch: Scratch) -> None:
     else:
         tally.bounds(float(np.minimum.reduce(magnitude)), float(np.maximum.reduce(magnitude)))
         tally.zero += _count_zeros(magnitude, scratch)
-    tally.total += float(np.dot(magnitude, scratch.ones[:size]))
-    tally.square += float(np.dot(wide, wide))
+    tally.total += _sum(magnitude, scratch)
+    tally.square += _sum_of_squares(wide)
 
 
 STEPS: dict[str, Step] = {

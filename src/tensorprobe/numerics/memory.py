@@ -40,7 +40,10 @@ def key_set(*names: str) -> DispatchKeySet:
 ABOVE_KERNELS = key_set(*_ABOVE.split())
 
 
-_ABOVE_SUBCLASSES = ABOVE_KERNELS - key_set("Python", "PythonTLSSnapshot")
+# A subclass may rely on what lies between it and the kernels, autograd's bookkeeping of views too.
+_ABOVE_SUBCLASSES = ABOVE_KERNELS - key_set(
+    "AutogradFunctionality", "ADInplaceOrView", "Python", "PythonTLSSnapshot"
+)
 
 
 @contextmanager
@@ -53,7 +56,8 @@ def kernels_only() -> Iterator[None]:
 @contextmanager
 def subclass_only() -> Iterator[None]:
     """The same for a tensor subclass, whose own dispatch is what computes."""
-    with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(_ABOVE_SUBCLASSES):
+    guard = torch._C._ExcludeDispatchKeyGuard(_ABOVE_SUBCLASSES)
+    with torch._C.DisableTorchFunction(), guard, torch.no_grad():
         if torch._C._len_torch_dispatch_stack():
             with _disable_current_modes():
                 yield
@@ -144,6 +148,11 @@ def _settle_subclass(tensor: torch.Tensor) -> torch.Tensor:
     # A device written in Python is a subclass too; its numbers are reached by calling torch.
     if tensor.device.type in ("cpu", "cuda", "meta") or kind.__name__ == "FakeTensor":
         raise Unsupported(f"{kind.__module__}.{kind.__qualname__} tensor: no summary")
+    raw = getattr(tensor, "raw", None)
+    if isinstance(raw, torch.Tensor) and raw.is_cpu and raw.shape == tensor.shape:
+        # A simulated device keeps its numbers in host memory. Read there: operations of ours would
+        # be counted, and be spoilt, by the faults that are planted in its kernels.
+        return settle(raw, keys_of(raw))
     return tensor
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from tensorprobe.numerics import memory, rows
-from tensorprobe.numerics.digest import CHUNK_WORDS, GOLD, MIX_SHIFT, WEIGHTS
+from tensorprobe.numerics.digest import CHUNK_WORDS, GOLD, MASK, MIX_SHIFT, WEIGHTS
 from tensorprobe.numerics.host import SCALE
 
 BLOCK = 1 << 22  # elements at a time: bounds the float64 copies that these operations need
@@ -174,22 +174,25 @@ def distinct(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 class Digests:
-    """Digests tensors of one device; keeps the weights there."""
+    """Digests tensors of one device; keeps the weights of words and chunks there."""
 
     def __init__(self, device: torch.device) -> None:
-        self._source = torch.from_numpy(WEIGHTS.view(np.int64).copy())
-        self._weights = self._source.to(device, non_blocking=True)
+        self._chunks = BLOCK // CHUNK_WORDS  # at a time
+        positions = np.arange(1, self._chunks + 1, dtype=np.uint64) * np.uint64(GOLD)
+        # Kept: a copy that does not block may still be reading its source.
+        self._sources = [torch.from_numpy(a.view(np.int64).copy()) for a in (WEIGHTS, positions)]
+        self._weights, self._positions = (s.to(device, non_blocking=True) for s in self._sources)
 
     def mixed_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """What `digest.finish` wants of a tensor, as an int64 of the device."""
         words = _words(tensor)
         total: torch.Tensor | None = None
-        per_block = BLOCK // CHUNK_WORDS
-        for index, block in enumerate(words.split(per_block)):
+        for index, block in enumerate(words.split(self._chunks)):
             m = block ^ _shift_right(block, MIX_SHIFT)
-            sums = (m * self._weights).sum(1)
-            chunk = torch.arange(1, len(block) + 1, device=sums.device) + index * per_block
-            mixed = _fmix(sums + chunk * _signed(GOLD)).sum()
+            sums = (m * self._weights).sum(1) + self._positions[: len(block)]
+            if index:
+                sums = sums + _signed(index * self._chunks * GOLD & MASK)
+            mixed = _fmix(sums).sum()
             total = mixed if total is None else total + mixed
         assert total is not None  # words has at least one chunk: empty tensors do not come here
         return total
