@@ -314,7 +314,7 @@ class Tape:
     def _follow(self, call: OpenCall, trace: Trace, aliases: dict[Path, Path]) -> None:
         """Record the backward of this call when it runs."""
         call.notes.extend(trace.notes)
-        backward = Backward(self, call, trace.contributions(), len(trace.boundary), aliases)
+        backward = Backward(self, call, trace, aliases)
         for reason in trace.gaps:
             self.gap(backward.name, reason)
         listen(trace, backward.incoming, backward.outgoing)

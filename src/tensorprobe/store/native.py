@@ -210,9 +210,12 @@ class _StepReader:
         self._found = []
         self._role = "input"
         base = f"{name}.input"
-        args = tuple([tree.decode(x, f"{base}.{i}", self._tensor) for i, x in enumerate(line.args)])
-        kwargs = {k: tree.decode(x, f"{base}.{k}", self._tensor) for k, x in line.kwargs.items()}
         after = end or _NO_END
+        given: lines.CallLine | lines.EndLine = line if after.args is None else after
+        args = tuple(
+            [tree.decode(x, f"{base}.{i}", self._tensor) for i, x in enumerate(given.args or ())]
+        )
+        kwargs = {k: tree.decode(x, f"{base}.{k}", self._tensor) for k, x in given.kwargs.items()}
         for role, group, before, later in (
             ("parameter", "parameters", line.parameters, after.parameters),
             ("buffer", "buffers", line.buffers, after.buffers),
