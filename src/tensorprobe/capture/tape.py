@@ -96,11 +96,11 @@ class Tape:
 
     def begin_step(self, step: int, wanted: bool) -> None:
         self.finish_backwards()
+        self.finish_work()
         self.step = step
         self.recording = wanted
         self.counter.reset()
         self.selection.begin_step()
-        self._pending_work.clear()
         self.writer.end_step()
         self._open = False
         if wanted:
@@ -183,6 +183,10 @@ class Tape:
         """Write down what a call returned, and listen to its backward."""
         try:
             outputs: list[tuple[torch.Tensor, Path]] = []
+            work = _work_in(result) if call.names.api.prefix == "Distributed" else None
+            if work is not None:
+                self._await_work(call, work)
+                return
             with Quiet():
                 mutated = self._mutated(call)
                 encoder = _Encoder(self, call, "output", self.wants_output, outputs)
@@ -314,7 +318,7 @@ class Tape:
     def _follow(self, call: OpenCall, trace: Trace, aliases: dict[Path, Path]) -> None:
         """Record the backward of this call when it runs."""
         call.notes.extend(trace.notes)
-        backward = Backward(self, call, trace.contributions(), len(trace.boundary), aliases)
+        backward = Backward(self, call, trace, aliases)
         for reason in trace.gaps:
             self.gap(backward.name, reason)
         listen(trace, backward.incoming, backward.outgoing)
@@ -364,16 +368,26 @@ class Tape:
 
     # Collectives that run on after they return
 
-    def await_work(self, call: OpenCall, work: Any) -> None:
+    def _await_work(self, call: OpenCall, work: Any) -> None:
         """The result of this call is there when `work` is done; write it down then."""
         self._pending_work.append((call, work, call.inputs))
         call.inputs = []
+        for tensor, _ in self._pending_work[-1][2]:
+            self._values.forget(tensor)
 
-    def _finish_work(self, *, wait: bool = False) -> None:
+    def finish_work(self) -> None:
+        """Write down what has completed; what has not when the step ends is a gap."""
+        with Quiet():
+            self._finish_work()
+        for call, _, _ in self._pending_work:
+            self.gap(call.names.name, "asynchronous: it had not completed when the step ended")
+        self._pending_work.clear()
+
+    def _finish_work(self) -> None:
         still = []
         for item in self._pending_work:
             call, work, inputs = item
-            if not (wait or work.is_completed()):
+            if not work.is_completed():
                 still.append(item)
                 continue
             for tensor, _ in inputs:
@@ -426,6 +440,18 @@ class _Encoder:
             line.same = f"{self._role}.{first}"
         self._tensors.append((tensor, path or ("0",)))
         return {"tensor": line}
+
+
+def _work_in(result: Any) -> Any:
+    """The Work that a collective returned, alone or as c10d's operators do beside the tensors."""
+    if not torch.distributed.is_available():
+        return None
+    kind = torch.distributed.Work
+    if isinstance(result, kind):
+        return result
+    if isinstance(result, tuple | list) and result and isinstance(result[-1], torch.ScriptObject):
+        return kind.unbox(result[-1])
+    return None
 
 
 def _version(tensor: torch.Tensor) -> int:

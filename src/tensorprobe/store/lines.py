@@ -50,9 +50,14 @@ class CallLine(msgspec.Struct, tag_field="type", tag="call", omit_defaults=True,
 
 
 class EndLine(msgspec.Struct, tag_field="type", tag="end", omit_defaults=True, kw_only=True):
-    """The call `id` returned, or raised; what is named here adds to what its CallLine named."""
+    """The call `id` returned, or raised; what is named here adds to what its CallLine named.
+
+    `args` and `kwargs` stand in for the CallLine's: some of them came only after it had begun.
+    """
 
     id: int
+    args: list[Any] | None = None
+    kwargs: dict[str, Any] = {}
     outputs: Any = None
     parameters: dict[str, TensorLine] = {}
     parameter_grads: dict[str, TensorLine] = {}

@@ -205,9 +205,12 @@ class _StepReader:
         self._found = []
         self._role = "input"
         base = f"{name}.input"
-        args = tuple([tree.decode(x, f"{base}.{i}", self._tensor) for i, x in enumerate(line.args)])
-        kwargs = {k: tree.decode(x, f"{base}.{k}", self._tensor) for k, x in line.kwargs.items()}
         after = end or _NO_END
+        given: lines.CallLine | lines.EndLine = line if after.args is None else after
+        args = tuple(
+            [tree.decode(x, f"{base}.{i}", self._tensor) for i, x in enumerate(given.args or ())]
+        )
+        kwargs = {k: tree.decode(x, f"{base}.{k}", self._tensor) for k, x in given.kwargs.items()}
         self._held("parameter", "parameters", line.parameters, after.parameters)
         self._held("buffer", "buffers", line.buffers, after.buffers)
         self._held("parameter_grad", "parameters_grad", line.parameter_grads, after.parameter_grads)
@@ -249,8 +252,10 @@ class _StepReader:
         """What the module of the call holds, as seen before and after the call."""
         if before or after:
             self._role = role
+            name = self._call_name
+            base = name if f".{group}." in name else f"{name}.{group}"
             for key, tensor in (before | after).items():
-                self._tensor(f"{self._call_name}.{group}.{key}", tensor)
+                self._tensor(f"{base}.{key}", tensor)
 
     def _tensor(self, name: str, body: lines.TensorLine | dict[str, Any]) -> TensorRecord:
         line = body if isinstance(body, lines.TensorLine) else lines.TensorLine(**body)
