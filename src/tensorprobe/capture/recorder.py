@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -72,7 +71,6 @@ class Recorder:
         self._log = log
         self._facts = facts or {}
         self._watch = StepWatch(step_on, self._advance)
-        self._automatic = step_on != "explicit"
         self._step = 0
         self._started = False
         self._over = False  # past the last wanted step
@@ -81,7 +79,10 @@ class Recorder:
         self._told_error = False
         self._writer: CaptureWriter | None = None
         self._tape: Tape | None = None
-        self._modes_on = False
+        self._mode_on = False  # the function mode and the hooks of modules: these also tell where
+        self._hooks_on = False  # steps end
+        self._inside_on = False  # the engine's entry, and the mode of L2
+        self._filters: Any = None
         self._frames_compiled = 0
 
     @classmethod
@@ -94,6 +95,11 @@ class Recorder:
         for note in notes:
             recorder._log(note)
         return recorder
+
+    @property
+    def current_step(self) -> int:
+        """The number of the step that the program is in."""
+        return self._step
 
     # What the user calls
 
@@ -114,18 +120,17 @@ class Recorder:
         if not self._started:
             return
         self._started = False
-        self._deactivate()
+        self._take_away()
         assert self._tape is not None
         assert self._writer is not None
-        self._tape.finish_backwards()
-        self._tape.finish_work()
+        self._tape.end_step()
         self._tape.recording = False
         self._note_compiled()
         self._writer.close()
 
     def step(self) -> None:
         """One step of the program has ended."""
-        self._automatic = False
+        self._watch.be_explicit()
         self._advance()
 
     def save(self, name: str, value: Any) -> None:
@@ -142,6 +147,7 @@ class Recorder:
         atexit.unregister(self.close)
         if self._writer is None:
             return
+        self._take_away()  # what could not go when the last step ended
         self._report_write_error()
         if self._writer.n_calls == 0:
             raise NothingRecorded(self._selection.explain_nothing())
@@ -208,38 +214,41 @@ class Recorder:
         _stop_in_children(self)
         return True
 
-    def _activate(self) -> None:
-        if self._modes_on:
-            return
-        self._modes_on = True
-        self._thread = threading.get_ident()
-        self._filters = _ignore_compile_warning()
-        self._modules.install()
-        self._engine.install()
-        add_function_mode(self._mode)
-        if self._op_mode is not None:
-            add_dispatch_mode(self._op_mode)
-        self._frames_compiled = _frames_compiled()
+    def _take_away(self) -> None:
+        self._optimizers.remove()
+        self._switch(mode=False, hooks=False, inside=False)
 
-    def _deactivate(self) -> None:
-        """Take the modes and hooks away; what counts steps stays while the recorder is on."""
-        if not self._started:
-            self._optimizers.remove()
-        if not self._modes_on:
+    def _switch(self, *, mode: bool, hooks: bool, inside: bool) -> None:
+        """Put on the stack, and register, what the coming step needs; take away all else."""
+        if hooks != self._hooks_on:
+            self._hooks_on = hooks
+            if hooks:
+                self._modules.install()
+            else:
+                self._modules.remove()
+        if inside != self._inside_on:
+            self._inside_on = inside
+            self._switch_inside(inside)
+        if mode and not self._mode_on:
+            self._mode_on = True
+            add_function_mode(self._mode)
+        elif not mode and self._mode_on:
+            # False inside a call of its own, where torch has it off the stack: it stays till the
+            # next step, and lets everything pass
+            self._mode_on = not remove_function_mode(self._mode)
+
+    def _switch_inside(self, on: bool) -> None:
+        if on:
+            self._filters = _ignore_compile_warning()
+            self._frames_compiled = _frames_compiled()
+            self._engine.install()
+            if self._op_mode is not None:
+                add_dispatch_mode(self._op_mode)
             return
-        if self._started and self._watch_needs_mode():
-            return
-        if not remove_function_mode(self._mode) and self._started:
-            return  # inside a call of its own: it stays, and lets everything pass
         if self._op_mode is not None:
             remove_dispatch_mode(self._op_mode)
-        self._modes_on = False
         self._engine.remove()
-        self._modules.remove()
         _restore_warnings(self._filters)
-
-    def _watch_needs_mode(self) -> bool:
-        return self._automatic and (self._step == 0 or self._watch.scaler_seen)
 
     # Steps
 
@@ -247,14 +256,19 @@ class Recorder:
         assert self._tape is not None
         wanted = self._selection.wants_step(self._step)
         self._optimizers.install_once()
-        if wanted or self._watch_needs_mode():
-            self._activate()
+        watch = self._watch
+        # The first step is watched even where it is not wanted: the models met in it get their
+        # names, and it shows whether an optimizer or a scaler sets the pace.
+        first = self._step == 0
+        self._switch(
+            mode=wanted or (watch.automatic and (first or watch.scaler_seen)),
+            hooks=wanted or first or watch.needs_roots,
+            inside=wanted or (first and watch.automatic),
+        )
         self._tape.begin_step(self._step, wanted)
         self._modules.begin_step()
         if self._op_mode is not None:
             self._op_mode.begin_step()
-        if not wanted:
-            self._deactivate()
 
     def _advance(self) -> None:
         """Go to the next step."""
@@ -278,11 +292,12 @@ class Recorder:
             raise SystemExit(0)
 
     def _optimizer_stepped(self, optimizer: object) -> None:
-        if self._automatic:
+        if self._watch.automatic:
             self._watch.optimizer_stepped(optimizer)
 
     def _backward_ended(self) -> None:
         tape = self._tape
+        self._watch.backward_ended()
         if tape is None or not tape.recording:
             return
         tape.finish_backwards()

@@ -42,6 +42,8 @@ _SECTIONS: dict[Role, str] = {
     "parameter_grad": "parameters_grad",
     "buffer": "buffers",
 }
+# What an asynchronous collective returns; torch without distributed has none.
+_WORK: tuple[type, ...] = tuple(filter(None, (getattr(torch.distributed, "Work", None),)))
 _OUTPUT_IS_ARGUMENTS = "outputs are the arguments after the call"
 
 
@@ -82,7 +84,7 @@ class Tape:
         self._stacks = Stacks(lambda id, frames: writer.stack(StackLine(id=id, frames=frames)))
         self.running: dict[tuple[int, int], BackwardRun] = {}
         self._functions: set[int] = set()  # nodes of custom Functions already written down
-        self._pending_work: list[tuple[OpenCall, Any, list[tuple[torch.Tensor, Path]]]] = []
+        self._pending_work: list[tuple[OpenCall, list[Any], list[tuple[torch.Tensor, Path]]]] = []
         self.wants_input = selection.wants_side("input")
         self.wants_output = selection.wants_side("output")
         self._backward = selection.wants_direction("backward")
@@ -95,8 +97,7 @@ class Tape:
     # Steps
 
     def begin_step(self, step: int, wanted: bool) -> None:
-        self.finish_backwards()
-        self.finish_work()
+        self.end_step()
         self.step = step
         self.recording = wanted
         self.counter.reset()
@@ -107,6 +108,13 @@ class Tape:
             self._values.begin_step()
             self._stacks.reset()
             self._functions.clear()
+
+    def end_step(self) -> None:
+        """Close what is open: the step is over."""
+        self.finish_backwards()
+        if self._pending_work:
+            with Quiet():
+                self._finish_work(last=True)
 
     def open_step(self) -> None:
         """A step gets its folder with its first call, so that one nobody ran leaves no trace."""
@@ -183,10 +191,6 @@ class Tape:
         """Write down what a call returned, and listen to its backward."""
         try:
             outputs: list[tuple[torch.Tensor, Path]] = []
-            work = _work_in(result) if call.names.api.prefix == "Distributed" else None
-            if work is not None:
-                self._await_work(call, work)
-                return
             with Quiet():
                 mutated = self._mutated(call)
                 encoder = _Encoder(self, call, "output", self.wants_output, outputs)
@@ -368,34 +372,39 @@ class Tape:
 
     # Collectives that run on after they return
 
-    def _await_work(self, call: OpenCall, work: Any) -> None:
-        """The result of this call is there when `work` is done; write it down then."""
-        self._pending_work.append((call, work, call.inputs))
-        call.inputs = []
-        for tensor, _ in self._pending_work[-1][2]:
+    def await_work(self, call: OpenCall, result: Any) -> bool:
+        """Whether a collective goes on after it returned; it is written down when it is done."""
+        works = result if isinstance(result, list) else [result]  # of batch_isend_irecv
+        if not works or not all(isinstance(work, _WORK) for work in works):
+            return False
+        for tensor, _ in call.inputs:
             self._values.forget(tensor)
+        self._pending_work.append((call, works, call.inputs))
+        return True
 
-    def finish_work(self) -> None:
-        """Write down what has completed; what has not when the step ends is a gap."""
-        with Quiet():
-            self._finish_work()
-        for call, _, _ in self._pending_work:
-            self.gap(call.names.name, "asynchronous: it had not completed when the step ended")
-        self._pending_work.clear()
-
-    def _finish_work(self) -> None:
-        still = []
-        for item in self._pending_work:
-            call, work, inputs = item
-            if not work.is_completed():
-                still.append(item)
+    def _finish_work(self, *, last: bool = False) -> None:
+        pending, self._pending_work = self._pending_work, []
+        for item in pending:
+            call, works, inputs = item
+            try:
+                done = all(work.is_completed() for work in works)
+            except (RuntimeError, ValueError) as error:  # one of a coalesced batch has no state
+                self._give_up_work(call, f"asynchronous, and cannot be asked: {error}")
                 continue
-            for tensor, _ in inputs:
-                self._values.forget(tensor)
-            tree = self._arguments_after(call, inputs, [])
-            notes = [_OUTPUT_IS_ARGUMENTS, "asynchronous: read after it had completed"]
-            self.writer.end(EndLine(id=call.id, outputs=tree, notes=notes))
-        self._pending_work = still
+            if done:
+                for tensor, _ in inputs:
+                    self._values.forget(tensor)
+                tree = self._arguments_after(call, inputs, [])
+                notes = [_OUTPUT_IS_ARGUMENTS, "asynchronous: read after it had completed"]
+                self.writer.end(EndLine(id=call.id, outputs=tree, notes=notes))
+            elif last:
+                self._give_up_work(call, "asynchronous, and not waited for when the step ended")
+            else:
+                self._pending_work.append(item)
+
+    def _give_up_work(self, call: OpenCall, reason: str) -> None:
+        self.gap(call.names.name, f"{reason}: its result is not recorded")
+        self.writer.end(EndLine(id=call.id, notes=[reason]))
 
     def stack_number(self, depth: int) -> int:
         """The number of the caller's stack, `depth` frames up."""
@@ -440,18 +449,6 @@ class _Encoder:
             line.same = f"{self._role}.{first}"
         self._tensors.append((tensor, path or ("0",)))
         return {"tensor": line}
-
-
-def _work_in(result: Any) -> Any:
-    """The Work that a collective returned, alone or as c10d's operators do beside the tensors."""
-    if not torch.distributed.is_available():
-        return None
-    kind = torch.distributed.Work
-    if isinstance(result, kind):
-        return result
-    if isinstance(result, tuple | list) and result and isinstance(result[-1], torch.ScriptObject):
-        return kind.unbox(result[-1])
-    return None
 
 
 def _version(tensor: torch.Tensor) -> int:
