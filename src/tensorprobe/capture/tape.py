@@ -284,7 +284,7 @@ class Tape:
         found = [
             item
             for item, before in zip(call.inputs, call.versions, strict=True)
-            if _version(item[0]) != before
+            if _version(item[0]) != before or item[1] in call.writes
         ]
         for tensor, _ in found:
             # an alias made by .data has a version of its own: drop all that is known of the storage
