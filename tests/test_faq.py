@@ -21,11 +21,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from recorded import ROOT, SRC, record, run_script, start_script, stems
 from torch import nn, relu
 from torch.utils.data import DataLoader, TensorDataset
 
 import tensorprobe as tp
+from recorded import ROOT, SRC, record, run_script, start_script, stems
 from tensorprobe.capture.naming import Namer, written_as
 from tensorprobe.records import Fields, Special
 
@@ -80,7 +80,7 @@ def test_every_entry_has_its_paragraph() -> None:
     assert ids == ENTRIES
     for entry, paragraph in zip(ids, paragraphs, strict=True):
         assert len(paragraph.strip()) > 40, entry
-        promised = re.findall(r"Later, `(\w+)`", paragraph)
+        promised = re.findall(r"Later,\s+`(\w+)`", paragraph)
         assert promised == ([LATER[entry]] if entry in LATER else []), entry
 
 
@@ -963,7 +963,13 @@ def test_002_3_3_6_a_relative_path_below_odd_folders(
 
 def test_002_3_3_7_both_gradients_of_matmul_in_any_dimension(tmp_path: Path) -> None:
     for number, (left, right) in enumerate(
-        [((2, 3), (3, 4)), ((5, 2, 3), (3, 4)), ((5, 2, 3), (5, 3, 4)), ((3,), (3, 4)), ((3,), (3,))]
+        [
+            ((2, 3), (3, 4)),
+            ((5, 2, 3), (3, 4)),
+            ((5, 2, 3), (5, 3, 4)),
+            ((3,), (3, 4)),
+            ((3,), (3,)),
+        ]
     ):
         x = torch.randn(left, requires_grad=True)
         w = torch.randn(right, requires_grad=True)

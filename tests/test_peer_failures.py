@@ -8,13 +8,12 @@ from __future__ import annotations
 import collections
 import copy
 import io
+import itertools
 import json
-import os
 import pickle
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,11 +22,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from recorded import record, run_script, start_script, stems
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tensorprobe as tp
+from recorded import record, run_script, start_script, stems
 from tensorprobe.errors import BadUsage, NothingRecorded
 
 LEVELS = ["L0", "L1", "L2", "mix"]
@@ -283,7 +282,7 @@ with tp.Recorder("out", level="L1", keep="tensors", flush="call") as rec:
 @pytest.mark.parametrize(
     ("how", "status", "last_words"),
     [
-        ("exception", 1, "KeyError: \"the program's own\""),
+        ("exception", 1, 'KeyError: "the program\'s own"'),
         ("interrupt", -signal.SIGINT, "KeyboardInterrupt"),
         ("_exit", 9, ""),
         ("torch", 1, "inconsistent tensor size"),
@@ -328,7 +327,7 @@ def test_inputs_of_in_place_ops_are_those_before_them(tmp_path: Path, level: str
     calls = [call for call in capture.calls if ".add_." in call.name]
     assert [call.tensor("input.0").summary.max for call in calls] == [float(n) for n in range(30)]
     assert [call.tensor("output.0").summary.max for call in calls] == [n + 1.0 for n in range(30)]
-    for before, after in zip(calls, calls[1:], strict=False):
+    for before, after in itertools.pairwise(calls):
         assert before.tensor("output.0").digest == after.tensor("input.0").digest
     assert len({call.tensor("input.0").digest for call in calls}) == 30
     assert calls[7].tensor("input.0").load().equal(torch.full((1 << 16,), 7.0))
@@ -436,8 +435,8 @@ def test_recomputation_is_seen_and_marked(tmp_path: Path, reentrant: bool) -> No
 
     capture = record(tmp_path, program)
     first, again = capture.calls(op="*.linear", direction="forward")
-    assert "inside backward" not in first.notes
-    assert "inside backward" in again.notes
+    assert not any(note.startswith("inside backward") for note in first.notes)
+    assert any(note.startswith("inside backward") for note in again.notes)
     assert first.tensor("output.0").digest == again.tensor("output.0").digest
     gradients = [
         call.tensor("output.0").load()
@@ -526,9 +525,9 @@ def test_collectives_return_what_they_returned(tmp_path: Path, level: str) -> No
     assert returned[1:4] == [True, True, None]
     gather = capture.call("Distributed.all_gather.0.forward")
     assert gather.status == "complete"
-    assert any(
-        tensor.role == "output" and tensor.load().equal(x) for tensor in gather.tensors
-    ), gather
+    assert any(tensor.role == "output" and tensor.load().equal(x) for tensor in gather.tensors), (
+        gather
+    )
     assert capture.gaps == ()
 
 
