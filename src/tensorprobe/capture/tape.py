@@ -79,6 +79,7 @@ class Tape:
         self.recording = False  # this step is wanted, and the recorder is on
         self.n_steps = 0
         self._open = False
+        self._opening = threading.Lock()
         self._values = values
         self.ids = itertools.count()
         self._stacks = Stacks(lambda id, frames: writer.stack(StackLine(id=id, frames=frames)))
@@ -120,9 +121,11 @@ class Tape:
         """A step gets its folder with its first call, so that one nobody ran leaves no trace."""
         if self._open:
             return
-        self._open = True
-        self.n_steps += 1
-        self.writer.begin_step(self.step)
+        with self._opening:  # a thread that goes on too early would have nowhere to write
+            if not self._open:
+                self.n_steps += 1
+                self.writer.begin_step(self.step)
+                self._open = True
 
     # Calls
 
@@ -285,7 +288,7 @@ class Tape:
         found = [
             item
             for item, before in zip(call.inputs, call.versions, strict=True)
-            if _version(item[0]) != before
+            if _version(item[0]) != before or item[1] in call.writes
         ]
         for tensor, _ in found:
             # an alias made by .data has a version of its own: drop all that is known of the storage
