@@ -27,8 +27,7 @@ TORCHRUN = {
 
 
 def test_a_process_alone_is_its_own_run() -> None:
-    code = "import os; from tensorprobe.store.claim import claim
-from tensorprobe.store.native import run_identity; print(run_identity({}))"
+    code = "import os; from tensorprobe.store.native import run_identity; print(run_identity({}))"
     environ = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
     found = {
         subprocess.run(
