@@ -82,7 +82,8 @@ class Tape:
         self._opening = threading.Lock()
         self._values = values
         self.ids = itertools.count()
-        self._stacks = Stacks(lambda id, frames: writer.stack(StackLine(id=id, frames=frames)))
+        self._stacks = Stacks(self._write_stack)
+        self._early_stacks: list[StackLine] = []  # of modules entered before the first call
         self.running: dict[tuple[int, int], BackwardRun] = {}
         self._functions: set[int] = set()  # nodes of custom Functions already written down
         self._pending_work: list[tuple[OpenCall, list[Any], list[tuple[torch.Tensor, Path]]]] = []
@@ -107,6 +108,7 @@ class Tape:
         self._open = False
         if wanted:
             self._values.begin_step()
+            self._early_stacks.clear()
             self._stacks.reset()
             self._functions.clear()
 
@@ -122,10 +124,14 @@ class Tape:
         if self._open:
             return
         with self._opening:  # a thread that goes on too early would have nowhere to write
-            if not self._open:
-                self.n_steps += 1
-                self.writer.begin_step(self.step)
-                self._open = True
+            if self._open:
+                return
+            self.n_steps += 1
+            self.writer.begin_step(self.step)
+            for line in self._early_stacks:
+                self.writer.stack(line)
+            self._early_stacks.clear()
+            self._open = True
 
     # Calls
 
@@ -411,8 +417,14 @@ class Tape:
 
     def stack_number(self, depth: int) -> int:
         """The number of the caller's stack, `depth` frames up."""
-        self.open_step()
         return self._stacks.current(depth + 1, self.place.frame, self.place.stack)
+
+    def _write_stack(self, id: int, frames: list[str]) -> None:
+        line = StackLine(id=id, frames=frames)
+        if self._open:
+            self.writer.stack(line)
+        else:
+            self._early_stacks.append(line)
 
 
 class _Label:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
@@ -171,7 +172,7 @@ def _check_start(args: argparse.Namespace) -> None:
 
 def _check_output(output: Path) -> None:
     """Say before the program runs, not after, that nothing can be written there."""
-    existing = next(path for path in (output, *output.absolute().parents) if path.exists())
+    existing = next(path for path in (output, *output.parents) if path.exists())
     if not existing.is_dir():
         raise BadUsage(f"cannot record to '{output}': '{existing}' is a file; give a folder")
     if not os.access(existing, os.W_OK | os.X_OK):
@@ -248,8 +249,9 @@ class _Session:
         """Close the recording and give the program's own exit status, or leave as it left."""
         self._problem = self._problem or (self._start.problem if self._start else None)
         if self._problem is not None:
-            if self._recorder is not None:
-                self._recorder.stop()
+            with contextlib.suppress(TensorprobeError):  # the first problem is the one to tell
+                if self._recorder is not None:
+                    self._recorder.close()
             raise self._problem
         problem = self._close()
         if isinstance(end, KeyboardInterrupt):
