@@ -531,6 +531,27 @@ def test_collectives_return_what_they_returned(tmp_path: Path, level: str) -> No
     assert capture.gaps == ()
 
 
+@pytest.mark.parametrize("level", ["L0", "L1", "mix"])
+def test_a_compiled_part_runs_and_is_said_to_be_opaque(tmp_path: Path, level: str) -> None:
+    """A1.15, A2.11: the peer leaves its calls out without a word, or refuses to run."""
+    torch._dynamo.reset()
+    inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    compiled = torch.compile(inner, backend="aot_eager")
+    head = nn.Linear(3, 1)
+    x = torch.randn(2, 3)
+    expected = head(inner(x))
+    results: list[torch.Tensor] = []
+
+    def program() -> None:
+        results.append(head(compiled(x)))
+        results[0].sum().backward()
+
+    capture = record(tmp_path, program, level=level)
+    assert torch.allclose(results[0], expected)
+    assert any(gap.name == "torch.compile" and "opaque" in gap.reason for gap in capture.gaps)
+    assert any("Linear" in call.name or "linear" in call.name for call in capture.calls)
+
+
 # Configuration (A3, A2.7, A2.10)
 
 
