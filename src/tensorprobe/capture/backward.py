@@ -9,7 +9,7 @@ import torch
 
 from tensorprobe.capture.calls import OpenCall
 from tensorprobe.capture.encode import as_arguments, nest
-from tensorprobe.capture.gradients import Gradients, Path, Window
+from tensorprobe.capture.gradients import Gradients, Path, Trace, Window
 from tensorprobe.capture.naming import CallNames, call_name
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.records import Role
@@ -25,20 +25,20 @@ class Backward:
     It holds no node and no tensor of the graph, or the graph would never be freed.
     """
 
-    __slots__ = ("_aliases", "_call", "_contributions", "_expected", "_passes", "_tape")
+    __slots__ = ("_aliases", "_awaited", "_call", "_contributions", "_expected", "_passes", "_tape")
 
     def __init__(
         self,
         tape: Tape,
         call: OpenCall,
-        contributions: dict[Path, int],
-        expected: int,
+        trace: Trace,
         aliases: dict[Path, Path],
     ) -> None:
         self._tape = tape
         self._call = (call.names, call.keep, call.stack, call.step)
-        self._contributions = contributions
-        self._expected = expected
+        self._contributions = trace.contributions()
+        self._expected = len(trace.boundary)
+        self._awaited = len(trace.outputs)
         self._aliases = aliases
         self._passes = 0
 
@@ -89,8 +89,9 @@ class Backward:
                 call.notes.append(f"its forward ran in step {step}")
             if self._passes > 1:
                 call.notes.append(f"backward pass {self._passes} through the same graph")
+            nodes = (self._awaited, self._expected)
             run = BackwardRun(
-                self._tape, key, call, dict(self._contributions), self._expected, self._aliases
+                self._tape, key, call, dict(self._contributions), nodes, self._aliases
             )
             self._tape.running[key] = run
         return run
@@ -101,10 +102,12 @@ class BackwardRun:
 
     __slots__ = (
         "_aliases",
+        "_awaited",
         "_begun",
         "_call",
         "_expected",
         "_key",
+        "_late",
         "_left",
         "_received",
         "_sent",
@@ -118,18 +121,20 @@ class BackwardRun:
         key: tuple[int, int],
         call: OpenCall,
         left: dict[Path, int],
-        expected: int,
+        nodes: tuple[int, int],
         aliases: dict[Path, Path],
     ) -> None:
         self._tape, self._key, self._call = tape, key, call
-        self._left, self._expected, self._aliases = left, expected, aliases
+        self._left, self._aliases = left, aliases
+        self._awaited, self._expected = nodes  # still to bring a gradient in, and to send one
         self._received: dict[Path, Any] = {}
         self._sums: dict[Path, torch.Tensor] = {}
         self._sent: dict[Path, Any] = {}
         self._begun = False
+        self._late = False  # a gradient came in after the call was written down
 
     def receive(self, places: list[tuple[int, Path, Window | None]], grads: Gradients) -> None:
-        late = self._begun
+        self._late = self._late or self._begun
         for number, path, window in places:
             if number >= len(grads):
                 continue
@@ -137,8 +142,10 @@ class BackwardRun:
             if grad is not None and window is not None:
                 grad = window.cut(grad)
             self._received[path] = self._line(grad, path, "input", self._tape.wants_input)
-        if not late:
+        if not self._begun:
             self._begin()
+        self._awaited -= 1
+        self._finish_if_over()
 
     def send(self, places: list[tuple[int, Path, Window | None]], grads: Gradients) -> None:
         if not self._begun:
@@ -149,7 +156,11 @@ class BackwardRun:
                 grad = window.cut(grad)
             self._add(path, grad)
         self._expected -= 1
-        if self._expected == 0:
+        self._finish_if_over()
+
+    def _finish_if_over(self) -> None:
+        """Outputs that nobody used bring no gradient: then the end of backward is the end."""
+        if self._expected == 0 and self._awaited == 0:
             self.finish()
 
     def _add(self, path: Path, grad: torch.Tensor | None) -> None:
@@ -198,6 +209,8 @@ class BackwardRun:
                 notes.append(f"output.{'.'.join(path)} is in output.{'.'.join(first)}: one tensor")
         sent = {path: self._sent[path] for path in sorted(self._sent, key=_in_order)}
         line = EndLine(id=self._call.id, outputs=nest(sent, always=True), notes=notes)
+        if self._late:
+            line.args, line.kwargs = as_arguments(self._received)
         self._tape.writer.end(line)
 
 

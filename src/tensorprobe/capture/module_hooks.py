@@ -65,10 +65,10 @@ class ModulePaths:
 
     def _root_name(self, module: nn.Module) -> str:
         self._roots.append(weakref.ref(module))
-        if len(self._roots) == 1:
-            return ""
         name = type(module).__name__
         count = self._taken[name] = self._taken.get(name, -1) + 1
+        if len(self._roots) == 1:
+            return ""
         return f"{name}_{count}" if count else name
 
     def _add(self, root: nn.Module, prefix: str) -> None:

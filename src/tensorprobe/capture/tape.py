@@ -79,6 +79,7 @@ class Tape:
         self.recording = False  # this step is wanted, and the recorder is on
         self.n_steps = 0
         self._open = False
+        self._opening = threading.Lock()
         self._values = values
         self.ids = itertools.count()
         self._stacks = Stacks(self._write_stack)
@@ -122,12 +123,15 @@ class Tape:
         """A step gets its folder with its first call, so that one nobody ran leaves no trace."""
         if self._open:
             return
-        self._open = True
-        self.n_steps += 1
-        self.writer.begin_step(self.step)
-        for line in self._early_stacks:
-            self.writer.stack(line)
-        self._early_stacks.clear()
+        with self._opening:  # a thread that goes on too early would have nowhere to write
+            if self._open:
+                return
+            self.n_steps += 1
+            self.writer.begin_step(self.step)
+            for line in self._early_stacks:
+                self.writer.stack(line)
+            self._early_stacks.clear()
+            self._open = True
 
     # Calls
 
@@ -290,7 +294,7 @@ class Tape:
         found = [
             item
             for item, before in zip(call.inputs, call.versions, strict=True)
-            if _version(item[0]) != before
+            if _version(item[0]) != before or item[1] in call.writes
         ]
         for tensor, _ in found:
             # an alias made by .data has a version of its own: drop all that is known of the storage
@@ -327,7 +331,7 @@ class Tape:
     def _follow(self, call: OpenCall, trace: Trace, aliases: dict[Path, Path]) -> None:
         """Record the backward of this call when it runs."""
         call.notes.extend(trace.notes)
-        backward = Backward(self, call, trace.contributions(), len(trace.boundary), aliases)
+        backward = Backward(self, call, trace, aliases)
         for reason in trace.gaps:
             self.gap(backward.name, reason)
         listen(trace, backward.incoming, backward.outgoing)
@@ -382,6 +386,8 @@ class Tape:
         works = result if isinstance(result, list) else [result]  # of batch_isend_irecv
         if not works or not all(isinstance(work, _WORK) for work in works):
             return False
+        for tensor, _ in call.inputs:
+            self._values.forget(tensor)
         self._pending_work.append((call, works, call.inputs))
         return True
 

@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,9 @@ def claim(
         mine.mkdir()
         about_rank = {"format": FORMAT, "rank": rank, "run": run_id, **rank_facts}
         _write_new(mine / RANK_FILE, about_rank)
-        about_run = {"format": FORMAT, "tool": __version__, "run": run_id, **facts}
-        _write_new(root / RUN_FILE, about_run)
+        created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        about_run = {"tool": __version__, "run": run_id, "created": created, **facts}
+        _write_new(root / RUN_FILE, {"format": FORMAT, **about_run})
     if moved is not None:
         on_warning(f"'{root}' held an earlier run: it is in '{moved}' now")
     return mine
