@@ -241,6 +241,27 @@ def test_nothing_recorded_is_said_and_leaves_nothing(here: Here) -> None:
     assert not (here.folder / "out").exists()
 
 
+@pytest.mark.slow
+def test_ranks_that_the_program_spawns_are_said_to_be_missing(workshop: Workshop) -> None:
+    script = workshop.write(
+        "spawn.py",
+        """
+        import torch
+        def work(rank):
+            torch.ones(2).relu()
+        if __name__ == "__main__":
+            torch.multiprocessing.spawn(work, nprocs=2)
+        """,
+    )
+    done = workshop.run("-o", "out", script)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "tensorprobe run: nothing was recorded: no call was made while recording was on. "
+        "The program started 2 processes of its own, which are not recorded: start its ranks with "
+        "torchrun ... -m tensorprobe run, or use tp.Recorder in them"
+    )
+
+
 def test_stopping_after_the_last_wanted_step(here: Here) -> None:
     script = here.write("train.py", TRAIN + "\ntrain(1000000)")
     done = here.run("--steps", "0-1", "--stop-after-last-step", "-o", "out", script)

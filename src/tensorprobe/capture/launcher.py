@@ -198,6 +198,14 @@ class _WatchedLoader(importlib.abc.Loader):
         self._act()
 
 
+def processes_started() -> int:
+    """How many processes the program started by multiprocessing: nothing in them is recorded."""
+    multiprocessing: Any = sys.modules.get("multiprocessing.process")
+    counter = repr(getattr(multiprocessing, "_process_counter", "count(1)"))
+    number = counter.removeprefix("count(").removesuffix(")")
+    return int(number) - 1 if number.isdigit() else 0
+
+
 def default_output(program: Program) -> Path:
     """Where a recording goes when nobody says: runs/ and the name of what is run."""
     name = program.package if program.package and program.spec else Path(program.file).stem

@@ -272,7 +272,23 @@ class _Session:
             if self._recorder is None:
                 raise NothingRecorded("nothing was recorded: the program never imported torch")
             self._recorder.close()
+        except NothingRecorded as error:
+            sys.stderr.write(f"tensorprobe run: {error}{_about_processes()}\n")
+            return True
         except TensorprobeError as error:
             sys.stderr.write(f"tensorprobe run: {error}\n")
             return True
         return False
+
+
+def _about_processes() -> str:
+    from tensorprobe.capture.launcher import processes_started
+
+    count = processes_started()
+    if not count:
+        return ""
+    return (
+        f" The program started {count} process{'' if count == 1 else 'es'} of its own, which are "
+        "not recorded: start its ranks with torchrun ... -m tensorprobe run, or use tp.Recorder "
+        "in them"
+    )
