@@ -21,7 +21,8 @@ from tensorprobe.errors import BadUsage, MissingDependency
 class Program(NamedTuple):
     """A script or module, compiled and ready to be `__main__`."""
 
-    file: str  # sys.argv[0]
+    name: str  # sys.argv[0], as typed
+    file: str  # absolute
     code: CodeType
     folder: str  # sys.path[0]
     spec: importlib.machinery.ModuleSpec | None
@@ -36,16 +37,17 @@ def load_script(path: str) -> Program:
         raise BadUsage(f"no script at '{path}'{hint}")
     if os.path.isdir(path):
         raise BadUsage(f"'{path}' is a folder, not a script. Name the file, or -m PACKAGE")
+    full = os.path.abspath(path)
     try:
-        with io.open_code(os.path.abspath(path)) as file:
+        with io.open_code(full) as file:
             source = file.read()
     except OSError as error:
         raise BadUsage(f"cannot read '{path}': {error.strerror}") from error
     if b"\0" in source:
         raise BadUsage(f"'{path}' is not Python source")
-    code = compile(source, path, "exec", dont_inherit=True)
-    loader = importlib.machinery.SourceFileLoader("__main__", path)
-    return Program(path, code, os.path.dirname(os.path.realpath(path)), None, loader, None)
+    code = compile(source, full, "exec", dont_inherit=True)
+    loader = importlib.machinery.SourceFileLoader("__main__", full)
+    return Program(path, full, code, os.path.dirname(os.path.realpath(path)), None, loader, None)
 
 
 def load_module(name: str) -> Program:
@@ -66,7 +68,8 @@ def load_module(name: str) -> Program:
     code = loader.get_code(spec.name) if hasattr(loader, "get_code") else None
     if code is None:
         raise BadUsage(f"'{name}' has no Python code; it cannot be run")
-    return Program(spec.origin or name, code, os.getcwd(), spec, loader, spec.parent)
+    file = spec.origin or name
+    return Program(file, file, code, os.getcwd(), spec, loader, spec.parent)
 
 
 def _find(name: str) -> importlib.machinery.ModuleSpec | None:
@@ -125,7 +128,7 @@ class Launch:
             __annotations__={},
         )
         sys.modules["__main__"] = main
-        sys.argv[:] = [program.file, *self._arguments]
+        sys.argv[:] = [program.name, *self._arguments]
         if not getattr(sys.flags, "safe_path", False):
             sys.path[0] = program.folder
         elif program.spec is not None:
@@ -136,15 +139,32 @@ class Launch:
 
 def show_exception(error: BaseException) -> None:
     """Show an exception through the program's own excepthook, without our frames."""
-    trace = error.__traceback__
-    while trace is not None and _is_ours(trace):
+    seen: set[int] = set()
+    chain: list[BaseException | None] = [error]
+    while chain:
+        link = chain.pop()
+        if link is None or id(link) in seen:
+            continue
+        seen.add(id(link))
+        link.__traceback__ = _without_ours(link.__traceback__)
+        chain += [link.__cause__, link.__context__]
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    theirs = []
+    while trace is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(_OURS):
+            theirs.append(trace)
         trace = trace.tb_next
-    error.__traceback__ = trace
-    sys.excepthook(type(error), error, trace)
+    kept: TracebackType | None = None
+    for link in reversed(theirs):
+        kept = TracebackType(kept, link.tb_frame, link.tb_lasti, link.tb_lineno)
+    return kept
 
 
-def _is_ours(trace: TracebackType) -> bool:
-    return trace.tb_frame.f_code.co_filename == __file__
+# The rooms that stand between a program and torch; a script of ours (the demo's) is a program.
+_OURS = tuple(str(Path(__file__).parents[1] / room) + os.sep for room in ("capture", "cli"))
 
 
 def _join_threads() -> None:

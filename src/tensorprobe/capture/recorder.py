@@ -103,6 +103,12 @@ class Recorder:
         """The number of the step that the program is in."""
         return self._step
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be recorded: the last wanted step is past, or the rank is not
+        wanted."""
+        return self._over
+
     # What the user calls
 
     def start(self) -> Recorder:

@@ -5,6 +5,7 @@ What is saved is a capture like any other: `tensorprobe show DIR` lists it.
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import sys
@@ -179,6 +180,7 @@ class _Data:
         self.args = args
         self.kwargs = kwargs
         self.found: dict[str, torch.Tensor] = {}
+        self._paths: dict[str, tuple[str, ...]] = {}
         self.computed = False
         self.replaced = False
 
@@ -186,21 +188,20 @@ class _Data:
             if is_computed(tensor):
                 self.computed = True
             else:
-                self.found[".".join(path)] = tensor
+                name = ".".join(path)
+                self.found[name] = tensor
+                self._paths[name] = path
 
         map_tensors([*args], visit)
         map_tensors(kwargs, visit)
 
     def put(self, name: str, saved: torch.Tensor) -> None:
-        """Let the call have this instead, in the program's own tensor wherever that is possible:
-        the same batch may be used again outside (a label that is the input)."""
+        """Let the call have this instead; the program's own data is never written to, for it may
+        be a file on the disk."""
         live = self.found[name]
         new = saved.to(live.device, live.dtype if live.is_floating_point() else saved.dtype)
-        if new.shape == live.shape and new.dtype == live.dtype and not live.is_inference():
-            live.copy_(new)
-            return
         self.replaced = True
-        top, *path = name.split(".")
+        top, *path = self._paths[name]
         if top in self.kwargs:
             self.kwargs[top] = _with(self.kwargs[top], path, new)
         else:
@@ -261,6 +262,8 @@ class SaveStart(StartState):
     def _over(self) -> bool:
         if self._batches is not None:
             return self._n_calls > self._batches or (self._batches == 0 and self._n_calls > 0)
+        if self._recorder.is_over:  # also where this rank is not recorded: weights only, then
+            return self._n_calls > 0
         return self._recorder.current_step > self._last_step
 
     def _root_called(self, api: ApiName, number: int, module: nn.Module, data: _Data) -> None:
@@ -470,17 +473,19 @@ def _in_use(device_type: str) -> bool:
 
 
 def _with(value: Any, path: list[str], new: torch.Tensor) -> Any:
-    """A nest of arguments with one tensor replaced."""
+    """A nest of arguments, copied on the way down, with one tensor replaced."""
     if not path:
         return new
     key, *rest = path
-    if isinstance(value, dict):
-        real = next((k for k in value if str(k) == key), key)
-        return {**value, real: _with(value[real], rest, new)}
-    if isinstance(value, list | tuple) and key.isdigit():
+    if hasattr(value, "_fields"):  # a namedtuple
+        return value._replace(**{key: _with(getattr(value, key), rest, new)})
+    if isinstance(value, list | tuple):
         items = [_with(v, rest, new) if i == int(key) else v for i, v in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
-    raise BadUsage(
-        f"an input inside a {type(value).__name__} has another shape than in the saved start; "
-        "give both runs batches of the same shape"
-    )
+    copied = copy.copy(value)
+    if isinstance(value, Mapping):
+        real = next(k for k in value if str(k) == key)
+        copied[real] = _with(value[real], rest, new)
+    else:
+        object.__setattr__(copied, key, _with(getattr(value, key), rest, new))
+    return copied
