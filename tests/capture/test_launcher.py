@@ -356,6 +356,25 @@ def test_without_torch(workshop: Workshop) -> None:
     assert done.stderr.startswith("tensorprobe run: tensorprobe run needs torch, which is not")
 
 
+MUCH = """
+for _ in range(40):
+    model(torch.ones(2, 3))
+train(2)
+print("trained")
+"""
+
+
+@pytest.mark.parametrize("how", ["continue", "stop"])
+def test_a_disk_that_refuses(workshop: Workshop, how: str) -> None:
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))\n"
+    script = workshop.write("train.py", limit + TRAIN + MUCH)
+    done = workshop.run("--on-write-error", how, "-o", "out", script)
+    assert "recording to out stopped, the disk refused" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert (done.returncode, done.stdout) == ((0, "trained\n") if how == "continue" else (1, ""))
+    assert workshop.load("out").calls
+
+
 # The same start
 
 SEEDED = """

@@ -278,6 +278,27 @@ def test_an_optimizer_made_anew_goes_on(tmp_path: Path) -> None:
     assert tp.load(tmp_path).steps == (0, 1, 2)
 
 
+@pytest.mark.parametrize("steps", [None, "0", "1"])
+def test_optimizers_that_step_inside_of_backward(tmp_path: Path, steps: str | None) -> None:
+    def program() -> None:
+        model, _ = classifier()
+        for parameter in model.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+            def step(p: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
+        for _ in range(3):
+            model(torch.ones(2, 3)).sum().backward()
+
+    record(tmp_path, program, steps=steps)
+    found = steps_of(tmp_path, "Module.Sequential.forward", "Optimizer")
+    wanted = [0, 1, 2] if steps is None else [int(steps)]
+    assert found == {step: ["Module.Sequential.forward"] + ["Optimizer"] * 4 for step in wanted}
+
+
 def test_module_as_the_measure(tmp_path: Path) -> None:
     def program() -> None:
         model, _ = classifier()

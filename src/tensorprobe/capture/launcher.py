@@ -15,7 +15,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
-from tensorprobe.errors import BadUsage, MissingDependency
+from tensorprobe.errors import BadUsage, MissingDependency, WriteFailed
 
 
 class Program(NamedTuple):
@@ -105,7 +105,7 @@ class Launch:
         try:
             _when_imported("torch", on_torch)
             exec(self._program.code, main.__dict__)
-        except SystemExit as leaving:
+        except (SystemExit, WriteFailed) as leaving:  # WriteFailed is ours, and said in one line
             end = leaving
         except BaseException as error:  # noqa: BLE001 the program's own, shown as Python shows it
             end = error

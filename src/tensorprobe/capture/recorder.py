@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from tensorprobe.capture.dispatch_mode import OpMode
 from tensorprobe.capture.engine import EngineEntry
 from tensorprobe.capture.facts import environment_facts
@@ -81,6 +83,7 @@ class Recorder:
         self._writer: CaptureWriter | None = None
         self._tape: Tape | None = None
         self._rank_wanted = True
+        self._advance_later = False
         self._mode_on = False  # the function mode and the hooks of modules: these also tell where
         self._hooks_on = False  # steps end
         self._inside_on = False  # the engine's entry, and the mode of L2
@@ -284,6 +287,9 @@ class Recorder:
 
     def _advance(self) -> None:
         """Go to the next step."""
+        if self._inside_on and torch._C._current_graph_task_id() != -1:
+            self._advance_later = True  # an optimizer that steps inside of backward
+            return
         self._step += 1
         if self._tape is None or self._over:
             return
@@ -314,11 +320,13 @@ class Recorder:
     def _backward_ended(self) -> None:
         tape = self._tape
         self._watch.backward_ended()
-        if tape is None or not tape.recording:
-            return
-        tape.finish_backwards()
-        if self.config.level in ("L0", "mix"):
-            self._modules.record_gradients()
+        if tape is not None and tape.recording:
+            tape.finish_backwards()
+            if self.config.level in ("L0", "mix"):
+                self._modules.record_gradients()
+        if self._advance_later:
+            self._advance_later = False
+            self._advance()
 
     # What the user reads
 

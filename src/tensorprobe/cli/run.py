@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensorprobe.config import RecordConfig, from_msprobe_config
-from tensorprobe.errors import BadUsage, NothingRecorded, TensorprobeError
+from tensorprobe.errors import BadUsage, NothingRecorded, TensorprobeError, WriteFailed
 
 if TYPE_CHECKING:
     from tensorprobe.capture.launcher import Program
@@ -248,6 +248,8 @@ class _Session:
     def finish(self, end: BaseException | None) -> int:
         """Close the recording and give the program's own exit status, or leave as it left."""
         self._problem = self._problem or (self._start.problem if self._start else None)
+        if isinstance(end, WriteFailed):
+            self._problem = end
         if self._problem is not None:
             with contextlib.suppress(TensorprobeError):  # the first problem is the one to tell
                 if self._recorder is not None:
