@@ -502,3 +502,30 @@ def test_inputs_in_nests_are_carried_and_the_program_s_data_is_left_alone(here: 
     assert saved.stdout.startswith("[1.0, 1.0] ")
     assert loaded.stdout.startswith("[2.0, 2.0] "), loaded.stderr
     assert saved.stdout.partition("] ")[2] == loaded.stdout.partition("] ")[2]
+
+
+def test_two_models_begin_equal_and_what_they_compute_is_their_own(here: Here) -> None:
+    script = here.write(
+        "gan.py",
+        """
+        import sys, torch
+        class Generator(torch.nn.Linear): pass
+        class Judge(torch.nn.Linear): pass
+        torch.manual_seed(int(sys.argv[1]))
+        generator, judge = Generator(2, 3), Judge(3, 1)
+        of_judge = torch.optim.SGD(judge.parameters(), lr=0.1)
+        fake = generator(torch.randn(4, 2) * float(sys.argv[2])).detach()
+        (judge(fake).mean() - judge(torch.randn(4, 3)).mean()).backward()
+        of_judge.step()
+        """,
+    )
+    options = ["--keep", "digest", "--level", "L0", "--steps", "0"]
+    here.run(*options, "-o", "a", "--save-start", "start", script, "1", "1")
+    here.run(*options, "-o", "b", "--load-start", "start", script, "2", "1")
+    a, b = (
+        {t.name: t.digest for call in here.load(name).calls for t in call.tensors} for name in "ab"
+    )
+    assert a == b
+    # the judge's first input is the generator's output: it is not among what was saved
+    saved = here.load("start")
+    assert [list(c.kwargs) for c in saved.calls(name="Start.1.Judge")] == [[], ["0"]]

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, resolve_name
 
@@ -61,7 +62,7 @@ class StartState:
         self._depth = _Depth()
         self._roots: list[weakref.ref[nn.Module]] = []
         self._counts: dict[str, int] = {}
-        self._outputs: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._outputs: dict[int, StorageWeakRef] = {}
         self._mode = _MeetingMode(self)
         self._handles = [
             register_module_forward_pre_hook(self._enter),  # type: ignore[arg-type]
@@ -157,7 +158,8 @@ class StartState:
     def _remember(self, tensor: torch.Tensor) -> None:
         """This storage holds a result: `fake.detach()` is none of the program's data."""
         if tensor.layout is torch.strided:
-            self._outputs[tensor.untyped_storage()._cdata] = weakref.ref(tensor)
+            storage = tensor.untyped_storage()
+            self._outputs[storage._cdata] = StorageWeakRef(storage)
 
     def _is_computed(self, tensor: torch.Tensor) -> bool:
         if tensor.requires_grad or isinstance(tensor, nn.Parameter):
@@ -165,7 +167,7 @@ class StartState:
         if tensor.layout is not torch.strided:
             return True  # carried as it is: only plain tensors can be replaced
         known = self._outputs.get(tensor.untyped_storage()._cdata)
-        return known is not None and known() is not None
+        return known is not None and not known.expired()
 
 
 class _Data:
