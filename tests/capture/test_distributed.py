@@ -11,6 +11,8 @@ import pytest
 import torch.distributed as dist
 
 import tensorprobe as tp
+from tensorprobe.capture.recorder import current_rank
+from tensorprobe.store.claim import run_identity
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch without gloo"
@@ -91,6 +93,19 @@ def bare(folder: Path, *words: str) -> str:
 
 def weights(output: str) -> list[str]:
     return sorted(re.findall(r"rank \d has \w+", output))
+
+
+def test_ranks_of_other_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    assert current_rank() == 0
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    assert current_rank() == 3
+    monkeypatch.setenv("RANK", "1")
+    assert current_rank() == 1
+    job = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4"}
+    assert run_identity(job) == "17/0/4"
+    assert run_identity({**job, "SLURM_NTASKS": "1"}) == run_identity({})
 
 
 def test_each_rank_records_and_training_is_bit_identical(tmp_path: Path) -> None:

@@ -379,7 +379,7 @@ def current_rank() -> int:
 
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
-    for variable in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+    for variable in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
         value = os.environ.get(variable, "")
         if value.isdigit():
             return int(value)
