@@ -132,14 +132,15 @@ def _collect(paths: Sequence[Path], out: Path) -> tuple[list[tuple[Path, Path]],
             folders[:] = sorted(n for n in folders if (Path(folder) / n).resolve() != inside)
             for name in sorted(names):
                 file = Path(folder) / name
-                if _is_candidate(file):
+                if is_candidate(file):
                     work[file] = Path(folder).relative_to(path)
                 else:
                     skipped += 1
     return list(work.items()), skipped
 
 
-def _is_candidate(file: Path) -> bool:
+def is_candidate(file: Path) -> bool:
+    """Whether a file in a directory may be a dump, by its name alone."""
     if file.is_symlink() or not file.is_file():
         return False
     named = parse_dump_name(file.name) is not None or file.name.isdigit()

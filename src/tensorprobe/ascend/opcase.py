@@ -104,12 +104,13 @@ def case_warnings(case: OpCase, folder: Path) -> list[str]:
     return warnings
 
 
-def write_case(case: OpCase, out: Path, name: str) -> Path:
-    """Write `out/name`: main.py, its data, the kernel's files, and case.json for msaicerr."""
-    folder = folder_inside(out, Path(safe_name(name)))
-    values: list[str | None] = []
-    for tensor in case.tensors:
-        values.append(None if tensor.data is None else _write_value(tensor, folder))
+def write_case(case: OpCase, folder: Path) -> Path:
+    """Write a folder: main.py, its data, the kernel's files, and case.json for msaicerr."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values = [
+        None if tensor.data is None else _write_value(tensor.data, folder)
+        for tensor in case.tensors
+    ]
     if case.kernel is not None:
         target = folder_inside(folder, Path("kernel"))
         for source, suffix in (
@@ -125,10 +126,8 @@ def write_case(case: OpCase, out: Path, name: str) -> Path:
     return folder
 
 
-def _write_value(tensor: CaseTensor, folder: Path) -> str:
+def _write_value(data: DumpTensor, folder: Path) -> str:
     """The bytes the kernel gets; in numpy's own type where it has one, else as raw bits."""
-    data = tensor.data
-    assert data is not None
     target = folder_inside(folder, Path("data"))
     name = f"{safe_name(data.path.name)}.{data.name}.npy"
     kind = kind_of(data.dtype)
@@ -160,9 +159,7 @@ def _param_text(tensor: CaseTensor, value: str | None) -> str:
         f'"dtype": {tensor.dtype!r}',
         f'"format": {tensor.format!r}',
         f'"ori_shape": {_tuple(ori_shape)}',
-        f'"ori_format": {tensor.ori_format or tensor.format!r}'
-        if tensor.ori_format is None
-        else f'"ori_format": {tensor.ori_format!r}',
+        f'"ori_format": {(tensor.ori_format or tensor.format)!r}',
         f'"param_type": {tensor.role!r}',
     ]
     if value is not None and tensor.role == "input":

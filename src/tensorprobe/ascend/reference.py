@@ -45,21 +45,19 @@ def _two(function: Callable[..., Any]) -> Function:
     return lambda x, a: [function(x[0], x[1])]
 
 
-def _axes(x: list[Array], a: Attributes, ndim: int) -> tuple[int, ...] | None:
+def _axes(x: list[Array], a: Attributes) -> tuple[int, ...] | None:
     """Axes as an attribute (the D forms) or as the second input; none at all means every one."""
-    value = a.get("axes", a.get("axis"))
+    value: Any = a.get("axes", a.get("axis"))
     if value is None and len(x) > 1:
         value = x[1].reshape(-1).tolist()
-    if value is None:
-        return None
-    axes = tuple(int(axis) for axis in (value if isinstance(value, list | tuple) else [value]))
-    return axes or (None if "axes" in a or len(x) > 1 else ())
+    axes = value if isinstance(value, list | tuple) else [] if value is None else [value]
+    return tuple(int(axis) for axis in axes) or None
 
 
 def _reduce(function: Callable[..., Any]) -> Function:
     def reduced(x: list[Array], a: Attributes) -> list[Array]:
         keep = bool(a.get("keep_dims", a.get("keepdims", False)))
-        return [np.asarray(function(x[0], axis=_axes(x, a, x[0].ndim), keepdims=keep))]
+        return [np.asarray(function(x[0], axis=_axes(x, a), keepdims=keep))]
 
     return reduced
 
@@ -79,15 +77,13 @@ def _matmul(x: list[Array], a: Attributes) -> list[Array]:
 
 
 def _softmax(x: list[Array], a: Attributes) -> list[Array]:
-    value = a.get("axes", a.get("axis", -1))
-    axes = tuple(value) if isinstance(value, list | tuple) else (int(value),)
+    axes = _axes(x[:1], a) or (-1,)
     shifted = np.exp(x[0] - x[0].max(axis=axes, keepdims=True))
     return [shifted / shifted.sum(axis=axes, keepdims=True)]
 
 
 def _log_softmax(x: list[Array], a: Attributes) -> list[Array]:
-    value = a.get("axes", a.get("axis", -1))
-    axes = tuple(value) if isinstance(value, list | tuple) else (int(value),)
+    axes = _axes(x[:1], a) or (-1,)
     shifted = x[0] - x[0].max(axis=axes, keepdims=True)
     return [shifted - np.log(np.exp(shifted).sum(axis=axes, keepdims=True))]
 
@@ -134,7 +130,7 @@ def _gather_elements(x: list[Array], a: Attributes) -> list[Array]:
 
 def _cast(x: list[Array], a: Attributes) -> list[Array]:
     """`dst_type` is in ge::DataType's numbering; the comparison itself casts to the output."""
-    target = a.get("dst_type", a.get("DstT"))
+    target: Any = a.get("dst_type", a.get("DstT"))
     name = ge_dtype(target) if isinstance(target, int) else dtype_of_name(str(target))
     kind = kind_of(name)
     if name == "bool":
@@ -148,17 +144,22 @@ def _transpose(x: list[Array], a: Attributes) -> list[Array]:
 
 
 def _concat(x: list[Array], a: Attributes) -> list[Array]:
-    return [np.concatenate(x, axis=int(a.get("concat_dim", a.get("axis", 0))))]
+    axis: Any = a.get("concat_dim", a.get("axis", 0))
+    return [np.concatenate(x, axis=int(axis))]
 
 
 def _arg(function: Callable[..., Any]) -> Function:
     def arg(x: list[Array], a: Attributes) -> list[Array]:
-        axis = a.get("dimension", a.get("axis"))
-        if axis is None:
-            axis = x[1].reshape(-1)[0]
+        named = a.get("dimension", a.get("axis"))
+        axis: Any = x[1].reshape(-1)[0] if named is None else named
         return [function(x[0], axis=int(axis))]
 
     return arg
+
+
+def _bias_add(x: list[Array], a: Attributes) -> list[Array]:
+    first = a.get("data_format") == "NCHW"
+    return [x[0] + (x[1].reshape(-1, *[1] * (x[0].ndim - 2)) if first else x[1])]
 
 
 def _gelu(x: Array) -> Array:
@@ -172,9 +173,19 @@ def _sigmoid(x: Array) -> Array:
 
 
 def _erf(x: Array) -> Array:
-    value: Array = np.frompyfunc(math.erf, 1, 1)(x).astype(np.float64)
+    value: Array = np.vectorize(math.erf, otypes=[np.float64])(x)
     return value
 
+
+_REDUCTIONS: list[tuple[str, Callable[..., Any]]] = [
+    ("ReduceSum", np.sum),
+    ("ReduceMean", np.mean),
+    ("ReduceMax", np.max),
+    ("ReduceMin", np.min),
+    ("ReduceProd", np.prod),
+    ("ReduceAll", np.all),
+    ("ReduceAny", np.any),
+]
 
 REFERENCES: dict[str, Function] = {
     "L2Loss": lambda x, a: [np.asarray(np.sum(np.abs(x[0]) ** 2) / 2)],
@@ -199,9 +210,7 @@ REFERENCES: dict[str, Function] = {
     "LessEqual": _two(np.less_equal), "Greater": _two(np.greater),
     "GreaterEqual": _two(np.greater_equal), "LogicalAnd": _two(np.logical_and),
     "LogicalOr": _two(np.logical_or),
-    "BiasAdd": lambda x, a: [
-        x[0] + (x[1].reshape(-1, *[1] * (x[0].ndim - 2)) if a.get("data_format") == "NCHW" else x[1])
-    ],
+    "BiasAdd": _bias_add,
     "Adds": lambda x, a: [x[0] + float(a["value"])],
     "Muls": lambda x, a: [x[0] * float(a["value"])],
     "Axpy": lambda x, a: [x[0] + float(a["alpha"]) * x[1]],
@@ -210,10 +219,7 @@ REFERENCES: dict[str, Function] = {
     "SelectV2": lambda x, a: [np.where(x[0] != 0, x[1], x[2])],
     "ClipByValue": lambda x, a: [np.minimum(np.maximum(x[0], x[1]), x[2])],
     # reductions
-    **{name + suffix: _reduce(function) for suffix in ("", "D") for name, function in {
-        "ReduceSum": np.sum, "ReduceMean": np.mean, "ReduceMax": np.max, "ReduceMin": np.min,
-        "ReduceProd": np.prod, "ReduceAll": np.all, "ReduceAny": np.any,
-    }.items()},
+    **{name + suffix: _reduce(function) for suffix in ("", "D") for name, function in _REDUCTIONS},
     "ArgMaxV2": _arg(np.argmax), "ArgMaxD": _arg(np.argmax), "ArgMin": _arg(np.argmin),
     # matmul, norm, softmax
     **dict.fromkeys(
