@@ -35,7 +35,7 @@ Role = Literal["input", "output", "l1buffer", "space"]
 Style = Literal["adump", "serialised", "nano", "atb"]
 
 MAX_DIMS = 32
-MAX_TENSORS = 1 << 16
+MAX_TENSORS = 1 << 13
 NANO_MAGIC = 0x5A5A5A5A
 ATB_HEADER_LIMIT = 1 << 16
 
@@ -143,7 +143,7 @@ def parse_dump_name(name: str) -> DumpName | None:
     Numbers are read from the right: `type.name.task.time`, `type.name.task.stream.time`, the
     latter with `.4.context.thread.device` behind, `exception_info.stream.task.time`.
     """
-    match = _NUMBERS.match(name)
+    match = _NUMBERS.match(name) if len(name) <= 4096 else None
     if not match:
         return None
     head, numbers = match["head"], match["numbers"].split(".")

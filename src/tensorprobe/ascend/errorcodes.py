@@ -77,13 +77,14 @@ _MEANINGS = (
     (r"cflt", "read and write of the same place at the same time: a missing synchronisation"),
     (r"misal", "an address is not aligned"),
     (
-        r"oob|ov\w*fl\w*|overflow|wrap_around|obound|out_range|larger|exceed|data_excp|addr_err|mpu",
+        r"oob|ov\w*fl\w*|overflow|wrap_around|obound|out_range|larger|exceed|data_excp|addr_err|mpu|_ovf|set_ovfl",
         "an address or a counter is out of its range",
     ),
+    (r"lsu|unsplit|dfx", "an access to memory failed"),
     (r"timeout", "an instruction did not end in time"),
     (r"undef", "an instruction this core does not have"),
     (
-        r"ill\w*|cfg|conf|param|less|mask|pad|stride|size|loop|mismatch|burst|seq|wait",
+        r"ill\w*|cfg|conf|param|less|mask|pad|stride|size|loop|mismatch|burst|seq|wait|heb|waipp|unf|same_blk|order|issue",
         "an instruction is illegal or wrongly configured",
     ),
     (r"comp|unzip", "compressed data is damaged"),

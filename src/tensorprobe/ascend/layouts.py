@@ -40,7 +40,8 @@ def format_number(name: str) -> int | None:
 
 def _axes(name: str) -> str | None:
     """The axis letters of a plain format ("NCHW"), None for blocked and shapeless ones."""
-    return name if len(set(name)) == len(name) and set(name) <= set("NCDHW") else None
+    is_plain = len(set(name)) == len(name) and set(name) <= set("NCDHW")
+    return name if is_plain and name != "ND" else None
 
 
 def _permuted(array: Array, source: str, target: str) -> Array:
@@ -68,119 +69,88 @@ def _blocks_fit(array: Array, shape: Shape, axes: Sequence[int], pads: Sequence[
     return all(array.shape[axis] - shape[axis] < pad for axis, pad in zip(axes, pads, strict=True))
 
 
-def _from_nz(array: Array, original: Shape | None, origin: str | None) -> Array | None:
-    *_, _, _, n0, c0 = array.shape
+def _from_nz(array: Array, original: Shape | None, order: str) -> Array | None:
+    *_, n0, c0 = array.shape
     lead = list(range(array.ndim - 4))
-    c1, n1, n0_axis, c0_axis = range(array.ndim - 4, array.ndim)
-    plain = _merged(array, [*([axis] for axis in lead), [n1, n0_axis], [c1, c0_axis]])
+    c1_axis, n1_axis, n0_axis, c0_axis = range(array.ndim - 4, array.ndim)
+    plain = _merged(array, [*([axis] for axis in lead), [n1_axis, n0_axis], [c1_axis, c0_axis]])
     if original is None:
         return plain
     if len(original) == 1:  # a vector is stored as one row
-        original = (*(1 for _ in lead), 1, *original)
-        row = _cropped(plain, original)
+        row = _cropped(plain, (*(1 for _ in lead), 1, *original))
         return None if row is None else row.reshape(-1)
     if math.prod(original[:-2]) != math.prod(plain.shape[:-2]):
         return None
     plain = plain.reshape(*original[:-2], *plain.shape[-2:])
-    if not _blocks_fit(plain, original, (-2, -1), (n0, c0)):
-        return None
+    if plain.shape[-2] - original[-2] >= n0 or plain.shape[-1] - original[-1] >= c0:
+        return None  # more than padding would go
     return _cropped(plain, original)
 
 
-def _from_zz(array: Array, original: Shape | None, origin: str | None) -> Array | None:
-    swapped = np.swapaxes(array, -4, -3)
-    return _from_nz(swapped, original, origin)
+def _from_zz(array: Array, original: Shape | None, order: str) -> Array | None:
+    return _from_nz(np.swapaxes(array, -4, -3), original, order)
 
 
-def _candidates(
-    plain: Array, axes: str, original: Shape | None, origin: str | None, others: Sequence[str]
-) -> Array | None:
-    """The plain array in the axis order its original shape has, cropped to it."""
+def _in_order(plain: Array, axes: str, original: Shape | None, order: str) -> Array | None:
+    """Axes brought into `order` and cropped; only channels and batches are ever padded."""
+    ordered = _permuted(plain, axes, order)
     if original is None:
-        return plain if origin in (None, "ND") else _permuted(plain, axes, str(origin))
-    names = [origin] if origin is not None and origin != "ND" else [axes, *others]
-    for name in names:
-        cropped = _cropped(_permuted(plain, axes, name), original)
-        if cropped is not None and _exact_but(cropped, plain, axes, name):
-            return cropped
-    return None
+        return ordered
+    if len(original) != len(order):
+        return None
+    size = dict(zip(order, original, strict=True))
+    if any(size[axis] != plain.shape[axes.index(axis)] for axis in axes if axis in "DHW"):
+        return None
+    return _cropped(ordered, original)
 
 
-def _exact_but(cropped: Array, plain: Array, axes: str, name: str) -> bool:
-    """Only channel axes are padded: a spatial axis that shrinks means another axis order."""
-    return all(
-        cropped.shape[name.index(axis)] == plain.shape[axes.index(axis)]
-        for axis in axes
-        if axis in "DHW"
-    )
-
-
-def _from_nc1hwc0(array: Array, original: Shape | None, origin: str | None) -> Array | None:
+def _from_nc1hwc0(array: Array, original: Shape | None, order: str) -> Array | None:
     plain = _merged(array, [[0], [1, 4], [2], [3]])
-    if original is not None and len(original) < 4:
-        flat = plain.reshape(plain.shape[:2]) if plain.shape[2:] == (1, 1) else None
-        return None if flat is None else _cropped(flat, original)
-    return _candidates(plain, "NCHW", original, origin, ("NHWC", "HWCN"))
+    if original is not None and len(original) == 2 and plain.shape[2:] == (1, 1):
+        return _cropped(plain.reshape(plain.shape[:2]), original)
+    return _in_order(plain, "NCHW", original, order)
 
 
-def _from_ndc1hwc0(array: Array, original: Shape | None, origin: str | None) -> Array | None:
-    plain = _merged(array, [[0], [2, 5], [1], [3], [4]])
-    return _candidates(plain, "NCDHW", original, origin, ("NDHWC", "DHWCN"))
+def _from_ndc1hwc0(array: Array, original: Shape | None, order: str) -> Array | None:
+    return _in_order(_merged(array, [[0], [2, 5], [1], [3], [4]]), "NCDHW", original, order)
 
 
-def _from_c1hwnc0(array: Array, original: Shape | None, origin: str | None) -> Array | None:
-    plain = _merged(array, [[3], [0, 4], [1], [2]])
-    return _candidates(plain, "NCHW", original, origin, ("HWCN", "NHWC"))
+def _from_c1hwnc0(array: Array, original: Shape | None, order: str) -> Array | None:
+    return _in_order(_merged(array, [[3], [0, 4], [1], [2]]), "NCHW", original, order)
 
 
-def _from_fractal_z(array: Array, original: Shape | None, origin: str | None) -> Array | None:
-    """(C1*H*W, N1, N0, C0): only the original shape says how the first axis splits."""
+def _from_fractal_z(array: Array, original: Shape | None, order: str) -> Array | None:
+    """(D * C1 * H * W, N1, N0, C0): only the original shape says how the first axis splits."""
     if original is None:
         return None
     outer, n1, n0, c0 = array.shape
-    if len(original) == 2:
+    if len(original) == 2 and len(order) == 4:
         return _cropped(_merged(array, [[0, 3], [1, 2]]), original)
-    names = [origin] if origin is not None and origin != "ND" else ["NCHW", "HWCN", "NHWC"]
-    for name in names:
-        if len(name) != len(original):
-            continue
-        size = dict(zip(name, original, strict=True))
-        c1 = -(-size["C"] // c0)
-        if c1 * size["H"] * size["W"] != outer or not 0 <= n1 * n0 - size["N"] < n0:
-            continue
-        split = array.reshape(c1, size["H"], size["W"], n1, n0, c0)
-        plain = _merged(split, [[3, 4], [0, 5], [1], [2]])
-        return _cropped(_permuted(plain, "NCHW", name), original)
-    return None
-
-
-def _from_fractal_z_3d(array: Array, original: Shape | None, origin: str | None) -> Array | None:
-    if original is None or len(original) != 5:
+    if len(original) != len(order):
         return None
-    outer, n1, n0, c0 = array.shape
-    names = [origin] if origin is not None and origin != "ND" else ["NCDHW", "DHWCN", "NDHWC"]
-    for name in names:
-        size = dict(zip(name, original, strict=True))
-        c1 = -(-size["C"] // c0)
-        if size["D"] * c1 * size["H"] * size["W"] != outer or not 0 <= n1 * n0 - size["N"] < n0:
-            continue
-        split = array.reshape(size["D"], c1, size["H"], size["W"], n1, n0, c0)
-        plain = _merged(split, [[4, 5], [1, 6], [0], [2], [3]])
-        return _cropped(_permuted(plain, "NCDHW", name), original)
-    return None
+    size = {"D": 1, **dict(zip(order, original, strict=True))}
+    d, h, w, c1 = size["D"], size["H"], size["W"], -(-size["C"] // c0)
+    if d * c1 * h * w != outer or not 0 <= n1 * n0 - size["N"] < n0:
+        return None
+    split = array.reshape(d, c1, h, w, n1, n0, c0)
+    plain = _merged(split, [[4, 5], [1, 6], [0], [2], [3]])
+    if "D" not in order:
+        return _in_order(plain[:, :, 0], "NCHW", original, order)
+    return _in_order(plain, "NCDHW", original, order)
 
 
-_Unblock = Callable[[Array, "Shape | None", "str | None"], "Array | None"]
-# format -> (fewest axes, exactly that many?, the way back)
-_BLOCKED: dict[str, tuple[int, bool, _Unblock]] = {
-    **{name: (4, False, _from_nz) for name in FORMATS if name.startswith("FRACTAL_NZ")},
-    "FRACTAL_ZZ": (4, False, _from_zz),
-    "NC1HWC0": (5, True, _from_nc1hwc0),
-    "NC1HWC0_C04": (5, True, _from_nc1hwc0),
-    "NDC1HWC0": (6, True, _from_ndc1hwc0),
-    "C1HWNC0": (5, True, _from_c1hwnc0),
-    "FRACTAL_Z": (4, True, _from_fractal_z),
-    "FRACTAL_Z_3D": (4, True, _from_fractal_z_3d),
+_Unblock = Callable[[Array, "Shape | None", str], "Array | None"]
+_FLAT, _SPATIAL, _VOLUME = ("ND",), ("NCHW", "NHWC", "HWCN"), ("NCDHW", "NDHWC", "DHWCN")
+# format -> (how many axes, the orders its original may have had, the way back)
+_BLOCKED: dict[str, tuple[int, tuple[str, ...], _Unblock]] = {
+    **{name: (4, _FLAT, _from_nz) for name in FORMATS if name.startswith("FRACTAL_NZ")},
+    "FRACTAL_ZZ": (4, _FLAT, _from_zz),
+    "NC1HWC0": (5, _SPATIAL, _from_nc1hwc0),
+    "NC1HWC0_C04": (5, _SPATIAL, _from_nc1hwc0),
+    "NDC1HWC0": (6, _VOLUME, _from_ndc1hwc0),
+    "C1HWNC0": (5, _SPATIAL, _from_c1hwnc0),
+    "FRACTAL_Z": (4, _SPATIAL, _from_fractal_z),
+    "FRACTAL_Z_3D": (4, _VOLUME, _from_fractal_z),
 }
 
 
@@ -209,28 +179,26 @@ def to_plain(
         original_shape = None
     if source not in _BLOCKED:
         return _plain_to_plain(array, source, target, original_shape)
-    wanted_axes, exactly, unblock = _BLOCKED[source]
-    if array.ndim < wanted_axes or (exactly and array.ndim != wanted_axes):
+    axis_count, orders, unblock = _BLOCKED[source]
+    exactly = orders != _FLAT  # the others may have batch axes in front
+    if array.ndim < axis_count or (exactly and array.ndim != axis_count):
         raise BadUsage(
-            f"{source} has {'' if exactly else 'at least '}{wanted_axes} axes; "
+            f"{source} has {'' if exactly else 'at least '}{axis_count} axes; "
             f"this array has shape {tuple(array.shape)}"
         )
-    order = target if _axes(target) else origin_format
-    plain = unblock(array, original_shape, order)
-    if plain is None and original_shape is not None and _axes(target):
-        # The shape was given in the original order of axes, not in the one asked for.
-        for name in ("NCHW", "NHWC", "HWCN", "NCDHW", "NDHWC", "DHWCN"):
-            if sorted(name) != sorted(target):
-                continue
-            plain = unblock(array, original_shape, name)
-            if plain is not None:
-                plain = _permuted(plain, name, target)
-                break
-    if plain is None:
-        need = "its original shape: --shape" if original_shape is None else "a shape that fits"
-        given = "" if original_shape is None else f", {tuple(original_shape)} does not"
-        raise BadUsage(f"{source} {tuple(array.shape)} to {target} needs {need}{given}")
-    return np.ascontiguousarray(plain)
+    if origin_format in orders:
+        orders = (str(origin_format),)
+    elif target in orders:
+        orders = (target, *(order for order in orders if order != target))
+    for order in orders:
+        plain = unblock(array, original_shape, order)
+        if plain is not None:
+            if target in (*_SPATIAL, *_VOLUME) and plain.ndim == len(order) == len(target):
+                plain = _permuted(plain, order, target)
+            return np.ascontiguousarray(plain)
+    need = "its original shape: --shape" if original_shape is None else "a shape that fits"
+    given = "" if original_shape is None else f", {tuple(original_shape)} does not"
+    raise BadUsage(f"{source} {tuple(array.shape)} to {target} needs {need}{given}")
 
 
 def _plain_to_plain(array: Array, source: str, target: str, shape: Shape | None) -> Array:

@@ -17,7 +17,7 @@ from tensorprobe.ascend.dtypes import dtype_of_name
 from tensorprobe.ascend.dump import parse_dump_name
 from tensorprobe.errors import BadUsage
 
-MAX_LINE = 1 << 20
+MAX_LINE = 1 << 16
 MAX_ALLOCATIONS = 5_000_000
 
 
@@ -169,9 +169,10 @@ def _is_text(path: Path) -> bool:
 
 
 # --- the forms of lines ---------------------------------------------------------------------
+# Every gap is bounded: a line that begins a pattern a thousand times must not cost its square.
 
 _ENVELOPE = re.compile(
-    r"\[(?:ERROR|WARNING|INFO|EVENT|DEBUG|TRACE)\]\s*\w+\((?P<pid>-?\d+),[^)]*\):"
+    r"\[(?:ERROR|WARNING|INFO|EVENT|DEBUG|TRACE)\]\s*\w+\((?P<pid>-?\d+),[^)]{0,200}\):"
     r"(?P<time>\d{4}-\d\d-\d\d-\d\d:\d\d:\d\d\.[\d.]+)"
 )
 _SCREEN = re.compile(r"\bE[A-Z\d]\d{4}\[PID:\s*(?P<pid>\d+)\]\s*(?P<time>[\d:.-]*)")
@@ -185,31 +186,35 @@ _AICPU = re.compile(
     r"(?:Aicpu kernel execute failed|AI CPU kernel execution failed)", re.IGNORECASE
 )
 _KEY = re.compile(
-    r"(?:^|[,.;\s\]])\s*(device_id|dev_id|stream_id|report_stream_id|task_id|flip_num|context_id|"
+    r"(?<!\w)(device_id|dev_id|stream_id|report_stream_id|task_id|flip_num|context_id|"
     r"thread_id|err_type|error_code|pc start|fault kernel_name|func_name|fault kernel info ext|"
     r"program id|hash|blockDim)\s*="
 )
 _CORE_ERROR = re.compile(
-    r"The error from device\((?P<device>[^)]*)\),\s*serial number is (?P<serial>\d+),\s*there is "
-    r"(?:an? )?(?:error of |exception of )?(?P<kind>.*?),\s*core id is (?P<core>\d+),\s*"
+    r"The error from device\((?P<device>[^)]{0,80})\),\s*serial number is \d+,\s*there is "
+    r"(?:an? )?(?:error of |exception of )?(?P<kind>.{0,80}?),\s*core id is (?P<core>\d+),\s*"
     r"error code = (?P<code>0x[0-9a-fA-F]+|\d+)(?P<rest>.*)"
 )
 _REGISTER = re.compile(r"([a-z][a-z0-9 ]*?): ((?:0x[0-9a-fA-F]+|\d+)(?:,\s?0x[0-9a-fA-F]+)*)")
-_ERROR_TEXT = re.compile(r"(?:error ?[sS]tr(?:ing)?\s*[:=]\s*)(?P<text>.*?)(?:\.\s|\.$|\[FUNC|$)")
-_EXTEND = re.compile(r"The extend info: errcode:\((?P<codes>[^)]*)\)(?P<rest>.*)")
-_CORE_LIST = re.compile(r"The device\((?P<device>\d+)\), core list\[[^\]]*\], error code is:")
+_ERROR_TEXT = re.compile(
+    r"(?:error ?[sS]tr(?:ing)?\s*[:=]\s*)(?P<text>.{0,500}?)(?:\.\s|\.$|\[FUNC|$)"
+)
+_EXTEND = re.compile(r"The extend info: errcode:\((?P<codes>[^)]{0,200})\)(?P<rest>.*)")
+_CORE_LIST = re.compile(r"The device\((?P<device>\d+)\), core list\[[^\]]{0,80}\], error code is:")
 _CORE_ID = re.compile(r"coreId\(\s*(\d+)\):\s*(0x[0-9a-fA-F]+|\d+)")
 _OLD_DEVICE = re.compile(
-    r"<exception_print>TIME:(?P<time>[\d:.-]+).*?device_id=(?P<device>\d+).*?"
-    r"stream_id=(?P<stream>\d+).*?task_id=(?P<task>\d+).*?"
+    r"<exception_print>TIME:(?P<time>[\d:.-]{1,40}).{0,400}?device_id=(?P<device>\d+).{0,200}?"
+    r"stream_id=(?P<stream>\d+).{0,200}?task_id=(?P<task>\d+).{0,400}?"
     r"AICORE_INFO_START:\s*core_id=(?P<core>\d+)(?P<rest>.*)"
 )
 _OLD_REGISTER = re.compile(r"\b([A-Z][A-Z_0-9]*)=(0x[0-9a-fA-F]+|\d+)")
-_NODE = re.compile(r"\[AIC_INFO\] node_name:(?P<name>.*?), node_type:(?P<type>[^,]*)(?P<rest>.*)")
+_NODE = re.compile(
+    r"\[AIC_INFO\] node_name:(?P<name>.{0,2000}?), node_type:(?P<type>[^,]{0,200})(?P<rest>.*)"
+)
 _TENSOR = re.compile(
-    r"\[AIC_INFO\] (?P<side>input|output):(?P<index>\d+);shape:\[(?P<shape>[^\]]*)\];"
-    r"format:(?P<format>[^;]*);dtype:(?P<dtype>[^;]*);addr:(?P<address>0x[0-9a-fA-F]+|\d+)"
-    r"(?:;size:(?P<size>\d+))?"
+    r"\[AIC_INFO\] (?P<side>input|output):(?P<index>\d+);shape:\[(?P<shape>[^\]]{0,500})\];"
+    r"format:(?P<format>[^;]{0,80});dtype:(?P<dtype>[^;]{0,80});"
+    r"addr:(?P<address>0x[0-9a-fA-F]+|\d+)(?:;size:(?P<size>\d+))?"
 )
 _ARGS = re.compile(
     r"\[AIC_INFO\] args(?:\((?P<start>\d+) to \d+\))? (?P<when>before|after) execute:(?P<rest>.*)"
@@ -219,17 +224,17 @@ _FACT = re.compile(
     r"kernel_info|tiling_key|tiling_data|op_file_path):(.*)"
 )
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
-_TILING_KEY = re.compile(r"tilingKey = (\d+),.*?blockDim=(\d+)")
+_TILING_KEY = re.compile(r"tilingKey = (\d+),.{0,200}?blockDim=(\d+)")
 _DUMPED_FILE = re.compile(
     r"(?:exception dump file path is|dump exception to file, file:|dump host kernel to file, file:|"
     r"dump kernel json to file, file:|dump kernel\w* to file, file:)\s*(\S+)"
 )
 _LOADED_INDEX = re.compile(r"begin to load [\w ]+, index:(\d+)")
 _LOADED = re.compile(r"exception info dump args data, addr:(0x[0-9a-fA-F]+|\d+); ?size:(\d+) bytes")
-_MALLOC = re.compile(r"DevMalloc: Succ,.*?size=(\d+).*?ptr=(0x[0-9a-fA-F]+|\d+)")
+_MALLOC = re.compile(r"DevMalloc: Succ,.{0,200}?size=(\d+).{0,200}?ptr=(0x[0-9a-fA-F]+|\d+)")
 _FREE = re.compile(r"DevFree: mem=(0x[0-9a-fA-F]+|\d+)")
 _SUSPECT = re.compile(r"(D2H failed|address maybe invalid)", re.IGNORECASE)
-_BUILD = re.compile(r"kernelName\[([^\]]+)\](.*op inputs: \(.*)")
+_BUILD = re.compile(r"kernelName\[([^\]]{1,500})\](.{0,200}op inputs: \(.*)")
 _ATOMIC = re.compile(r"AtomicLaunchKernelWithFlag_(\S+?)[\s,.\]]")
 
 # One look at a line before the patterns: nearly all lines of a log are none of these.
@@ -256,15 +261,16 @@ def failure_keys(line: str) -> dict[str, str] | None:
     rest = match["rest"].split("[FUNC:")[0]
     found = list(_KEY.finditer(rest))
     keys: dict[str, str] = {}
-    for key, after in zip(found, [*found[1:], None], strict=True):
-        value = rest[key.end() : after.start() if after is not None else len(rest)]
-        value = value.split(",")[0].strip().removesuffix(".").strip()
+    ends = [*(key.start() for key in found[1:]), len(rest)]
+    for key, end in zip(found, ends, strict=False):
+        value = rest[key.end() : end]
+        value = value.strip(" ,;").split(",")[0].strip().removesuffix(".").strip()
         if key[1] in ("fault kernel_name", "func_name", "fault kernel info ext"):
             value = _WRAPPED.sub("", value)  # a terminal wrapped inside the name
         name = "device_id" if key[1] == "dev_id" else key[1]
         if value and value.lower() not in ("none", "(no result)"):
             keys.setdefault(name, value)
-    return keys
+    return keys or None
 
 
 def _integer(text: str) -> int:
