@@ -30,7 +30,7 @@ OutputType = Literal["npy", "bin", "safetensors"]
 FAILED_LIST = "convert_failed_file_list.txt"
 MAPPING = "mapping.csv"
 # Bytes decoded at a time: the result stays in cache, and memory stays small for any tensor.
-_CHUNK = 1 << 22
+_CHUNK = 1 << 18
 # Below this much data, starting processes costs more than it saves.
 _WORTH_PROCESSES = 1 << 27
 # Never dumps, whatever their content: what else lies in a folder of dumps.
@@ -308,7 +308,7 @@ def _write_npy(file: io.FileIO, tensor: DumpTensor) -> None:
     step = _CHUNK * 3  # a whole number of elements, also of those with 6 bits
     for at in range(0, len(raw), step):
         part = kind.decode(np.ascontiguousarray(raw[at : at + step]))[:left]
-        write_all(file, bytes_of(part.astype(kind.wide, copy=False)))
+        write_all(file, bytes_of(widened(part)))
         left -= len(part)
         if left <= 0:
             break
@@ -329,7 +329,7 @@ def _copy_block(file: io.FileIO, tensor: DumpTensor, nbytes: int) -> None:
         file.seek(0, os.SEEK_END)
         dump.seek(at)
         while at < end:
-            data = dump.read(min(_CHUNK, end - at))
+            data = dump.read(min(1 << 22, end - at))
             if not data:
                 raise BadArtefact(f"{tensor.path}: at byte {at}: the file became shorter")
             write_all(file, data)

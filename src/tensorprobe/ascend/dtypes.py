@@ -83,7 +83,9 @@ def _unpacked(raw: Array, bits: int) -> Array:
 
 
 def _packed(bits: int, table: Array) -> Kind:
-    return Kind(bits, lambda raw: table[_unpacked(raw, bits)], np.dtype(_npy_dtype(table.dtype)))
+    return Kind(
+        bits, lambda raw: table.take(_unpacked(raw, bits)), np.dtype(_npy_dtype(table.dtype))
+    )
 
 
 def _npy_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -109,7 +111,7 @@ def _float6(exponent_bits: int, mantissa_bits: int, bias: int) -> Kind:
     def decode(raw: Array) -> Array:
         bits = np.unpackbits(raw, bitorder="little")
         groups = bits[: len(bits) // 6 * 6].reshape(-1, 6)
-        return table[np.packbits(groups, axis=1, bitorder="little").reshape(-1)]
+        return table.take(np.packbits(groups, axis=1, bitorder="little").reshape(-1))
 
     return Kind(6, decode, np.dtype("f4"))
 
@@ -182,7 +184,7 @@ def _kinds() -> dict[str, Kind]:
         "bfloat16": _exotic("bfloat16", "<f4"),
         "float8_e5m2": _exotic("float8_e5m2", "<f4"),
         "float8_e4m3fn": _exotic("float8_e4m3fn", "<f4"),
-        "float8_e8m0": Kind(8, lambda raw: scales[raw], np.dtype("<f4")),
+        "float8_e8m0": Kind(8, scales.take, np.dtype("<f4")),
         "float6_e3m2": _float6(3, 2, 3),
         "float6_e2m3": _float6(2, 3, 1),
         "float4_e2m1": _packed(4, _minifloat_table(2, 1, 1)),
@@ -192,7 +194,7 @@ def _kinds() -> dict[str, Kind]:
         "uint2": _packed(2, np.arange(4, dtype=np.uint8)),
         # Unlike the others, the highest bit first: numpy's own order, which the vendor's tool uses.
         "uint1": Kind(1, np.unpackbits, np.dtype("u1")),
-        "hifloat8": Kind(8, lambda raw: hifloat8_table()[raw], np.dtype("<f4")),
+        "hifloat8": Kind(8, lambda raw: hifloat8_table().take(raw), np.dtype("<f4")),
         "complex32": Kind(
             32,
             lambda raw: raw.view(half).astype(np.float32).view(np.complex64),
@@ -225,4 +227,7 @@ def decode(raw: Array, dtype: str, count: int) -> Array:
 
 def widened(array: Array) -> Array:
     """An exact array in a dtype that every npy reader knows; unchanged when it already is."""
+    if array.dtype == ml_dtypes.bfloat16:
+        # The upper half of a float32: shifting is 4 times as fast as ml_dtypes' conversion.
+        return (array.view("<u2").astype("<u4") << 16).view("<f4")
     return array.astype(_npy_dtype(array.dtype), copy=False)

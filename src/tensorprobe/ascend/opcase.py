@@ -93,6 +93,12 @@ def case_warnings(case: OpCase, folder: Path) -> list[str]:
             "add_direct_case does not pass block_dim and tiling_data on; use case.json with "
             "msaicerr's runner instead"
         )
+        size = case.kernel.info.get("opParaSize")
+        if isinstance(size, int) and 0 < len(case.tiling_data) < size:
+            warnings.append(
+                f"the log has {len(case.tiling_data)} of {size} bytes of tiling data: log lines "
+                "are cut; tiling_data.bin is incomplete"
+            )
     if any(tensor.role == "input" and tensor.data is None for tensor in case.tensors):
         warnings.append("some inputs have no dumped data: the frame will make up values for them")
     raw = [t.dtype for t in case.tensors if t.data is not None and not kind_of(t.dtype).is_plain]

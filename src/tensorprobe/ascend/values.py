@@ -26,7 +26,8 @@ FILL_WORDS = (
 # A few such words may be data; from this many in a row on they are memory nobody wrote.
 _FILL_RUN = 4
 _FIRST = 5
-_CHUNK = 1 << 20
+# Elements at a time: a chunk and its float64 copy stay in cache.
+_CHUNK = 1 << 17
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -128,17 +129,19 @@ class _Analysis:
 
     def _take(self, at: int, part: Array) -> None:
         values = widened(part)
-        self.count += part.size
-        if values.dtype == np.bool_:
+        if values.dtype == np.float16:  # numpy computes in halves one by one
+            values = values.astype(np.float32)
+        elif values.dtype == np.bool_:
             values = values.view(np.uint8)
-        finite = values
-        magnitude = values
-        if values.dtype.kind in "fc":
-            finite = self._take_nonfinite(at, values)
+        self.count += part.size
         with np.errstate(all="ignore"):
-            magnitude = np.abs(finite) if finite.dtype.kind != "u" else finite
-            self._sum(magnitude if finite.dtype.kind == "c" else finite)
-        self._edges(at, values, finite, magnitude)
+            finite = values
+            if values.dtype.kind == "c" or not np.isfinite(values.min() + values.max()):
+                finite = self._take_nonfinite(at, values)
+            if finite.size:
+                magnitude = np.abs(finite) if finite.dtype.kind != "u" else finite
+                self._sum(magnitude if finite.dtype.kind == "c" else finite)
+                self._edges(at, values, finite, magnitude)
 
     def _take_nonfinite(self, at: int, values: Array) -> Array:
         is_finite = np.isfinite(values)
@@ -155,41 +158,42 @@ class _Analysis:
 
     def _sum(self, finite: Array) -> None:
         self.finite += finite.size
-        if not finite.size:
-            return
         low, high = finite.min(), finite.max()
         self.low.append(low)
         self.high.append(high)
         if self.center is None:  # against cancellation in the variance
             self.center = float(low) / 2 + float(high) / 2
-        shifted = finite.astype(np.float64) - self.center
+        shifted = finite.astype(np.float64)
+        shifted -= self.center
         self.total += float(shifted.sum())
         self.squares += float(np.dot(shifted, shifted))
 
     def _edges(self, at: int, values: Array, finite: Array, magnitude: Array) -> None:
-        nonzero = magnitude[magnitude != 0]
-        self.zeros += int(magnitude.size - nonzero.size)
-        if nonzero.size:
-            self.abs_low.append(abs(int(nonzero.min())) if _is_int(nonzero) else nonzero.min())
-            self.abs_high.append(_abs_max(finite))
+        nonzero = int(np.count_nonzero(magnitude))
+        self.zeros += magnitude.size - nonzero
+        if not nonzero:
+            return
+        if nonzero < magnitude.size:
+            magnitude = magnitude[magnitude != 0]
+        least: Any = magnitude.min()
+        self.abs_low.append(abs(int(least)) if _is_int(finite) else least)
+        self.abs_high.append(_abs_max(finite))
         limits = self.limits
-        if limits.largest is None or not nonzero.size:
+        if limits.largest is None:
             return
         top = float(self.abs_high[-1])
-        with np.errstate(all="ignore"):
-            if limits.near is not None and top > limits.near:
-                size = np.abs(values.astype(np.float64) if _is_int(values) else values)
-                saturated = (size >= limits.largest) & np.isfinite(size)
-                self._mark("saturated", at, saturated)
-                self._mark(
-                    "near the limit", at, (size > limits.near) & np.isfinite(size) & ~saturated
-                )
-            elif limits.near is None and top >= limits.largest:
-                self._mark("saturated", at, np.abs(values) == limits.largest)
-            smallest = limits.smallest_normal
-            if smallest is not None and float(self.abs_low[-1]) < smallest:
-                size = np.abs(values)
-                self._mark("subnormal", at, (size > 0) & (size < smallest))
+        if limits.near is not None and top > limits.near:
+            size = np.abs(values.astype(np.float64) if _is_int(values) else values)
+            saturated = (size >= limits.largest) & np.isfinite(size)
+            self._mark("saturated", at, saturated)
+            near = (size > limits.near) & np.isfinite(size) & ~saturated
+            self._mark("near the limit", at, near)
+        elif limits.near is None and top >= limits.largest:
+            self._mark("saturated", at, np.abs(values) == limits.largest)
+        smallest = limits.smallest_normal
+        if smallest is not None and float(least) < smallest:
+            size = np.abs(values)
+            self._mark("subnormal", at, (size > 0) & (size < smallest))
 
     def _mark(self, problem: Problem, at: int, where: Array) -> None:
         count = int(np.count_nonzero(where))
@@ -218,21 +222,30 @@ class _Analysis:
         return tuple(int(i) for i in np.unravel_index(index, self.array.shape))
 
     def _fill(self) -> Finding | None:
-        """Runs of words that allocators fill memory with."""
+        """Runs of one of the words that allocators fill memory with."""
         if self.flat.dtype == np.bool_ or not self.flat.flags.c_contiguous:
             return None
         raw = self.flat.view(np.uint8)
         words = raw[: raw.size // 4 * 4].view("<u4")
-        for word in FILL_WORDS:
-            hits = sum(
-                int(np.count_nonzero(words[at : at + _CHUNK] == np.uint32(word)))
-                for at in range(0, words.size, _CHUNK)
-            )
-            if hits >= _FILL_RUN or (words.size and hits == words.size):
-                index = int(np.flatnonzero(words == np.uint32(word))[0]) * 4
-                place = self._place(index // self.flat.dtype.itemsize)
-                return Finding("uninitialised", hits, (place,), f"words 0x{word:08x}")
+        for at in range(0, words.size, _CHUNK):
+            part = words[at : at + _CHUNK + _FILL_RUN]
+            same = part[1:] == part[:-1]
+            run = same[:-2] & same[1:-1] & same[2:]  # four in a row
+            if not run.any():
+                continue
+            for word in FILL_WORDS:
+                hits = np.flatnonzero(run & (part[:-3] == np.uint32(word)))
+                if hits.size:
+                    return self._fill_finding(words, word, at + int(hits[0]))
         return None
+
+    def _fill_finding(self, words: Array, word: int, first: int) -> Finding:
+        count = sum(
+            int(np.count_nonzero(words[at : at + _CHUNK] == np.uint32(word)))
+            for at in range(0, words.size, _CHUNK)
+        )
+        place = self._place(first * 4 // self.flat.dtype.itemsize)
+        return Finding("uninitialised", count, (place,), f"words 0x{word:08x}")
 
 
 def _is_int(array: Array) -> bool:
