@@ -291,6 +291,24 @@ def test_names_too_long_for_a_file_go_to_mapping_csv(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.load(tmp_path / "out" / short), X)
 
 
+def test_two_dumps_never_write_one_file(tmp_path: Path) -> None:
+    for side in ("a", "b"):
+        write_dump(tmp_path / side / "A.b.1.2", inputs=[Tensor(X)])
+    with pytest.raises(BadUsage, match="would write the same files"):
+        convert([tmp_path / "a" / "A.b.1.2", tmp_path / "b" / "A.b.1.2"], tmp_path / "out")
+
+
+def test_names_that_are_no_text(tmp_path: Path, capsys) -> None:
+    name = os.fsdecode(b"A.\xff\xfe.1.2")
+    write_dump(tmp_path / "in" / name, inputs=[Tensor(X)])
+    (tmp_path / "in" / "A.\x1b[31m.1.2").write_bytes(b"no dump at all")
+    assert main(["ascend", "convert", str(tmp_path / "in"), "-o", str(tmp_path / "out")]) == 1
+    np.testing.assert_array_equal(np.load(tmp_path / "out" / f"{name}.input.0.npy"), X)
+    said = capsys.readouterr()
+    assert "\x1b" not in said.err
+    assert "A.?[31m.1.2" in said.err
+
+
 def test_wrong_usage(tmp_path: Path, capsys) -> None:
     with pytest.raises(BadUsage, match="neither a file nor a directory"):
         convert([tmp_path / "absent"], tmp_path / "out")

@@ -57,6 +57,12 @@ def test_broken_text_says_where(text: str) -> None:
         parse(text)
 
 
+@pytest.mark.slow
+def test_a_file_of_braces_is_refused_in_bounded_memory() -> None:
+    with pytest.raises(BadArtefact, match="5000000 messages"):
+        parse("a{}" * 6_000_000)
+
+
 def test_words_are_no_strings() -> None:
     assert isinstance(parse("a: DT_INT8")["a"][0], Word)
     assert not isinstance(parse('a: "DT_INT8"')["a"][0], Word)
@@ -213,6 +219,9 @@ def test_the_verb(tmp_path: Path, capsys) -> None:
     assert op["inputs"][0]["from"] == "Variable:0"
     assert main(["ascend", "graph", str(path), "--op", "L2"]) == 1
     assert "Near: L2Loss" in capsys.readouterr().err
+    (tmp_path / "ge_proto_00000012_Build.txt").write_text("graph {")
+    assert main(["ascend", "graph", str(tmp_path), "--op", "L2Loss"]) == 0
+    assert "closing braces" in capsys.readouterr().err
     (tmp_path / "bad.txt").write_text("nothing: 1")
     assert main(["ascend", "graph", str(tmp_path / "bad.txt"), "--op", "x"]) == 1
 

@@ -207,6 +207,57 @@ def test_an_untyped_dump_takes_its_types_from_the_graph(tmp_path: Path) -> None:
     assert incident["reference"]["agrees"]
 
 
+def test_a_dump_that_lists_all_arguments_as_inputs(tmp_path: Path) -> None:
+    write_incident(tmp_path, X)
+    loss = np.full((), np.sum(X.astype(float) ** 2) / 2, np.float32)
+    write_dump(
+        tmp_path / "dump" / DUMP_NAME,
+        inputs=[
+            Tensor(X, input_type=2),
+            Tensor(loss, input_type=3),
+            Tensor(bytes(64), dtype=0, input_type=7),
+        ],
+    )
+    (incident,) = run(tmp_path)["incidents"]
+    assert [value["name"] for value in incident["values"]] == ["input.0", "output.0"]
+    assert incident["reference"]["agrees"]
+
+
+def test_a_missing_clean_is_said(tmp_path: Path) -> None:
+    write_incident(tmp_path, X)
+    path = tmp_path / "kernel_meta" / f"{KERNEL}.json"
+    info = json.loads(path.read_text())
+    info["parameters"] = [None, {"dtype": "float32", "init_value": 0}]
+    path.write_text(json.dumps(info))
+    (incident,) = run(tmp_path)["incidents"]
+    assert any("must be zeroed" in warning for warning in incident["warnings"])
+    with (tmp_path / "log" / "screen.log").open("a") as file:
+        file.write("launched AtomicLaunchKernelWithFlag_L2Loss, ok\n")
+    (incident,) = run(tmp_path)["incidents"]
+    assert incident["warnings"] == []
+
+
+def test_blocked_formats_are_put_in_order_for_the_reference(tmp_path: Path) -> None:
+    write_incident(tmp_path, X)
+    text = graph_text(op_type="Square").replace(
+        'shape { dim: 62 dim: 62 }\n      layout: "ND"',
+        'shape { dim: 4 dim: 4 dim: 16 dim: 16 }\n      layout: "FRACTAL_NZ"',
+    )
+    text = text.replace("shape {\n      }", "shape { dim: 62 dim: 62 }")
+    (tmp_path / "graph" / "ge_proto_00000011_Build.txt").write_text(text)
+    full = np.zeros((64, 64), np.float32)
+    full[:62, :62] = X
+    blocked = full.reshape(4, 16, 4, 16).transpose(2, 0, 1, 3).copy()
+    write_dump(
+        tmp_path / "dump" / DUMP_NAME,
+        inputs=[Tensor(blocked, fmt=29, original=(62, 62))],
+        outputs=[Tensor(X**2)],
+    )
+    (incident,) = run(tmp_path)["incidents"]
+    assert incident["inputs"][0]["format"] == "FRACTAL_NZ"
+    assert incident["reference"]["agrees"], incident["reference"]
+
+
 def test_an_output_that_is_wrong(tmp_path: Path) -> None:
     (incident,) = run(write_incident(tmp_path, X, output=1.0))["incidents"]
     assert incident["reference"]["agrees"] is False

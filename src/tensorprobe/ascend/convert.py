@@ -21,7 +21,14 @@ from tensorprobe.ascend.dtypes import kind_of, widened
 from tensorprobe.ascend.dump import Dump, DumpTensor, original_name, parse_dump_name, read_dump
 from tensorprobe.ascend.layouts import to_plain
 from tensorprobe.ascend.opdebug import parse_opdebug
-from tensorprobe.ascend.writing import bytes_of, folder_inside, safe_name, whole_file, write_all
+from tensorprobe.ascend.writing import (
+    bytes_of,
+    folder_inside,
+    safe_name,
+    whole_file,
+    write_all,
+    write_text,
+)
 from tensorprobe.errors import BadArtefact, BadUsage, TensorprobeError
 
 Array = np.ndarray[Any, Any]
@@ -57,7 +64,7 @@ class Converted(msgspec.Struct, frozen=True):
     nbytes: int = 0
     warnings: tuple[str, ...] = ()
     error: str | None = None
-    renamed: tuple[tuple[str, str], ...] = ()
+    renamed: tuple[tuple[Path, str], ...] = ()
 
 
 class Conversion(msgspec.Struct, frozen=True):
@@ -136,6 +143,11 @@ def _collect(paths: Sequence[Path], out: Path) -> tuple[list[tuple[Path, Path]],
                     work[file] = Path(folder).relative_to(path)
                 else:
                     skipped += 1
+    targets: dict[Path, Path] = {}
+    for path, below in work.items():
+        other = targets.setdefault(below / original_name(path), path)
+        if other != path:
+            raise BadUsage(f"{other} and {path} would write the same files: use two -o")
     return list(work.items()), skipped
 
 
@@ -189,7 +201,7 @@ class _Writer:
         self.plan = plan
         self.name = safe_name(original_name(path))
         self.written: list[Path] = []
-        self.renamed: list[tuple[str, str]] = []
+        self.renamed: list[tuple[Path, str]] = []
         self.nbytes = 0
         self.warnings: list[str] = []
 
@@ -214,9 +226,10 @@ class _Writer:
 
     def _open(self, suffix: str) -> AbstractContextManager[io.FileIO]:
         name = self.name + suffix
-        if len(name.encode()) >= 255:
-            short = uuid.uuid3(uuid.NAMESPACE_DNS, name).hex + Path(suffix).suffix
-            self.renamed.append((short, name))
+        if len(os.fsencode(name)) >= 255:
+            seed = name.encode("utf-8", "backslashreplace").decode()
+            short = uuid.uuid3(uuid.NAMESPACE_DNS, seed).hex + Path(suffix).suffix
+            self.renamed.append((self.target / short, name))
             name = short
         self.written.append(self.target / name)
         return whole_file(self.target / name)
@@ -390,11 +403,12 @@ def _safetensors_header(dump: Dump, blocks: list[_Block]) -> bytes:
 def _write_lists(out: Path, conversion: Conversion) -> None:
     if conversion.failed:
         lines = "".join(f"{result.path}\t{result.error}\n" for result in conversion.failed)
-        with whole_file(out / FAILED_LIST) as file:
-            write_all(file, lines.encode("utf-8", "surrogateescape"))
+        write_text(out / FAILED_LIST, lines)
     else:
         (out / FAILED_LIST).unlink(missing_ok=True)
-    rows = [row for result in conversion.results for row in result.renamed]
-    if rows:
-        with whole_file(out / MAPPING) as file:
-            write_all(file, "".join(f"{new},{old}\n" for new, old in rows).encode())
+    tables: dict[Path, str] = {}
+    for result in conversion.results:
+        for path, name in result.renamed:
+            tables[path.parent] = tables.get(path.parent, "") + f"{path.name},{name}\n"
+    for folder, text in tables.items():
+        write_text(folder / MAPPING, text)

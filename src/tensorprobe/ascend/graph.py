@@ -394,10 +394,9 @@ def _onnx_descs(attributes: dict[str, Any], side: str) -> Iterator[TensorDesc]:
 
 def _from_json(path: Path, text: str) -> Message:
     try:
-        value = json.loads(text)
+        message = _listed(json.loads(text))
     except (ValueError, RecursionError) as error:
         raise BadArtefact(f"{path}: no JSON ({error}); expected the output of atc") from error
-    message = _listed(value)
     return message if isinstance(message, dict) else {}
 
 

@@ -79,8 +79,14 @@ class Evidence(msgspec.Struct, frozen=True):
 class TensorReport(msgspec.Struct, frozen=True):
     """One dumped tensor of the op, looked at."""
 
+    role: Literal["input", "output"]
+    index: int
     tensor: DumpTensor
     statistics: Statistics
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}.{self.index}"
 
 
 class Missing(msgspec.Struct, frozen=True):
@@ -165,7 +171,7 @@ def investigate(evidence: Evidence) -> tuple[LogFacts, list[Incident]]:
 
 def incident_of_op(op: Op, evidence: Evidence) -> Incident:
     """What the files say about one op of a graph, without any failure."""
-    facts = LogFacts([], [], 0, {}, 0, [])
+    facts = LogFacts([], [], 0, set(), 0, [])
     fault = Fault({"func_name": op.kernel} if op.kernel else {}, str(op.path))
     folder = KernelFolder(evidence.kernel_meta)
     dumps = _dump_files(evidence.dumps)
@@ -399,11 +405,7 @@ class _Investigation:
             if self.fault.node is not None:
                 side = self.fault.node.inputs if role == "input" else self.fault.node.outputs
                 logged = side
-            dumped = [
-                t
-                for t in (dump.tensors if dump is not None else ())
-                if t.role == role and t.kind in (None, "general", "output")
-            ]
+            dumped = _dumped(dump, role)
             built = _supported(kernel, role)
             count = len(descs) or max(
                 len(dumped), max(logged, default=-1) + 1, 0 if dumped or logged else len(built)
@@ -483,8 +485,8 @@ class _Investigation:
     def _values(
         self, tensors: tuple[CaseTensor, ...], dump: Dump | None
     ) -> tuple[TensorReport, ...]:
-        reports = []
-        for tensor in tensors:
+        reports: list[TensorReport] = []
+        for at, tensor in enumerate(tensors):
             if tensor.data is None:
                 continue
             if not has_values(tensor.data.dtype):
@@ -494,7 +496,9 @@ class _Investigation:
                 )
                 continue
             self.warnings += (f"{tensor.data.name}: {w}" for w in tensor.data.warnings)
-            reports.append(TensorReport(tensor.data, analyse(tensor.data.array())))
+            index = sum(other.role == tensor.role for other in tensors[:at])
+            statistics = analyse(tensor.data.array())
+            reports.append(TensorReport(tensor.role, index, tensor.data, statistics))
         return tuple(reports)
 
     def _reference(
@@ -568,7 +572,8 @@ class _Investigation:
         counts = [sum(t.role == role for t in tensors) for role in ("input", "output")]
         if kernel is not None:
             self.warnings += check_kernel(kernel, *counts)
-            if kernel.zeroed_arguments:
+            cleaned = self.facts.cleaned_nodes & {fault.kernel_name, self._node_name()}
+            if kernel.zeroed_arguments and not cleaned:
                 self.warnings.append(
                     f"arguments {kernel.zeroed_arguments} must be zeroed before the launch: check "
                     "that an atomic clean ran before this kernel"
@@ -658,6 +663,13 @@ def _nbytes(shape: tuple[int, ...], dtype: str) -> int | None:
     return -(-math.prod(shape) * kind_of(dtype).bits // 8)
 
 
+def _dumped(dump: Dump | None, role: str) -> list[DumpTensor]:
+    """The tensors of one side; the newest dumps list all arguments as inputs and say which is."""
+    tensors = dump.tensors if dump is not None else ()
+    own = [t for t in tensors if t.role == role and t.kind in (None, "general")]
+    return own + [t for t in tensors if t.role == "input" and t.kind == role == "output"]
+
+
 def _absent_files(kernel: Kernel | None) -> list[str]:
     if kernel is None:
         return [".o", ".json", ".cce", "_loc.json"]
@@ -704,12 +716,10 @@ def _conclude(
     reference: ReferenceCheck | None,
     place: Place | None,
 ) -> tuple[Branch, str, tuple[str, ...]]:
-    looked = [report for report in values if report.tensor.role == "input"]
+    looked = [report for report in values if report.role == "input"]
     abnormal = [report for report in looked if report.statistics.alarms]
     wrong = [check for check in addresses if check.is_bad]
-    found = "; ".join(
-        f"{report.tensor.name} has {report.statistics.alarms[0]}" for report in abnormal[:3]
-    )
+    found = "; ".join(f"{report.name} has {report.statistics.alarms[0]}" for report in abnormal[:3])
     data_bit = next((bit for bit in bits if bit.points_at_data), None)
     if reproduced is False:
         return "does not reproduce", _not_alone(wrong, addresses), _address_steps(wrong, addresses)

@@ -103,7 +103,7 @@ def _core_json(error: CoreError) -> dict[str, Any]:
 
 def _values_json(report: TensorReport) -> dict[str, Any]:
     return {
-        "name": report.tensor.name,
+        "name": report.name,
         "dtype": report.tensor.dtype,
         "shape": list(report.tensor.shape),
         **statistics_json(report.statistics),
@@ -238,7 +238,7 @@ def _error_lines(incident: Incident) -> list[str]:
 
 
 def _tensor_lines(incident: Incident) -> list[str]:
-    reports = {report.tensor.name: report for report in incident.values}
+    reports = {report.name: report for report in incident.values}
     lines = []
     counts = {"input": 0, "output": 0}
     for tensor in incident.tensors:
@@ -252,7 +252,7 @@ def _tensor_lines(incident: Incident) -> list[str]:
             edge = incident.op.edges[index]
             text += f", from {edge.op}:{edge.index}" if edge is not None else ""
         lines.append(text)
-        report = reports.get(tensor.data.name) if tensor.data is not None else None
+        report = reports.get(f"{tensor.role}.{index}")
         if report is not None:
             lines += [f"    {line}" for line in statistics_lines(report.statistics)]
     return lines

@@ -135,7 +135,7 @@ class LogFacts(msgspec.Struct):
     faults: list[Fault]
     allocations: list[Allocation]
     aicpu_count: int
-    builds: dict[str, str]
+    cleaned_nodes: set[str]
     line_count: int
     files: list[Path]
 
@@ -234,7 +234,6 @@ _LOADED = re.compile(r"exception info dump args data, addr:(0x[0-9a-fA-F]+|\d+);
 _MALLOC = re.compile(r"DevMalloc: Succ,.{0,200}?size=(\d+).{0,200}?ptr=(0x[0-9a-fA-F]+|\d+)")
 _FREE = re.compile(r"DevFree: mem=(0x[0-9a-fA-F]+|\d+)")
 _SUSPECT = re.compile(r"(D2H failed|address maybe invalid)", re.IGNORECASE)
-_BUILD = re.compile(r"kernelName\[([^\]]{1,500})\](.{0,200}op inputs: \(.*)")
 _ATOMIC = re.compile(r"AtomicLaunchKernelWithFlag_(\S+?)[\s,.\]]")
 
 # Only lines with one of these are looked at. Plain searches in blocks of bytes: one pattern of all
@@ -243,7 +242,7 @@ _WORDS = (
     b"AIC_INFO", b"[Dump][Exc", b"DevMalloc: Succ", b"DevFree: mem", b"error from device",
     b"extend info: errcode", b"ernel execut", b"task execut", b"[PID:", b"Inner Error",
     b"core list[", b"coreId(", b"exception_print", b"tilingKey = ", b"D2H failed",
-    b"address maybe invalid", b"op inputs: (", b"AtomicLaunchKernel",
+    b"address maybe invalid", b"AtomicLaunchKernel",
     b"AIC\\_INFO", b"\\[Dump", b"core list\\[", b"coreId\\(", b"exception\\_print", b"\\[PID",
 )  # fmt: skip
 _BLOCK = 1 << 18
@@ -310,7 +309,6 @@ class _Reader:
         self.faults: list[Fault] = []
         self.states: dict[int | None, _State] = {}
         self.allocations: list[Allocation] = []
-        self.builds: dict[str, str] = {}
         self.aicpu_count = 0
         self.order = 0  # of the line at hand, over all files
         self.first = 0  # lines in the files before
@@ -348,7 +346,7 @@ class _Reader:
         for fault in self.faults:
             fault.core_errors = _distinct(fault.core_errors)
         return LogFacts(
-            self.faults, self.allocations, self.aicpu_count, self.builds, self.first, files
+            self.faults, self.allocations, self.aicpu_count, self.atomic, self.first, files
         )
 
     # -- one line --
@@ -390,9 +388,7 @@ class _Reader:
 
     def _details(self, line: str, state: _State) -> None:
         fault = state.fault
-        if match := _BUILD.search(line):
-            self.builds.setdefault(match[1], match[2][:10_000])
-        elif match := _ATOMIC.search(line):
+        if match := _ATOMIC.search(line):
             self.atomic.add(match[1])
         elif match := _LOADED_INDEX.search(line):
             state.loading = int(match[1])

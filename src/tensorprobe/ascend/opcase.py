@@ -99,6 +99,8 @@ def case_warnings(case: OpCase, folder: Path) -> list[str]:
                 f"the log has {len(case.tiling_data)} of {size} bytes of tiling data: log lines "
                 "are cut; tiling_data.bin is incomplete"
             )
+    if any(tensor.dtype == "undefined" for tensor in case.tensors):
+        warnings.append("the dtype of some tensors is not known: fill in 'undefined' by hand")
     if any(tensor.role == "input" and tensor.data is None for tensor in case.tensors):
         warnings.append("some inputs have no dumped data: the frame will make up values for them")
     raw = [t.dtype for t in case.tensors if t.data is not None and not kind_of(t.dtype).is_plain]

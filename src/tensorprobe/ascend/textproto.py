@@ -11,6 +11,7 @@ from tensorprobe.errors import BadArtefact
 # Values are str (quoted), int, float, Word (identifiers: enum names, true, nan) or a Message.
 Message = dict[str, list[Any]]
 MAX_DEPTH = 200
+MAX_MESSAGES = 5_000_000  # about a gigabyte of real graph; a hostile one is all braces
 
 
 class Word(str):
@@ -22,13 +23,13 @@ class Word(str):
 # The three forms that make up nearly every line of a GE graph come first, each as one token.
 _TOKEN = re.compile(
     r"""
-    [\s,;]*+(?:
+    [\s,;]*(?:
       (?P<open>[A-Za-z_][\w.]*)\s*:?\s*[{<]
     | (?P<close>[}>])
     | (?P<key>[A-Za-z_][\w.]*)\s*:\s*
     | (?P<extension>\[[\w./]+\])\s*:?\s*
     | (?P<comment>\#[^\n]*)
-    )""".replace("*+", "*"),  # possessive quantifiers came with 3.11
+    )""",
     re.VERBOSE,
 )
 _VALUE = re.compile(
@@ -42,7 +43,7 @@ _VALUE = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-_SPACE = re.compile(r"(?:\s|\#[^\n]*)*")
+_SPACE = re.compile(r"[\s,;]*")
 _MORE_STRING = re.compile(r"\s*(?=[\"'])")
 _ESCAPE = re.compile(
     r"\\(?:([0-7]{1,3})|[xX]([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL
@@ -111,7 +112,8 @@ class _Parser:
         root: Message = {}
         stack: list[Message] = []
         message = root
-        at = _SPACE.match(text, 1 if text.startswith("\ufeff") else 0).end()  # type: ignore[union-attr]
+        count = 0
+        at = 1 if text.startswith("\ufeff") else 0
         while True:
             match = token(text, at)
             if match is None:
@@ -146,8 +148,9 @@ class _Parser:
                 continue
             else:  # a comment
                 continue
-            if len(stack) == MAX_DEPTH:
-                raise self.bad(at, f"at most {MAX_DEPTH} levels of nesting")
+            count += 1
+            if len(stack) == MAX_DEPTH or count > MAX_MESSAGES:
+                raise self.bad(at, f"at most {MAX_DEPTH} levels and {MAX_MESSAGES} messages")
             child: Message = {}
             message.setdefault(inner, []).append(child)
             stack.append(message)
@@ -157,7 +160,7 @@ class _Parser:
         return root
 
     def _skip_space(self, at: int) -> int:
-        match = re.compile(r"[\s,;]*").match(self.text, at)
+        match = _SPACE.match(self.text, at)
         return match.end() if match else at
 
     def _value(self, at: int) -> tuple[Any, int]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tensorprobe.errors import BadUsage, TensorprobeError
+from tensorprobe.errors import BadArtefact, BadUsage, TensorprobeError
 
 if TYPE_CHECKING:
     from tensorprobe.ascend.graph import Op
@@ -38,8 +38,20 @@ def run(args: argparse.Namespace) -> int:
     return verbs[args.ascend_verb](args)
 
 
+# Names come out of foreign files: no control character of theirs reaches the terminal.
+_CONTROLS = {code: "?" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def _clean(text: str) -> str:
+    return text.translate(_CONTROLS).encode("utf-8", "backslashreplace").decode()
+
+
 def _say(text: str) -> None:
-    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+    sys.stdout.write(_clean(text if text.endswith("\n") else text + "\n"))
+
+
+def _warn(text: str) -> None:
+    sys.stderr.write(_clean(text) + "\n")
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -71,9 +83,9 @@ def _convert(args: argparse.Namespace) -> int:
         conversion = convert(args.paths, args.out, plan, jobs=args.jobs, progress=advance)
     for result in conversion.results:
         for warning in result.warnings:
-            sys.stderr.write(f"{result.path}: {warning}\n")
+            _warn(f"{result.path}: {warning}")
     for failure in conversion.failed:
-        sys.stderr.write(f"not converted: {failure.error}\n")
+        _warn(f"not converted: {failure.error}")
     done = len(conversion.results) - len(conversion.failed)
     files = sum(len(result.written) for result in conversion.results)
     text = f"{done} of {len(conversion.results)} dumps to {files} files in {args.out}"
@@ -118,7 +130,7 @@ def _inspect(args: argparse.Namespace) -> int:
             tensors = list(_inspected(path))
         except (TensorprobeError, OSError, ValueError) as error:
             failed = True
-            sys.stderr.write(f"{error}\n" if str(path) in str(error) else f"{path}: {error}\n")
+            _warn(f"{error}\n" if str(path) in str(error) else f"{path}: {error}")
             continue
         if not args.json:
             _say(str(path))
@@ -184,7 +196,7 @@ def _inspected(path: Path) -> Iterator[_Row]:
         looked = has_values(tensor.dtype) and tensor.role in ("input", "output")
         yield title, facts, analyse(tensor.array()) if looked else None, notes
     for warning in dump.warnings:
-        sys.stderr.write(f"{path}: {warning}\n")
+        _warn(f"{path}: {warning}")
 
 
 # --- graph ----------------------------------------------------------------------------------
@@ -214,7 +226,14 @@ def _find_ops(paths: list[Path], name: str | None, kernel: str | None) -> list[O
     files = graph_files(paths)
     if not files:
         raise BadUsage(f"no graph file in {', '.join(map(str, paths))}; expected ge_proto_*.txt")
-    graphs = [read_graph(file) for file in files]
+    graphs = []
+    for file in files:
+        try:
+            graphs.append(read_graph(file))
+        except BadArtefact as error:
+            if len(files) == 1:
+                raise
+            _warn(str(error))
     ops = find_ops(graphs, name=name, kernel=kernel)
     if not ops and kernel is not None:  # a `fault kernel_name` carries the node, not the function
         node = node_of_kernel_name(kernel, graphs)
@@ -344,7 +363,7 @@ def _incident(args: argparse.Namespace) -> int:
             incident, warnings=tuple(dict.fromkeys((*incident.warnings, *more)))
         )
         cases.append(folder)
-    text = render(facts, incidents, cases)
+    text = _clean(render(facts, incidents, cases))
     write_text(args.out / "report.txt", text)
     content = json.dumps(incidents_json(incidents, cases), indent=2, default=str)
     write_text(args.out / "incident.json", content + "\n")
@@ -395,7 +414,7 @@ def _opcase(args: argparse.Namespace) -> int:
     folder = write_case(case, args.out)
     warnings = dict.fromkeys([*incident.warnings, *case_warnings(case, folder)])
     for warning in warnings:
-        sys.stderr.write(f"warning: {warning}\n")
+        _warn(f"warning: {warning}")
     _say(f"{ops[0].name} ({ops[0].type}): {folder / 'main.py'}")
     if incident.reference is not None:
         _say(incident.reference.text)
