@@ -249,7 +249,7 @@ class _Investigation:
         self._check_pieces(kernel, tensors, addresses, memory)
         missing = tuple(self._missing(op, kernel, dump, place, memory))
         branch, conclusion, steps = _conclude(
-            self.evidence.reproduced, values, addresses, bits, reference, place
+            self.evidence.reproduced, values, addresses, bits, place, _producers(op)
         )
         return Incident(
             fault, node, op_type, op, function, kernel, bits, tensors, attributes, dump, values,
@@ -387,7 +387,7 @@ class _Investigation:
                 continue
             scored.append((score, name.timestamp or "", path))
         scored.sort(key=lambda item: (item[0], item[1]), reverse=True)
-        if scored and scored[0][0] == 1:
+        if scored and scored[0][0] == 1 and self.fault.task_id is not None:
             self.warnings.append(
                 f"{scored[0][2].name} is of the node, but not of task {self.fault.task_id}"
             )
@@ -713,8 +713,8 @@ def _conclude(
     values: tuple[TensorReport, ...],
     addresses: tuple[AddressCheck, ...],
     bits: tuple[ErrorBit, ...],
-    reference: ReferenceCheck | None,
     place: Place | None,
+    producers: list[str],
 ) -> tuple[Branch, str, tuple[str, ...]]:
     looked = [report for report in values if report.role == "input"]
     abnormal = [report for report in looked if report.statistics.alarms]
@@ -727,7 +727,7 @@ def _conclude(
         text = f"reproduces with abnormal input: {found}"
         if data_bit is not None:
             text += f", and the code says so ({data_bit.name}: {data_bit.meaning})"
-        return "reproduces with abnormal input", text, _DATA_STEPS
+        return "reproduces with abnormal input", text, _data_steps(producers)
     if reproduced and looked:
         return (
             "reproduces with clean input",
@@ -741,7 +741,7 @@ def _conclude(
             "could not tell: it reproduces alone, but no input data is there to look at",
             ("give the dump with --dump, or make the next run leave one (see missing)",),
         )
-    return _not_run(looked, abnormal, found, wrong, data_bit, reference, bits)
+    return _not_run(looked, abnormal, found, wrong, data_bit, bits)
 
 
 def _not_run(
@@ -750,7 +750,6 @@ def _not_run(
     found: str,
     wrong: list[AddressCheck],
     data_bit: ErrorBit | None,
-    reference: ReferenceCheck | None,
     bits: tuple[ErrorBit, ...],
 ) -> tuple[Branch, str, tuple[str, ...]]:
     """Before the case was run: what the leftovers alone make likely."""
@@ -804,10 +803,13 @@ def _address_steps(
     )
 
 
-_DATA_STEPS = (
-    "find which op made the abnormal values: convert and inspect the dumps of the ops that feed it",
-    "tensorprobe ascend graph GRAPH --op NODE names them",
-)
+def _producers(op: Op | None) -> list[str]:
+    return [edge.op for edge in op.edges if edge is not None] if op is not None else []
+
+
+def _data_steps(producers: list[str]) -> tuple[str, ...]:
+    who = f"the ops that feed it: {', '.join(producers[:5])}" if producers else "what feeds it"
+    return (f"find which op made the abnormal values: dump and inspect {who}",)
 
 
 def _code_steps(place: Place | None) -> tuple[str, ...]:
