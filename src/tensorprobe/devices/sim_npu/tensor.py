@@ -1,0 +1,156 @@
+"""The tensor of the simulated NPU: an npu:0 tensor to PyTorch, its numbers held by a CPU tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tensorprobe.devices.sim_npu.chip import CHIP, Block
+
+_DEVICE = "npu:0"
+_aliased_storage = torch._functionalize_unsafe_set  # type: ignore[attr-defined]
+
+
+class NpuTensor(torch.Tensor):
+    """A tensor on "npu:0". Users never build one: `.npu()`, `.to("npu")` and factories do.
+
+    `raw` is the CPU tensor that holds the numbers; `block` stands for the device memory, and is
+    shared by all views of it. A view's `raw` is a view of its base's `raw`, so writing through one
+    is seen through the other.
+    """
+
+    raw: torch.Tensor
+    block: Block
+
+    # A wrapper with a torch function of its own would make every call appear twice to a function
+    # mode; disabled, it is as invisible there as a tensor of a real device.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from tensorprobe.devices.sim_npu.dispatch import execute
+
+        return execute(func, args, kwargs or {})
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, other: torch.Tensor) -> None:
+        # torch's own setter swaps the outer tensor only and would leave the old numbers inside.
+        torch.Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        if isinstance(other, NpuTensor):
+            self.raw, self.block = other.raw, other.block
+
+    def data_ptr(self) -> int:
+        return self.raw.data_ptr()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        if force:
+            return self.detach().cpu().numpy()
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy. "
+            "Use Tensor.cpu() to copy the tensor to host memory first."
+        )
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        if getattr(self, "_is_param", False):
+            plain = self.detach().requires_grad_(self.requires_grad)
+            return f"Parameter containing:\n{plain!r}"
+        with torch._C.DisableTorchFunction():
+            if tensor_contents is None and self.numel():
+                tensor_contents = torch._tensor_str._tensor_str(self.raw, len("tensor("))
+            text = torch._tensor_str._str(self, tensor_contents=tensor_contents)
+        return text.replace("NpuTensor(", "tensor(", 1)
+
+    def __format__(self, format_spec: str) -> str:
+        # torch formats a 0-d tensor as a number only when its type is exactly torch.Tensor.
+        return format(self.item(), format_spec) if self.dim() == 0 else super().__format__(format_spec)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Travels as a CPU tensor and the name of its device, so that map_location decides.
+        parts = (self.raw.detach(), self.dtype, str(self.device), self.requires_grad)
+        rebuild = torch._utils._rebuild_device_tensor_from_cpu_tensor
+        if not getattr(self, "_is_param", False):
+            return rebuild, parts
+        return _rebuild_parameter, parts
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NpuTensor:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
+                "protocol at the moment."
+            )
+        with torch.no_grad():
+            copy = self.detach().clone().requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            copy._is_param = True  # type: ignore[attr-defined]
+        if self.grad is not None:
+            copy.grad = self.grad.__deepcopy__(memo)
+        memo[id(self)] = copy
+        return copy  # type: ignore[return-value]
+
+
+def _rebuild_parameter(
+    data: torch.Tensor, dtype: torch.dtype, device: str, requires_grad: bool
+) -> torch.nn.Parameter:
+    """What a pickled npu parameter unpickles to, on the device map_location chose."""
+    tensor = torch._utils._rebuild_device_tensor_from_cpu_tensor(data, dtype, device, False)
+    return torch.nn.Parameter(tensor, requires_grad)
+
+
+def wrap(raw: torch.Tensor, base: NpuTensor | None = None) -> NpuTensor:
+    """`raw` as a tensor on the device; a view of `base` when that is given."""
+    if raw.layout is not torch.strided:
+        raise NotImplementedError(f"{raw.layout} tensors are not on the simulated NPU")
+    tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        NpuTensor,
+        raw.size(),
+        strides=raw.stride(),
+        storage_offset=raw.storage_offset(),
+        dtype=raw.dtype,
+        layout=raw.layout,
+        device=_DEVICE,
+        requires_grad=False,
+    )
+    tensor.raw = raw
+    if base is None:
+        CHIP.has_context = True
+        tensor.block = CHIP.memory.allocate(raw.nbytes)
+    else:
+        tensor.block = base.block
+        _aliased_storage(tensor, base)
+    return tensor  # type: ignore[no-any-return]
+
+
+def follow_raw(tensor: NpuTensor) -> None:
+    """Give `tensor` the size and strides its `raw` has taken on by resize_, t_, set_ or out=."""
+    raw = tensor.raw
+    if (tensor.shape, tensor.stride(), tensor.storage_offset()) == (
+        raw.shape,
+        raw.stride(),
+        raw.storage_offset(),
+    ):
+        return
+    if raw.untyped_storage().nbytes() > tensor.untyped_storage().nbytes():
+        fresh = wrap(raw)
+        _aliased_storage(tensor, fresh)
+        tensor.block = fresh.block
+    # Only the outer tensor's metadata may move, so the call must reach no kernel of ours: the meta
+    # kernel is the one that changes metadata and nothing else.
+    was_included = torch._C._meta_in_tls_dispatch_include()
+    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        torch._C._set_meta_in_tls_dispatch_include(True)
+        try:
+            tensor.as_strided_(raw.shape, raw.stride(), raw.storage_offset())
+        finally:
+            torch._C._set_meta_in_tls_dispatch_include(was_included)
