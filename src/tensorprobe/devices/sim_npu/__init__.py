@@ -12,6 +12,7 @@ public documentation; nothing here was compared with real hardware.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -35,6 +36,13 @@ __all__ = [
     "set_overflow_mode",
     "uninstall",
 ]
+
+# torch.tensor(...) and its like switch the Python key off and so reach the device's own kernels
+# with a tensor of ours, where a fallback kernel cannot serve: these need kernels by name. So do
+# the last two, which PyTorch takes apart on a device that has none, though CPU and GPU do not.
+_KERNELS_BY_NAME = ("copy_", "detach", "alias", "clone", "view", "as_strided", "fill_.Scalar",
+                    "zero_", "_local_scalar_dense", "_to_copy",
+                    "silu_backward", "mish_backward")  # fmt: skip
 
 # torch.library forgets what a Library registered when the object dies.
 _LIBRARIES: list[torch.library.Library] = []
@@ -131,12 +139,19 @@ def _register_backend() -> None:
     everything.fallback(_execute, "PrivateUse1")
     everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     aten = torch.library.Library("aten", "IMPL")
+    for name in _KERNELS_BY_NAME:
+        aten.impl(name, functools.partial(_execute, _overload(name)), "PrivateUse1")
     autocast.register(aten)
     KERNELS.update(composed.kernels())
     npu = torch.library.Library("npu", "DEF")
     for table in torch_npu.TABLES:
         table.register(npu)
     _LIBRARIES.extend([everything, aten, npu])
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def _execute(op: Any, *args: Any, **kwargs: Any) -> Any:

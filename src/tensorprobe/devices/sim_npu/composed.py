@@ -78,6 +78,13 @@ def gru_cell_backward(
     return input_gates, hidden_gates, grad_hy * z, *biases
 
 
+def histc(self: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+    """Accelerators count integers too; the CPU's kernel takes floats only."""
+    if self.is_floating_point():
+        return torch.histc(self, bins, min, max)
+    return torch.histc(self.double(), bins, min, max).to(self.dtype)
+
+
 def _with_bias(gates: Gates, bias: torch.Tensor | None) -> Gates:
     return gates if bias is None else gates + bias
 
@@ -90,4 +97,5 @@ def kernels() -> dict[Any, Any]:
         aten._thnn_fused_lstm_cell_backward_impl.default: lstm_cell_backward,
         aten._thnn_fused_gru_cell.default: gru_cell,
         aten._thnn_fused_gru_cell_backward.default: gru_cell_backward,
+        aten.histc.default: histc,
     }
