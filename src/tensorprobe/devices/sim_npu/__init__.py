@@ -45,7 +45,7 @@ _KERNELS_BY_NAME = ("copy_", "detach", "alias", "clone", "view", "as_strided", "
                     "silu_backward", "mish_backward")  # fmt: skip
 
 # torch.library forgets what a Library registered when the object dies.
-_LIBRARIES: list[torch.library.Library] = []
+_LIBRARIES: list[Any] = []
 _FLAG_BEFORE: list[bool] = []
 
 
@@ -104,7 +104,8 @@ def noise(ulps: int = 1, *, share: float = 0.5, seed: int = 0) -> Noise:
     """Round as another healthy chip would, until the returned noise is removed.
 
     A `share` of the numbers that a kernel with rounding freedom gives (matmul, softmax, norms,
-    reductions, exp and its like; not +, -, *, copies) moves by up to `ulps` units in the last place.
+    reductions, exp and its like; not +, -, *, copies) moves by up to `ulps` units
+    in the last place.
     """
     return CHIP.faults.noise(ulps, share, seed)
 
@@ -135,15 +136,16 @@ def _refuse_real_one() -> None:
 
 def _register_backend() -> None:
     _setup_privateuseone_for_python_backend("npu", backend_module=backend)
-    everything = torch.library.Library("_", "IMPL")
+    new_library: Any = torch.library.Library
+    everything = new_library("_", "IMPL")
     everything.fallback(_execute, "PrivateUse1")
     everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    aten = torch.library.Library("aten", "IMPL")
+    aten = new_library("aten", "IMPL")
     for name in _KERNELS_BY_NAME:
         aten.impl(name, functools.partial(_execute, _overload(name)), "PrivateUse1")
     autocast.register(aten)
     KERNELS.update(composed.kernels())
-    npu = torch.library.Library("npu", "DEF")
+    npu = new_library("npu", "DEF")
     for table in torch_npu.TABLES:
         table.register(npu)
     _LIBRARIES.extend([everything, aten, npu])

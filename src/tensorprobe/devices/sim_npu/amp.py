@@ -10,7 +10,9 @@ import torch
 class autocast(torch.amp.autocast):
     """torch.autocast("npu")."""
 
-    def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, **other: Any) -> None:
+    def __init__(
+        self, enabled: bool = True, dtype: torch.dtype = torch.float16, **other: Any
+    ) -> None:
         super().__init__("npu", dtype=dtype, enabled=enabled, **other)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+_DISPATCH_KEYS: Any = torch._C.DispatchKey
+_KEY = torch._C.DispatchKeySet(_DISPATCH_KEYS.AutocastPrivateUse1)
 
 # The lists are those of the other accelerators' autocast; the vendor's follow them.
 _LOW = """
@@ -16,7 +17,7 @@ _LOW = """
     linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell
     _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
     scaled_dot_product_attention
-""".split()
+"""
 _FLOAT32 = """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
     pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm group_norm
@@ -24,36 +25,36 @@ _FLOAT32 = """
     hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
     multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
     binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp cross_entropy_loss
-""".split()
+"""
 # They take dtype=: asked for none, they get float32, so that the input need not be copied first.
 _FLOAT32_BY_DTYPE = """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
     linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
-""".split()
+"""
 _WIDEST = """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add cat
     stack
-""".split()
-_BANNED = ["binary_cross_entropy"]
+"""
+_BANNED = "binary_cross_entropy"
 
 Cast = Callable[[Any], Any]
 
 
-def register(library: torch.library.Library) -> None:
+def register(library: Any) -> None:
     """Give every op of the lists its autocast kernel; the rest pass through untouched."""
-    for name in _LOW:
+    for name in _LOW.split():
         _register(library, name, lambda op: _cast_all(op, _low_dtype))
-    for name in _FLOAT32:
+    for name in _FLOAT32.split():
         _register(library, name, lambda op: _cast_all(op, lambda tensors: torch.float32))
-    for name in _FLOAT32_BY_DTYPE:
+    for name in _FLOAT32_BY_DTYPE.split():
         _register(library, name, _ask_for_float32)
-    for name in _WIDEST:
+    for name in _WIDEST.split():
         _register(library, name, lambda op: _cast_all(op, _widest_dtype))
-    for name in _BANNED:
+    for name in _BANNED.split():
         _register(library, name, _refuse)
 
 
-def _register(library: torch.library.Library, name: str, kernel: Callable[[Any], Any]) -> None:
+def _register(library: Any, name: str, kernel: Callable[[Any], Any]) -> None:
     packet, _, overload = name.partition(".")
     op = getattr(getattr(torch.ops.aten, packet), overload or "default")
     library.impl(f"aten::{name}", kernel(op), "AutocastPrivateUse1")

@@ -165,7 +165,7 @@ manual_seed_all = manual_seed
 
 
 def seed() -> None:
-    CHIP.random.seed(torch.random.default_generator.seed())
+    CHIP.random.seed(torch.Generator().seed())
 
 
 seed_all = seed

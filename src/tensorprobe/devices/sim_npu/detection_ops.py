@@ -305,7 +305,7 @@ def npu_roi_align(
 def _sample(image: Tensor, y: Tensor, x: Tensor) -> Tensor:
     """Values of a (channels, height, width) image at points between its pixels; 0 outside."""
     height, width = image.shape[-2:]
-    y, x = torch.broadcast_tensors(y, x)
+    y, x = y + torch.zeros_like(x), x + torch.zeros_like(y)
     grid = torch.stack([2 * x / max(width - 1, 1) - 1, 2 * y / max(height - 1, 1) - 1], -1)
     return F.grid_sample(image[None], grid[None].to(image.dtype), align_corners=True)[0]
 
@@ -370,8 +370,11 @@ def npu_deformable_conv2d(
     y = top[:, None] + torch.arange(kh)[:, None, None, None] * dilation[2] + dy
     x = left[None, :] + torch.arange(kw)[:, None, None] * dilation[3] + dx
     samples = torch.stack(
-        [_sample(image, yi.flatten(0, 2), xi.flatten(0, 2)) for image, yi, xi in zip(input, y, x, strict=True)]
-    ).unflatten(2, (kh, kw, rows))
+        [
+            _sample(image, yi.flatten(0, 2), xi.flatten(0, 2))
+            for image, yi, xi in zip(input, y, x, strict=True)
+        ]
+    ).view(*input.shape[:2], kh, kw, rows, columns)
     if modulated:
         samples = samples * mask[:, None]
     spread = samples.permute(0, 1, 4, 2, 5, 3).reshape(*input.shape[:2], rows * kh, columns * kw)

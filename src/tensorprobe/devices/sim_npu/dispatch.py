@@ -17,8 +17,10 @@ from tensorprobe.devices.sim_npu.tensor import NpuTensor, follow_raw, wrap
 KERNELS: dict[Any, Callable[..., Any]] = {}
 
 # Ops that move data between devices, and those that take indices from the host, as CUDA does.
-_MIXES_DEVICES = {"copy_", "_to_copy", "_foreach_copy_", "_copy_from", "index", "index_put_",
-                  "index_put", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "set_"}  # fmt: skip
+_MIXES_DEVICES = {
+    "copy_", "_to_copy", "_foreach_copy_", "_copy_from", "set_", "index", "index_put",
+    "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

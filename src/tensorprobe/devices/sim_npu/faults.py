@@ -133,7 +133,11 @@ class Noise:
         steps = torch.randint(-self.ulps, self.ulps + 1, tensor.shape, generator=self._generator)
         # Adding k to the bits of a float moves it by k units in the last place. Zero, and the
         # largest exponent (whose neighbour may be infinity), stay as they are.
-        may_move = (drawn < self.share) & (tensor != 0) & (tensor.abs() < torch.finfo(tensor.dtype).max / 2)
+        may_move = (
+            (drawn < self.share)
+            & (tensor != 0)
+            & (tensor.abs() < torch.finfo(tensor.dtype).max / 2)
+        )
         moved = tensor.contiguous().view(integer) + steps.to(integer)
         return torch.where(may_move, moved.view(tensor.dtype), tensor)
 

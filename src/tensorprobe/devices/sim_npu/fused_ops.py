@@ -117,9 +117,7 @@ def npu_mish(self: Tensor) -> Tensor:
     return F.mish(self)
 
 
-@OPS.op(
-    "_npu_dropout(Tensor self, float p) -> (Tensor, Tensor)", grad=True, random=True, drawn=1
-)
+@OPS.op("_npu_dropout(Tensor self, float p) -> (Tensor, Tensor)", grad=True, random=True, drawn=1)
 def npu_dropout(self: Tensor, p: float, drawn: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`drawn` is the mask of the forward pass, for backward."""
     kept = torch.rand(self.shape) < 1 - p if drawn is None else drawn.bool()
@@ -203,8 +201,8 @@ def _to_bnsd(x: Tensor, head_num: int, layout: str, query: Tensor) -> Tensor:
     if layout == "BSND":
         return x.transpose(1, 2)
     if layout in ("BSH", "SBH"):
-        x = x.transpose(0, 1) if layout == "SBH" else x
-        return x.unflatten(-1, (-1, query.shape[-1] // head_num)).transpose(1, 2)
+        x = x.transpose(0, 1).contiguous() if layout == "SBH" else x
+        return x.view(*x.shape[:2], -1, query.shape[-1] // head_num).transpose(1, 2)
     raise NotImplementedError(f"npu_fusion_attention: input_layout '{layout}' is not simulated")
 
 

@@ -66,7 +66,7 @@ class OpTable:
 
         return add
 
-    def register(self, library: torch.library.Library) -> None:
+    def register(self, library: Any) -> None:
         """Define every op in `library`, whose namespace is npu."""
         for op in self.ops:
             tags = (torch.Tag.nondeterministic_seeded,) if op.is_random else ()
@@ -92,7 +92,7 @@ def _on_npu(overload: Any) -> Body:
     return kernel
 
 
-def _register_backward(library: torch.library.Library, op: NpuOp, forward: Any) -> None:
+def _register_backward(library: Any, op: NpuOp, forward: Any) -> None:
     """Define `{name}_backward` and tell autograd to call it.
 
     The backward kernel runs the formula again, with autograd on, and differentiates it. It is an op

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -16,9 +18,7 @@ def npu_sort_v2(self: Tensor, dim: int = -1, descending: bool = False) -> Tensor
     return self.sort(dim, descending).values
 
 
-@OPS.op(
-    "npu_transpose(Tensor self, int[] perm, bool require_contiguous=True) -> Tensor", grad=True
-)
+@OPS.op("npu_transpose(Tensor self, int[] perm, bool require_contiguous=True) -> Tensor", grad=True)
 def npu_transpose(self: Tensor, perm: list[int], require_contiguous: bool = True) -> Tensor:
     return self.permute(perm).clone(memory_format=torch.contiguous_format)
 
@@ -57,7 +57,7 @@ def npu_indexing(
     shrink_axis_mask: int = 0,
 ) -> Tensor:
     """A strided slice; bit i of a mask speaks of the i-th entry, as in a strided-slice kernel."""
-    index: list[slice | int | None | object] = []
+    index: list[Any] = []
     for i, (first, last, step) in enumerate(zip(begin, end, strides, strict=True)):
         if ellipsis_mask >> i & 1:
             index.append(...)
@@ -91,9 +91,7 @@ def npu_scatter(self: Tensor, indices: Tensor, updates: Tensor, dim: int) -> Ten
     " -> Tensor",
     grad=True,
 )
-def npu_stride_add(
-    self: Tensor, other: Tensor, offset1: int, offset2: int, c1_len: int
-) -> Tensor:
+def npu_stride_add(self: Tensor, other: Tensor, offset1: int, offset2: int, c1_len: int) -> Tensor:
     length = int(c1_len)
     return self.narrow(1, int(offset1), length) + other.narrow(1, int(offset2), length)
 

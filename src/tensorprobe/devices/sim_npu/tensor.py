@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
 
 from tensorprobe.devices.sim_npu.chip import CHIP, Block
 
-_DEVICE = "npu:0"
-_aliased_storage = torch._functionalize_unsafe_set  # type: ignore[attr-defined]
+# Parts of torch that have no types.
+_tensor_text: Any = torch._tensor_str
+_rebuild: Any = torch._utils._rebuild_device_tensor_from_cpu_tensor
+_share_storage: Any = torch._functionalize_unsafe_set
 
 
 class NpuTensor(torch.Tensor):
@@ -28,7 +31,7 @@ class NpuTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         from tensorprobe.devices.sim_npu.dispatch import execute
@@ -36,7 +39,7 @@ class NpuTensor(torch.Tensor):
         return execute(func, args, kwargs or {})
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         return self.detach()
 
     @data.setter
@@ -60,26 +63,25 @@ class NpuTensor(torch.Tensor):
     def __array__(self, dtype: Any = None) -> Any:
         return self.numpy()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         if getattr(self, "_is_param", False):
             plain = self.detach().requires_grad_(self.requires_grad)
             return f"Parameter containing:\n{plain!r}"
         with torch._C.DisableTorchFunction():
             if tensor_contents is None and self.numel():
-                tensor_contents = torch._tensor_str._tensor_str(self.raw, len("tensor("))
-            text = torch._tensor_str._str(self, tensor_contents=tensor_contents)
+                tensor_contents = _tensor_text._tensor_str(self.raw, len("tensor("))
+            text = _tensor_text._str(self, tensor_contents=tensor_contents)
         return text.replace("NpuTensor(", "tensor(", 1)
 
     def __format__(self, format_spec: str) -> str:
         # torch formats a 0-d tensor as a number only when its type is exactly torch.Tensor.
-        return format(self.item(), format_spec) if self.dim() == 0 else super().__format__(format_spec)
+        return format(self.item() if self.dim() == 0 else str(self), format_spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Travels as a CPU tensor and the name of its device, so that map_location decides.
         parts = (self.raw.detach(), self.dtype, str(self.device), self.requires_grad)
-        rebuild = torch._utils._rebuild_device_tensor_from_cpu_tensor
         if not getattr(self, "_is_param", False):
-            return rebuild, parts
+            return _rebuild, parts
         return _rebuild_parameter, parts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NpuTensor:
@@ -91,20 +93,20 @@ class NpuTensor(torch.Tensor):
                 "protocol at the moment."
             )
         with torch.no_grad():
-            copy = self.detach().clone().requires_grad_(self.requires_grad)
+            twin = self.detach().clone().requires_grad_(self.requires_grad)
         if getattr(self, "_is_param", False):
-            copy._is_param = True  # type: ignore[attr-defined]
+            twin._is_param = True
         if self.grad is not None:
-            copy.grad = self.grad.__deepcopy__(memo)
-        memo[id(self)] = copy
-        return copy  # type: ignore[return-value]
+            twin.grad = deepcopy(self.grad, memo)
+        memo[id(self)] = twin
+        return twin  # type: ignore[return-value]
 
 
 def _rebuild_parameter(
     data: torch.Tensor, dtype: torch.dtype, device: str, requires_grad: bool
 ) -> torch.nn.Parameter:
     """What a pickled npu parameter unpickles to, on the device map_location chose."""
-    tensor = torch._utils._rebuild_device_tensor_from_cpu_tensor(data, dtype, device, False)
+    tensor = _rebuild(data, dtype, device, False)
     return torch.nn.Parameter(tensor, requires_grad)
 
 
@@ -112,14 +114,14 @@ def wrap(raw: torch.Tensor, base: NpuTensor | None = None) -> NpuTensor:
     """`raw` as a tensor on the device; a view of `base` when that is given."""
     if raw.layout is not torch.strided:
         raise NotImplementedError(f"{raw.layout} tensors are not on the simulated NPU")
-    tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    tensor = torch.Tensor._make_wrapper_subclass(
         NpuTensor,
         raw.size(),
         strides=raw.stride(),
         storage_offset=raw.storage_offset(),
         dtype=raw.dtype,
         layout=raw.layout,
-        device=_DEVICE,
+        device=torch.device("npu", 0),
         requires_grad=False,
     )
     tensor.raw = raw
@@ -128,8 +130,8 @@ def wrap(raw: torch.Tensor, base: NpuTensor | None = None) -> NpuTensor:
         tensor.block = CHIP.memory.allocate(raw.nbytes)
     else:
         tensor.block = base.block
-        _aliased_storage(tensor, base)
-    return tensor  # type: ignore[no-any-return]
+        _share_storage(tensor, base)
+    return tensor
 
 
 def follow_raw(tensor: NpuTensor) -> None:
@@ -143,12 +145,12 @@ def follow_raw(tensor: NpuTensor) -> None:
         return
     if raw.untyped_storage().nbytes() > tensor.untyped_storage().nbytes():
         fresh = wrap(raw)
-        _aliased_storage(tensor, fresh)
+        _share_storage(tensor, fresh)
         tensor.block = fresh.block
     # Only the outer tensor's metadata may move, so the call must reach no kernel of ours: the meta
     # kernel is the one that changes metadata and nothing else.
     was_included = torch._C._meta_in_tls_dispatch_include()
-    with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+    with torch._C._DisableTorchDispatch():
         torch._C._set_meta_in_tls_dispatch_include(True)
         try:
             tensor.as_strided_(raw.shape, raw.stride(), raw.storage_offset())
