@@ -143,6 +143,8 @@ def _register_backend() -> None:
     aten = new_library("aten", "IMPL")
     for name in _KERNELS_BY_NAME:
         aten.impl(name, functools.partial(_execute, _overload(name)), "PrivateUse1")
+    if not torch.cuda.is_available():  # a GPU pins memory by itself
+        aten.impl("_pin_memory", lambda tensor, device=None: tensor.clone(), "CPU")
     autocast.register(aten)
     KERNELS.update(composed.kernels())
     npu = new_library("npu", "DEF")

@@ -17,14 +17,15 @@ from tensorprobe.devices.sim_npu.overflow import FloatStatus
 class Block:
     """A piece of device memory, given back when the last tensor that lies in it is gone."""
 
-    __slots__ = ("memory", "nbytes")
+    nbytes = 0  # for a block torch.compile makes up while it traces
 
     def __init__(self, memory: Memory, nbytes: int) -> None:
         self.memory = memory
         self.nbytes = nbytes
 
     def __del__(self) -> None:
-        self.memory.allocated -= self.nbytes
+        if self.nbytes:
+            self.memory.allocated -= self.nbytes
 
 
 class Memory:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ KERNELS: dict[Any, Callable[..., Any]] = {}
 
 # Ops that move data between devices, and those that take indices from the host, as CUDA does.
 _MIXES_DEVICES = {
-    "copy_", "_to_copy", "_foreach_copy_", "_copy_from", "set_", "index", "index_put",
+    "_has_compatible_shallow_copy_type", "copy_", "_to_copy", "_foreach_copy_", "_copy_from", "set_", "index", "index_put",
     "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put",
 }  # fmt: skip
 
@@ -48,9 +47,11 @@ class Plan:
         ]
 
 
-@functools.cache
-def plan_of(func: Any) -> Plan:
-    """The plan of an op, read off its schema once."""
+_PLANS: dict[Any, Plan] = {}
+
+
+def _read_plan(func: Any) -> Plan:
+    """The plan of an op, read off its schema."""
     info = get_alias_info(func)
     schema = func._schema
     views: list[int | None] = [None] * len(schema.returns)
@@ -75,7 +76,9 @@ def plan_of(func: Any) -> Plan:
 
 def execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on the device."""
-    plan = plan_of(func)
+    plan = _PLANS.get(func)
+    if plan is None:
+        plan = _PLANS[func] = _read_plan(func)
     # Our own tensor work must be invisible to a recorder's function mode.
     with torch._C.DisableTorchFunction():
         strangers: list[torch.Tensor] = []

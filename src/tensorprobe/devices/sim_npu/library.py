@@ -115,7 +115,9 @@ def _register_backward(library: Any, op: NpuOp, forward: Any) -> None:
     def run_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         saved = iter(ctx.saved_tensors)
         inputs = [next(saved) if other is None else other[0] for other in ctx.others]
-        wanted = list(ctx.needs_input_grad)
+        # Arguments the caller left to their defaults are among the inputs but not counted here.
+        wanted = list(ctx.needs_input_grad) + [False] * len(inputs)
+        wanted = wanted[: len(inputs)]
         with torch._C.DisableTorchFunction():  # a real NPU's autograd is no Python either
             tensors = [g if isinstance(g, torch.Tensor) else None for g in grads]
             found = iter(backward(tensors, wanted, *inputs, drawn=ctx.drawn))

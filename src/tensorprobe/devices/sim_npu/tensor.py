@@ -52,6 +52,14 @@ class NpuTensor(torch.Tensor):
     def data_ptr(self) -> int:
         return self.raw.data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        # The outer storage has no bytes and no address; this one has, and views share it alike.
+        return self.raw.untyped_storage()
+
+    def tolist(self) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self.detach().cpu().tolist()
+
     def numpy(self, *, force: bool = False) -> Any:
         if force:
             return self.detach().cpu().numpy()
