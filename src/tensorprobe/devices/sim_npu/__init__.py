@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from tensorprobe.devices.sim_npu import autocast, backend, composed, torch_npu
+from tensorprobe.devices.sim_npu import autocast, backend, composed, files, torch_npu
 from tensorprobe.devices.sim_npu.chip import CHIP
 from tensorprobe.devices.sim_npu.dispatch import KERNELS, execute
 from tensorprobe.devices.sim_npu.faults import Noise, Planted
@@ -147,6 +147,7 @@ def _register_backend() -> None:
         aten.impl("_pin_memory", lambda tensor, device=None: tensor.clone(), "CPU")
     autocast.register(aten)
     KERNELS.update(composed.kernels())
+    files.register()
     npu = new_library("npu", "DEF")
     for table in torch_npu.TABLES:
         table.register(npu)

@@ -151,7 +151,8 @@ def follow_raw(tensor: NpuTensor) -> None:
         raw.storage_offset(),
     ):
         return
-    if raw.untyped_storage().nbytes() > tensor.untyped_storage().nbytes():
+    outer_storage = torch.Tensor.untyped_storage(tensor)
+    if raw.untyped_storage().nbytes() > outer_storage.nbytes():
         fresh = wrap(raw)
         _share_storage(tensor, fresh)
         tensor.block = fresh.block
