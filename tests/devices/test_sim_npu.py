@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from isolated_pytest import run_isolated
 
 FOLDER = Path(__file__).parent / "on_sim_npu"

@@ -71,7 +71,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
             False,
         ),
         {},
-    ),  # fmt: skip
+    ),
     "npu_max": ((rand(3, 4), 1), {}),
     "npu_scatter": ((rand(2, 2), torch.tensor([0, 1]), rand(2, seed=3), 0), {}),
     "npu_layer_norm_eval": ((rand(2, 4), (4,), rand(4, seed=1), rand(4, seed=2)), {}),
@@ -104,7 +104,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
             True,
         ),
         {},
-    ),  # fmt: skip
+    ),
     "npu_normalize_batch": ((rand(2, 3, 5), torch.tensor([3, 5])), {}),
     "npu_masked_fill_range": (
         (rand(2, 5), torch.tensor([[0, 1]]), torch.tensor([[2, 4]]), torch.tensor([9.0])),

@@ -1,6 +1,7 @@
 """Training loops run on the simulated NPU, bit for bit as on the host where kernels agree."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -137,10 +139,44 @@ def test_data_loader_with_pinned_memory() -> None:
 
 def test_anomaly_mode_names_the_node() -> None:
     x = torch.zeros(2, device="npu", requires_grad=True)
-    with pytest.warns(UserWarning, match=r"Anomaly Detection|Error detected in SqrtBackward0"):
-        with torch.autograd.detect_anomaly():
-            with pytest.raises(RuntimeError, match="SqrtBackward0"):
-                x.sqrt().mul(0).sum().backward()
+    with warnings.catch_warnings(record=True) as caught, torch.autograd.detect_anomaly():
+        warnings.simplefilter("always")
+        with pytest.raises(RuntimeError, match="SqrtBackward0"):
+            x.sqrt().mul(0).sum().backward()
+    assert any("Error detected in SqrtBackward0" in str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize("place", ["function", "tensor hook", "leaf hook", "mode"])
+def test_an_exception_in_backward_reaches_the_caller(place: str) -> None:
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            if place == "function":
+                raise ZeroDivisionError
+            return grad
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if place == "mode" and "expand" in str(func):
+                raise ZeroDivisionError
+            return func(*args, **(kwargs or {}))
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    x = torch.ones(3, device="npu", requires_grad=True)
+    y = Function.apply(x) * x
+    if place == "tensor hook":
+        y.register_hook(fail)
+    if place == "leaf hook":
+        x.register_hook(fail)
+    with pytest.raises(ZeroDivisionError), Mode():
+        y.sum().backward()
+    torch.ones(3, device="npu", requires_grad=True).sum().backward()  # the engine lives on
 
 
 def test_scaled_dot_product_attention_is_close() -> None:

@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from tensorprobe.devices.sim_npu import autocast, backend, composed, files, torch_npu
+from tensorprobe.devices.sim_npu import autocast, backend, composed, engine, files, torch_npu
 from tensorprobe.devices.sim_npu.chip import CHIP
 from tensorprobe.devices.sim_npu.dispatch import KERNELS, execute
 from tensorprobe.devices.sim_npu.faults import Noise, Planted
@@ -135,7 +134,7 @@ def _refuse_real_one() -> None:
 
 
 def _register_backend() -> None:
-    _setup_privateuseone_for_python_backend("npu", backend_module=backend)
+    engine.register_backend(backend)
     new_library: Any = torch.library.Library
     everything = new_library("_", "IMPL")
     everything.fallback(_execute, "PrivateUse1")
@@ -145,6 +144,7 @@ def _register_backend() -> None:
         aten.impl(name, functools.partial(_execute, _overload(name)), "PrivateUse1")
     if not torch.cuda.is_available():  # a GPU pins memory by itself
         aten.impl("_pin_memory", lambda tensor, device=None: tensor.clone(), "CPU")
+    engine.number_devices(aten)
     autocast.register(aten)
     KERNELS.update(composed.kernels())
     files.register()
@@ -152,6 +152,8 @@ def _register_backend() -> None:
     for table in torch_npu.TABLES:
         table.register(npu)
     _LIBRARIES.extend([everything, aten, npu])
+    engine.check_backward()
+    CHIP.has_context = False
 
 
 def _overload(name: str) -> Any:

@@ -17,7 +17,8 @@ _MOVES = """
     masked_fill masked_fill_ masked_scatter masked_scatter_ masked_select max
     max_pool2d_with_indices maximum min minimum ne new_empty new_empty_strided new_full new_ones
     new_zeros nonzero ones ones_like one_hot pad randint randperm relu relu_ repeat
-    resize_ roll scalar_tensor scatter scatter_ searchsorted set_ sign slice_scatter select_scatter sort stack threshold_backward topk
+    resize_ roll scalar_tensor scatter scatter_ searchsorted set_ sign slice_scatter
+    select_scatter sort stack threshold_backward topk
     tril tril_ triu triu_ unfold_backward unique2 where zero_ zeros zeros_like
     npu_alloc_float_status npu_get_float_status npu_clear_float_status npu_format_cast npu_transpose
     npu_broadcast npu_slice npu_indexing npu_confusion_transpose one_ empty_with_format npu_one_hot

@@ -228,12 +228,9 @@ def _check_op(op: str) -> None:
     """Refuse a name no op has, and a view, which has no kernel to break."""
     if any(sign in op for sign in "*?["):
         return
-    namespace, _, rest = op.rpartition("::")
-    name, _, overload = rest.partition(".")
-    packets = [
-        getattr(getattr(torch.ops, space), name, None)
-        for space in ([namespace] if namespace else ["aten", "npu"])
-    ]
+    plain = op.replace("::", ".").removeprefix("aten.").removeprefix("npu.")
+    name, _, overload = plain.partition(".")
+    packets = [getattr(space, name, None) for space in (torch.ops.aten, torch.ops.npu)]
     found = [packet for packet in packets if packet is not None]
     if not found or (overload and not any(hasattr(packet, overload) for packet in found)):
         raise BadUsage(
