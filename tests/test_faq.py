@@ -849,6 +849,25 @@ def test_002_3_1_1_fused_kernel_with_its_own_backward_is_recorded(tmp_path: Path
     backward = capture.call("Function.FusedSoftmax.0.backward")
     assert backward.tensor("input.0").load().equal(weight)
     assert backward.tensor("output.0").load().equal(x.grad)
+    x.grad = None
+    capture = record(tmp_path / "loss", lambda: FusedLoss.apply(x).backward())
+    assert capture.call("Function.FusedLoss.0.forward").tensor("output.0").load() >= 0
+    backward = capture.call("Function.FusedLoss.0.backward")
+    assert backward.tensor("output.0").load().equal(x.grad)
+
+
+class FusedLoss(torch.autograd.Function):
+    """A fused loss: backward begins from what it returns, and no other call ever sees that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * 2 * x
 
 
 def test_002_3_2_1_a_third_recording_destroys_neither(tmp_path: Path) -> None:

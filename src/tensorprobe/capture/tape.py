@@ -371,6 +371,18 @@ class Tape:
 
     # Backward
 
+    def begin_backward(self, roots: Iterable[Any]) -> None:
+        """Write down the custom Functions whose output backward begins from: no call took it."""
+        try:
+            with Quiet():
+                found = InputEdges()
+                for root in roots:
+                    if isinstance(root, torch.Tensor):
+                        found.add(root, ())
+                self._record_functions(found.functions)
+        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+            self.gap("backward", error)
+
     def finish_backwards(self) -> None:
         """Close what backward calls are open: the backward pass has ended."""
         if self.running:
