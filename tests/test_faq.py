@@ -241,15 +241,17 @@ import torch, torch.distributed as dist
 import tensorprobe as tp
 
 rank = int(sys.argv[1])
-rec = tp.Recorder("out", level="L1", keep="tensors")   # before the group is there, on every rank
+# before the group is there, on every rank
+recorders = [tp.Recorder(level, level=level, keep="tensors") for level in ("L1", "L2")]
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-with rec:
-    for step in range(2):
-        x = torch.full((3,), float(rank + step))
-        work = dist.all_reduce(x, async_op=True)
-        assert work.wait() is True
-        assert x.equal(torch.full((3,), 1.0 + 2 * step))
-        rec.step()
+for rec in recorders:
+    with rec:
+        for step in range(2):
+            x = torch.full((3,), float(rank + step))
+            work = dist.all_reduce(x, async_op=True)
+            assert work.wait() is True
+            assert x.equal(torch.full((3,), 1.0 + 2 * step))
+            rec.step()
 dist.destroy_process_group()
 """
 
@@ -261,13 +263,14 @@ def test_001_E2_every_rank_has_its_own_folder(tmp_path: Path) -> None:
     for process in processes:
         _, stderr = process.communicate(timeout=120)
         assert process.returncode == 0, stderr
-    capture = tp.load(tmp_path / "out")
-    assert (capture.ranks, capture.steps, capture.gaps) == ((0, 1), (0, 1), ())
-    assert {path.name for path in (tmp_path / "out").glob("rank*")} == {"rank0", "rank1"}
-    for rank in (0, 1):
-        call = capture.call("Distributed.all_reduce.0.forward", step=1, rank=rank)
-        assert call.tensor("input.0").summary.max == rank + 1
-        assert call.tensor("output.0").summary.max == 3
+    for level, place in (("L1", "0"), ("L2", "0.0")):
+        capture = tp.load(tmp_path / level)
+        assert (capture.ranks, capture.steps, capture.gaps) == ((0, 1), (0, 1), ())
+        assert {path.name for path in (tmp_path / level).glob("rank*")} == {"rank0", "rank1"}
+        for rank in (0, 1):
+            call = capture.call("Distributed.all_reduce.0.forward", step=1, rank=rank)
+            assert call.tensor(f"input.{place}").summary.max == rank + 1
+            assert call.tensor(f"output.{place}").summary.max == 3
 
 
 class NpuOfAnotherProcess(types.ModuleType):
@@ -846,6 +849,25 @@ def test_002_3_1_1_fused_kernel_with_its_own_backward_is_recorded(tmp_path: Path
     backward = capture.call("Function.FusedSoftmax.0.backward")
     assert backward.tensor("input.0").load().equal(weight)
     assert backward.tensor("output.0").load().equal(x.grad)
+    x.grad = None
+    capture = record(tmp_path / "loss", lambda: FusedLoss.apply(x).backward())
+    assert capture.call("Function.FusedLoss.0.forward").tensor("output.0").load() >= 0
+    backward = capture.call("Function.FusedLoss.0.backward")
+    assert backward.tensor("output.0").load().equal(x.grad)
+
+
+class FusedLoss(torch.autograd.Function):
+    """A fused loss: backward begins from what it returns, and no other call ever sees that."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * 2 * x
 
 
 def test_002_3_2_1_a_third_recording_destroys_neither(tmp_path: Path) -> None:

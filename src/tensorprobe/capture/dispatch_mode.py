@@ -61,6 +61,8 @@ class OpMode(TorchDispatchMode):
         except BaseException as error:
             tape.raised(call, error)
             raise
+        if api.prefix == "Distributed" and tape.await_work(call, result):
+            return result
         tape.end(call, result)
         return result
 

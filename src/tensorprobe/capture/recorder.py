@@ -224,7 +224,7 @@ class Recorder:
         self._optimizers = OptimizerHooks(
             tape, self._modules.paths.parameter_names, self._optimizer_stepped
         )
-        self._engine = EngineEntry(self._mode, self._backward_ended)
+        self._engine = EngineEntry(self._mode, self._backward_begins, self._backward_ended)
         atexit.register(self.close)
         _stop_in_children(self)
         return True
@@ -316,6 +316,11 @@ class Recorder:
             self._tell_size()
         if self._watch.automatic:
             self._watch.optimizer_stepped(optimizer)
+
+    def _backward_begins(self, roots: Any) -> None:
+        tape = self._tape
+        if tape is not None and tape.recording and self.config.level in ("L1", "mix"):
+            tape.begin_backward(roots)
 
     def _backward_ended(self) -> None:
         tape = self._tape

@@ -371,6 +371,18 @@ class Tape:
 
     # Backward
 
+    def begin_backward(self, roots: Iterable[Any]) -> None:
+        """Write down the custom Functions whose output backward begins from: no call took it."""
+        try:
+            with Quiet():
+                found = InputEdges()
+                for root in roots:
+                    if isinstance(root, torch.Tensor):
+                        found.add(root, ())
+                self._record_functions(found.functions)
+        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+            self.gap("backward", error)
+
     def finish_backwards(self) -> None:
         """Close what backward calls are open: the backward pass has ended."""
         if self.running:
@@ -383,12 +395,16 @@ class Tape:
 
     def await_work(self, call: OpenCall, result: Any) -> bool:
         """Whether a collective goes on after it returned; it is written down when it is done."""
-        works = result if isinstance(result, list) else [result]  # of batch_isend_irecv
-        if not works or not all(isinstance(work, _WORK) for work in works):
+        try:
+            works = _works_in(result)
+            if not works:
+                return False
+            for tensor, _ in call.inputs:
+                self._values.forget(tensor)
+            self._pending_work.append((call, works, call.inputs))
+        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+            self.gap(call.names.name, error)
             return False
-        for tensor, _ in call.inputs:
-            self._values.forget(tensor)
-        self._pending_work.append((call, works, call.inputs))
         return True
 
     def _finish_work(self, *, last: bool = False) -> None:
@@ -464,6 +480,17 @@ class _Encoder:
             line.same = f"{self._role}.{first}"
         self._tensors.append((tensor, path or ("0",)))
         return {"tensor": line}
+
+
+def _works_in(result: Any) -> list[Any]:
+    """The Work that a collective returned: alone, several (batch_isend_irecv), or boxed, as
+    c10d's operators return it behind their tensors."""
+    items = [result] if isinstance(result, (*_WORK, torch.ScriptObject)) else result
+    if not isinstance(items, list | tuple) or not items:
+        return []
+    if isinstance(items[-1], torch.ScriptObject):
+        return [torch.distributed.Work.unbox(items[-1])]
+    return list(items) if all(isinstance(item, _WORK) for item in items) else []
 
 
 def _version(tensor: torch.Tensor) -> int:
