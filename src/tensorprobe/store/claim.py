@@ -39,8 +39,8 @@ def run_identity(environ: Mapping[str, str]) -> str:
     """
     world_size = environ.get("WORLD_SIZE", "1")
     if world_size == "1" and "TORCHELASTIC_RUN_ID" not in environ:
-        for names in _JOBS:
-            values = [environ.get(name, "") for name in names]
+        for job in _JOBS:
+            values = [environ.get(name, "") for name in job]
             if all(values) and values[-1] != "1":
                 return "/".join(values)
         return f"{socket.gethostname()}/{os.getpid()}/{_start_time(os.getpid())}"
