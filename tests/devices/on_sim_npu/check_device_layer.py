@@ -83,13 +83,20 @@ def test_installing_again_changes_nothing_and_uninstalling_takes_back() -> None:
     ("prelude", "message"),
     [
         ("torch.ones(1, requires_grad=True).sum().backward()", "a backward pass ran in this"),
-        ("torch.utils.rename_privateuse1_backend('toy')", "already has a device 'toy'"),
-        ("import sys, types, importlib.machinery as m; t = types.ModuleType('torch_npu'); "
-         "t.__spec__ = m.ModuleSpec('torch_npu', None); sys.modules['torch_npu'] = t",
-         "torch_npu is installed here"),
+        pytest.param(
+            "torch.utils.rename_privateuse1_backend('toy')",
+            "already has a device 'toy'",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "import sys, types, importlib.machinery as m; t = types.ModuleType('torch_npu'); "
+            "t.__spec__ = m.ModuleSpec('torch_npu', None); sys.modules['torch_npu'] = t",
+            "torch_npu is installed here",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["backward", "other backend", "real torch_npu"],
-)  # fmt: skip
+)
 def test_a_process_where_it_cannot_be_installed(prelude: str, message: str) -> None:
     code = f"import torch\n{prelude}\nfrom tensorprobe.devices import sim_npu\nsim_npu.install()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
