@@ -40,7 +40,7 @@ class OverflowFlag:
     clear: Callable[[], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Device:
     """One row of the table. Where a device has nothing to offer, the row says so with None."""
 

@@ -139,9 +139,9 @@ def test_data_loader_with_pinned_memory() -> None:
 
 def test_anomaly_mode_names_the_node() -> None:
     x = torch.zeros(2, device="npu", requires_grad=True)
-    with warnings.catch_warnings(record=True) as caught, torch.autograd.detect_anomaly():
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with pytest.raises(RuntimeError, match="SqrtBackward0"):
+        with torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="SqrtBackward0"):
             x.sqrt().mul(0).sum().backward()
     assert any("Error detected in SqrtBackward0" in str(warning.message) for warning in caught)
 

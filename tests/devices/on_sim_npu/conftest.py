@@ -1,13 +1,22 @@
-"""Installs the simulated NPU for the checks of this folder, and cures it after each."""
+"""Installs the simulated NPU when a check of this folder is run by name, and cures it after each.
+
+An ordinary run of the tests passes through this folder too, and must not get another device by it.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from tensorprobe.devices import sim_npu
 
-sim_npu.install()
+
+def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
+    if parent.session.isinitpath(file_path):
+        sim_npu.install()
 
 
 @pytest.fixture(autouse=True)

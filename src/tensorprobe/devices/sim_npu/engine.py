@@ -84,4 +84,5 @@ def check_backward() -> None:
 
 def _backward_on(device: str) -> None:
     with torch.enable_grad():
-        torch.ones((), device=device, requires_grad=True).mul(1).backward()
+        loss: Any = torch.ones((), device=device, requires_grad=True).mul(1)
+        loss.backward()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -15,13 +17,15 @@ class NpuStorage(torch.UntypedStorage):
 
 def register() -> None:
     """Be asked before PyTorch's own rule, which would need an allocator in C++."""
-    torch.serialization.register_package(5, lambda storage: None, _to_npu)
+    register_package: Any = torch.serialization.register_package
+    register_package(5, lambda storage: None, _to_npu)
 
 
 def _to_npu(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage | None:
     """`storage` for a location on the NPU, None for any other: the next rule decides."""
     if location.partition(":")[0] != "npu":
         return None
-    moved = NpuStorage(storage.nbytes())
+    new_storage: Any = NpuStorage
+    moved: torch.UntypedStorage = new_storage(storage.nbytes())
     moved.copy_(storage)
     return moved
