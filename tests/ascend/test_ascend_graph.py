@@ -144,6 +144,16 @@ def test_atc_json(tmp_path: Path) -> None:
     assert found.own_attributes == {"dst_type": 0, "l": [1]}
 
 
+def test_a_graph_that_calls_itself_ends(tmp_path: Path) -> None:
+    path = tmp_path / "g.txt"
+    path.write_text(
+        'graph { name: "g" op { name: "call" type: "Call" input: "d:0" subgraph_name: "g" } '
+        'op { name: "d" type: "Data" attr { key: "_parent_node_index" value { i: 0 } } } '
+        'op { name: "out" type: "NetOutput" input: "call:0" } }'
+    )
+    assert len(read_graph(path).ops) == 3
+
+
 ONNX = """ir_version: 6
 producer_name: "GE"
 graph {
@@ -374,6 +384,10 @@ def test_the_real_gather_in_both_forms() -> None:
     assert op.path.name == "ge_proto_00000001_Build.txt"
     assert [d.name for d in op.inputs] == ["x", "indices", "axis"]
     assert op.is_dynamic
+    sources = [(edge.producer, edge.source_type or edge.op_type) for edge in op.edges]
+    assert sources == [
+        ("Unique", "Unique"), ("GatherV2/indices", "Constant"), ("GatherV2/axis", "Constant")
+    ]  # fmt: skip
     onnx = [g for g in graphs if g.path.suffix == ".pbtxt"]
     (same,) = find_ops(onnx, name="GatherV2")
     assert [d.dtype for d in same.inputs] == [d.dtype for d in op.inputs]

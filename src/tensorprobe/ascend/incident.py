@@ -161,8 +161,8 @@ def investigate(evidence: Evidence) -> tuple[LogFacts, list[Incident]]:
     """Find every AI Core error in the logs and all that the other files say about each."""
     facts = read_logs(evidence.logs)
     graphs, problems = _read_graphs(evidence.graphs)
-    folder = KernelFolder(evidence.kernel_meta)
     dumps = _dump_files(evidence.dumps)
+    folder = KernelFolder([*evidence.kernel_meta, *evidence.dumps])  # newer dumps hold kernels too
     return facts, [
         _Investigation(fault, facts, evidence, graphs, problems, folder, dumps).result()
         for fault in facts.faults
@@ -173,8 +173,8 @@ def incident_of_op(op: Op, evidence: Evidence) -> Incident:
     """What the files say about one op of a graph, without any failure."""
     facts = LogFacts([], [], 0, set(), 0, [])
     fault = Fault({"func_name": op.kernel} if op.kernel else {}, str(op.path))
-    folder = KernelFolder(evidence.kernel_meta)
     dumps = _dump_files(evidence.dumps)
+    folder = KernelFolder([*evidence.kernel_meta, *evidence.dumps])
     investigation = _Investigation(fault, facts, evidence, [], [], folder, dumps)
     investigation.given_op = op
     return investigation.result()
@@ -804,7 +804,7 @@ def _address_steps(
 
 
 def _producers(op: Op | None) -> list[str]:
-    return [edge.op for edge in op.edges if edge is not None] if op is not None else []
+    return [edge.producer for edge in op.edges if edge is not None] if op is not None else []
 
 
 def _data_steps(producers: list[str]) -> tuple[str, ...]:

@@ -250,7 +250,7 @@ def _tensor_lines(incident: Incident) -> list[str]:
             text += f", originally {list(tensor.ori_shape)} {tensor.ori_format or ''}".rstrip()
         if incident.op is not None and tensor.role == "input" and index < len(incident.op.edges):
             edge = incident.op.edges[index]
-            text += f", from {edge.op}:{edge.index}" if edge is not None else ""
+            text += f", from {edge}" if edge is not None else ""
         lines.append(text)
         report = reports.get(f"{tensor.role}.{index}")
         if report is not None:
