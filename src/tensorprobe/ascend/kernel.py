@@ -130,9 +130,10 @@ class KernelFolder:
     def _kernel(self, base: str) -> Kernel:
         files = self.files[base]
         path = files.get(".json")
+        binary = files.get(".o") or self._host_copy(base)
         return Kernel(
-            base, files.get(".o") or self._host_copy(base), path, files.get(".cce"), files.get("_loc.json"),
-            files.get(".o.txt"), _load(path) if path is not None else {},
+            base, binary, path, files.get(".cce"), files.get("_loc.json"), files.get(".o.txt"),
+            _load(path) if path is not None else {},
         )  # fmt: skip
 
 

@@ -278,6 +278,8 @@ def _op_text(op: Op, everything: bool) -> str:
 
 
 def _op_json(op: Op, everything: bool) -> dict[str, object]:
+    from tensorprobe.ascend.incident_report import plain_json
+
     return {
         "name": op.name,
         "type": op.type,
@@ -292,7 +294,7 @@ def _op_json(op: Op, everything: bool) -> dict[str, object]:
         ],
         "outputs": [_desc_json(desc) for desc in op.outputs],
         "after": list(op.controls),
-        "attributes": op.attributes if everything else op.own_attributes,
+        "attributes": plain_json(op.attributes if everything else op.own_attributes),
     }
 
 
