@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from pathlib import Path
@@ -9,8 +10,11 @@ from pathlib import Path
 import pytest
 from ascend_files import KERNEL, graph_text, shared_data
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tensorprobe.ascend.graph import (
+    _ops,
     find_ops,
     graph_files,
     kernel_base,
@@ -144,6 +148,16 @@ def test_atc_json(tmp_path: Path) -> None:
     assert found.own_attributes == {"dst_type": 0, "l": [1]}
 
 
+def test_a_graph_that_calls_itself_ends(tmp_path: Path) -> None:
+    path = tmp_path / "g.txt"
+    path.write_text(
+        'graph { name: "g" op { name: "call" type: "Call" input: "d:0" subgraph_name: "g" } '
+        'op { name: "d" type: "Data" attr { key: "_parent_node_index" value { i: 0 } } } '
+        'op { name: "out" type: "NetOutput" input: "call:0" } }'
+    )
+    assert len(read_graph(path).ops) == 3
+
+
 ONNX = """ir_version: 6
 producer_name: "GE"
 graph {
@@ -256,6 +270,7 @@ def test_megabytes_in_seconds(tmp_path: Path) -> None:
 # --- python-protobuf as the oracle ----------------------------------------------------------
 
 
+@functools.cache
 def model_def():
     """Enough of ge.proto.ModelDef for real files, built here."""
     kinds = {"str": 9, "bytes": 12, "i64": 3, "u32": 13, "f": 2, "b": 8}
@@ -339,6 +354,49 @@ def test_as_protobuf_reads_it(tmp_path: Path) -> None:
     compare_with_protobuf(path)
 
 
+texts = st.one_of(st.text(max_size=12), st.sampled_from(['{"a": [1]}', "a: b", "\\", "'", "\n#"]))
+integers = st.integers(-(2**63), 2**63 - 1)
+attributes = st.one_of(
+    texts.map(lambda s: ("s", s.encode())),
+    integers.map(lambda i: ("i", i)),
+    st.floats(width=32).map(lambda f: ("f", f)),
+    st.booleans().map(lambda b: ("b", b)),
+    st.lists(integers, max_size=4).map(lambda v: ("list", v)),
+)
+operators = st.tuples(
+    texts, texts, st.lists(integers, max_size=4), st.dictionaries(texts, attributes)
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(many=st.lists(operators, min_size=1, max_size=3), one_line=st.booleans())
+def test_whatever_protobuf_prints_is_read_the_same(many, one_line) -> None:
+    model = model_def()()
+    graph = model.graph.add(name="g")
+    for name, op_type, dims, values in many:
+        op = graph.op.add(name=name, type=op_type)
+        op.input_desc.add(dtype=1).shape.dim.extend(dims)
+        for key, (kind, value) in values.items():
+            entry = op.attr.add(key=key).value
+            if kind == "list":
+                entry.list.i.extend(value)
+                entry.list.val_type = 2
+            else:
+                setattr(entry, kind, value)
+    text = text_format.MessageToString(model, as_one_line=one_line)
+    ours = list(_ops(parse(text), HERE))
+    assert [(op.name, op.type) for op in ours] == [(name, kind) for name, kind, _, _ in many]
+    for mine, (_, _, dims, values) in zip(ours, many, strict=True):
+        assert mine.inputs[0].shape == tuple(dims)
+        for key, (kind, value) in values.items():
+            if kind == "s" and value:
+                assert mine.attributes[key] == value.decode()
+            elif kind == "f" and value == value and value:
+                assert mine.attributes[key] == pytest.approx(value, rel=1e-6)
+            elif value and kind != "f":
+                assert mine.attributes[key] == value
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -374,6 +432,10 @@ def test_the_real_gather_in_both_forms() -> None:
     assert op.path.name == "ge_proto_00000001_Build.txt"
     assert [d.name for d in op.inputs] == ["x", "indices", "axis"]
     assert op.is_dynamic
+    sources = [(edge.producer, edge.source_type or edge.op_type) for edge in op.edges]
+    assert sources == [
+        ("Unique", "Unique"), ("GatherV2/indices", "Constant"), ("GatherV2/axis", "Constant")
+    ]  # fmt: skip
     onnx = [g for g in graphs if g.path.suffix == ".pbtxt"]
     (same,) = find_ops(onnx, name="GatherV2")
     assert [d.dtype for d in same.inputs] == [d.dtype for d in op.inputs]

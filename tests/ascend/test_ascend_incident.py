@@ -338,6 +338,73 @@ def test_hostile_names_write_nothing_outside(tmp_path: Path) -> None:
     assert not any(isinstance(n, ast.Attribute) and n.attr == "abort" for n in ast.walk(tree))
 
 
+@pytest.mark.slow
+def test_damage_anywhere_ends_in_a_report_or_a_clear_error(tmp_path: Path) -> None:
+    """Bytes changed, doubled and cut in every piece: never an exception of Python's own."""
+    from tensorprobe.ascend.incident import Evidence, investigate
+    from tensorprobe.ascend.incident_report import incidents_json, render
+    from tensorprobe.ascend.opcase import write_case
+    from tensorprobe.errors import TensorprobeError
+
+    rng = np.random.default_rng(1)
+    write_incident(tmp_path, X)
+    debug_files(tmp_path / "kernel_meta")
+    core = (
+        "The error from device(0), serial number is 1, there is an aicore error, core id is 0, "
+        "error code = 0x800000, dump info: pc start: 0x1000124080060000, current: 0x124080060504, "
+        "vec error info: 0x5, mte error info: 0x7, ifu error info: 0x9, para base: 0x1240"
+    )
+    details = [
+        "node_name:L2Loss, node_type:L2Loss, stream_id:5, task_id:3",
+        "input:0;shape:[62,62];format:ND;dtype:DT_FLOAT;addr:0x124080044000",
+        "output:0;shape:[];format:ND;dtype:DT_FLOAT;addr:0x124080054000",
+        "block_dim:32", "tiling_key:0", "tiling_data:0x04 0x00",
+        "args before execute: 1, 2, 3", "args(0 to 2) after execute:0x1, 0x5",
+    ]  # fmt: skip
+    log = plog(f"DevMalloc: Succ, size=512, ptr={0x124080044000}") + plog(core) + plog(FAILURE)
+    log += "".join(plog(f"[AIC_INFO] {text}") for text in details)
+    (tmp_path / "log" / "screen.log").write_text(log)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    whole = {path: path.read_bytes() for path in files}
+    evidence = Evidence(
+        (tmp_path / "log",),
+        (tmp_path / "graph",),
+        (tmp_path / "kernel_meta",),
+        (tmp_path / "dump",),
+    )
+    for _ in range(400):
+        for path, data in whole.items():
+            raw = bytearray(data)
+            head = min(len(raw), 600)
+            for _ in range(int(rng.integers(0, 4))):
+                at = int(rng.integers(0, head))
+                kind = rng.integers(0, 4)
+                if kind == 0:
+                    raw[at] = int(rng.integers(0, 256))
+                elif kind == 1:
+                    del raw[at : at + int(rng.integers(1, 40))]
+                elif kind == 2:
+                    raw[at:at] = raw[at : at + int(rng.integers(1, 40))]
+                else:
+                    raw[at : at + 1] = str(2 ** int(rng.integers(0, 80))).encode()
+                head = min(len(raw), 600)
+                if not head:
+                    break
+            path.write_bytes(bytes(raw))
+        try:
+            facts, incidents = investigate(evidence)
+        except TensorprobeError:
+            continue
+        for number, incident in enumerate(incidents):
+            case = incident.case()
+            if case is not None:
+                folder = write_case(case, tmp_path / "out" / str(number))
+                ast.parse((folder / "main.py").read_text(), feature_version=(3, 7))
+        cases = [None] * len(incidents)
+        render(facts, incidents, cases)
+        json.dumps(incidents_json(incidents, cases), allow_nan=False, default=str)
+
+
 # --- the case -------------------------------------------------------------------------------
 
 STAND_IN = """

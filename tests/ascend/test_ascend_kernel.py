@@ -86,6 +86,15 @@ def test_files_are_found_under_every_name(tmp_path: Path, file: str, function: s
     assert kernel.json_path is not None
 
 
+def test_the_hosts_copy_in_an_exception_dump(tmp_path: Path) -> None:
+    base = "Add_ab1b6750d7f510985325b603cb06dc8b"
+    write_kernel(tmp_path, base)
+    (tmp_path / f"{base}.o").rename(tmp_path / f"{base}_0_host.o")
+    kernel = KernelFolder([tmp_path]).find([f"{base}_0"])
+    assert kernel is not None
+    assert kernel.binary == tmp_path / f"{base}_0_host.o"
+
+
 def test_files_are_found_by_what_the_json_says(tmp_path: Path) -> None:
     write_kernel(tmp_path, "other", name="renamed__kernel0")
     folder = KernelFolder([tmp_path])

@@ -35,11 +35,24 @@ class TensorDesc(msgspec.Struct, frozen=True):
 
 
 class Edge(msgspec.Struct, frozen=True):
-    """Where an input comes from: an op's n-th output."""
+    """Where an input comes from: an op's n-th output.
+
+    `source` is the op that makes the value, where `op` only passes it into or out of a subgraph.
+    """
 
     op: str
     index: int
     op_type: str | None = None
+    source: str | None = None
+    source_type: str | None = None
+
+    @property
+    def producer(self) -> str:
+        return self.source or self.op
+
+    def __str__(self) -> str:
+        text = f"{self.op}:{self.index}" + (f" ({self.op_type})" if self.op_type else "")
+        return text + (f", that is {self.source} ({self.source_type})" if self.source else "")
 
 
 class Op(msgspec.Struct, frozen=True):
@@ -56,6 +69,7 @@ class Op(msgspec.Struct, frozen=True):
     attributes: dict[str, Any]
     stream_id: int | None = None
     id: int | None = None
+    subgraphs: tuple[str, ...] = ()
 
     @property
     def kernel(self) -> str | None:
@@ -209,6 +223,7 @@ def _ge_op(op: Message, graph: str, path: Path) -> Op:
         tuple(controls), _named(inputs, attributes, "input"),
         _named(outputs, attributes, "output"), attributes,
         _int(_one(op, "stream_id", None)), _int(_one(op, "id", None)),
+        tuple(str(name) for name in op.get("subgraph_name", [])),
     )  # fmt: skip
 
 
@@ -410,15 +425,54 @@ def _listed(value: Any) -> Any:
     return value
 
 
+_MAX_HOPS = 32  # through nested subgraphs; a hostile graph may call itself
+
+
+class _Subgraphs:
+    """How values pass between graphs: in through Data ops, out through NetOutput."""
+
+    def __init__(self, ops: list[Op]) -> None:
+        self.ops = {(op.graph, op.name): op for op in ops}
+        self.any_graph = {op.name: op for op in ops}
+        self.callers = {name: op for op in ops for name in op.subgraphs}
+        self.results = {op.graph: op for op in ops if op.type == "NetOutput"}
+
+    def find(self, graph: str, name: str) -> Op | None:
+        return self.ops.get((graph, name)) or self.any_graph.get(name)
+
+    def source(self, graph: str, edge: Edge) -> Op | None:
+        """The op that makes the value of an edge, when another graph does."""
+        op, index, hops = self.find(graph, edge.op), edge.index, 0
+        while op is not None and hops < _MAX_HOPS:
+            hops += 1
+            place = op.attributes.get("_parent_node_index")
+            if op.type == "Data" and isinstance(place, int) and op.graph in self.callers:
+                step, index = self.callers[op.graph], place
+            elif op.subgraphs and op.subgraphs[0] in self.results:
+                step = self.results[op.subgraphs[0]]
+            else:
+                return op if hops > 1 else None
+            onward = step.edges[index] if 0 <= index < len(step.edges) else None
+            if onward is None:
+                return None
+            op, index = self.find(step.graph, onward.op), onward.index
+        return None
+
+
 def _resolved(ops: list[Op]) -> Iterator[Op]:
-    """Edges with the type of the op they come from."""
-    types = {op.name: op.type for op in ops}
+    """Edges with the type of the op they come from, and the real one behind subgraphs."""
+    graphs = _Subgraphs(ops)
     for op in ops:
-        edges = tuple(
-            None if edge is None else Edge(edge.op, edge.index, types.get(edge.op))
-            for edge in op.edges
-        )
-        yield msgspec.structs.replace(op, edges=edges)
+        edges: list[Edge | None] = []
+        for edge in op.edges:
+            if edge is not None:
+                near, far = graphs.find(op.graph, edge.op), graphs.source(op.graph, edge)
+                edge = Edge(
+                    edge.op, edge.index, near.type if near else None,
+                    far.name if far else None, far.type if far else None,
+                )  # fmt: skip
+            edges.append(edge)
+        yield msgspec.structs.replace(op, edges=tuple(edges))
 
 
 # --- finding one op -------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from tensorprobe.ascend.addresses import (
     changed_arguments,
     overlapping,
 )
+from tensorprobe.ascend.decision import Branch, TensorReport, conclude
 from tensorprobe.ascend.dtypes import dtype_of_name, has_values, kind_of
 from tensorprobe.ascend.dump import (
     Dump,
@@ -49,18 +50,13 @@ from tensorprobe.ascend.kernel import (
 )
 from tensorprobe.ascend.layouts import is_blocked, to_plain
 from tensorprobe.ascend.log import CoreError, Fault, LogFacts, LoggedTensor, read_logs
+from tensorprobe.ascend.missing import Given, Missing, missing_pieces
 from tensorprobe.ascend.opcase import CaseTensor, OpCase
 from tensorprobe.ascend.reference import REFERENCES, ReferenceCheck, check_outputs
-from tensorprobe.ascend.values import Statistics, analyse
+from tensorprobe.ascend.values import analyse
 from tensorprobe.errors import BadArtefact, BadUsage, TensorprobeError
 
 Array = np.ndarray[Any, Any]
-Branch = Literal[
-    "does not reproduce",
-    "reproduces with abnormal input",
-    "reproduces with clean input",
-    "could not tell",
-]
 _NUMBER_PREFIX = re.compile(r"^[-\d_]+(?=\D)")
 _FUNCTION = re.compile(r"^(?:te_|.*_[0-9a-f]{16,}|.*__kernel\d+$)")
 
@@ -74,27 +70,6 @@ class Evidence(msgspec.Struct, frozen=True):
     dumps: tuple[Path, ...] = ()
     objdump: Path | None = None
     reproduced: bool | None = None
-
-
-class TensorReport(msgspec.Struct, frozen=True):
-    """One dumped tensor of the op, looked at."""
-
-    role: Literal["input", "output"]
-    index: int
-    tensor: DumpTensor
-    statistics: Statistics
-
-    @property
-    def name(self) -> str:
-        return f"{self.role}.{self.index}"
-
-
-class Missing(msgspec.Struct, frozen=True):
-    """A piece that was not there, why perhaps, and what to set so that the next run leaves it."""
-
-    what: str
-    why: str
-    settings: tuple[str, ...]
 
 
 class Incident(msgspec.Struct, frozen=True):
@@ -161,8 +136,8 @@ def investigate(evidence: Evidence) -> tuple[LogFacts, list[Incident]]:
     """Find every AI Core error in the logs and all that the other files say about each."""
     facts = read_logs(evidence.logs)
     graphs, problems = _read_graphs(evidence.graphs)
-    folder = KernelFolder(evidence.kernel_meta)
     dumps = _dump_files(evidence.dumps)
+    folder = KernelFolder([*evidence.kernel_meta, *evidence.dumps])  # newer dumps hold kernels too
     return facts, [
         _Investigation(fault, facts, evidence, graphs, problems, folder, dumps).result()
         for fault in facts.faults
@@ -173,8 +148,8 @@ def incident_of_op(op: Op, evidence: Evidence) -> Incident:
     """What the files say about one op of a graph, without any failure."""
     facts = LogFacts([], [], 0, set(), 0, [])
     fault = Fault({"func_name": op.kernel} if op.kernel else {}, str(op.path))
-    folder = KernelFolder(evidence.kernel_meta)
     dumps = _dump_files(evidence.dumps)
+    folder = KernelFolder([*evidence.kernel_meta, *evidence.dumps])
     investigation = _Investigation(fault, facts, evidence, [], [], folder, dumps)
     investigation.given_op = op
     return investigation.result()
@@ -247,14 +222,18 @@ class _Investigation:
         place = self._place(kernel, bits)
         self._check_hashes(op, kernel, function)
         self._check_pieces(kernel, tensors, addresses, memory)
-        missing = tuple(self._missing(op, kernel, dump, place, memory))
-        branch, conclusion, steps = _conclude(
+        given = Given(bool(self.graphs), bool(self.folder.files), bool(self.dumps))
+        missing = missing_pieces(
+            fault, op, kernel, place, has_dump=dump is not None, has_allocations=memory.is_known,
+            given=given,
+        )  # fmt: skip
+        branch, conclusion, steps = conclude(
             self.evidence.reproduced, values, addresses, bits, place, _producers(op)
         )
         return Incident(
             fault, node, op_type, op, function, kernel, bits, tensors, attributes, dump, values,
-            addresses, place, reference, tuple(dict.fromkeys(self.warnings)), missing, branch,
-            conclusion, steps,
+            addresses, place, reference, tuple(dict.fromkeys(self.warnings)), tuple(missing),
+            branch, conclusion, steps,
         )  # fmt: skip
 
     # -- who --
@@ -598,64 +577,6 @@ class _Investigation:
                 "no AI Core errors and are not looked at here"
             )
 
-    def _missing(
-        self,
-        op: Op | None,
-        kernel: Kernel | None,
-        dump: Dump | None,
-        place: Place | None,
-        memory: DeviceMemory,
-    ) -> list[Missing]:
-        missing = []
-        if op is None:
-            why = "no --graph was given" if not self.graphs else "no graph has this op"
-            missing.append(Missing("graph", why, _GRAPH_SETTINGS))
-        if self.fault.node is None or not memory.is_known:
-            why = "no [AIC_INFO] lines" if self.fault.node is None else "no DevMalloc lines"
-            missing.append(Missing("log at INFO level", why, _LOG_SETTINGS))
-        files = _absent_files(kernel)
-        if files:
-            why = "no --kernel-meta was given" if not self.folder.files else "not in kernel_meta"
-            missing.append(Missing(f"kernel files {', '.join(files)}", why, _KERNEL_SETTINGS))
-        if place is not None and place.cce_line is None:
-            name = kernel.base if kernel is not None else "KERNEL"
-            missing.append(
-                Missing("object dump", "no line number without one", (
-                    f"cce-objdump -d --line-numbers {name}.o > {name}.o.txt   # where CANN is",
-                    f"tensorprobe ascend incident ... --objdump {name}.o.txt",
-                ))
-            )  # fmt: skip
-        if dump is None:
-            why = "no --dump was given" if not self.dumps else "no dump is of this op and task"
-            written = [file for file in self.fault.files if not file.endswith((".o", ".json"))]
-            dynamic = (op is not None and op.is_dynamic) or (
-                kernel is not None and kernel.is_dynamic
-            )
-            if written:
-                why += f"; the log says that {written[0]} was written"
-            elif dynamic:
-                why += "; the op has a dynamic shape, which the exception dump does not support"
-            missing.append(Missing("dump", why, _DUMP_SETTINGS))
-        return missing
-
-
-_GRAPH_SETTINGS = (
-    "export DUMP_GE_GRAPH=1      # 1 all, 2 without weights, 3 relations only",
-    "export DUMP_GRAPH_LEVEL=1   # every stage; the Build stage names the kernels",
-)
-_LOG_SETTINGS = ("export ASCEND_GLOBAL_LOG_LEVEL=1   # INFO",)
-_KERNEL_SETTINGS = (
-    "op_debug_level=1: kernel_meta gets .cce, _loc.json, .o and .json (the default 0: not)",
-    "op_debug_level=2: the same, compiled without optimisation and with line numbers",
-    'torch_npu: torch_npu.npu.set_option({"ACL_OP_DEBUG_LEVEL": 2})   # not verified on hardware',
-)
-_DUMP_SETTINGS = (
-    "Estimator: NPURunConfig(op_debug_level=2, enable_exception_dump=1, ...)",
-    'sess.run: custom_op.parameter_map["enable_exception_dump"].i = 1',
-    'sess.run: custom_op.parameter_map["op_debug_level"].i = 2',
-    "torch_npu: export NPU_COLLECT_PATH=DIR before the run   # not verified on hardware",
-)
-
 
 def _nbytes(shape: tuple[int, ...], dtype: str) -> int | None:
     if any(size < 0 for size in shape):
@@ -668,16 +589,6 @@ def _dumped(dump: Dump | None, role: str) -> list[DumpTensor]:
     tensors = dump.tensors if dump is not None else ()
     own = [t for t in tensors if t.role == role and t.kind in (None, "general")]
     return own + [t for t in tensors if t.role == "input" and t.kind == role == "output"]
-
-
-def _absent_files(kernel: Kernel | None) -> list[str]:
-    if kernel is None:
-        return [".o", ".json", ".cce", "_loc.json"]
-    files = {
-        ".o": kernel.binary, ".json": kernel.json_path, ".cce": kernel.cce,
-        "_loc.json": kernel.loc,
-    }  # fmt: skip
-    return [suffix for suffix, path in files.items() if path is None]
 
 
 def _supported(kernel: Kernel | None, role: str) -> list[dict[str, Any]]:
@@ -705,126 +616,5 @@ def _plain_array(tensor: CaseTensor) -> Array:
     return array
 
 
-# --- the guide's decision tree --------------------------------------------------------------
-
-
-def _conclude(
-    reproduced: bool | None,
-    values: tuple[TensorReport, ...],
-    addresses: tuple[AddressCheck, ...],
-    bits: tuple[ErrorBit, ...],
-    place: Place | None,
-    producers: list[str],
-) -> tuple[Branch, str, tuple[str, ...]]:
-    looked = [report for report in values if report.role == "input"]
-    abnormal = [report for report in looked if report.statistics.alarms]
-    wrong = [check for check in addresses if check.is_bad]
-    found = "; ".join(f"{report.name} has {report.statistics.alarms[0]}" for report in abnormal[:3])
-    data_bit = next((bit for bit in bits if bit.points_at_data), None)
-    if reproduced is False:
-        return "does not reproduce", _not_alone(wrong, addresses), _address_steps(wrong, addresses)
-    if reproduced and abnormal:
-        text = f"reproduces with abnormal input: {found}"
-        if data_bit is not None:
-            text += f", and the code says so ({data_bit.name}: {data_bit.meaning})"
-        return "reproduces with abnormal input", text, _data_steps(producers)
-    if reproduced and looked:
-        return (
-            "reproduces with clean input",
-            "reproduces with clean input: the fault is in the operator's own code"
-            + (f", at {_place_text(place)}" if place is not None else ""),
-            _code_steps(place),
-        )
-    if reproduced:
-        return (
-            "could not tell",
-            "could not tell: it reproduces alone, but no input data is there to look at",
-            ("give the dump with --dump, or make the next run leave one (see missing)",),
-        )
-    return _not_run(looked, abnormal, found, wrong, data_bit, bits)
-
-
-def _not_run(
-    looked: list[TensorReport],
-    abnormal: list[TensorReport],
-    found: str,
-    wrong: list[AddressCheck],
-    data_bit: ErrorBit | None,
-    bits: tuple[ErrorBit, ...],
-) -> tuple[Branch, str, tuple[str, ...]]:
-    """Before the case was run: what the leftovers alone make likely."""
-    if abnormal:
-        hint = f"abnormal input: {found}"
-        hint += f", as the code says ({data_bit.name})" if data_bit is not None else ""
-    elif any(bit.is_hardware for bit in bits):
-        hint = f"the code speaks of hardware: {next(b for b in bits if b.is_hardware).name}"
-    elif wrong:
-        hint = f"the address check objects: {wrong[0]}"
-    elif looked:
-        hint = "clean input: no abnormal value in what was dumped"
-    else:
-        hint = "no input data to look at"
-    return (
-        "could not tell",
-        f"could not tell: the case has not been run yet. So far: {hint}",
-        (
-            "run the case on a machine with the card: python3.7 main.py",
-            "then come back with --reproduced yes (it failed with a code 0x7....) or --reproduced "
-            "no (it passed), or with its output: --case-log FILE",
-        ),
-    )
-
-
-def _not_alone(wrong: list[AddressCheck], addresses: tuple[AddressCheck, ...]) -> str:
-    text = "does not reproduce: the operator alone is sound. "
-    if wrong:
-        return text + f"The address check objects: {'; '.join(map(str, wrong[:3]))}"
-    if any(check.standing == "inside" for check in addresses):
-        return text + "The address check finds every argument in allocated memory"
-    return text + "The address check has nothing to compare with"
-
-
-def _address_steps(
-    wrong: list[AddressCheck], addresses: tuple[AddressCheck, ...]
-) -> tuple[str, ...]:
-    if wrong:
-        return (
-            "find who frees or sizes that memory: search the log for its address",
-            "look at the ops before this one on its stream, and at memory reuse between streams",
-        )
-    if any(check.standing == "inside" for check in addresses):
-        return (
-            "addresses are sound: look for ops before this one that write out of bounds",
-            "run the address checker (addr_checker) on the whole network",
-        )
-    return (
-        "rerun with ASCEND_GLOBAL_LOG_LEVEL=1 so that the log has DevMalloc and DevFree lines",
-        "run the address checker (addr_checker) on the whole network",
-    )
-
-
 def _producers(op: Op | None) -> list[str]:
-    return [edge.op for edge in op.edges if edge is not None] if op is not None else []
-
-
-def _data_steps(producers: list[str]) -> tuple[str, ...]:
-    who = f"the ops that feed it: {', '.join(producers[:5])}" if producers else "what feeds it"
-    return (f"find which op made the abnormal values: dump and inspect {who}",)
-
-
-def _code_steps(place: Place | None) -> tuple[str, ...]:
-    if place is not None and place.cce_line is not None:
-        return (f"read the operator's code at {_place_text(place)}",)
-    return (
-        "get the line: op_debug_level=2, then an object dump of the kernel's .o (see missing)",
-        "give the case folder to whoever owns the operator",
-    )
-
-
-def _place_text(place: Place) -> str:
-    text = f"offset {place.offset if place.refined_offset is None else place.refined_offset:#x}"
-    if place.cce_line is not None:
-        text += f", CCE line {place.cce_line}"
-    if place.python_file is not None:
-        text += f", {place.python_file}:{place.python_line}"
-    return text
+    return [edge.producer for edge in op.edges if edge is not None] if op is not None else []

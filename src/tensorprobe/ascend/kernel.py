@@ -120,12 +120,20 @@ class KernelFolder:
             self._by_function = table
         return self._by_function
 
+    def _host_copy(self, base: str) -> Path | None:
+        """An exception dump has the binary as the host loaded it: K_host.o, K_TILINGKEY_host.o."""
+        for name in sorted(self.files):
+            if re.fullmatch(rf"{re.escape(base)}(?:_\d+)?_host", name):
+                return self.files[name].get(".o")
+        return None
+
     def _kernel(self, base: str) -> Kernel:
         files = self.files[base]
         path = files.get(".json")
+        binary = files.get(".o") or self._host_copy(base)
         return Kernel(
-            base, files.get(".o"), path, files.get(".cce"), files.get("_loc.json"),
-            files.get(".o.txt"), _load(path) if path is not None else {},
+            base, binary, path, files.get(".cce"), files.get("_loc.json"), files.get(".o.txt"),
+            _load(path) if path is not None else {},
         )  # fmt: skip
 
 

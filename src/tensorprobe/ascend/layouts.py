@@ -33,11 +33,6 @@ def format_name(number: int) -> str:
     return FORMATS[primary] if primary < len(FORMATS) else f"FORMAT_{primary}"
 
 
-def format_number(name: str) -> int | None:
-    """The number of a format name; None when it has none."""
-    return FORMATS.index(name) if name in FORMATS else None
-
-
 def _axes(name: str) -> str | None:
     """The axis letters of a plain format ("NCHW"), None for blocked and shapeless ones."""
     is_plain = len(set(name)) == len(name) and set(name) <= set("NCDHW")
@@ -62,11 +57,6 @@ def _cropped(array: Array, shape: Shape) -> Array | None:
     ):
         return None
     return array[tuple(slice(size) for size in shape)]
-
-
-def _blocks_fit(array: Array, shape: Shape, axes: Sequence[int], pads: Sequence[int]) -> bool:
-    """Whether padding to blocks, and nothing else, explains the difference in these axes."""
-    return all(array.shape[axis] - shape[axis] < pad for axis, pad in zip(axes, pads, strict=True))
 
 
 def _from_nz(array: Array, original: Shape | None, order: str) -> Array | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tensorprobe.errors import BadArtefact, BadUsage, TensorprobeError
 
 if TYPE_CHECKING:
-    from tensorprobe.ascend.graph import Op
+    from tensorprobe.ascend.graph import Edge, Op, TensorDesc
     from tensorprobe.ascend.values import Statistics
 
 
@@ -268,8 +268,7 @@ def _op_text(op: Op, everything: bool) -> str:
                 )
             edge = op.edges[index] if side == "input" and index < len(op.edges) else None
             if edge is not None:
-                text += f", from {edge.op}:{edge.index}"
-                text += f" ({edge.op_type})" if edge.op_type else ""
+                text += f", from {edge}"
             lines.append(text)
     if op.controls:
         lines.append(f"  after   {', '.join(op.controls)}")
@@ -279,6 +278,8 @@ def _op_text(op: Op, everything: bool) -> str:
 
 
 def _op_json(op: Op, everything: bool) -> dict[str, object]:
+    from tensorprobe.ascend.incident_report import plain_json
+
     return {
         "name": op.name,
         "type": op.type,
@@ -288,31 +289,30 @@ def _op_json(op: Op, everything: bool) -> dict[str, object]:
         "fused_from": list(op.fused_from),
         "is_dynamic": op.is_dynamic,
         "inputs": [
-            {
-                "shape": list(desc.shape),
-                "dtype": desc.dtype,
-                "format": desc.format,
-                "ori_shape": None if desc.origin_shape is None else list(desc.origin_shape),
-                "ori_format": desc.origin_format,
-                "from": None
-                if index >= len(op.edges) or (edge := op.edges[index]) is None
-                else f"{edge.op}:{edge.index}",
-            }
+            _desc_json(desc) | _edge_json(op.edges[index] if index < len(op.edges) else None)
             for index, desc in enumerate(op.inputs)
         ],
-        "outputs": [
-            {
-                "shape": list(desc.shape),
-                "dtype": desc.dtype,
-                "format": desc.format,
-                "ori_shape": None if desc.origin_shape is None else list(desc.origin_shape),
-                "ori_format": desc.origin_format,
-            }
-            for desc in op.outputs
-        ],
+        "outputs": [_desc_json(desc) for desc in op.outputs],
         "after": list(op.controls),
-        "attributes": op.attributes if everything else op.own_attributes,
+        "attributes": plain_json(op.attributes if everything else op.own_attributes),
     }
+
+
+def _desc_json(desc: TensorDesc) -> dict[str, object]:
+    return {
+        "name": desc.name,
+        "shape": list(desc.shape),
+        "dtype": desc.dtype,
+        "format": desc.format,
+        "ori_shape": None if desc.origin_shape is None else list(desc.origin_shape),
+        "ori_format": desc.origin_format,
+    }
+
+
+def _edge_json(edge: Edge | None) -> dict[str, object]:
+    if edge is None:
+        return {"from": None, "source": None}
+    return {"from": f"{edge.op}:{edge.index}", "source": edge.producer}
 
 
 # --- incident -------------------------------------------------------------------------------
