@@ -77,6 +77,10 @@ class TensorRecord(msgspec.Struct, frozen=True, gc=False):
             n *= length
         return n
 
+    @property
+    def is_on_host(self) -> bool:
+        return self.device == "cpu"
+
     def array(self) -> np.ndarray[Any, Any]:
         """The content as a read-only numpy array, memory-mapped (ml_dtypes for bf16 and fp8)."""
         from tensorprobe.store.arrays import read_blob
