@@ -12,7 +12,19 @@ from tensorprobe.records import Keep
 class OpenCall:
     """A call that has begun and not ended."""
 
-    __slots__ = ("edges", "id", "inputs", "keep", "names", "notes", "stack", "step", "versions")
+    __slots__ = (
+        "draws",
+        "edges",
+        "id",
+        "inputs",
+        "keep",
+        "names",
+        "notes",
+        "stack",
+        "step",
+        "versions",
+        "writes",
+    )
 
     def __init__(self, names: CallNames, keep: Keep, step: int) -> None:
         self.id = -1
@@ -23,4 +35,11 @@ class OpenCall:
         self.edges: InputEdges | None = None
         self.inputs: list[tuple[torch.Tensor, Path]] = []
         self.versions: list[int] = []
+        self.writes: tuple[Path, ...] = ()  # inputs it writes to without moving their version
+        self.draws: tuple[torch.Generator, torch.Tensor] | None = None  # its state before the call
         self.notes: list[str] = []
+
+    @property
+    def written(self) -> bool:
+        """Whether the call has a line; of others only the backward is wanted."""
+        return self.id >= 0

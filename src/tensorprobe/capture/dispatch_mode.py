@@ -40,14 +40,15 @@ class OpMode(TorchDispatchMode):
         number = tape.counter.next(api)
         direction: Direction = "forward" if node is None else "backward"
         names = CallNames(api, call_name(api, number, direction), tape.place.module, direction)
-        if not (tape.selection.everything or tape.selection.decide(names)):
+        if not tape.wants(names):
             return func(*args, **kwargs)
         parent = tape.place.parent
         if node is None:
             self._made[torch._C._autograd._get_sequence_nr() - 1] = names.name
         else:
             parent = self._made.get(node._sequence_nr(), node.name())
-        call = tape.begin(names, args, kwargs, depth=2, direction=direction, parent=parent)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        call = tape.begin(names, args, kwargs, depth=2, parent=parent, random=random)
         if call is None:
             return func(*args, **kwargs)
         try:

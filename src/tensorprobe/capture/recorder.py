@@ -117,7 +117,7 @@ class Recorder:
         self._deactivate()
         assert self._tape is not None
         assert self._writer is not None
-        self._tape.finish_backwards()
+        self._tape.finish()
         self._tape.recording = False
         self._note_compiled()
         self._writer.close()

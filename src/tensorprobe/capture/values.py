@@ -89,7 +89,9 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """The storage, where it and the version say what a tensor holds."""
     if tensor.layout is not torch.strided or tensor.is_inference() or tensor.is_meta:
         return None
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.is_conj():
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    if tensor.is_conj() or tensor.is_neg():  # the same memory stands for other numbers
         return None
     try:
         return tensor.untyped_storage()

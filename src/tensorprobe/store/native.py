@@ -198,7 +198,8 @@ class _StepReader:
 
     def _settle(self) -> Iterator[Call]:
         """The calls up to here. After a `closed` line ids may begin anew."""
-        for number, call, end in self._begun:
+        # in the order they began: a backward whose gradients come in one by one is written late
+        for number, call, end in sorted(self._begun, key=lambda begun: begun[1].id):
             try:
                 yield self._call(call, end)
             except (KeyError, TypeError, ValueError) as error:
