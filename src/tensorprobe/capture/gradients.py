@@ -127,9 +127,10 @@ def output_nodes(
     """Note the nodes this call made for its outputs; tensors merely handed through have none."""
     for tensor, path in outputs:
         node = tensor.grad_fn
-        if node is None:
+        if node is None and id(tensor) not in inputs.leaves:
             continue
-        if (node, tensor.output_nr) in inputs.edges or node._sequence_nr() < inputs.start:
+        edge = (node, tensor.output_nr)
+        if node is None or edge in inputs.edges or node._sequence_nr() < inputs.start:
             trace.notes.append(f"output.{'.'.join(path) or '0'} is handed through")
         elif id(tensor) not in inputs.views or not _view_write(tensor, path, inputs, trace):
             trace.outputs.setdefault(node, []).append((tensor.output_nr, path, None))
@@ -162,12 +163,12 @@ def _view_write(view: torch.Tensor, path: Path, inputs: InputEdges, trace: Trace
     return True
 
 
-def trace_call(outputs: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges) -> Trace | None:
-    """The graph of one operator call; None when it has no part in backward."""
+def trace_call(outputs: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges) -> Trace:
+    """The graph of one operator call; it has no outputs when backward does not pass here."""
     trace = Trace()
     output_nodes(outputs, inputs, trace)
     if not trace.outputs:
-        return None
+        return trace
     seen = set(trace.outputs)
     todo = list(trace.outputs)
     inner_edges = set()
@@ -203,7 +204,7 @@ def trace_function(node: Any) -> Trace:
     return trace
 
 
-def trace_saved(tensors: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges) -> Trace | None:
+def trace_saved(tensors: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges) -> Trace:
     """Where the whole gradient of each of these tensors comes by, whoever uses them."""
     trace = Trace()
     for tensor, path in tensors:
@@ -234,7 +235,7 @@ def trace_module(
     outputs: Iterable[tuple[torch.Tensor, Path]],
     inputs: InputEdges,
     owners: dict[int, Region],
-) -> Trace | None:
+) -> Trace:
     """The graph of one module call, in time linear in its nodes however deep modules nest.
 
     `owners` says which region a node (by sequence number) belongs to, for all module calls since
@@ -243,7 +244,7 @@ def trace_module(
     trace = Trace()
     output_nodes(outputs, inputs, trace)
     if not trace.outputs:
-        return None
+        return trace
     output_edges = trace.output_edges()
     own = _walk(list(trace.outputs), inputs, output_edges, owners)
     for edge, places in own.frontier.items():

@@ -254,7 +254,7 @@ class ModuleHooks:
             return
         owners = self._thread.owners
 
-        def tracer(outputs: list[tuple[torch.Tensor, Path]], edges: InputEdges) -> Trace | None:
+        def tracer(outputs: list[tuple[torch.Tensor, Path]], edges: InputEdges) -> Trace:
             return trace_module(outputs, edges, owners)
 
         self._tape.end(entry.call, result, tracer, self._changed_buffers(entry))

@@ -37,7 +37,7 @@ from tensorprobe.store.writer import CaptureWriter
 
 _DTYPE_NAMES: dict[torch.dtype, str] = {}
 # Reads the graph of a call that has ended: of an operator's, or of a module's.
-Tracer = Callable[[list[tuple[torch.Tensor, Path]], InputEdges], Trace | None]
+Tracer = Callable[[list[tuple[torch.Tensor, Path]], InputEdges], Trace]
 _SECTIONS: dict[Role, str] = {
     "input": "input",
     "output": "output",
@@ -287,7 +287,8 @@ class Tape:
         if call.edges is None or not self._backward:
             return
         trace = tracer(outputs, call.edges)
-        if trace is not None:
+        call.notes.extend(trace.notes)
+        if trace.outputs:
             self._follow(call, trace, call.edges.aliases)
 
     def save(self, name: str, value: Any) -> None:
@@ -398,7 +399,6 @@ class Tape:
 
     def _follow(self, call: OpenCall, trace: Trace, aliases: dict[Path, Path]) -> None:
         """Record the backward of this call when it runs."""
-        call.notes.extend(trace.notes)
         backward = Backward(self, call, trace, aliases)
         for reason in trace.gaps:
             self.gap(backward.name, reason)
