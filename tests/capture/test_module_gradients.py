@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +186,9 @@ def passthrough() -> nn.Module:
 
 
 def lstm() -> nn.Module:
-    return Plain(lambda self, x: self.cell(x)[0], cell=nn.LSTM(4, 3, num_layers=2, bidirectional=True))
+    return Plain(
+        lambda self, x: self.cell(x)[0], cell=nn.LSTM(4, 3, num_layers=2, bidirectional=True)
+    )
 
 
 def shared_output() -> nn.Module:

@@ -8,6 +8,8 @@ from tensorprobe.capture.gradients import InputEdges, Path
 from tensorprobe.capture.naming import CallNames
 from tensorprobe.records import Keep
 
+NOTHING: frozenset[str] = frozenset()
+
 
 class OpenCall:
     """A call that has begun and not ended."""
@@ -35,7 +37,7 @@ class OpenCall:
         self.edges: InputEdges | None = None
         self.inputs: list[tuple[torch.Tensor, Path]] = []
         self.versions: list[int] = []
-        self.writes: tuple[Path, ...] = ()  # inputs it writes to without moving their version
+        self.writes: frozenset[str] = NOTHING  # arguments written to without moving their version
         self.draws: tuple[torch.Generator, torch.Tensor] | None = None  # its state before the call
         self.notes: list[str] = []
 

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tensorprobe.capture.naming import ApiName, CallNames, call_name, operator_name
+from tensorprobe.capture.hidden_state import written_arguments
+from tensorprobe.capture.naming import (
+    ApiName,
+    CallNames,
+    call_name,
+    is_noise,
+    operator_name,
+)
 from tensorprobe.capture.tape import Tape
 from tensorprobe.records import Direction
+
+
+class _Operator(NamedTuple):
+    api: ApiName
+    random: bool
+    writes: frozenset[str]
+
+
+def _look_up(func: Any) -> _Operator | None:
+    namespace, _, name = func._schema.name.partition("::")
+    api = operator_name(namespace, name, func._overloadname)
+    if is_noise(api):
+        return None
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    return _Operator(api, random, written_arguments(func._schema))
 
 
 class OpMode(TorchDispatchMode):
@@ -18,7 +40,7 @@ class OpMode(TorchDispatchMode):
     def __init__(self, tape: Tape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
-        self._names: dict[Any, ApiName] = {}
+        self._operators: dict[Any, _Operator | None] = {}  # None: makes no tensor content
         # sequence number of the graph node a forward op was making -> that op's call
         self._made: dict[int, str] = {}
 
@@ -32,10 +54,12 @@ class OpMode(TorchDispatchMode):
         tape = self._tape
         if not tape.recording:
             return func(*args, **kwargs)
-        api = self._names.get(func)
-        if api is None:
-            namespace, _, name = func._schema.name.partition("::")
-            api = self._names[func] = operator_name(namespace, name, func._overloadname)
+        if func not in self._operators:
+            self._operators[func] = _look_up(func)
+        operator = self._operators[func]
+        if operator is None:
+            return func(*args, **kwargs)
+        api, random, writes = operator
         node = torch._C._current_autograd_node()
         number = tape.counter.next(api)
         direction: Direction = "forward" if node is None else "backward"
@@ -47,8 +71,7 @@ class OpMode(TorchDispatchMode):
             self._made[torch._C._autograd._get_sequence_nr() - 1] = names.name
         else:
             parent = self._made.get(node._sequence_nr(), node.name())
-        random = torch.Tag.nondeterministic_seeded in func.tags
-        call = tape.begin(names, args, kwargs, depth=2, parent=parent, random=random)
+        call = tape.begin(names, args, kwargs, depth=2, parent=parent, random=random, writes=writes)
         if call is None:
             return func(*args, **kwargs)
         try:

@@ -153,6 +153,8 @@ def _other(value: Any) -> Any:
         shape = getattr(value, "shape", None)
         text = f"{value.dtype}{list(shape)}" if shape else str(value)
         return _special("numpy", text)
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return _special("symbol", str(value))
     if isinstance(value, torch.nn.Module):
         return _special("module", _type_name(kind))
     if isinstance(value, torch.Generator):

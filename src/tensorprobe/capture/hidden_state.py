@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from tensorprobe.capture.gradients import Path
 from tensorprobe.capture.naming import ApiName
 
 # By the last part of their name. Of these only the calls that move the generator are random: an
@@ -27,12 +26,8 @@ _MAY_DRAW_NAMES = """
 """
 _MAY_DRAW = frozenset(_MAY_DRAW_NAMES.split())
 # These update running statistics without moving their version, when the sixth argument says so.
-_RUNNING_STATISTICS: dict[str, tuple[Path, ...]] = {
-    "batch_norm": (("1",), ("2",), ("running_mean",), ("running_var",)),
-    "native_batch_norm": (("3",), ("4",)),
-    "cudnn_batch_norm": (("3",), ("4",)),
-    "miopen_batch_norm": (("3",), ("4",)),
-}
+_RUNNING_STATISTICS = {"batch_norm": frozenset(["1", "2", "running_mean", "running_var"])}
+_NOTHING: frozenset[str] = frozenset()
 
 
 def may_draw(api: ApiName) -> bool:
@@ -59,10 +54,29 @@ def generator_of(args: Iterable[Any], kwargs: Mapping[str, Any]) -> torch.Genera
     return generator
 
 
-def silently_written(api: ApiName, args: Any, kwargs: Mapping[str, Any]) -> tuple[Path, ...]:
-    """The inputs that a call is about to write to without moving their version."""
-    paths = _RUNNING_STATISTICS.get(api.api)
-    if paths is None:
-        return ()
+def silently_written(api: ApiName, args: Any, kwargs: Mapping[str, Any]) -> frozenset[str]:
+    """The arguments that a call is about to write to without moving their version."""
+    names = _RUNNING_STATISTICS.get(api.api)
+    if names is None:
+        return _NOTHING
     training = args[5] if len(args) > 5 else kwargs.get("training", False)
-    return paths if training else ()
+    return names if training else _NOTHING
+
+
+def written_arguments(schema: Any) -> frozenset[str]:
+    """The arguments that an operator writes to: below autograd no version has moved yet."""
+    names = []
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            names += [str(i), argument.name]
+    if schema.name in _WRITES_STATISTICS:
+        names += ["3", "4"]
+    return frozenset(names)
+
+
+# The schema does not say that these update their running statistics.
+_WRITES_STATISTICS = (
+    "aten::native_batch_norm",
+    "aten::cudnn_batch_norm",
+    "aten::miopen_batch_norm",
+)

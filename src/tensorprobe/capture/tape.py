@@ -35,6 +35,8 @@ from tensorprobe.records import Role
 from tensorprobe.store.lines import CallLine, EndLine, GapLine, StackLine, TensorLine
 from tensorprobe.store.writer import CaptureWriter
 
+# Their sizes are plain numbers; those of other subclasses need not be.
+_PLAIN_TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
 _DTYPE_NAMES: dict[torch.dtype, str] = {}
 # Reads the graph of a call that has ended: of an operator's, or of a module's.
 Tracer = Callable[[list[tuple[torch.Tensor, Path]], InputEdges], Trace]
@@ -163,6 +165,7 @@ class Tape:
         grad: bool = False,
         parent: str | None = None,
         random: bool | None = None,
+        writes: frozenset[str] | None = None,
         **named: Iterable[tuple[str, torch.Tensor]],
     ) -> OpenCall | None:
         """Write down a call before it runs. `named`: parameters, parameter_grads, buffers."""
@@ -199,7 +202,9 @@ class Tape:
                 self._note_inputs(call)
                 if call.edges is not None and call.edges.functions:
                     self._record_functions(call.edges.functions)
-                call.writes = silently_written(names.api, args, kwargs)
+                call.writes = (
+                    silently_written(names.api, args, kwargs) if writes is None else writes
+                )
                 if call.keep == "tensors" and (may_draw(names.api) if random is None else random):
                     self._note_generator(call, args, kwargs)
                 self.writer.call(line)
@@ -240,6 +245,8 @@ class Tape:
                 self.writer.end(line)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self.gap(call.names.name, error)
+            if call.written:
+                self.writer.end(EndLine(id=call.id, notes=["what it returned is not recorded"]))
 
     def _watch(self, call: OpenCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpenCall:
         """Begin a call of which only the backward is wanted."""
@@ -325,13 +332,17 @@ class Tape:
         dtype = _DTYPE_NAMES.get(tensor.dtype)
         if dtype is None:
             dtype = _DTYPE_NAMES[tensor.dtype] = str(tensor.dtype).removeprefix("torch.")
+        line = TensorLine(dtype=dtype, shape=(), grad=tensor.requires_grad)
         try:
-            line = TensorLine(dtype=dtype, shape=tuple(tensor.shape), grad=tensor.requires_grad)
-            if not tensor.is_contiguous():
-                line.stride = tensor.stride()
-        except (RuntimeError, NotImplementedError) as error:  # nested and sparse tensors
-            line = TensorLine(dtype=dtype, shape=(), gap=f"no shape or stride: {error}"[:200])
-            line.shape = _shape_of(tensor)
+            if tensor.layout is torch.strided and type(tensor) in _PLAIN_TENSORS:
+                line.shape = tuple(tensor.shape)
+                if not tensor.is_contiguous():
+                    line.stride = tensor.stride()
+            else:
+                line.shape = tuple(map(_length, tensor.shape))
+                line.stride = tuple(map(_length, tensor.stride()))
+        except (RuntimeError, NotImplementedError):
+            pass  # sparse tensors have no stride, nested ones not even a shape
         device = tensor.device
         if device.type != "cpu":
             line.device = str(device)
@@ -363,7 +374,7 @@ class Tape:
         found = [
             item
             for item, before in zip(call.inputs, call.versions, strict=True)
-            if _version(item[0]) != before or item[1] in call.writes
+            if _version(item[0]) != before or item[1][0] in call.writes
         ]
         for tensor, _ in found:
             # an alias made by .data has a version of its own: drop all that is known of the storage
@@ -528,11 +539,9 @@ def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    try:
-        return tuple(tensor.shape)
-    except (RuntimeError, NotImplementedError):
-        return ()
+def _length(length: Any) -> int:
+    """A size or stride as a number; -1 for one that differs inside a ragged tensor."""
+    return length if type(length) is int else -1
 
 
 def _error_text(error: BaseException) -> str:

@@ -87,7 +87,9 @@ class Values:
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """The storage, where it and the version say what a tensor holds."""
-    if tensor.layout is not torch.strided or tensor.is_inference() or tensor.is_meta:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+        return None
+    if tensor.is_inference():  # keeps no version
         return None
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return None
