@@ -118,12 +118,14 @@ class ModuleHooks:
         self._thread = _Thread()
         self._owner_thread = 0
         self._handles: list[Any] = []
+        self._around: FrameType | None = None  # of the module whose forward we were started in
         # modules called in this step whose parameters may get a gradient
         self._trained: dict[int, tuple[weakref.ref[nn.Module], ApiName, str]] = {}
         self._grads_seen: dict[int, tuple[int, int]] = {}
 
     def install(self) -> None:
         self._owner_thread = threading.get_ident()
+        self._find_around()
         self._handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -135,8 +137,31 @@ class ModuleHooks:
         self._handles = []
         self._thread.entries.clear()
         self._thread.owners.clear()
+        self._forget_around()
+
+    def _find_around(self) -> None:
+        """Started inside a module's forward: the modules around it name those that it calls."""
+        frames = []
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code is nn.Module._call_impl.__code__:
+                frames.append(frame)
+            frame = frame.f_back
+        if frames:
+            self._around = frames[0]
+            path = None
+            for frame in reversed(frames):
+                path = self.paths.path(frame.f_locals["self"], path)
+            self._tape.place.module = path or ""
+
+    def _forget_around(self) -> None:
+        if self._around is not None:
+            self._around = None
+            self._tape.place.module = ""
 
     def begin_step(self) -> None:
+        if self._around is not None and not _is_below(self._around, sys._getframe()):
+            self._forget_around()
         self._trained.clear()
         self._grads_seen.clear()
 
@@ -150,11 +175,13 @@ class ModuleHooks:
             thread = self._thread
             frame = sys._getframe(1)
             self._drop_left(frame)
+            if self._around is not None and not _is_below(self._around, frame):
+                self._forget_around()
             if not thread.entries:
                 self._enter_root(module)
             place = tape.place
             entry = _Entry(module, frame, (place.module, place.parent, place.frame, place.stack))
-            parent = place.module if thread.entries else None
+            parent = place.module if thread.entries or self._around else None
             thread.entries.append(entry)
             path = self.paths.path(module, parent)
             if self._record and tape.recording:

@@ -227,7 +227,9 @@ class Tape:
             with Quiet():
                 mutated = self._mutated(call)
                 if not call.written:
-                    map_tensors(result, lambda tensor, path: outputs.append((tensor, path)))
+                    map_tensors(
+                        result, lambda tensor, path: outputs.append((tensor, path or ("0",)))
+                    )
                     self._trace(call, outputs or mutated, tracer)
                     return
                 encoder = _Encoder(self, call, "output", self.wants_output, outputs)
