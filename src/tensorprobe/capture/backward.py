@@ -157,8 +157,7 @@ class BackwardRun:
             for path, first in self._aliases.items()
             if first in self._sent
         ]
-        sent = {path: self._sent[path] for path in sorted(self._sent, key=_in_order)}
-        outputs = nest(sent, always=True)
+        outputs = nest(_in_order(self._sent), always=True)
         self._tape.writer.end(EndLine(id=self._call.id, outputs=outputs, notes=notes))
 
     def _count_down(self) -> None:
@@ -181,15 +180,14 @@ class BackwardRun:
     def _line(self, grad: torch.Tensor | None, path: Path, role: Role, wanted: bool) -> Any:
         if grad is None:
             return None
-        line = self._tape.line(grad.detach(), self._call, role, ".".join(path), wanted)
+        line = self._tape.line(grad, self._call, role, ".".join(path), wanted)
+        line.grad = False  # said of tensors of the program; a gradient has one by create_graph
         return {"tensor": line}
 
     def _begin(self) -> None:
         self._begun = True
         call = self._call
-        args, kwargs = as_arguments(
-            {path: self._received[path] for path in sorted(self._received, key=_in_order)}
-        )
+        args, kwargs = as_arguments(_in_order(self._received))
         self._tape.writer.call(
             CallLine(
                 id=call.id,
@@ -206,5 +204,12 @@ class BackwardRun:
         )
 
 
-def _in_order(path: Path) -> list[tuple[int, str]]:
+def _in_order(leaves: dict[Path, Any]) -> dict[Path, Any]:
+    """Gradients in the order of the arguments they belong to, not that of their coming."""
+    if len(leaves) < 2:
+        return leaves
+    return {path: leaves[path] for path in sorted(leaves, key=_place)}
+
+
+def _place(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (1 << 30, part) for part in path]

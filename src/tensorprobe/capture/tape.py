@@ -37,7 +37,6 @@ from tensorprobe.store.writer import CaptureWriter
 
 # Their sizes are plain numbers; those of other subclasses need not be.
 _PLAIN_TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
-_DTYPE_NAMES: dict[torch.dtype, str] = {}
 # Reads the graph of a call that has ended: of an operator's, or of a module's.
 Tracer = Callable[[list[tuple[torch.Tensor, Path]], InputEdges], Trace]
 _SECTIONS: dict[Role, str] = {
@@ -98,6 +97,7 @@ class Tape:
         self._functions: set[tuple[int, int]] = set()
         self._leaf_listeners: list[LeafListener] = []
         self._pending_work: list[tuple[OpenCall, Any, list[tuple[torch.Tensor, Path]]]] = []
+        self._dtypes: dict[torch.dtype, tuple[str, bool]] = {}  # name, and whether it is wanted
         self.wants_input = selection.wants_side("input")
         self.wants_output = selection.wants_side("output")
         self._forward = selection.wants_direction("forward")
@@ -331,24 +331,22 @@ class Tape:
         self, tensor: torch.Tensor, call: OpenCall, role: Role, label: str, wanted: bool = True
     ) -> TensorLine:
         """One tensor of a call; its content is numbered and kept where the selection wants it."""
-        dtype = _DTYPE_NAMES.get(tensor.dtype)
-        if dtype is None:
-            dtype = _DTYPE_NAMES[tensor.dtype] = str(tensor.dtype).removeprefix("torch.")
+        known = self._dtypes.get(tensor.dtype)
+        if known is None:
+            name = str(tensor.dtype).removeprefix("torch.")
+            known = self._dtypes[tensor.dtype] = (name, self.selection.wants_tensor(name))
+        dtype, wants_dtype = known
         line = TensorLine(dtype=dtype, shape=(), grad=tensor.requires_grad)
         try:
-            if tensor.layout is torch.strided and type(tensor) in _PLAIN_TENSORS:
-                line.shape = tuple(tensor.shape)
-                if not tensor.is_contiguous():
-                    line.stride = tensor.stride()
-            else:
-                line.shape = tuple(map(_length, tensor.shape))
-                line.stride = tuple(map(_length, tensor.stride()))
+            plain = type(tensor) in _PLAIN_TENSORS
+            line.shape = tuple(tensor.shape if plain else map(_length, tensor.shape))
+            if not tensor.is_contiguous():
+                line.stride = tuple(tensor.stride() if plain else map(_length, tensor.stride()))
         except (RuntimeError, NotImplementedError):
             pass  # sparse tensors have no stride, nested ones not even a shape
-        device = tensor.device
-        if device.type != "cpu":
-            line.device = str(device)
-        if wanted and self.selection.wants_tensor(dtype):
+        if not tensor.is_cpu:
+            line.device = str(tensor.device)
+        if wanted and wants_dtype and call.keep != "structure":
             line.value = self._values.of(tensor, _Label(call.names.name, role, label), call.keep)
         return line
 
