@@ -88,6 +88,7 @@ class Tape:
         self.recording = False  # this step is wanted, and the recorder is on
         self._steps: set[int] = set()
         self._open = False
+        self._opening = threading.Lock()
         self._values = values
         self.ids = itertools.count()
         self._stacks = Stacks(lambda id, frames: writer.stack(StackLine(id=id, frames=frames)))
@@ -136,9 +137,11 @@ class Tape:
         """A step gets its folder with its first call, so that one nobody ran leaves no trace."""
         if self._open:
             return
-        self._open = True
-        self._steps.add(self.step)
-        self.writer.begin_step(self.step)
+        with self._opening:  # or a second thread's first call would find no file yet
+            if not self._open:
+                self._steps.add(self.step)
+                self.writer.begin_step(self.step)
+                self._open = True
 
     # Calls
 

@@ -66,8 +66,7 @@ class Values:
         )
         known = self._known.get(storage._cdata)
         if known is None:
-            known = (StorageWeakRef(storage), {})
-            self._known[storage._cdata] = known
+            known = self._known.setdefault(storage._cdata, (StorageWeakRef(storage), {}))
         number = known[1].get(view)
         if number is None:
             number = known[1][view] = self._new(tensor, name, tensors)
