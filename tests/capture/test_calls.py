@@ -358,6 +358,26 @@ def test_the_backward_of_a_custom_function_is_no_recomputation(record: Record) -
     assert tensors(function)["output.0"] == [pytest.approx(2 * np.exp(2))] * 2
 
 
+def test_a_custom_function_is_seen_wherever_its_result_goes(record: Record) -> None:
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x / 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient / 2
+
+    def program() -> None:
+        x = torch.full((), 8.0, requires_grad=True)
+        Half.apply(Half.apply(x)).backward()
+
+    capture = record(program)
+    found = {c.name: tensors(c) for c in capture.calls(name="Function")}
+    assert found["Function.Half.0.forward"] == {"output.0": 2}
+    assert found["Function.Half.0.backward"] == {"input.0": 1, "output.0": 0.5}
+
+
 def test_casts_and_autocast(record: Record) -> None:
     def program() -> None:
         x = torch.ones(2, 2)

@@ -16,11 +16,20 @@ import torch
 
 
 class EngineEntry:
-    """Keeps `mode` on while backward runs, and calls `on_end` when the outermost one is over."""
+    """Keeps `mode` on while backward runs, and calls `on_end` when the outermost one is over.
 
-    def __init__(self, mode: Any, on_end: Callable[[], None]) -> None:
+    `on_begin` is given the tensors that backward starts from.
+    """
+
+    def __init__(
+        self,
+        mode: Any,
+        on_end: Callable[[], None],
+        on_begin: Callable[[Any], None] = lambda roots: None,
+    ) -> None:
         self._mode = mode
         self._on_end = on_end
+        self._on_begin = on_begin
         self._depth = 0
         self._lock = threading.Lock()
         self._wrapper: Callable[..., Any] | None = None
@@ -47,6 +56,7 @@ class EngineEntry:
         _put(function)
 
     def _run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._on_begin(args[0] if args else ())
         enter = self._mode not in torch.overrides._get_current_function_mode_stack()
         if enter:
             self._mode.__enter__()

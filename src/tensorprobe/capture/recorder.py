@@ -202,7 +202,7 @@ class Recorder:
         self._optimizers = OptimizerHooks(
             tape, self._modules.paths.parameter_names, self._optimizer_stepped
         )
-        self._engine = EngineEntry(self._mode, self._backward_ended)
+        self._engine = EngineEntry(self._mode, self._backward_ended, tape.note_roots)
         atexit.register(self.close)
         _stop_in_children(self)
         return True

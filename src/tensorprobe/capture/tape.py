@@ -99,6 +99,7 @@ class Tape:
         self._leaf_listeners: list[LeafListener] = []
         self._pending_work: list[tuple[OpenCall, Any, list[tuple[torch.Tensor, Path]]]] = []
         self._dtypes: dict[torch.dtype, tuple[str, bool]] = {}  # name, and whether it is wanted
+        self._sees_functions = config.level in ("L1", "mix")
         self.wants_input = selection.wants_side("input")
         self.wants_output = selection.wants_side("output")
         self._forward = selection.wants_direction("forward")
@@ -203,7 +204,7 @@ class Tape:
                 for section, tensors in named.items():
                     setattr(line, section, self._named(call, section, tensors))
                 self._note_inputs(call)
-                if call.edges is not None and call.edges.functions:
+                if call.edges is not None and call.edges.functions and self._sees_functions:
                     self._record_functions(call.edges.functions)
                 call.writes = (
                     silently_written(names.api, args, kwargs) if writes is None else writes
@@ -430,6 +431,7 @@ class Tape:
             names = self.select(api, self.counter.next(api), self.place.module)
             if names is None:
                 continue
+            self.open_step()
             call = OpenCall(names, self.selection.keep_for(names), self.step)
             call.id = next(self.ids)
             notes = ["seen by its graph node: the inputs are not visible"]
@@ -452,6 +454,19 @@ class Tape:
             self.writer.end(EndLine(id=call.id, outputs=nest({path: {"tensor": line}})))
 
     # Backward
+
+    def note_roots(self, roots: Iterable[Any]) -> None:
+        """Backward starts: a loss may come from a custom Function that no other call has used."""
+        if not (self.recording and self._sees_functions):
+            return
+        try:
+            with Quiet():
+                nodes = [(root, root.grad_fn) for root in roots if isinstance(root, torch.Tensor)]
+                self._record_functions(
+                    [(root, node) for root, node in nodes if isinstance(node, BackwardCFunction)]
+                )
+        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+            self.gap("backward", error)
 
     def finish_backwards(self) -> None:
         """Close what backward calls are open: the backward pass has ended."""
