@@ -354,6 +354,7 @@ def test_the_backward_of_a_custom_function_is_no_recomputation(record: Record) -
 
     capture = record(program)
     assert capture.call("Torch.mul.0.forward").notes == ("inside backward",)
+    assert names(capture)[2:4] == ["Function.Double.0.forward", "Tensor.exp.0.forward"]
     function = capture.call("Function.Double.0.backward")
     assert tensors(function)["output.0"] == [pytest.approx(2 * np.exp(2))] * 2
 
@@ -579,6 +580,20 @@ def test_writes_through_aliases_are_seen(record: Record) -> None:
         [1, 4, 4, 1],
         [1, 4],
     ]
+
+
+def test_writes_that_nothing_shows_last_until_the_next_step(tmp_path: Path) -> None:
+    """Documented at Values: numpy moves no version."""
+    array = np.zeros(2, np.float32)
+    x, echo = torch.from_numpy(array), Echo()
+    with recorder(tmp_path / "run", level="L0") as rec:
+        echo(x)
+        array += 1
+        echo(x)
+        rec.step()
+        echo(x)
+    calls = tp.load(tmp_path / "run").calls
+    assert [tensors(call)["input.0"] for call in calls] == [[0, 0], [0, 0], [1, 1]]
 
 
 def test_overlapping_and_negated_views(record: Record) -> None:

@@ -189,7 +189,7 @@ class Tape:
                     self._finish_work()
                 encoder = _Encoder(self, call, "input", self.wants_input, call.inputs)
                 line = CallLine(
-                    id=next(self.ids),
+                    id=0,
                     name=names.name,
                     op=names.api.op,
                     module=names.module,
@@ -211,6 +211,7 @@ class Tape:
                 )
                 if call.keep == "tensors" and (may_draw(names.api) if random is None else random):
                     self._note_generator(call, args, kwargs)
+                line.id = next(self.ids)  # after the Functions that made the inputs
                 self.writer.call(line)
             call.id = line.id
             return call
@@ -431,27 +432,34 @@ class Tape:
             names = self.select(api, self.counter.next(api), self.place.module)
             if names is None:
                 continue
-            self.open_step()
             call = OpenCall(names, self.selection.keep_for(names), self.step)
-            call.id = next(self.ids)
-            notes = ["seen by its graph node: the inputs are not visible"]
-            if "CompiledFunction" in kind.__qualname__:
-                notes.append("compiled: the calls inside are not visible")
-            self.writer.call(
-                CallLine(
-                    id=call.id,
-                    name=names.name,
-                    op=api.op,
-                    module=names.module,
-                    parent=self.place.parent,
-                    notes=notes,
-                )
-            )
-            path = (str(tensor.output_nr),)
-            line = self.line(tensor, call, "output", path[0], self.wants_output)
+            if names.wanted:
+                self._write_function(call, tensor)
             if self._backward:
                 self._follow(call, trace_function(node), {})
-            self.writer.end(EndLine(id=call.id, outputs=nest({path: {"tensor": line}})))
+
+    def _write_function(self, call: OpenCall, tensor: torch.Tensor) -> None:
+        """Write down a custom Function that has run, as far as one of its results shows it."""
+        self.open_step()
+        call.id = next(self.ids)
+        api = call.names.api
+        notes = ["seen by its graph node: the inputs are not visible"]
+        if api.api == "CompiledFunction":
+            notes.append("compiled: the calls inside are not visible")
+        self.writer.call(
+            CallLine(
+                id=call.id,
+                name=call.names.name,
+                op=api.op,
+                module=call.names.module,
+                parent=self.place.parent,
+                thread=self.place.thread,
+                notes=notes,
+            )
+        )
+        path = (str(tensor.output_nr),)
+        line = self.line(tensor, call, "output", path[0], self.wants_output)
+        self.writer.end(EndLine(id=call.id, outputs=nest({path: {"tensor": line}})))
 
     # Backward
 

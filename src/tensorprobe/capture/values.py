@@ -25,6 +25,11 @@ class Values:
     The output of one call is the input of the next, so most tensors are met several times. Content
     is known by its live storage and version, never by an address: a weak reference is held to every
     storage met, so that no other storage can take its place while it is remembered.
+
+    What moves no version is not seen by itself: a write through `.data` in a call that is not
+    recorded, through numpy, or by a kernel of one's own. Then the content met first in the step is
+    shown again. Where such writes are known (collectives, running statistics, optimizers) `forget`
+    is called.
     """
 
     def __init__(self, writer: CaptureWriter, summarizer: Summarizer) -> None:
