@@ -219,6 +219,7 @@ def test_nvidia_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_is_not_initialised_by_asking() -> None:
     code = (
         "import os, torch\n"

@@ -24,15 +24,14 @@ class Backward:
     It holds no node and no tensor of the graph, or the graph would never be freed.
     """
 
-    __slots__ = ("_call", "_passes", "_tape", "aliases", "contributions", "n_boundary", "n_outputs")
+    __slots__ = ("_call", "_passes", "_tape", "aliases", "contributions", "n_nodes")
 
     def __init__(self, tape: Tape, call: OpenCall, trace: Trace, aliases: dict[Path, Path]) -> None:
         self._tape = tape
         self._call = (call.names, call.keep, call.stack, call.step)
         self._passes = 0
         self.contributions = trace.contributions()
-        self.n_outputs = len(trace.outputs)  # nodes, not tensors
-        self.n_boundary = len(trace.boundary)
+        self.n_nodes = len(trace.outputs) + len(trace.boundary)
         self.aliases = aliases
 
     @property
@@ -92,8 +91,8 @@ class Backward:
 class BackwardRun:
     """One pass of backward through one call.
 
-    Its line is written once all gradients have come in; where outputs hang in different parts of
-    the graph that may be late, or, for an output nobody used, when the whole backward has ended.
+    Outputs may hang in different parts of the graph: a gradient that comes in after the call was
+    written down is written with its end; one of an output nobody used never comes.
     """
 
     __slots__ = (
@@ -101,8 +100,8 @@ class BackwardRun:
         "_begun",
         "_call",
         "_key",
+        "_late",
         "_left",
-        "_n_inputs",
         "_n_left",
         "_received",
         "_sent",
@@ -116,12 +115,12 @@ class BackwardRun:
         self._tape, self._key, self._call = tape, key, call
         self._aliases = backward.aliases
         self._left = dict(backward.contributions)
-        self._n_inputs = backward.n_outputs
-        self._n_left = backward.n_outputs + backward.n_boundary
+        self._n_left = backward.n_nodes
         self._received: dict[Path, Any] = {}
         self._sums: dict[Path, torch.Tensor] = {}
         self._sent: dict[Path, Any] = {}
         self._begun = False
+        self._late = False  # a gradient came in after the call was written down
 
     def receive(self, spots: list[Spot], grads: Gradients) -> None:
         """Gradients of outputs, as they come in."""
@@ -132,13 +131,16 @@ class BackwardRun:
             if grad is not None and window is not None:
                 grad = window.cut(grad)
             self._received[path] = self._line(grad, path, "input", self._tape.wants_input)
-        self._n_inputs -= 1
-        if self._n_inputs == 0:
+        if self._begun:
+            self._late = True
+        else:
             self._begin()
         self._count_down()
 
     def send(self, spots: list[Spot], grads: Gradients) -> None:
         """Gradients of inputs, as they go out."""
+        if not self._begun:
+            self._begin()
         for position, path, window in spots:
             grad = grads[position] if position < len(grads) else None
             if grad is not None and window is not None:
@@ -158,7 +160,10 @@ class BackwardRun:
             if first in self._sent
         ]
         outputs = nest(_in_order(self._sent), always=True)
-        self._tape.writer.end(EndLine(id=self._call.id, outputs=outputs, notes=notes))
+        line = EndLine(id=self._call.id, outputs=outputs, notes=notes)
+        if self._late:
+            line.args, line.kwargs = as_arguments(_in_order(self._received))
+        self._tape.writer.end(line)
 
     def _count_down(self) -> None:
         self._n_left -= 1

@@ -68,7 +68,8 @@ class OpMode(TorchDispatchMode):
             return func(*args, **kwargs)
         parent = tape.place.parent
         if node is None:
-            self._made[torch._C._autograd._get_sequence_nr() - 1] = names.name
+            # the first op after a node was made is the node's own; saving its output detaches it
+            self._made.setdefault(torch._C._autograd._get_sequence_nr() - 1, names.name)
         else:
             parent = self._made.get(node._sequence_nr(), node.name())
         call = tape.begin(names, args, kwargs, depth=2, parent=parent, random=random, writes=writes)
@@ -79,5 +80,7 @@ class OpMode(TorchDispatchMode):
         except BaseException as error:
             tape.raised(call, error)
             raise
+        if api.prefix == "Distributed" and tape.await_work(call, result):
+            return result
         tape.end(call, result)
         return result

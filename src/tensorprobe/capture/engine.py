@@ -24,8 +24,8 @@ class EngineEntry:
     def __init__(
         self,
         mode: Any,
+        on_begin: Callable[[Any], None],
         on_end: Callable[[], None],
-        on_begin: Callable[[Any], None] = lambda roots: None,
     ) -> None:
         self._mode = mode
         self._on_end = on_end
@@ -56,13 +56,13 @@ class EngineEntry:
         _put(function)
 
     def _run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self._on_begin(args[0] if args else ())
         enter = self._mode not in torch.overrides._get_current_function_mode_stack()
         if enter:
             self._mode.__enter__()
         with self._lock:
             self._depth += 1
         try:
+            self._on_begin(args[0] if args else ())
             return original(*args, **kwargs)
         finally:
             if enter:

@@ -90,9 +90,9 @@ def environment_facts() -> dict[str, Any]:
         facts["torch"] = _ask(torch, _TORCH)
         facts["numerics"] = {**_ask(torch, _NUMERICS), "autocast": _autocast_state(torch)}
         facts["seed"] = _ask(torch, {"torch": "initial_seed"})
-        facts["cuda"] = _cuda_facts(torch)
-        facts["npu"] = _npu_facts(sys.modules.get("torch_npu"))
-    return {name: value for name, value in facts.items() if value not in ({}, None)}
+        devices = {"cuda": _cuda_facts(torch), "npu": _npu_facts(sys.modules.get("torch_npu"))}
+        facts |= {name: found for name, found in devices.items() if found}
+    return facts
 
 
 def _read(questions: dict[str, Callable[[], Any]]) -> dict[str, Any]:

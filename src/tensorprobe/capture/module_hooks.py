@@ -65,10 +65,10 @@ class ModulePaths:
 
     def _root_name(self, module: nn.Module) -> str:
         self._roots.append(weakref.ref(module))
-        if len(self._roots) == 1:
-            return ""
         name = type(module).__name__
         count = self._taken[name] = self._taken.get(name, -1) + 1
+        if len(self._roots) == 1:
+            return ""
         return f"{name}_{count}" if count else name
 
     def _add(self, root: nn.Module, prefix: str) -> None:
@@ -171,14 +171,20 @@ class ModuleHooks:
         if torch.compiler.is_compiling():
             return
         tape = self._tape
+        thread = self._thread
+        frame = sys._getframe(1)
+        self._drop_left(frame)
+        if not thread.entries:
+            self._on_root(module)  # not below: it may end the program, or the recording
+            if not self._handles:
+                return
+        elif not tape.recording:  # only roots count steps and give names
+            return
         try:
-            thread = self._thread
-            frame = sys._getframe(1)
-            self._drop_left(frame)
             if self._around is not None and not _is_below(self._around, frame):
                 self._forget_around()
             if not thread.entries:
-                self._enter_root(module)
+                self._enter_root()
             place = tape.place
             entry = _Entry(module, frame, (place.module, place.parent, place.frame, place.stack))
             parent = place.module if thread.entries or self._around else None
@@ -211,9 +217,8 @@ class ModuleHooks:
         place = self._tape.place
         place.module, place.parent, place.frame, place.stack = entry.place
 
-    def _enter_root(self, module: nn.Module) -> None:
+    def _enter_root(self) -> None:
         self._thread.owners.clear()
-        self._on_root(module)
         if threading.get_ident() == self._owner_thread:
             return
         if self._mode not in torch.overrides._get_current_function_mode_stack():

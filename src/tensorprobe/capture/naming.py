@@ -76,10 +76,25 @@ DUNDERS_OF_NATIVE: dict[str, tuple[str, ...]] = {
 }
 
 _SYMBOLS = {
-    **{"add": "+", "sub": "-", "mul": "*", "div": "/", "floor_divide": "//", "remainder": "%"},
-    **{"pow": "**", "matmul": "@", "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^"},
-    **{"bitwise_left_shift": "<<", "bitwise_right_shift": ">>"},
-    **{"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="},
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "div": "/",
+    "floor_divide": "//",
+    "remainder": "%",
+    "pow": "**",
+    "matmul": "@",
+    "bitwise_and": "&",
+    "bitwise_or": "|",
+    "bitwise_xor": "^",
+    "bitwise_left_shift": "<<",
+    "bitwise_right_shift": ">>",
+    "eq": "==",
+    "ne": "!=",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
 }
 _WRITTEN = {
     **{native: f"a {symbol} b" for native, symbol in _SYMBOLS.items()},

@@ -46,6 +46,8 @@ _SECTIONS: dict[Role, str] = {
     "parameter_grad": "parameters_grad",
     "buffer": "buffers",
 }
+# What an asynchronous collective returns; torch without distributed has none.
+_WORK: tuple[type, ...] = tuple(filter(None, (getattr(torch.distributed, "Work", None),)))
 _ROLES: dict[str, Role] = {
     "parameters": "parameter",
     "parameter_grads": "parameter_grad",
@@ -91,13 +93,14 @@ class Tape:
         self._opening = threading.Lock()
         self._values = values
         self.ids = itertools.count()
-        self._stacks = Stacks(lambda id, frames: writer.stack(StackLine(id=id, frames=frames)))
+        self._stacks = Stacks(self._write_stack)
+        self._early_stacks: list[StackLine] = []  # of modules entered before the first call
         # passes of backward under way; None: not wanted
         self.running: dict[tuple[int, int], BackwardRun | None] = {}
         # nodes of custom Functions already written down, by thread and sequence number
         self._functions: set[tuple[int, int]] = set()
         self._leaf_listeners: list[LeafListener] = []
-        self._pending_work: list[tuple[OpenCall, Any, list[tuple[torch.Tensor, Path]]]] = []
+        self._pending_work: list[tuple[OpenCall, list[Any], list[tuple[torch.Tensor, Path]]]] = []
         self._dtypes: dict[torch.dtype, tuple[str, bool]] = {}  # name, and whether it is wanted
         self._sees_functions = config.level in ("L1", "mix")
         self.wants_input = selection.wants_side("input")
@@ -120,7 +123,7 @@ class Tape:
 
     def begin_step(self, step: int, wanted: bool) -> None:
         """Go to another step; or on with this one, after a pause, where its numbers stand."""
-        self.finish()
+        self.end_step()
         self.recording = wanted
         self.writer.end_step()
         self._open = False
@@ -131,6 +134,7 @@ class Tape:
         self.selection.begin_step()
         if wanted:
             self._values.begin_step()
+            self._early_stacks.clear()
             self._stacks.reset()
             self._functions.clear()
 
@@ -142,6 +146,9 @@ class Tape:
             if not self._open:
                 self._steps.add(self.step)
                 self.writer.begin_step(self.step)
+                for line in self._early_stacks:
+                    self.writer.stack(line)
+                self._early_stacks.clear()
                 self._open = True
 
     # Calls
@@ -463,10 +470,8 @@ class Tape:
 
     # Backward
 
-    def note_roots(self, roots: Iterable[Any]) -> None:
+    def begin_backward(self, roots: Iterable[Any]) -> None:
         """Backward starts: a loss may come from a custom Function that no other call has used."""
-        if not (self.recording and self._sees_functions):
-            return
         try:
             with Quiet():
                 nodes = [(root, root.grad_fn) for root in roots if isinstance(root, torch.Tensor)]
@@ -487,39 +492,66 @@ class Tape:
                 except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
                     self.gap("backward", error)
 
-    def finish(self) -> None:
-        """Close all that is open: the step has ended, or the recording."""
+    def end_step(self) -> None:
+        """Close what is open: the step is over, or the recording."""
         self.finish_backwards()
-        self._pending_work.clear()
+        if self._pending_work:
+            with Quiet():
+                self._finish_work(last=True)
         for listener in self._leaf_listeners:
             listener.handle.remove()
         self._leaf_listeners.clear()
 
     # Collectives that run on after they return
 
-    def await_work(self, call: OpenCall, work: Any) -> None:
-        """The result of this call is there when `work` is done; write it down then."""
-        self._pending_work.append((call, work, call.inputs))
-        call.inputs = []
-
-    def _finish_work(self, *, wait: bool = False) -> None:
-        still = []
-        for item in self._pending_work:
-            call, work, inputs = item
-            if not (wait or work.is_completed()):
-                still.append(item)
-                continue
-            for tensor, _ in inputs:
+    def await_work(self, call: OpenCall, result: Any) -> bool:
+        """Whether a collective goes on after it returned; it is written down when it is done."""
+        try:
+            works = _works_in(result)
+            if not works:
+                return False
+            for tensor, _ in call.inputs:
                 self._values.forget(tensor)
-            tree = self._arguments_after(call, inputs, [])
-            notes = [_OUTPUT_IS_ARGUMENTS, "asynchronous: read after it had completed"]
-            self.writer.end(EndLine(id=call.id, outputs=tree, notes=notes))
-        self._pending_work = still
+            self._pending_work.append((call, works, call.inputs))
+        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+            self.gap(call.names.name, error)
+            return False
+        return True
+
+    def _finish_work(self, *, last: bool = False) -> None:
+        pending, self._pending_work = self._pending_work, []
+        for item in pending:
+            call, works, inputs = item
+            try:
+                done = all(work.is_completed() for work in works)
+            except (RuntimeError, ValueError) as error:  # one of a coalesced batch has no state
+                self._give_up_work(call, f"asynchronous, and cannot be asked: {error}")
+                continue
+            if done:
+                for tensor, _ in inputs:
+                    self._values.forget(tensor)
+                tree = self._arguments_after(call, inputs, [])
+                notes = [_OUTPUT_IS_ARGUMENTS, "asynchronous: read after it had completed"]
+                self.writer.end(EndLine(id=call.id, outputs=tree, notes=notes))
+            elif last:
+                self._give_up_work(call, "asynchronous, and not waited for when the step ended")
+            else:
+                self._pending_work.append(item)
+
+    def _give_up_work(self, call: OpenCall, reason: str) -> None:
+        self.gap(call.names.name, f"{reason}: its result is not recorded")
+        self.writer.end(EndLine(id=call.id, notes=[reason]))
 
     def stack_number(self, depth: int) -> int:
         """The number of the caller's stack, `depth` frames up."""
-        self.open_step()
         return self._stacks.current(depth + 1, self.place.frame, self.place.stack)
+
+    def _write_stack(self, id: int, frames: list[str]) -> None:
+        line = StackLine(id=id, frames=frames)
+        if self._open:
+            self.writer.stack(line)
+        else:
+            self._early_stacks.append(line)
 
 
 class _Label:
@@ -559,6 +591,17 @@ class _Encoder:
             line.same = f"{self._role}.{first}"
         self._tensors.append((tensor, path or ("0",)))
         return {"tensor": line}
+
+
+def _works_in(result: Any) -> list[Any]:
+    """The Work that a collective returned: alone, several (batch_isend_irecv), or boxed, as
+    c10d's operators return it behind their tensors."""
+    items = [result] if isinstance(result, (*_WORK, torch.ScriptObject)) else result
+    if not isinstance(items, list | tuple) or not items:
+        return []
+    if isinstance(items[-1], torch.ScriptObject):
+        return [torch.distributed.Work.unbox(items[-1])]
+    return list(items) if all(isinstance(item, _WORK) for item in items) else []
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch._C import DispatchKey, DispatchKeySet
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tensorprobe.numerics.host import STORAGE
 
@@ -39,11 +40,29 @@ def key_set(*names: str) -> DispatchKeySet:
 ABOVE_KERNELS = key_set(*_ABOVE.split())
 
 
+# A subclass may rely on what lies between it and the kernels, autograd's bookkeeping of views too.
+_ABOVE_SUBCLASSES = ABOVE_KERNELS - key_set(
+    "AutogradFunctionality", "ADInplaceOrView", "Python", "PythonTLSSnapshot"
+)
+
+
 @contextmanager
 def kernels_only() -> Iterator[None]:
     """Run torch operations without anything above the kernels taking notice."""
     with torch._C.DisableTorchFunction(), torch._C._ExcludeDispatchKeyGuard(ABOVE_KERNELS):
         yield
+
+
+@contextmanager
+def subclass_only() -> Iterator[None]:
+    """The same for a tensor subclass, whose own dispatch is what computes."""
+    guard = torch._C._ExcludeDispatchKeyGuard(_ABOVE_SUBCLASSES)
+    with torch._C.DisableTorchFunction(), guard, torch.no_grad():
+        if torch._C._len_torch_dispatch_stack():
+            with _disable_current_modes():
+                yield
+        else:
+            yield
 
 
 def _bits(*names: str) -> int:
@@ -85,6 +104,8 @@ for _bit, _name in _OBSTACLES:
 NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in STORAGE if hasattr(torch, name)
 }
+# Dtypes that have NaN, infinities and a mean of their own kind: floats and complex numbers.
+WITH_FRACTION = frozenset(name for name in STORAGE if name.startswith(("float", "bf", "complex")))
 
 
 class Unsupported(Exception):
@@ -127,6 +148,11 @@ def _settle_subclass(tensor: torch.Tensor) -> torch.Tensor:
     # A device written in Python is a subclass too; its numbers are reached by calling torch.
     if tensor.device.type in ("cpu", "cuda", "meta") or kind.__name__ == "FakeTensor":
         raise Unsupported(f"{kind.__module__}.{kind.__qualname__} tensor: no summary")
+    raw = getattr(tensor, "raw", None)
+    if isinstance(raw, torch.Tensor) and raw.is_cpu and raw.shape == tensor.shape:
+        # A simulated device keeps its numbers in host memory. Read there: operations of ours would
+        # be counted, and be spoilt, by the faults that are planted in its kernels.
+        return settle(raw, keys_of(raw))
     return tensor
 
 

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Protocol
+
 import torch
 
-from tensorprobe.numerics import host, memory
+from tensorprobe.numerics import backends, digest, memory
+from tensorprobe.numerics.backends import Backend
+from tensorprobe.numerics.result import Result
 from tensorprobe.records import TensorSummary
 
+__all__ = ["Result", "Summarizer", "summarize"]
 
-class Result:
-    """What became of one tensor; filled in when `ready`.
 
-    Either `error` says why there is nothing, or `summary` and `digest` hold what was asked for.
-    """
+class Choice(Protocol):
+    """Makes the backend for a device."""
 
-    __slots__ = ("digest", "error", "ready", "summary")
-
-    def __init__(self) -> None:
-        self.summary: TensorSummary | None = None
-        self.digest: str | None = None
-        self.error: str | None = None
-        self.ready = False
-
-    def __repr__(self) -> str:
-        if not self.ready:
-            return "<Result: on its way>"
-        return f"<Result: {self.error or self.summary} {self.digest or ''}>"
+    def __call__(self, device: torch.device, *, stats: bool, digest: bool) -> Backend: ...
 
 
 class Summarizer:
@@ -39,9 +32,15 @@ class Summarizer:
         result.summary.norm, result.digest
     """
 
-    def __init__(self, *, stats: bool = True, digest: bool = False) -> None:
-        self.stats = stats
-        self.digest = digest
+    def __init__(
+        self, *, stats: bool = True, digest: bool = False, choose: Choice = backends.choose
+    ) -> None:
+        self._stats = stats
+        self._digest = digest
+        self._choose = choose
+        self._host = choose(torch.device("cpu"), stats=stats, digest=digest)
+        self._backends: dict[torch.device, Backend] = {}
+        self._lock = threading.Lock()
 
     def submit(self, tensor: torch.Tensor) -> Result:
         """Start on a tensor as it is now. Never raises and never waits for a device."""
@@ -49,14 +48,7 @@ class Summarizer:
         # Even reading an attribute of a tensor would be seen by a function mode.
         with torch._C.DisableTorchFunction():
             try:
-                keys = memory.keys_of(tensor)
-                if not memory.is_plain(keys):
-                    tensor = memory.settle(tensor, keys)
-                name = memory.dtype_name(tensor)
-                if tensor.is_cpu:
-                    self._on_host(result, tensor, name)
-                else:
-                    raise memory.Unsupported(f"{tensor.device.type} tensor: no summary")
+                self._start(result, tensor)
             except memory.Unsupported as unsupported:
                 result.error = str(unsupported)
                 result.ready = True
@@ -68,25 +60,51 @@ class Summarizer:
 
     def flush(self) -> None:
         """Start to bring everything submitted so far to the host; does not block."""
+        for backend in self._in_use():
+            backend.flush()
 
     def poll(self) -> None:
         """Complete the results whose numbers have arrived; does not block."""
+        for backend in self._in_use():
+            backend.poll()
 
     def wait(self) -> None:
         """Block until every result is ready."""
+        for backend in self._in_use():
+            backend.wait()
 
-    def _on_host(self, result: Result, tensor: torch.Tensor, name: str) -> None:
-        storage = host.STORAGE[name]
-        if self.stats and self.digest and tensor.is_contiguous():
-            array = memory.logical_array(tensor, storage)
-            result.summary, result.digest = host.summarize_and_digest(array, name)
+    def _start(self, result: Result, tensor: torch.Tensor) -> None:
+        keys = memory.keys_of(tensor)
+        if not memory.is_plain(keys):
+            tensor = memory.settle(tensor, keys)
+        name = memory.dtype_name(tensor)
+        if not tensor.numel():
+            self._finish_empty(result)
+        elif tensor.is_cpu:
+            self._host.submit(result, tensor, name)
         else:
-            if self.stats:
-                array, repeat = memory.distinct_array(tensor, storage)
-                result.summary = host.summarize_array(array, name, repeat=repeat)
-            if self.digest:
-                result.digest = host.digest_strided(memory.logical_array(tensor, storage))
+            self._backend_of(tensor.device).submit(result, tensor, name)
+
+    def _finish_empty(self, result: Result) -> None:
+        if self._stats:
+            result.summary = TensorSummary(None, None, None, None, 0, 0, 0)
+        if self._digest:
+            result.digest = digest.finish(0, 0)
         result.ready = True
+
+    def _backend_of(self, device: torch.device) -> Backend:
+        backend = self._backends.get(device)
+        if backend is None:
+            with self._lock:
+                backend = self._backends.get(device)
+                if backend is None:
+                    backend = self._choose(device, stats=self._stats, digest=self._digest)
+                    self._backends[device] = backend
+        return backend
+
+    def _in_use(self) -> list[Backend]:
+        with self._lock:
+            return [self._host, *self._backends.values()]
 
 
 def summarize(tensor: torch.Tensor) -> TensorSummary:

@@ -46,10 +46,20 @@ def read_blob(record: TensorRecord) -> np.ndarray[Any, Any]:
     if record.blob is None:
         why = record.gap or "the capture keeps no tensors; record with keep='tensors'"
         raise UnreadableCapture(f"{record.name} has no stored content: {why}")
+    blob = record.blob
     dtype = numpy_dtype(record.dtype)
-    if record.blob.nbytes == 0:
+    if blob.nbytes != record.numel * dtype.itemsize:
+        raise UnreadableCapture(
+            f"{record.name} is {record.dtype} of shape {list(record.shape)}, which takes "
+            f"{record.numel * dtype.itemsize} bytes; {blob.path} has {blob.nbytes} for it"
+        )
+    if blob.nbytes == 0:
         return np.empty(record.shape, dtype)
-    raw = np.memmap(record.blob.path, np.uint8, "r", record.blob.offset, (record.blob.nbytes,))
+    raw: np.ndarray[Any, Any]
+    raw = np.memmap(blob.path, np.uint8, "r", blob.offset, (blob.nbytes,))
+    if blob.offset % dtype.alignment:  # shards have no holes; ml_dtypes wants alignment
+        raw = np.array(raw)
+        raw.flags.writeable = False
     return np.frombuffer(raw, dtype).reshape(record.shape)
 
 

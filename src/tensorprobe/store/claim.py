@@ -8,6 +8,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,25 @@ EARLIER = "earlier"
 _RANK_FOLDER = re.compile(r"rank\d+")
 
 
+# What launchers other than torchrun call a run, and how many processes it has.
+_JOBS = (
+    ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS"),
+    ("PMIX_NAMESPACE", "OMPI_COMM_WORLD_SIZE"),
+)
+
+
 def run_identity(environ: Mapping[str, str]) -> str:
     """A text that all ranks of one run share and no other run has.
 
     A process alone is its own run. Ranks on one host share the launcher, their parent process;
-    ranks on several hosts share what torchrun tells them.
+    ranks on several hosts share what torchrun, Slurm or Open MPI tells them.
     """
     world_size = environ.get("WORLD_SIZE", "1")
     if world_size == "1" and "TORCHELASTIC_RUN_ID" not in environ:
+        for job in _JOBS:
+            values = [environ.get(name, "") for name in job]
+            if all(values) and values[-1] != "1":
+                return "/".join(values)
         return f"{socket.gethostname()}/{os.getpid()}/{_start_time(os.getpid())}"
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     parts = [environ.get(name, "") for name in names] + [world_size]
@@ -65,8 +77,9 @@ def claim(
         mine.mkdir()
         about_rank = {"format": FORMAT, "rank": rank, "run": run_id, **rank_facts}
         _write_new(mine / RANK_FILE, about_rank)
-        about_run = {"format": FORMAT, "tool": __version__, "run": run_id, **facts}
-        _write_new(root / RUN_FILE, about_run)
+        created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        about_run = {"tool": __version__, "run": run_id, "created": created, **facts}
+        _write_new(root / RUN_FILE, {"format": FORMAT, **about_run})
     if moved is not None:
         on_warning(f"'{root}' held an earlier run: it is in '{moved}' now")
     return mine

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tensorprobe.records import TensorSummary
+from tensorprobe.records import Direction, Status, TensorSummary
 
 
 class TensorLine(msgspec.Struct, omit_defaults=True, gc=False):
@@ -37,7 +37,7 @@ class CallLine(msgspec.Struct, tag_field="type", tag="call", omit_defaults=True,
     name: str
     op: str
     module: str = ""
-    direction: str = "forward"
+    direction: Direction = "forward"
     thread: str = "MainThread"
     parent: str | None = None
     stack: int | None = None
@@ -50,14 +50,19 @@ class CallLine(msgspec.Struct, tag_field="type", tag="call", omit_defaults=True,
 
 
 class EndLine(msgspec.Struct, tag_field="type", tag="end", omit_defaults=True, kw_only=True):
-    """The call `id` returned, or raised; what is named here adds to what its CallLine named."""
+    """The call `id` returned, or raised; what is named here adds to what its CallLine named.
+
+    `args` and `kwargs` stand in for the CallLine's: some of them came only after it had begun.
+    """
 
     id: int
+    args: list[Any] | None = None
+    kwargs: dict[str, Any] = {}
     outputs: Any = None
     parameters: dict[str, TensorLine] = {}
     parameter_grads: dict[str, TensorLine] = {}
     buffers: dict[str, TensorLine] = {}
-    status: str = "complete"
+    status: Status = "complete"
     error: str | None = None
     notes: list[str] = []
 
@@ -112,10 +117,12 @@ def speakable(tree: Any) -> Any:
 
 def pack_summary(summary: TensorSummary) -> list[Any]:
     """A summary as seven JSON values; JSON has no NaN and no infinity, they become text."""
-    return [
-        str(field) if isinstance(field, float) and not math.isfinite(field) else field
-        for field in msgspec.structs.astuple(summary)
-    ]
+    s = summary
+    fields: list[Any] = [s.min, s.max, s.mean, s.norm, s.nan_count, s.inf_count, s.zero_count]
+    # One test for the usual case: NaN and infinity survive a sum.
+    if math.isfinite((s.min or 0) + (s.max or 0) + (s.mean or 0) + (s.norm or 0)):
+        return fields
+    return [str(f) if type(f) is float and not math.isfinite(f) else f for f in fields]
 
 
 def unpack_summary(fields: list[Any]) -> TensorSummary:

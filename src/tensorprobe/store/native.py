@@ -10,7 +10,7 @@ import gc
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -19,10 +19,8 @@ from tensorprobe.records import (
     Blob,
     Call,
     Capture,
-    Direction,
     Gap,
     Role,
-    Status,
     TensorRecord,
     TensorSummary,
 )
@@ -67,14 +65,14 @@ def read(path: Path) -> Capture:
     steps = find(path)
     if steps is None:
         raise UnreadableCapture(f"'{path}' is not a native capture: it has no {RUN_FILE}")
-    facts = _facts(path, steps)
+    gaps: list[Gap] = []
+    facts = _facts(path, steps, gaps)
     if not steps:
         hint = f"; earlier runs are in '{path / EARLIER}'" if (path / EARLIER).is_dir() else ""
         raise UnreadableCapture(
             f"capture '{path}' is empty: the run ended before its first recorded step{hint}"
         )
     calls: list[Call] = []
-    gaps: list[Gap] = []
     unfinished = []
     index, last_rank = 0, None
     collecting = gc.isenabled()
@@ -101,26 +99,23 @@ def _number(pattern: re.Pattern[str], name: str) -> int:
     return int(match[1]) if match else 0
 
 
-def _facts(path: Path, steps: list[Path]) -> dict[str, Any]:
+def _facts(path: Path, steps: list[Path], gaps: list[Gap]) -> dict[str, Any]:
     """capture.json, with the content of every rank.json under `ranks`."""
-    ranks = {step.parent for step in steps}
-    roots = {rank.parent for rank in ranks} or {path}
-    facts: dict[str, Any] = {}
-    for root in roots:
-        facts |= _read_facts(root / RUN_FILE)
-    facts["ranks"] = {
-        _number(_RANK, rank.name): _read_facts(rank / RANK_FILE) for rank in sorted(ranks)
-    }
-    return facts
+    ranks = {_number(_RANK, step.parent.name): step.parent for step in steps}
+    root = steps[0].parent.parent if steps else path
+    facts = _read_facts(root / RUN_FILE, gaps)
+    about = {rank: _read_facts(folder / RANK_FILE, gaps) for rank, folder in ranks.items()}
+    return {**facts, "ranks": about}
 
 
-def _read_facts(path: Path) -> dict[str, Any]:
+def _read_facts(path: Path, gaps: list[Gap]) -> dict[str, Any]:
     try:
         facts = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:  # a step or rank folder that was copied alone
         return {}
     except msgspec.DecodeError as error:
-        return {"damaged": f"{path}: {error}"}
+        gaps.append(Gap(path.name, str(error)))
+        return {}
     version = facts.get("format")
     if version != FORMAT:
         raise UnreadableCapture(
@@ -153,16 +148,16 @@ class _StepReader:
     def calls(self) -> Iterator[Call]:
         for number, line in self._lines():
             self.finished = False
-            if isinstance(line, lines.ValueLine):
+            if type(line) is lines.ValueLine:
                 self._values[line.id] = line
-            elif isinstance(line, lines.CallLine):
+            elif type(line) is lines.CallLine:
                 self._open[line.id] = len(self._begun)
                 self._begun.append((number, line, None))
-            elif isinstance(line, lines.EndLine):
+            elif type(line) is lines.EndLine:
                 self._end(number, line)
-            elif isinstance(line, lines.StackLine):
+            elif type(line) is lines.StackLine:
                 self._stacks[line.id] = tuple(line.frames)
-            elif isinstance(line, lines.GapLine):
+            elif type(line) is lines.GapLine:
                 self.gaps.append(Gap(line.name, line.reason, self.step, self.rank))
             else:
                 self.finished = True
@@ -198,8 +193,7 @@ class _StepReader:
 
     def _settle(self) -> Iterator[Call]:
         """The calls up to here. After a `closed` line ids may begin anew."""
-        # in the order they began: a backward whose gradients come in one by one is written late
-        for number, call, end in sorted(self._begun, key=lambda begun: begun[1].id):
+        for number, call, end in self._begun:
             try:
                 yield self._call(call, end)
             except (KeyError, TypeError, ValueError) as error:
@@ -211,18 +205,15 @@ class _StepReader:
         self._found = []
         self._role = "input"
         base = f"{name}.input"
-        args = tuple([tree.decode(x, f"{base}.{i}", self._tensor) for i, x in enumerate(line.args)])
-        kwargs = {k: tree.decode(x, f"{base}.{k}", self._tensor) for k, x in line.kwargs.items()}
         after = end or _NO_END
-        for role, group, before, later in (
-            ("parameter", "parameters", line.parameters, after.parameters),
-            ("buffer", "buffers", line.buffers, after.buffers),
-            ("parameter_grad", "parameters_grad", line.parameter_grads, after.parameter_grads),
-        ):
-            if before or later:
-                self._role = cast(Role, role)
-                for key, tensor in (before | later).items():
-                    self._tensor(f"{name}.{group}.{key}", tensor)
+        given: lines.CallLine | lines.EndLine = line if after.args is None else after
+        args = tuple(
+            [tree.decode(x, f"{base}.{i}", self._tensor) for i, x in enumerate(given.args or ())]
+        )
+        kwargs = {k: tree.decode(x, f"{base}.{k}", self._tensor) for k, x in given.kwargs.items()}
+        self._held("parameter", "parameters", line.parameters, after.parameters)
+        self._held("buffer", "buffers", line.buffers, after.buffers)
+        self._held("parameter_grad", "parameters_grad", line.parameter_grads, after.parameter_grads)
         self._role = "output"
         outputs = None
         if after.outputs is not None:
@@ -234,7 +225,7 @@ class _StepReader:
             name=name,
             op=line.op,
             module=line.module,
-            direction=cast(Direction, line.direction),
+            direction=line.direction,
             step=self.step,
             rank=self.rank,
             thread=line.thread,
@@ -244,12 +235,27 @@ class _StepReader:
             kwargs=kwargs,
             outputs=outputs,
             tensors=tuple(self._found),
-            status=cast(Status, after.status) if end else "begun",
+            status=after.status if end else "begun",
             error=after.error,
             notes=(*line.notes, *after.notes),
         )
         self.index += 1
         return call
+
+    def _held(
+        self,
+        role: Role,
+        group: str,
+        before: dict[str, lines.TensorLine],
+        after: dict[str, lines.TensorLine],
+    ) -> None:
+        """What the module of the call holds, as seen before and after the call."""
+        if before or after:
+            self._role = role
+            name = self._call_name
+            base = name if f".{group}." in name else f"{name}.{group}"
+            for key, tensor in (before | after).items():
+                self._tensor(f"{base}.{key}", tensor)
 
     def _tensor(self, name: str, body: lines.TensorLine | dict[str, Any]) -> TensorRecord:
         line = body if isinstance(body, lines.TensorLine) else lines.TensorLine(**body)

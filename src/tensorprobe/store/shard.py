@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import zlib
 from collections.abc import Sequence
@@ -11,24 +12,26 @@ from typing import Any
 import msgspec
 import numpy as np
 
-# torch's dtype names to those of safetensors; a dtype not named here is stored as plain bytes.
+from tensorprobe.store.lines import speakable
+
+# torch's dtype names to those of safetensors, and their bytes; others are stored as plain bytes.
 SAFETENSORS_DTYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "uint16": "U16",
-    "int32": "I32",
-    "uint32": "U32",
-    "int64": "I64",
-    "uint64": "U64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
-    "complex64": "C64",
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+    "int16": ("I16", 2),
+    "uint16": ("U16", 2),
+    "int32": ("I32", 4),
+    "uint32": ("U32", 4),
+    "int64": ("I64", 8),
+    "uint64": ("U64", 8),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float32": ("F32", 4),
+    "float64": ("F64", 8),
+    "complex64": ("C64", 8),
 }
 FREE = "__free__"  # the key of what is not used yet
 HEADER_NBYTES = 256 << 10  # room for some 2,300 tensors
@@ -36,9 +39,11 @@ SHARD_NBYTES = 1 << 30
 _SAMPLE_NBYTES = 4096
 _DEDUP_NBYTES = 512  # below this, writing again costs no more than looking
 _COMPARE_NBYTES = 1 << 20
+_MAX_KEY = 1000
 _MAX_HEADER_NBYTES = 100_000_000  # the library's own limit
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Place = tuple[int, int, int]  # the number of a shard, an offset in its file, a count of bytes
 
 
 class Shard:
@@ -58,41 +63,40 @@ class Shard:
         self._new_nbytes = 0
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=dir_fd)
         opening = b'{"__metadata__":{"format":"pt","written_by":"tensorprobe"}'
-        head = HEADER_NBYTES.to_bytes(8, "little") + opening + self._end(capacity)
-        os.ftruncate(self._fd, self._start + capacity)
-        _write_all(self._fd, head.ljust(self._start), 0)
+        head = HEADER_NBYTES.to_bytes(8, "little") + opening + self._end()
+        try:
+            os.ftruncate(self._fd, self._start + capacity)
+            _write_all(self._fd, head.ljust(self._start), 0)
+        except OSError:
+            os.close(self._fd)
+            os.unlink(path, dir_fd=dir_fd)
+            raise
         self._tail = 8 + len(opening)  # where the header's last entry, the free one, begins
-        self._tail_nbytes = len(self._end(capacity))
+        self._tail_nbytes = len(self._end())
 
     def has_room(self, key: str, nbytes: int) -> bool:
-        entry = 6 * len(key) + 1500  # at most: an escaped key, 64 dimensions, the free entry
+        entry = 6 * min(len(key), _MAX_KEY) + 2000  # escaped key, 64 dimensions, free entry
         header = self._tail + self._new_nbytes + entry
         return self.used + nbytes <= self.capacity and header <= self._start
 
     def append(self, key: str, dtype: str, shape: Sequence[int], data: Bytes) -> int:
         """Write the bytes and return where they are in the file."""
-        nbytes = data.nbytes
-        begin = self.used
-        _write_all(self._fd, data.data, self._start + begin)
-        self.used += nbytes
-        known = SAFETENSORS_DTYPES.get(dtype)
-        entry = {
-            "dtype": known or "U8",
-            "shape": list(shape) if known else [nbytes],
-            "data_offsets": [begin, self.used],
-        }
+        begin, end = self.used, self.used + data.nbytes
+        name, itemsize = SAFETENSORS_DTYPES.get(dtype, ("", 0))
+        if math.prod(shape) * itemsize != data.nbytes:  # the library would refuse all of the file
+            name, shape = "U8", [data.nbytes]
+        entry = {"dtype": name or "U8", "shape": list(shape), "data_offsets": [begin, end]}
         text = b"," + msgspec.json.encode(self._unused(key)) + b":" + msgspec.json.encode(entry)
+        _write_all(self._fd, data.data, self._start + begin)
+        self.used = end
         self._new.append(text)
         self._new_nbytes += len(text)
         return self._start + begin
 
     def flush(self) -> None:
         """Let the header name all that was appended."""
-        if not self._new:
-            return
-        entries = b"".join(self._new)
-        self._write_tail(entries, self.capacity)
-        self._new, self._new_nbytes = [], 0
+        if self._new:
+            self._write_tail()
 
     def equals(self, offset: int, data: Bytes) -> bool:
         """Whether the file has these bytes at that offset."""
@@ -106,30 +110,34 @@ class Shard:
                 return False
         return True
 
+    def finish(self) -> None:
+        """Give back what was not used; nothing is appended after this."""
+        # Killed between these two calls, the library finds the file too long. Our reader
+        # does not mind: the offsets are in the log of calls as well.
+        self.capacity = self.used
+        self._write_tail()
+        os.ftruncate(self._fd, self._start + self.used)
+
     def close(self) -> None:
-        """Give back what was not used."""
-        try:
-            # Killed between these two calls, the library finds the file too long. Our reader
-            # does not mind: the offsets are in the log of calls as well.
-            self._write_tail(b"".join(self._new), self.used)
-            os.ftruncate(self._fd, self._start + self.used)
-        finally:
-            os.close(self._fd)
+        os.close(self._fd)
 
-    def _write_tail(self, entries: bytes, capacity: int) -> None:
-        text = entries + self._end(capacity)
-        _write_all(self._fd, text.ljust(self._tail_nbytes), self._tail)
+    def _write_tail(self) -> None:
+        entries, end = b"".join(self._new), self._end()
+        _write_all(self._fd, (entries + end).ljust(self._tail_nbytes), self._tail)
         self._tail += len(entries)
-        self._tail_nbytes = len(text) - len(entries)
+        self._tail_nbytes = len(end)
+        self._new, self._new_nbytes = [], 0
 
-    def _end(self, capacity: int) -> bytes:
-        free = capacity - self.used
-        entry = {"dtype": "U8", "shape": [free], "data_offsets": [self.used, capacity]}
+    def _end(self) -> bytes:
+        free = self.capacity - self.used
+        entry = {"dtype": "U8", "shape": [free], "data_offsets": [self.used, self.capacity]}
         return f',"{FREE}":'.encode() + msgspec.json.encode(entry) + b"}" if free else b"}"
 
     def _unused(self, key: str) -> str:
         """The key, or one like it when it is taken: a step that was resumed repeats its names."""
-        unused, n = key, 2
+        key = str(speakable(key[:_MAX_KEY]))
+        unused = key
+        n = 2
         while unused in self._keys:
             unused, n = f"{key}#{n}", n + 1
         self._keys.add(unused)
@@ -141,48 +149,51 @@ class Shards:
 
     def __init__(self, dir_fd: int, first: int = 0, shard_nbytes: int = SHARD_NBYTES) -> None:
         self._dir_fd = dir_fd
+        self._first = first
         self._shard_nbytes = shard_nbytes
-        self._number = first - 1
-        self._shard: Shard | None = None
-        self._known: dict[tuple[int, int], list[int]] = {}  # of the open shard: look -> offsets
+        self._shards: list[Shard] = []  # the last one is being filled
+        self._known: dict[tuple[int, int], list[Place]] = {}  # by what their bytes look like
 
-    def find(self, data: Bytes) -> tuple[int, int, int] | None:
-        """Where these bytes already are, if they are in the open shard."""
-        if self._shard is None or data.nbytes < _DEDUP_NBYTES:
+    def find(self, data: Bytes) -> Place | None:
+        """Where these bytes already are."""
+        if data.nbytes < _DEDUP_NBYTES:
             return None
-        for offset in self._known.get(_look(data), ()):
-            if self._shard.equals(offset, data):
-                return (self._number, offset, data.nbytes)
+        for place in self._known.get(_look(data), ()):
+            if self._shards[place[0] - self._first].equals(place[1], data):
+                return place
         return None
 
-    def append(
-        self, key: str, dtype: str, shape: Sequence[int], data: Bytes
-    ) -> tuple[int, int, int]:
-        if self._shard is None or not self._shard.has_room(key, data.nbytes):
-            self._next(data.nbytes)
-        assert self._shard is not None
-        offset = self._shard.append(key, dtype, shape, data)
+    def append(self, key: str, dtype: str, shape: Sequence[int], data: Bytes) -> Place:
+        """Write the bytes and return where they are."""
+        if not self._shards or not self._shards[-1].has_room(key, data.nbytes):
+            self._begin_next(data.nbytes)
+        offset = self._shards[-1].append(key, dtype, shape, data)
+        place = (self._first + len(self._shards) - 1, offset, data.nbytes)
         if data.nbytes >= _DEDUP_NBYTES:
-            offsets = self._known.setdefault(_look(data), [])
-            offsets.append(offset)
-            del offsets[:-4]  # many that look alike and differ are not compared for ever
-        return (self._number, offset, data.nbytes)
+            alike = self._known.setdefault(_look(data), [])
+            alike.append(place)
+            del alike[:-4]  # many that look alike and differ are not compared for ever
+        return place
 
     def flush(self) -> None:
-        if self._shard is not None:
-            self._shard.flush()
+        if self._shards:
+            self._shards[-1].flush()
 
     def close(self) -> None:
-        shard, self._shard = self._shard, None
+        shards, self._shards = self._shards, []
         self._known.clear()
-        if shard is not None:
-            shard.close()
+        try:
+            if shards:
+                shards[-1].finish()
+        finally:
+            for shard in shards:
+                shard.close()
 
-    def _next(self, nbytes: int) -> None:
-        self.close()
-        self._number += 1
-        name = shard_name(self._number)
-        self._shard = Shard(name, self._dir_fd, max(nbytes, self._shard_nbytes))
+    def _begin_next(self, nbytes: int) -> None:
+        if self._shards:
+            self._shards[-1].finish()
+        name = shard_name(self._first + len(self._shards))
+        self._shards.append(Shard(name, self._dir_fd, max(nbytes, self._shard_nbytes)))
 
 
 def shard_name(number: int) -> str:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import msgspec
+import numpy as np
 
 from tensorprobe.records import TensorSummary
 from tensorprobe.store.claim import claim
@@ -26,13 +29,14 @@ from tensorprobe.store.lines import (
     encode,
     pack_summary,
 )
-from tensorprobe.store.shard import SHARD_NBYTES, Bytes, Shards
+from tensorprobe.store.shard import SHARD_NBYTES, Bytes, Place, Shards
 
 LOG_FILE = "calls.jsonl"
 _GATHER_S = 0.1  # how long the thread lets small things gather before it writes them
 _POLL_S = 0.2
 _BATCH_LINES = 256
 _BATCH_NBYTES = 16 << 20
+_NO_DATA = np.empty(0, np.uint8)
 OUT_OF_BUDGET = "disk budget reached"
 
 
@@ -70,6 +74,12 @@ class _EndStep(msgspec.Struct):
 _Item = EndLine | _Data | _Value | _EndStep | threading.Event
 
 
+def _name_of(item: EndLine | _Value | _Data) -> str:
+    if isinstance(item, EndLine):
+        return f"end of call {item.id}"
+    return item.key if isinstance(item, _Data) else f"value {item.line.id}"
+
+
 class _Step:
     """The open files of one step of one rank."""
 
@@ -84,7 +94,7 @@ class _Step:
         self.log_end = os.fstat(self.log_fd).st_size
         n_shards = sum(file.endswith(".safetensors") for file in os.listdir(self.fd))
         self.shards = Shards(self.fd, n_shards, shard_nbytes)
-        self.blobs: dict[int, tuple[int, int, int]] = {}  # written, their value line to come
+        self.blobs: dict[int, Place] = {}  # written, their value line to come
         self.gaps: dict[int, str] = {}  # not written, and why
         self.lines: list[bytes] = []
         self.n_calls = 0
@@ -131,7 +141,10 @@ class CaptureWriter:
         wait: Callable[[], object] | None = None,
         on_warning: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.folder = claim(Path(root), rank, run_id, facts, rank_facts, on_warning)
+        self.folder = Path(root) / f"rank{rank}"
+        self._claim = functools.partial(
+            claim, Path(root), rank, run_id, facts, rank_facts, on_warning
+        )
         self.nbytes_written = 0
         self.waited_s = 0.0
         self.error: Exception | None = None
@@ -144,9 +157,10 @@ class CaptureWriter:
         self._poll = poll
         self._wait = wait
         self._pid = os.getpid()
-        # By descriptor, not path: a later run may move this folder while we write.
-        self._rank_fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        self._rank_fd: int | None = None
         self._step: _Step | None = None
+        self._last_step: _Step | None = None  # also after its end, until the next begins
+        self._begun_steps: set[int] = set()
         self._log_lock = threading.Lock()
         self._log_broken = False
         self._out_of_budget = False
@@ -154,6 +168,7 @@ class CaptureWriter:
         self._queue: deque[tuple[_Step, _Item]] = deque()
         self._queued_nbytes = 0
         self._hurry = False
+        self._asleep = False
         self._stopping = False
         self._waiting: list[tuple[_Step, _Value]] = []  # the thread's own
         self._result_error: str | None = None
@@ -166,11 +181,19 @@ class CaptureWriter:
         if self._forked():
             return
         self.end_step()
+        if step in self._begun_steps:
+            self._finish_queue()  # the files are opened again: let go of them first
         try:
-            self._step = _Step(self._rank_fd, step, self._shard_nbytes)
+            if self._rank_fd is None:
+                # Not before: a run that records nothing must not move an earlier one away.
+                # By descriptor, not path: a later run may move this folder while we write.
+                self._rank_fd = os.open(self._claim(), os.O_RDONLY | os.O_DIRECTORY)
+                weakref.finalize(self, os.close, self._rank_fd).atexit = False
+            self._step = self._last_step = _Step(self._rank_fd, step, self._shard_nbytes)
         except OSError as error:
             self._failed(error)
             return
+        self._begun_steps.add(step)
         if self._thread is None:
             self._stopping = False
             self._thread = threading.Thread(
@@ -187,30 +210,30 @@ class CaptureWriter:
         self._put(step, _EndStep())
 
     def call(self, line: CallLine) -> None:
-        if self._forked() or self._step is None:
-            return
-        self.n_calls += 1
-        self._step.n_calls += 1
-        self._write_lines(self._step, encode(line))
+        """Write that a call is about to run."""
+        if step := self._open_step():
+            self._write_lines(step, encode(line), n_calls=1)
 
     def stack(self, line: StackLine) -> None:
-        if not self._forked() and self._step is not None:
-            self._write_lines(self._step, encode(line))
+        """Write a stack, before the first call that names it."""
+        if step := self._open_step():
+            self._write_lines(step, encode(line))
 
     def gap(self, line: GapLine) -> None:
-        if not self._forked() and self._step is not None:
-            self._write_gap(self._step, line)
+        """Write that something could not be recorded."""
+        if step := self._open_step():
+            self._write_lines(step, encode(line), n_gaps=1)
 
     def end(self, line: EndLine) -> None:
-        if self._forked() or self._step is None:
-            return
-        self._put(self._step, line)
-        if self._flush_each:
-            self._finish_queue(self._step)
+        """Queue that a call has ended."""
+        if step := self._open_step():
+            self._put(step, line)
+            if self._flush_each:
+                self._finish_queue()
 
     def make_room(self, nbytes: int) -> None:
         """Wait until the queue can take this much more: before a copy is made, not after."""
-        if self._forked() or self.error is not None:
+        if self._forked() or self._thread is None:
             return
         with self._changed:
             if self._has_room(nbytes):
@@ -234,29 +257,31 @@ class CaptureWriter:
 
         `data` may be a function that gives them later (a copy under way); `nbytes` is needed then.
         """
-        if self._forked() or self._step is None:
+        step = self._open_step()
+        if step is None:
             return
         if nbytes is None:
             assert not callable(data), "nbytes is needed when the data comes later"
             nbytes = data.nbytes
         self.make_room(nbytes)
-        self._put(self._step, _Data(value_id, key, dtype, shape, data, nbytes), nbytes)
+        with self._changed:
+            self._queued_nbytes += nbytes
+        self._put(step, _Data(value_id, key, dtype, shape, data, nbytes))
+        if self._queued_nbytes > _BATCH_NBYTES:
+            self._wake(hurry=True)
 
     def value(self, id: int, result: Result | None = None, *, gap: str | None = None) -> None:
         """Queue the line of a value; it is written as soon as its result is ready."""
-        if self._forked() or self._step is None:
-            return
-        self._put(self._step, _Value(ValueLine(id=id, gap=gap), result))
-        if self._flush_each:
-            self._await_results()
-            self._finish_queue(self._step)
+        if step := self._open_step():
+            self._put(step, _Value(ValueLine(id=id, gap=gap), result))
+            if self._flush_each:
+                self.drain()
 
     def drain(self) -> None:
         """Return when everything queued is in the files."""
-        if self._forked() or self._step is None:
-            return
-        self._await_results()
-        self._finish_queue(self._step)
+        if not self._forked():
+            self._await_results()
+            self._finish_queue()
 
     def close(self) -> None:
         """End the step and the thread. `begin_step` may begin again."""
@@ -276,27 +301,33 @@ class CaptureWriter:
     def _forked(self) -> bool:
         return os.getpid() != self._pid
 
+    def _open_step(self) -> _Step | None:
+        """The step to write to. Taken once a call: another thread may end it meanwhile."""
+        return None if self._forked() else self._step
+
     def _has_room(self, nbytes: int) -> bool:
         # A tensor larger than the whole queue goes alone.
-        full = self._queued_nbytes + nbytes > self._queue_nbytes
-        return not full or self._queued_nbytes == 0 or self.error is not None
+        return self._queued_nbytes == 0 or self._queued_nbytes + nbytes <= self._queue_nbytes
 
-    def _put(self, step: _Step, item: _Item, nbytes: int = 0) -> None:
+    def _put(self, step: _Step, item: _Item) -> None:
+        self._queue.append((step, item))
+        # Seldom true, and no lock is taken until it is: this runs several times a recorded call.
+        # The thread says that it sleeps before it looks at the queue, so one of the two notices.
+        if self._asleep:
+            self._wake()
+
+    def _wake(self, hurry: bool = False) -> None:
         with self._changed:
-            self._queue.append((step, item))
-            self._queued_nbytes += nbytes
-            urgent = isinstance(item, threading.Event)
-            if urgent or self._queued_nbytes > _BATCH_NBYTES:
-                self._hurry = True
-                self._changed.notify_all()
-            elif len(self._queue) == 1:
-                self._changed.notify_all()
+            self._asleep = False
+            self._hurry = self._hurry or hurry
+            self._changed.notify_all()
 
-    def _finish_queue(self, step: _Step) -> None:
-        if self._thread is None:
+    def _finish_queue(self) -> None:
+        if self._thread is None or self._last_step is None:
             return
         done = threading.Event()
-        self._put(step, done)
+        self._put(self._last_step, done)
+        self._wake(hurry=True)
         done.wait()
 
     def _await_results(self) -> None:
@@ -311,14 +342,18 @@ class CaptureWriter:
 
     # -- the log -------------------------------------------------------------------------------
 
-    def _write_lines(self, step: _Step, text: bytes) -> None:
+    def _write_lines(self, step: _Step, text: bytes, *, n_calls: int = 0, n_gaps: int = 0) -> None:
         with self._log_lock:
-            if self._log_broken:
+            self.n_calls += n_calls
+            self.n_gaps += n_gaps
+            step.n_calls += n_calls
+            step.n_gaps += n_gaps
+            if self._log_broken or step.closed:
                 return
             try:
-                view = memoryview(text)
-                while view:
-                    view = view[os.write(step.log_fd, view) :]
+                written = os.write(step.log_fd, text)
+                while written < len(text):
+                    written += os.write(step.log_fd, text[written:])
             except OSError as error:
                 self._log_broken = True
                 self._failed(error)
@@ -327,11 +362,6 @@ class CaptureWriter:
             else:
                 step.log_end += len(text)
                 self.nbytes_written += len(text)
-
-    def _write_gap(self, step: _Step, line: GapLine) -> None:
-        self.n_gaps += 1
-        step.n_gaps += 1
-        self._write_lines(step, encode(line))
 
     def _failed(self, error: Exception) -> None:
         if self.error is None:
@@ -353,7 +383,9 @@ class CaptureWriter:
         """Sleep until there is work, and a little longer if it may gather; False to end."""
         with self._changed:
             if not self._waiting:
+                self._asleep = True
                 self._changed.wait_for(lambda: self._queue or self._stopping)
+                self._asleep = False
                 if not self._queue:
                     return False
             self._changed.wait_for(lambda: self._hurry or self._stopping, _GATHER_S)
@@ -365,60 +397,71 @@ class CaptureWriter:
         step = None
         while self._queue and time.monotonic() < until:
             step, item = self._queue.popleft()
-            try:
-                self._write(step, item)
-            except Exception as error:  # noqa: BLE001 this value is lost, the program goes on
-                self._failed(error)
-            finally:
-                if isinstance(item, _Data):
-                    self._release(item.nbytes)
-                elif isinstance(item, threading.Event):
-                    item.set()
-        if step is not None and not step.closed:
+            if isinstance(item, _Value):
+                if item.result is None or item.result.ready:
+                    self._attempt(step, self._write_value, item)
+                else:
+                    self._waiting.append((step, item))
+            elif isinstance(item, EndLine):
+                self._attempt(step, self._add_line, item)
+            elif isinstance(item, _Data):
+                self._attempt(step, self._write_data, item)
+                self._release(item)
+            elif isinstance(item, _EndStep):
+                self._finish_step(step)
+            else:
+                self._write_ready()
+                self._flush(step)
+                item.set()
+        if step is not None:
             self._flush(step)
         if self._queue:
             self._hurry = True
 
-    def _write(self, step: _Step, item: _Item) -> None:
-        if isinstance(item, EndLine):
-            self._add_line(step, item)
-        elif isinstance(item, _Value):
-            if item.result is None or item.result.ready:
-                self._write_value(step, item)
-            else:
-                self._waiting.append((step, item))
-        elif isinstance(item, _Data):
-            self._write_data(step, item)
-        elif isinstance(item, _EndStep):
-            self._write_ready(ending=step)
-            self._add_line(step, ClosedLine(step.n_calls, step.n_gaps))
-            self._flush(step)
-            step.close()
-        else:
-            self._write_ready()
-            self._flush(step)
+    def _attempt(
+        self, step: _Step, write: Callable[[_Step, Any], None], item: EndLine | _Value | _Data
+    ) -> None:
+        """Write one thing; if that fails it is a gap, and the program and the rest go on."""
+        try:
+            if step.closed:
+                raise RuntimeError("it came after its step had ended")
+            write(step, item)
+        except Exception as error:  # noqa: BLE001 recording a call must not end the program
+            gap = GapLine(_name_of(item), f"not written: {type(error).__name__}: {error}")
+            self._write_lines(step, encode(gap), n_gaps=1)
+
+    def _finish_step(self, step: _Step) -> None:
+        self._write_ready(ending=step)
+        step.lines.append(encode(ClosedLine(step.n_calls, step.n_gaps)))
+        self._flush(step)
+        with self._log_lock:  # no other thread is about to write to a number that is let go
+            try:
+                step.close()
+            except OSError as error:
+                self._failed(error)
 
     def _write_ready(self, ending: _Step | None = None) -> None:
         """Write outstanding values whose result has come, and all of a step that ends."""
         waiting, self._waiting = self._waiting, []
         for step, value in waiting:
-            assert value.result is not None
-            if value.result.ready or step is ending:
-                self._write_value(step, value)
+            if step is ending or (value.result is not None and value.result.ready):
+                self._attempt(step, self._write_value, value)
             else:
                 self._waiting.append((step, value))
+        for step in {step for step, _ in waiting}:
+            self._flush(step)
 
     def _write_value(self, step: _Step, value: _Value) -> None:
         line, result = value.line, value.result
         line.blob = step.blobs.pop(line.id, None)
-        reasons = [line.gap, step.gaps.pop(line.id, None)]
+        problem = step.gaps.pop(line.id, None)
         if result is not None and result.ready:
             line.summary = pack_summary(result.summary) if result.summary is not None else None
             line.digest = result.digest
-            reasons.append(result.error)
+            problem = problem or result.error
         elif result is not None:
-            reasons.append(self._result_error or "its summary did not come back from the device")
-        line.gap = "; ".join(reason for reason in reasons if reason) or None
+            problem = self._result_error or "its summary did not come back from the device"
+        line.gap = line.gap or problem
         self._add_line(step, line)
 
     def _write_data(self, step: _Step, item: _Data) -> None:
@@ -451,7 +494,7 @@ class CaptureWriter:
         if self._out_of_budget:
             reason = f"{OUT_OF_BUDGET} ({self._max_disk_nbytes} bytes): statistics only from here"
             self._flush(step)
-            self._write_gap(step, GapLine("tensors", reason))
+            self._write_lines(step, encode(GapLine("tensors", reason)), n_gaps=1)
         return self._out_of_budget
 
     def _add_line(self, step: _Step, line: Line) -> None:
@@ -461,6 +504,8 @@ class CaptureWriter:
 
     def _flush(self, step: _Step) -> None:
         """Data is named by the shard's header, then by the log: a value line is never early."""
+        if step.closed:
+            return
         try:
             step.shards.flush()
         except OSError as error:
@@ -469,7 +514,8 @@ class CaptureWriter:
         if lines:
             self._write_lines(step, b"".join(lines))
 
-    def _release(self, nbytes: int) -> None:
+    def _release(self, item: _Data) -> None:
+        item.data = _NO_DATA  # the memory first, then the room it took
         with self._changed:
-            self._queued_nbytes -= nbytes
+            self._queued_nbytes -= item.nbytes
             self._changed.notify_all()
