@@ -641,7 +641,7 @@ def test_after_an_interrupt_names_are_right_again(tmp_path: Path) -> None:
         torch.ones(2).exp()
     capture = tp.load(tmp_path / "run")
     assert [c.status for c in capture.calls(name="Module.Sequential.forward.0")] == ["raised"]
-    assert capture.call("Module.Sequential.0.Tanh.forward.0").module == "Sequential.0"
+    assert capture.call("Module.Sequential_1.0.Tanh.forward.0").module == "Sequential_1.0"
     assert capture.call("Tensor.exp.0.forward").module == ""
 
 
