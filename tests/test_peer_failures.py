@@ -96,7 +96,8 @@ def test_exactly_the_programs_operators_are_recorded(tmp_path: Path) -> None:
         train()
     capture = record(tmp_path, train, level="L2")
     operators = [c.op for c in capture.calls if not c.name.startswith("Optimizer.")]
-    assert operators == log.ops
+    # what profilers are told makes no tensor content
+    assert operators == [op for op in log.ops if not op.startswith("torch.ops.profiler.")]
 
 
 def test_two_recorders_do_not_see_each_others_work(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -14,6 +16,25 @@ from tensorprobe.capture.tape import Tape
 
 # Calls that tell the recorder something even where calls are not recorded.
 _SCALER_UPDATE = "_amp_update_scale_"
+_DISPATCH_DEPTH = 12  # frames between a __torch_dispatch__ and the operators it calls
+
+
+def _below_backward() -> bool:
+    """Whether a dispatch mode or tensor subclass calls an operator on behalf of backward.
+
+    Forward calls take our mode off the stack, so what happens below them is not seen; backward
+    does not, and torch tells nobody how deep in its dispatcher a call is made.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_DISPATCH_DEPTH):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "__torch_dispatch__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 class CallMode(TorchFunctionMode):
@@ -47,7 +68,7 @@ class CallMode(TorchFunctionMode):
             api = self._plan(func)
         except TypeError:  # a callable without a hash
             api = self._namer(func)
-        if api is None:
+        if api is None or (api.prefix == "Aten" and _below_backward()):
             return func(*args, **kwargs)
         if not (self._record and self._tape.recording):
             result = func(*args, **kwargs)
@@ -69,7 +90,8 @@ class CallMode(TorchFunctionMode):
         if names is None:
             return func(*args, **kwargs)
         grad = torch.is_grad_enabled() and not torch._C._functorch.peek_interpreter_stack()
-        call = tape.begin(names, args, kwargs, depth=2, grad=grad)
+        shown = args[:1] if api.api == "__deepcopy__" else args  # the rest is copy's own memo
+        call = tape.begin(names, shown, kwargs, depth=2, grad=grad)
         if call is None:
             return func(*args, **kwargs)
         try:

@@ -35,6 +35,7 @@ class CallNames(NamedTuple):
     name: str  # as call_name() gives it
     module: str = ""  # path of the module the call runs in; of the module itself for its own calls
     direction: Direction = "forward"
+    wanted: bool = True  # False: only the backward of this call is
 
 
 # Python's operators to the op that runs. `a + b` and `a.add(b)` are one op; which of the two names
