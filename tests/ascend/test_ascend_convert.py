@@ -206,8 +206,7 @@ def test_a_directory_lists_failures_and_does_the_rest(tmp_path: Path, capsys) ->
     )
 
 
-def test_processes_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tensorprobe.ascend.convert._WORTH_PROCESSES", 0)
+def test_processes_give_the_same(tmp_path: Path) -> None:
     for n in range(4):
         write_dump(tmp_path / "d" / f"Add.Add.{n}.16", inputs=[Tensor(X + n)])
     (tmp_path / "d" / "Bad.Bad.1.2").write_bytes(b"x" * 30)
@@ -231,7 +230,6 @@ def test_a_script_without_main_guard_still_converts(tmp_path: Path) -> None:
     script.write_text(
         "from pathlib import Path\n"
         "from tensorprobe.ascend import convert as c\n"
-        "c._WORTH_PROCESSES = 0\n"
         f"print(len(c.convert([Path({str(tmp_path / 'd')!r})], Path({str(tmp_path / 'o')!r}), "
         "jobs=2).failed))\n"
     )
