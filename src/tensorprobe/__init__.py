@@ -1,5 +1,38 @@
-"""A precision debugger for PyTorch: which call did it, and a script that shows it alone."""
+"""A precision debugger for PyTorch: which call did it, and a script that shows it alone.
+
+Names that need torch are imported when they are first used, so that reading a capture works
+without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from tensorprobe._version import __version__
+from tensorprobe.store.loading import load
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from tensorprobe.capture.recorder import Recorder
+    from tensorprobe.capture.seeding import seed_all
+
+__all__ = ["Recorder", "__version__", "load", "seed_all"]
+
+_NEED_TORCH = {
+    "Recorder": "tensorprobe.capture.recorder",
+    "seed_all": "tensorprobe.capture.seeding",
+}
+
+
+def __getattr__(name: str) -> Any:
+    module = _NEED_TORCH.get(name)
+    if module is None:
+        raise AttributeError(f"module 'tensorprobe' has no attribute '{name}'")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        from tensorprobe.errors import MissingDependency
+
+        raise MissingDependency("torch", f"tensorprobe.{name}", "torch") from None

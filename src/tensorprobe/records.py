@@ -20,7 +20,7 @@ Role = Literal["input", "output", "parameter", "parameter_grad", "buffer"]
 Status = Literal["complete", "begun", "raised"]
 
 
-class TensorSummary(msgspec.Struct, frozen=True):
+class TensorSummary(msgspec.Struct, frozen=True, gc=False):
     """What one pass over a tensor leaves behind.
 
     `min` and `max` are over all values that are not NaN (infinities included) and keep the kind of
@@ -42,7 +42,7 @@ class TensorSummary(msgspec.Struct, frozen=True):
         return self.nan_count == 0 and self.inf_count == 0
 
 
-class Blob(msgspec.Struct, frozen=True):
+class Blob(msgspec.Struct, frozen=True, gc=False):
     """Where a tensor's bytes are: `nbytes` of them, little-endian and row-major."""
 
     path: Path
@@ -50,7 +50,7 @@ class Blob(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-class TensorRecord(msgspec.Struct, frozen=True):
+class TensorRecord(msgspec.Struct, frozen=True, gc=False):
     """One tensor as a call saw it: identity, layout, and whatever of its content was kept.
 
     `name` is the full one ("Functional.linear.0.forward.input.0"). `dtype` is torch's name without
@@ -235,6 +235,11 @@ class Capture:
     @property
     def ranks(self) -> tuple[int, ...]:
         return tuple(sorted({call.rank for call in self.calls}))
+
+    @property
+    def begun(self) -> Calls:
+        """Calls that had begun when the run ended: their outputs are missing."""
+        return Calls(call for call in self.calls if call.status == "begun")
 
     def call(self, name: str, *, step: int | None = None, rank: int | None = None) -> Call:
         """The first call of exactly this name."""

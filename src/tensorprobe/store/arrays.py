@@ -27,15 +27,17 @@ _ML_DTYPES = (
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """The numpy dtype for torch's name of it, little-endian."""
+    dtype: np.dtype[Any]
     if name in _ML_DTYPES:
-        return np.dtype(getattr(ml_dtypes, name))
+        dtype = np.dtype(getattr(ml_dtypes, name))
+        return dtype
     if name == "complex32":  # numpy has none: pairs of halves
         return np.dtype([("real", "<f2"), ("imag", "<f2")])
     if name in ("float4_e2m1fn_x2", "bits8", "quint8", "quint4x2", "quint2x4"):
         return np.dtype(np.uint8)
     if name in ("bits16", "qint32", "qint8"):
         return np.dtype({"bits16": "<u2", "qint32": "<i4", "qint8": "i1"}[name])
-    dtype: np.dtype[Any] = np.dtype(name).newbyteorder("<")
+    dtype = np.dtype(name).newbyteorder("<")
     return dtype
 
 
@@ -44,10 +46,20 @@ def read_blob(record: TensorRecord) -> np.ndarray[Any, Any]:
     if record.blob is None:
         why = record.gap or "the capture keeps no tensors; record with keep='tensors'"
         raise UnreadableCapture(f"{record.name} has no stored content: {why}")
+    blob = record.blob
     dtype = numpy_dtype(record.dtype)
-    if record.blob.nbytes == 0:
+    if blob.nbytes != record.numel * dtype.itemsize:
+        raise UnreadableCapture(
+            f"{record.name} is {record.dtype} of shape {list(record.shape)}, which takes "
+            f"{record.numel * dtype.itemsize} bytes; {blob.path} has {blob.nbytes} for it"
+        )
+    if blob.nbytes == 0:
         return np.empty(record.shape, dtype)
-    raw = np.memmap(record.blob.path, np.uint8, "r", record.blob.offset, (record.blob.nbytes,))
+    raw: np.ndarray[Any, Any]
+    raw = np.memmap(blob.path, np.uint8, "r", blob.offset, (blob.nbytes,))
+    if blob.offset % dtype.alignment:  # shards have no holes; ml_dtypes wants alignment
+        raw = np.array(raw)
+        raw.flags.writeable = False
     return np.frombuffer(raw, dtype).reshape(record.shape)
 
 

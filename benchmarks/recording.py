@@ -1,0 +1,271 @@
+"""Step time and peak memory while recording, against no tool and against the peer.
+
+    python benchmarks/recording.py
+    python benchmarks/recording.py --device cuda --size large --levels L0 L1 mix
+    python benchmarks/recording.py --peer-python PYTHON      (one that has mindstudio-probe)
+
+Every row is a ratio within one process: bare steps are timed before and after the recorded ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SIZE_FIELDS = ("hidden", "layers", "heads", "intermediate", "batch", "tokens")
+SIZES = {
+    "small": dict(zip(SIZE_FIELDS, (512, 4, 8, 1376, 2, 256), strict=True)),
+    "large": dict(zip(SIZE_FIELDS, (2048, 16, 16, 5504, 2, 4096), strict=True)),
+    "launch": dict(zip(SIZE_FIELDS, (128, 4, 4, 352, 1, 16), strict=True)),  # Python dominates
+}
+
+
+def build(size: dict[str, int], device: str, dtype: str):
+    """A Llama with random weights, SGD, and a function that makes one training step."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=size["hidden"],
+        intermediate_size=size["intermediate"],
+        num_hidden_layers=size["layers"],
+        num_attention_heads=size["heads"],
+        num_key_value_heads=size["heads"],
+        vocab_size=32000,
+        attn_implementation="sdpa",
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config).to(device=device, dtype=getattr(torch, dtype))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    ids = torch.randint(0, 32000, (size["batch"], size["tokens"]), device=device)
+
+    def step() -> None:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, step
+
+
+def timed(step, count: int, device: str) -> list[float]:
+    import torch
+
+    seconds = []
+    for _ in range(count):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        step()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def folder_nbytes(path: Path) -> int:
+    return sum(f.stat().st_blocks * 512 for f in path.rglob("*") if f.is_file())
+
+
+def measure_ours(args: argparse.Namespace, size: dict[str, int]) -> list[dict[str, object]]:
+    import torch
+
+    import tensorprobe as tp
+
+    _, step = build(size, args.device, args.dtype)
+    timed(step, args.warmup, args.device)
+    rows: list[dict[str, object]] = []
+    for level in args.levels:
+        for keep in args.keeps:
+            if keep == "tensors" and level not in args.tensor_levels:
+                continue
+            folder = Path(tempfile.mkdtemp(dir=args.scratch))
+            bare = timed(step, args.steps, args.device)
+            if args.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            messages: list[str] = []
+            recorder = tp.Recorder(
+                folder / "run", level=level, keep=keep, stacks=args.stacks, log=messages.append
+            )
+
+            def recorded_step(recorder=recorder) -> None:
+                step()
+                recorder.step()
+
+            with recorder:
+                timed(recorded_step, 1, args.device)  # the first one opens files, compiles kernels
+                waited = recorder._writer.waited_s
+                seconds = timed(recorded_step, args.recorded, args.device)
+                waited = recorder._writer.waited_s - waited
+            calls = recorder._writer.n_calls / (args.recorded + 1)
+            after = timed(step, args.steps, args.device)
+            base = statistics.median(bare + after)
+            middle = statistics.median(seconds)
+            rows.append(
+                {
+                    "level": level,
+                    "keep": keep,
+                    "bare_s": base,
+                    "step_s": middle,
+                    "ratio": middle / base,
+                    "calls": calls,
+                    "us_per_call": (middle - base) / calls * 1e6,
+                    "mbytes_per_step": folder_nbytes(folder) / (args.recorded + 1) / 1e6,
+                    "waited_s": waited / args.recorded,
+                    "peak_gpu_mb": (
+                        torch.cuda.max_memory_allocated() / 1e6 if args.device == "cuda" else 0
+                    ),
+                }
+            )
+            shutil.rmtree(folder)
+            sys.stderr.write(json.dumps(rows[-1]) + "\n")
+    return rows
+
+
+PEER_TASKS = {
+    "stats": {"task": "statistics", "summary_mode": "statistics"},
+    "digest": {"task": "statistics", "summary_mode": "md5"},
+    "tensors": {"task": "tensor", "summary_mode": "statistics"},
+}
+
+
+def measure_peer(args: argparse.Namespace, size: dict[str, int]) -> list[dict[str, object]]:
+    """The same steps through msprobe; it is a singleton, so one process a row."""
+    rows = []
+    for level in args.levels:
+        for keep in args.keeps:
+            if keep not in PEER_TASKS or level == "L2":
+                continue
+            if keep == "tensors" and level not in args.tensor_levels:
+                continue
+            spec = json.dumps({**vars(args), "level": level, "keep": keep, "size": size})
+            done = subprocess.run(
+                [args.peer_python, __file__, "--peer-child", spec],
+                capture_output=True,
+                text=True,
+                timeout=args.peer_timeout,
+                check=False,
+            )
+            lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+            if not lines:
+                sys.stderr.write(done.stderr[-2000:])
+                continue
+            rows.append(json.loads(lines[-1]))
+            sys.stderr.write(lines[-1] + "\n")
+    return rows
+
+
+def peer_child(spec: dict[str, object]) -> None:
+    folder = Path(tempfile.mkdtemp(dir=spec["scratch"]))
+    level, keep = spec["level"], spec["keep"]
+    task = PEER_TASKS[keep]
+    config = {
+        "task": task["task"],
+        "dump_path": str(folder / "dump"),
+        "rank": [],
+        "step": [],
+        "level": level,
+        task["task"]: {"summary_mode": task["summary_mode"], "scope": [], "list": []},
+    }
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    from msprobe.pytorch import PrecisionDebugger
+
+    debugger = PrecisionDebugger(config_path=str(path))
+    model, step = build(spec["size"], spec["device"], spec["dtype"])
+    timed(step, spec["warmup"], spec["device"])
+    bare = timed(step, spec["steps"], spec["device"])
+
+    def recorded() -> None:
+        debugger.start(model=model)
+        step()
+        debugger.stop()
+        debugger.step()
+
+    timed(recorded, 1, spec["device"])
+    seconds = timed(recorded, spec["recorded"], spec["device"])
+    base, middle = statistics.median(bare), statistics.median(seconds)
+    row = {
+        "level": level,
+        "keep": keep,
+        "bare_s": base,
+        "step_s": middle,
+        "ratio": middle / base,
+        "mbytes_per_step": folder_nbytes(folder) / (spec["recorded"] + 1) / 1e6,
+    }
+    shutil.rmtree(folder)
+    print(json.dumps(row))
+
+
+def table(ours: list[dict[str, object]], peer: list[dict[str, object]]) -> str:
+    known = {(row["level"], row["keep"]): row for row in peer}
+    titles = ["level", "keep", "no tool", "recorded", "ratio", "per call", "MB a step", "waited"]
+    titles += ["msprobe", "its MB"]
+    lines = [f"| {' | '.join(titles)} |", f"|{' --- |' * len(titles)}"]
+    for row in ours:
+        other = known.get((row["level"], row["keep"]))
+        cells = [
+            row["level"],
+            row["keep"],
+            f"{row['bare_s']:.4f} s",
+            f"{row['step_s']:.4f} s",
+            f"{row['ratio']:.2f}x",
+            f"{row['us_per_call']:.0f} us",
+            f"{row['mbytes_per_step']:.1f}",
+            f"{row['waited_s']:.2f} s",
+            f"{other['ratio']:.2f}x" if other else "-",
+            f"{other['mbytes_per_step']:.1f}" if other else "-",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--size", default="small", choices=SIZES)
+    parser.add_argument("--levels", nargs="*", default=["L0", "L1", "mix", "L2"])
+    parser.add_argument("--keeps", nargs="*", default=["structure", "stats", "digest", "tensors"])
+    parser.add_argument("--tensor-levels", nargs="*", default=["L0", "L1"])
+    parser.add_argument("--stacks", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3, help="bare steps before and after")
+    parser.add_argument("--recorded", type=int, default=3)
+    parser.add_argument("--scratch", default=None)
+    parser.add_argument("--peer-python", default=os.environ.get("TENSORPROBE_PEER_PYTHON"))
+    parser.add_argument("--peer-timeout", type=float, default=600)
+    parser.add_argument("--json", default=None)
+    parser.add_argument("--peer-child", default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.peer_child:
+        peer_child(json.loads(args.peer_child))
+        return
+    import torch
+
+    size = SIZES[args.size]
+    ours = measure_ours(args, size)
+    peer = measure_peer(args, size) if args.peer_python else []
+    print(f"{args.size} Llama {size} {args.dtype} on {args.device}")
+    print(f"torch {torch.__version__}, ", end="")
+    print(f"python {platform.python_version()}, {os.cpu_count()} cores, stacks {args.stacks}")
+    print(table(ours, peer))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    print(f"peak resident memory of the whole benchmark: {peak:.0f} MB")
+    if args.json:
+        Path(args.json).write_text(json.dumps({"ours": ours, "peer": peer}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

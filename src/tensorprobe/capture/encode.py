@@ -1,0 +1,193 @@
+"""Live arguments to the trees of a call log: each leaf a value, a tensor, or what it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+# How to turn one live tensor, met at a path such as ("1", "0"), into its line.
+TensorEncoder = Callable[[torch.Tensor, tuple[str, ...]], Any]
+
+MAX_DEPTH = 12  # nests deeper than this are almost always an object graph, not arguments
+MAX_ITEMS = 2000  # a longer list of plain numbers is data (torch.tensor([...])), not an argument
+MAX_TEXT = 2000
+
+_INT_BOUND = 1 << 63
+
+
+def encode(value: Any, tensor: TensorEncoder, path: tuple[str, ...] = ()) -> Any:
+    """The tree of one value; `tensor` is called for every tensor in it, with its path."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        return tensor(value, path)
+    encoder = _EXACT.get(kind)
+    if encoder is not None:
+        return encoder(value)
+    if len(path) > MAX_DEPTH:
+        return _special("unsupported", f"nested deeper than {MAX_DEPTH}: {_type_name(kind)}")
+    if kind is list or kind is tuple:
+        return _sequence(value, tensor, path)
+    if isinstance(value, Mapping) or dataclasses.is_dataclass(value):
+        return _named(value, tensor, path)
+    if isinstance(value, tuple):
+        if hasattr(value, "_fields"):
+            names = value._fields
+            fields = {
+                name: encode(item, tensor, (*path, name))
+                for name, item in zip(names, value, strict=True)
+            }
+            return {"fields": ["namedtuple", _type_name(kind), fields]}
+        if not isinstance(value, torch.Size):
+            return _sequence(value, tensor, path)  # torch.return_types.max and its like
+    return _other(value)
+
+
+def map_tensors(value: Any, visit: Callable[[torch.Tensor, tuple[str, ...]], None]) -> None:
+    """Call `visit` for every tensor that `encode` would meet, with the same path."""
+    if isinstance(value, torch.Tensor):
+        visit(value, ())
+    elif type(value) not in _PLAIN:
+        encode(value, visit)
+
+
+def nest(leaves: Mapping[tuple[str, ...], Any], *, always: bool = False) -> Any:
+    """A tree from paths: {("1", "0"): x} is {"dict": [["1", {"dict": [["0", x]]}]]}."""
+    if not leaves and not always:
+        return None
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        level = tree
+        for part in path[:-1]:
+            level = level.setdefault(part, {})
+        level[path[-1]] = (leaf,)
+    return _as_dict_tree(tree)
+
+
+def _as_dict_tree(tree: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "dict": [
+            [key, item[0] if isinstance(item, tuple) else _as_dict_tree(item)]
+            for key, item in tree.items()
+        ]
+    }
+
+
+def as_arguments(leaves: Mapping[tuple[str, ...], Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Gradients by the path of their output, as positional and keyword arguments."""
+    tops: dict[str, dict[tuple[str, ...], Any]] = {}
+    for path, leaf in leaves.items():
+        tops.setdefault(path[0], {})[path[1:]] = leaf
+    trees = {
+        top: below[()] if () in below else nest(below, always=True) for top, below in tops.items()
+    }
+    numbers = [int(top) for top in trees if top.isdigit()]
+    args = [trees.get(str(i)) for i in range(max(numbers, default=-1) + 1)]
+    return args, {top: tree for top, tree in trees.items() if not top.isdigit()}
+
+
+def _sequence(value: Any, tensor: TensorEncoder, path: tuple[str, ...]) -> Any:
+    if len(value) > MAX_ITEMS and not isinstance(value[0], torch.Tensor):
+        return _special("unsupported", f"{type(value).__name__} of {len(value)} items")
+    items = [encode(item, tensor, (*path, str(i))) for i, item in enumerate(value)]
+    return items if type(value) is list else {"tuple": items}
+
+
+def _named(value: Any, tensor: TensorEncoder, path: tuple[str, ...]) -> Any:
+    if isinstance(value, type):
+        return _special("unsupported", f"type {_type_name(value)}")
+    kind = type(value)
+    if kind is dict:
+        return {
+            "dict": [
+                [encode(key, tensor, path), encode(item, tensor, (*path, str(key)))]
+                for key, item in value.items()
+            ]
+        }
+    if isinstance(value, Mapping):
+        how = "dataclass" if dataclasses.is_dataclass(value) else "mapping"
+        pairs = [(str(key), item) for key, item in value.items()]
+    else:
+        how = "dataclass"
+        pairs = [
+            (field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)
+        ]
+    fields = {name: encode(item, tensor, (*path, name)) for name, item in pairs}
+    return {"fields": [how, _type_name(kind), fields]}
+
+
+def _float(value: float) -> Any:
+    return value if math.isfinite(value) else {"float": repr(value)}
+
+
+def _int(value: int) -> Any:
+    return value if -_INT_BOUND <= value < _INT_BOUND else {"int": str(value)}
+
+
+def _special(kind: str, text: str) -> dict[str, list[str]]:
+    return {"special": [kind, text[:MAX_TEXT]]}
+
+
+def _type_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _other(value: Any) -> Any:
+    """Objects that are neither numbers, containers nor tensors."""
+    kind = type(value)
+    if isinstance(value, bool | int | float | str):  # subclasses: IntEnum, numpy.float64, SymInt
+        if isinstance(value, enum.Enum):
+            return _special("enum", str(value))
+        if isinstance(value, str):
+            return str(value)[:MAX_TEXT]
+        return _float(float(value)) if isinstance(value, float) else _int(int(value))
+    if isinstance(value, enum.Enum):
+        return _special("enum", str(value))
+    if kind.__module__ == "numpy" or kind.__module__.startswith("numpy."):
+        shape = getattr(value, "shape", None)
+        text = f"{value.dtype}{list(shape)}" if shape else str(value)
+        return _special("numpy", text)
+    if isinstance(value, torch.nn.Module):
+        return _special("module", _type_name(kind))
+    if isinstance(value, torch.Generator):
+        return _special("generator", str(value.device))
+    if isinstance(value, torch.UntypedStorage | torch.TypedStorage):
+        return _special("storage", f"{kind.__name__} of {value.nbytes()} bytes")
+    if kind.__name__.startswith("ProcessGroup"):
+        return _special("process_group", _group_text(value))
+    if callable(value) and hasattr(value, "__qualname__"):
+        return _special("function", f"{getattr(value, '__module__', '')}.{value.__qualname__}")
+    return _special("unsupported", _type_name(kind))
+
+
+def _group_text(group: Any) -> str:
+    import torch.distributed as dist
+
+    return f"ranks {dist.get_process_group_ranks(group)}"
+
+
+_PLAIN = frozenset([type(None), bool])
+_EXACT: dict[type, Callable[[Any], Any]] = {
+    int: _int,
+    float: _float,
+    str: lambda value: value[:MAX_TEXT],
+    complex: lambda value: {"complex": [_float(value.real), _float(value.imag)]},
+    slice: lambda value: {
+        "slice": [
+            encode(part, lambda tensor, _: _special("tensor", str(tensor.shape)))
+            for part in (value.start, value.stop, value.step)
+        ]
+    },
+    type(...): lambda value: {"ellipsis": True},
+    torch.dtype: lambda value: _special("dtype", str(value)),
+    torch.device: lambda value: _special("device", str(value)),
+    torch.layout: lambda value: _special("layout", str(value)),
+    torch.memory_format: lambda value: _special("memory_format", str(value)),
+    torch.Size: lambda value: {"tuple": list(value)},
+}

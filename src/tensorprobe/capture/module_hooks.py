@@ -1,0 +1,289 @@
+"""Level L0: module calls with their parameters and buffers; and, for every level, where we are.
+
+Global hooks, not one per module: those would be copied and pickled along with the user's model.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from tensorprobe.capture.calls import OpenCall
+from tensorprobe.capture.gradients import InputEdges, Path, Region, Trace, trace_module
+from tensorprobe.capture.naming import ApiName, module_name
+from tensorprobe.capture.quiet import Quiet
+from tensorprobe.capture.tape import Tape
+
+
+class ModulePaths:
+    """What modules are called: their path below the module that the program calls.
+
+    The first such root has no name of its own; a second one (a loss, a discriminator) goes by its
+    class, so that "net.0" of two models are two names.
+    """
+
+    def __init__(self) -> None:
+        self._paths: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+        self._roots: list[weakref.ref[nn.Module]] = []
+        self._taken: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def path(self, module: nn.Module, parent: str | None) -> str:
+        """The path of a module that is being called; `parent` is where it is called from."""
+        known = self._paths.get(id(module))
+        if known is not None and known[0]() is module:
+            return known[1]
+        with self._lock:
+            if parent is None:
+                self._add(module, self._root_name(module))
+            else:  # made on the fly, or hung in after the root was first called
+                self._add(module, ".".join(filter(None, (parent, type(module).__name__))))
+        return self._paths[id(module)][1]
+
+    def parameter_names(self) -> dict[int, str]:
+        """Every parameter of the modules seen, by identity."""
+        names: dict[int, str] = {}
+        for root in self._roots:
+            module = root()
+            if module is None:
+                continue
+            prefix = self._paths[id(module)][1]
+            for name, parameter in module.named_parameters():
+                names.setdefault(id(parameter), ".".join(filter(None, (prefix, name))))
+        return names
+
+    def _root_name(self, module: nn.Module) -> str:
+        self._roots.append(weakref.ref(module))
+        name = type(module).__name__
+        count = self._taken[name] = self._taken.get(name, -1) + 1
+        if len(self._roots) == 1:
+            return ""
+        return f"{name}_{count}" if count else name
+
+    def _add(self, root: nn.Module, prefix: str) -> None:
+        for name, module in root.named_modules():
+            known = self._paths.get(id(module))
+            if known is None or known[0]() is not module:
+                path = ".".join(filter(None, (prefix, name)))
+                self._paths[id(module)] = (weakref.ref(module), path)
+
+
+class _Entry:
+    """A module call under way, and the place to go back to."""
+
+    __slots__ = ("call", "module", "place")
+
+    def __init__(self, module: nn.Module, place: tuple[Any, ...]) -> None:
+        self.module = module
+        self.place = place
+        self.call: OpenCall | None = None
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.entries: list[_Entry] = []
+        self.owners: dict[int, Region] = {}
+        self.entered_mode = False
+
+
+class ModuleHooks:
+    """Follows the program into and out of modules; records their calls when `record` is true."""
+
+    def __init__(
+        self,
+        tape: Tape,
+        *,
+        record: bool,
+        mode: Any,
+        on_root: Callable[[nn.Module], None],
+    ) -> None:
+        self.paths = ModulePaths()
+        self._tape = tape
+        self._record = record
+        self._mode = mode
+        self._on_root = on_root
+        self._thread = _Thread()
+        self._owner_thread = 0
+        self._handles: list[Any] = []
+        # modules called in this step whose parameters may get a gradient
+        self._trained: dict[int, tuple[weakref.ref[nn.Module], ApiName, str]] = {}
+        self._grads_seen: dict[int, tuple[int, int]] = {}
+
+    def install(self) -> None:
+        self._owner_thread = threading.get_ident()
+        self._handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._thread.entries.clear()
+        self._thread.owners.clear()
+
+    def begin_step(self) -> None:
+        self._trained.clear()
+        self._grads_seen.clear()
+
+    # The hooks
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        tape = self._tape
+        thread = self._thread
+        if not thread.entries:
+            self._on_root(module)  # not below: it may end the program, or the recording
+            if not self._handles:
+                return
+        elif not tape.recording:  # only roots count steps and give names
+            return
+        try:
+            if not thread.entries:
+                self._enter_root()
+            frame = sys._getframe(1)
+            place = tape.place
+            entry = _Entry(module, (place.module, place.parent, place.frame, place.stack))
+            parent = place.module if thread.entries else None
+            thread.entries.append(entry)
+            path = self.paths.path(module, parent)
+            if self._record and tape.recording:
+                self._begin(entry, path, args, frame)
+            place.module = path
+            if tape.config.stacks and tape.recording:
+                place.stack = (
+                    entry.call.stack if entry.call and entry.call.stack else (tape.stack_number(1))
+                )
+                place.frame = frame
+        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+            tape.gap(f"Module.{type(module).__name__}", error)
+
+    def _enter_root(self) -> None:
+        self._thread.owners.clear()
+        if threading.get_ident() == self._owner_thread:
+            return
+        if self._mode not in torch.overrides._get_current_function_mode_stack():
+            # function modes are not inherited by threads: bring ours along while a module runs
+            self._mode.__enter__()
+            self._thread.entered_mode = True
+
+    def _begin(self, entry: _Entry, path: str, args: tuple[Any, ...], frame: FrameType) -> None:
+        module, tape = entry.module, self._tape
+        kind = type(module)
+        api = module_name(path, kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+        if path == kind.__name__:  # a root that goes by its class
+            api = api._replace(api=path)
+        names = tape.select(api, tape.counter.next(api), path)
+        if names is None:
+            return
+        grad = torch.is_grad_enabled() and not torch._C._functorch.peek_interpreter_stack()
+        entry.call = tape.begin(
+            names,
+            args,
+            frame.f_locals.get("kwargs"),
+            depth=2,
+            grad=grad,
+            parameters=_present(module._parameters),
+            buffers=_present(module._buffers),
+        )
+        tape.place.parent = names.name
+        if entry.call is not None:
+            if getattr(module, "_compiled_call_impl", None) or kind.__name__ == "OptimizedModule":
+                entry.call.notes.append("compiled: the calls inside are not visible")
+            if module._parameters:
+                self._trained[id(module)] = (weakref.ref(module), api, path)
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        entries = self._thread.entries
+        if not self._tape.recording and entries and entries[-1].module is not module:
+            return
+        try:
+            while entries:
+                # calls that left by an exception nobody told us of are on top
+                entry = entries.pop()
+                place = self._tape.place
+                place.module, place.parent, place.frame, place.stack = entry.place
+                if entry.module is module:
+                    self._end(entry, result)
+                    break
+                if entry.call is not None:
+                    self._tape.raised(entry.call, RuntimeError("left by an exception"))
+            if not entries:
+                self._leave_root()
+        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+            self._tape.gap(f"Module.{type(module).__name__}", error)
+
+    def _leave_root(self) -> None:
+        self._thread.owners.clear()
+        if self._thread.entered_mode:
+            self._thread.entered_mode = False
+            self._mode.__exit__(None, None, None)
+
+    def _end(self, entry: _Entry, result: Any) -> None:
+        if entry.call is None:
+            return
+        error = sys.exc_info()[1]
+        if result is None and error is not None:
+            self._tape.raised(entry.call, error)
+            return
+        owners = self._thread.owners
+
+        def tracer(outputs: list[tuple[torch.Tensor, Path]], edges: InputEdges) -> Trace | None:
+            return trace_module(outputs, edges, owners)
+
+        self._tape.end(entry.call, result, tracer)
+
+    # Gradients of parameters
+
+    def record_gradients(self) -> None:
+        """Write down the gradients that parameters of this step's modules have now."""
+        for reference, api, path in list(self._trained.values()):
+            module = reference()
+            if module is None:
+                continue
+            with Quiet():
+                fresh = list(self._fresh_gradients(module))
+            if fresh:
+                grads = api._replace(api=f"{api.api}.parameters_grad")
+                names = self._tape.select(grads, self._tape.counter.next(grads), path)
+                if names is None:
+                    continue
+                names = names._replace(name=f"Module.{grads.api}.{_last(names.name)}")
+                call = self._tape.begin(
+                    names, direction="backward", parent="", parameter_grads=fresh
+                )
+                if call is not None:
+                    self._tape.end(call, None)
+
+    def _fresh_gradients(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in module._parameters.items():
+            grad = parameter.grad if parameter is not None else None
+            if grad is None:
+                continue
+            state = (id(grad), -1 if grad.is_inference() else grad._version)
+            if self._grads_seen.get(id(parameter)) != state:
+                self._grads_seen[id(parameter)] = state
+                yield name, grad
+
+
+def _present(tensors: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    return [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]

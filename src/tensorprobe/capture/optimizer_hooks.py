@@ -1,0 +1,126 @@
+"""Optimizer steps as calls, so that a wrong learning rate shows where it enters."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from tensorprobe.capture.calls import OpenCall
+from tensorprobe.capture.naming import optimizer_name
+from tensorprobe.capture.tape import Tape
+
+
+class OptimizerHooks:
+    """Records `Optimizer.{Class}.step`: settings, parameters and gradients in, parameters out."""
+
+    def __init__(
+        self,
+        tape: Tape,
+        parameter_names: Callable[[], dict[int, str]],
+        on_step: Callable[[Optimizer], None],
+    ) -> None:
+        self._tape = tape
+        self._parameter_names = parameter_names
+        self._on_step = on_step
+        self._handles: list[Any] = []
+        self._inside = False  # torch is going through its hooks, which must not change then
+        self._on = False
+        # steps under way; a wrapper that is an Optimizer itself steps around the real one
+        self._open: list[tuple[weakref.ref[Optimizer], OpenCall | None]] = []
+
+    def install_once(self) -> None:
+        self._on = True
+        if self._handles:
+            return
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks away; called inside of one, they stay, idle, until the next `remove`."""
+        self._on = False
+        if self._inside:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._open.clear()
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._on:
+            return
+        if self._open:
+            under_way = _stepping(sys._getframe(1))
+            # the others are steps that raised
+            self._open = [step for step in self._open if id(step[0]()) in under_way]
+        call = self._begin(optimizer) if self._tape.recording else None
+        self._open.append((weakref.ref(optimizer), call))
+
+    def _begin(self, optimizer: Optimizer) -> OpenCall | None:
+        tape = self._tape
+        try:
+            kind = type(optimizer)
+            api = optimizer_name(kind.__name__, f"{kind.__module__}.{kind.__qualname__}.step")
+            names = tape.select(api, tape.counter.next(api), "")
+            if names is None:
+                return None
+            parameters = list(self._parameters(optimizer))
+            settings = [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in optimizer.param_groups
+            ]
+            return tape.begin(
+                names,
+                settings,
+                depth=3,
+                parameters=parameters,
+                parameter_grads=[(n, p.grad) for n, p in parameters if p.grad is not None],
+            )
+        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+            tape.gap(f"Optimizer.{type(optimizer).__name__}.step", error)
+            return None
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._on:
+            return
+        while self._open:
+            reference, call = self._open.pop()
+            if reference() is optimizer:
+                if call is not None:
+                    self._tape.end(call, dict(self._parameters(optimizer)))
+                break
+        if not self._open:
+            self._inside = True
+            try:
+                self._on_step(optimizer)
+            finally:
+                self._inside = False
+
+    def _parameters(self, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+        names = self._parameter_names()
+        for group_number, group in enumerate(optimizer.param_groups):
+            for number, parameter in enumerate(group["params"]):
+                unnamed = f"group{group_number}.{number}"
+                yield names.get(id(parameter), unnamed), parameter
+
+
+def _stepping(frame: FrameType | None) -> set[int]:
+    """The optimizers whose step called this, by identity; not the one that begins now."""
+    found: set[int] = set()
+    frame = frame.f_back if frame else None
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper" and isinstance(frame.f_locals.get("args"), tuple):
+            found |= {id(arg) for arg in frame.f_locals["args"][:1] if isinstance(arg, Optimizer)}
+        frame = frame.f_back
+    return found

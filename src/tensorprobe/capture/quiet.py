@@ -1,0 +1,40 @@
+"""Own tensor work that no mode, graph or autocast of the program ever sees."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+class Quiet:
+    """Inside it torch records no graph and calls no function or dispatch mode.
+
+    Cheaper than a generator-based context manager, and it is entered for every recorded call.
+    """
+
+    __slots__ = ("_dispatch", "_function", "_grad")
+
+    def __enter__(self) -> None:
+        self._function = torch._C.DisableTorchFunction()
+        self._function.__enter__()
+        self._dispatch = None
+        if torch._C._len_torch_dispatch_stack():
+            self._dispatch = _disable_current_modes()
+            self._dispatch.__enter__()
+        self._grad = torch._C.is_grad_enabled()
+        if self._grad:
+            torch._C._set_grad_enabled(False)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._grad:
+            torch._C._set_grad_enabled(True)
+        if self._dispatch is not None:
+            self._dispatch.__exit__(kind, error, trace)
+        self._function.__exit__(kind, error, trace)

@@ -1,0 +1,434 @@
+"""What the user holds: a Recorder, which owns the modes and hooks and drops them on exit."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shlex
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from tensorprobe.capture.dispatch_mode import OpMode
+from tensorprobe.capture.engine import EngineEntry
+from tensorprobe.capture.facts import environment_facts
+from tensorprobe.capture.function_mode import CallMode
+from tensorprobe.capture.mode_stack import (
+    add_dispatch_mode,
+    add_function_mode,
+    remove_dispatch_mode,
+    remove_function_mode,
+)
+from tensorprobe.capture.module_hooks import ModuleHooks
+from tensorprobe.capture.optimizer_hooks import OptimizerHooks
+from tensorprobe.capture.selection import Selection
+from tensorprobe.capture.steps import StepOn, StepWatch
+from tensorprobe.capture.tape import Tape
+from tensorprobe.capture.values import Values
+from tensorprobe.config import RecordConfig, format_numbers, from_msprobe_config
+from tensorprobe.errors import BadUsage, NothingRecorded, WriteFailed
+from tensorprobe.numerics.summary import Summarizer
+from tensorprobe.store.claim import run_identity
+from tensorprobe.store.writer import CaptureWriter
+
+_COMPILE_WARNING = "Using `torch.compile\\(module\\)` when there are global hooks"
+
+
+def say(text: str) -> None:
+    """One line to the person who runs the program."""
+    sys.stderr.write(f"tensorprobe: {text}\n")
+    sys.stderr.flush()
+
+
+class Recorder:
+    """Records the torch calls of a program into a folder, and disturbs nothing.
+
+        with tp.Recorder("runs/npu", level="mix", keep="tensors") as rec:
+            for batch in data:
+                loss = model(batch); loss.backward(); optimizer.step()
+                rec.step()
+
+    `level` is L0 (modules), L1 (torch calls), mix (both) or L2 (ATen ops); `keep` is structure,
+    stats, digest or tensors. What else can be given is in RecordConfig. It may be built before or
+    after the model, started and stopped many times, and nested in another recorder.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        step_on: StepOn = "explicit",
+        log: Callable[[str], None] = say,
+        facts: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.path = Path(path)
+        self.config = RecordConfig.make(**options)
+        self._selection = Selection(self.config)
+        self._log = log
+        self._facts = facts or {}
+        self._watch = StepWatch(step_on, self._advance)
+        self._step = 0
+        self._started = False
+        self._over = False  # past the last wanted step
+        self._closed = False
+        self._told_size = False
+        self._told_error = False
+        self._writer: CaptureWriter | None = None
+        self._tape: Tape | None = None
+        self._rank_wanted = True
+        self._advance_later = False
+        self._mode_on = False  # the function mode and the hooks of modules: these also tell where
+        self._hooks_on = False  # steps end
+        self._inside_on = False  # the engine's entry, and the mode of L2
+        self._filters: Any = None
+        self._frames_compiled = 0
+
+    @classmethod
+    def from_config(cls, path: str | os.PathLike[str], **more: Any) -> Recorder:
+        """A recorder as an msprobe config.json describes it."""
+        config, folder, notes = from_msprobe_config(Path(path))
+        if folder is None:
+            raise BadUsage(f"{path}: dump_path is missing; say where the recording goes")
+        recorder = cls(folder, **more, **config.as_arguments())
+        for note in notes:
+            recorder._log(note)
+        return recorder
+
+    @property
+    def current_step(self) -> int:
+        """The number of the step that the program is in."""
+        return self._step
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be recorded: the last wanted step is past, or the rank is not
+        wanted."""
+        return self._over
+
+    # What the user calls
+
+    def start(self) -> Recorder:
+        """Record from here on."""
+        if self._closed:
+            raise BadUsage("this recorder was closed; make a new one to record again")
+        if self._started or self._over:
+            return self
+        if self._tape is None and not self._build():
+            return self
+        self._started = True
+        self._begin_step()
+        return self
+
+    def stop(self) -> None:
+        """Record no more until `start`; all that was recorded is in the files when it returns."""
+        if not self._started:
+            return
+        self._started = False
+        self._take_away()
+        assert self._tape is not None
+        assert self._writer is not None
+        self._tape.end_step()
+        self._tape.recording = False
+        self._note_compiled()
+        self._writer.close()
+
+    def step(self) -> None:
+        """One step of the program has ended."""
+        self._watch.be_explicit()
+        self._advance()
+
+    def save(self, name: str, value: Any) -> None:
+        """Record a tensor or a nest of tensors by hand, and its gradient when backward comes by."""
+        if self._tape is not None and self._tape.recording:
+            self._tape.save(name, value)
+
+    def close(self) -> None:
+        """Stop for good and say what was recorded; NothingRecorded if that is nothing."""
+        if self._closed:
+            return
+        self.stop()
+        self._closed = True
+        atexit.unregister(self.close)
+        if self._writer is None:
+            return
+        self._take_away()  # what could not go when the last step ended
+        self._report_write_error()
+        if not self._rank_wanted:
+            return
+        if self._writer.n_calls == 0:
+            raise NothingRecorded(self._selection.explain_nothing())
+        self._log(self._summary(self._writer))
+
+    def __enter__(self) -> Recorder:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except NothingRecorded as nothing:
+            if error is None:
+                raise
+            self._log(str(nothing))  # the user's own exception goes first
+
+    # Building and taking apart
+
+    def _build(self) -> bool:
+        config = self.config
+        rank = current_rank()
+        self._rank_wanted = self._selection.wants_rank(rank)
+        if not self._rank_wanted:
+            self._log(f"rank {rank} is not among ranks {format_numbers(config.ranks)}")
+            if not config.stop_after_last_step:  # else it counts: all ranks have to end together
+                self._over = True
+                return False
+        summarizer = Summarizer(stats=True, digest=config.keep in ("digest", "tensors"))
+        facts = environment_facts()
+        self._writer = CaptureWriter(
+            self.path,
+            rank,
+            run_identity(os.environ),
+            {**facts, "config": config.as_arguments(), **self._facts},
+            facts,
+            flush=config.flush,
+            queue_nbytes=config.queue,
+            max_disk_nbytes=config.max_disk,
+            poll=summarizer.poll,
+            wait=summarizer.wait,
+            on_warning=self._log,
+        )
+        values = Values(self._writer, summarizer)
+        tape = self._tape = Tape(config, self._selection, self._writer, values)
+        level = config.level
+        self._mode = CallMode(
+            tape, record=level in ("L1", "mix"), on_scaler_update=self._watch.scaler_updated
+        )
+        self._op_mode = OpMode(tape) if level == "L2" else None
+        self._modules = ModuleHooks(
+            tape,
+            record=level in ("L0", "mix"),
+            mode=self._mode,
+            on_root=self._watch.root_called,
+        )
+        self._optimizers = OptimizerHooks(
+            tape, self._modules.paths.parameter_names, self._optimizer_stepped
+        )
+        self._engine = EngineEntry(self._mode, self._backward_begins, self._backward_ended)
+        atexit.register(self.close)
+        _stop_in_children(self)
+        return True
+
+    def _take_away(self) -> None:
+        self._optimizers.remove()
+        self._switch(mode=False, hooks=False, inside=False)
+
+    def _switch(self, *, mode: bool, hooks: bool, inside: bool) -> None:
+        """Put on the stack, and register, what the coming step needs; take away all else."""
+        if hooks != self._hooks_on:
+            self._hooks_on = hooks
+            if hooks:
+                self._modules.install()
+            else:
+                self._modules.remove()
+        if inside != self._inside_on:
+            self._inside_on = inside
+            self._switch_inside(inside)
+        if mode and not self._mode_on:
+            self._mode_on = True
+            add_function_mode(self._mode)
+        elif not mode and self._mode_on:
+            # False inside a call of its own, where torch has it off the stack: it stays till the
+            # next step, and lets everything pass
+            self._mode_on = not remove_function_mode(self._mode)
+
+    def _switch_inside(self, on: bool) -> None:
+        if on:
+            self._filters = _ignore_compile_warning()
+            self._frames_compiled = _frames_compiled()
+            self._engine.install()
+            if self._op_mode is not None:
+                add_dispatch_mode(self._op_mode)
+            return
+        if self._op_mode is not None:
+            remove_dispatch_mode(self._op_mode)
+        self._engine.remove()
+        _restore_warnings(self._filters)
+
+    # Steps
+
+    def _begin_step(self) -> None:
+        assert self._tape is not None
+        wanted = self._selection.wants_step(self._step) and self._rank_wanted
+        self._optimizers.install_once()
+        watch = self._watch
+        # The first step is watched even where it is not wanted: the models met in it get their
+        # names, and it shows whether an optimizer or a scaler sets the pace.
+        first = self._step == 0
+        self._switch(
+            mode=wanted or (watch.automatic and (first or watch.scaler_seen)),
+            hooks=wanted or first or watch.needs_roots,
+            inside=wanted or (first and watch.automatic),
+        )
+        self._tape.begin_step(self._step, wanted)
+        self._modules.begin_step()
+        if self._op_mode is not None:
+            self._op_mode.begin_step()
+
+    def _advance(self) -> None:
+        """Go to the next step."""
+        if self._inside_on and torch._C._current_graph_task_id() != -1:
+            self._advance_later = True  # an optimizer that steps inside of backward
+            return
+        self._step += 1
+        if self._tape is None or self._over:
+            return
+        self._report_write_error()
+        if self._started:
+            self._tell_size()
+            if self._selection.past_last_step(self._step):
+                self._finish()
+            else:
+                self._begin_step()
+
+    def _finish(self) -> None:
+        """The last wanted step is over: leave the program alone from here on."""
+        self._over = True
+        self.stop()
+        if self.config.stop_after_last_step:
+            steps = self.config.steps or ()
+            which = f"{'step' if len(steps) == 1 else 'steps'} {format_numbers(steps)}"
+            self._log(f"{which} recorded: ending the program")
+            raise SystemExit(0)
+
+    def _optimizer_stepped(self, optimizer: object) -> None:
+        if self._tape is not None and self._tape.recording:
+            self._tell_size()
+        if self._watch.automatic:
+            self._watch.optimizer_stepped(optimizer)
+
+    def _backward_begins(self, roots: Any) -> None:
+        tape = self._tape
+        if tape is not None and tape.recording and self.config.level in ("L1", "mix"):
+            tape.begin_backward(roots)
+
+    def _backward_ended(self) -> None:
+        tape = self._tape
+        self._watch.backward_ended()
+        if tape is not None and tape.recording:
+            tape.finish_backwards()
+            if self.config.level in ("L0", "mix"):
+                self._modules.record_gradients()
+        if self._advance_later:
+            self._advance_later = False
+            self._advance()
+
+    # What the user reads
+
+    def _tell_size(self) -> None:
+        if self._told_size or self.config.keep != "tensors" or self._tape is None:
+            return
+        self._told_size = True
+        nbytes = self._tape.nbytes
+        steps = self.config.steps
+        total = ""
+        if steps and len(steps) > 1:
+            total = f", {format_nbytes(nbytes * len(steps))} for {len(steps)} steps"
+        self._log(f"recording about {format_nbytes(nbytes)} a step{total}, to {self.path}")
+
+    def _report_write_error(self) -> None:
+        error = self._writer.error if self._writer is not None else None
+        if error is None or self._told_error:
+            return
+        self._told_error = True
+        text = f"recording to {self.path} stopped, the disk refused: {error}"
+        if self.config.on_write_error == "stop":
+            raise WriteFailed(text) from error
+        self._log(f"{text}. The program goes on; what was recorded before is readable.")
+
+    def _note_compiled(self) -> None:
+        count = _frames_compiled() - self._frames_compiled
+        if count > 0 and self._tape is not None:
+            self._tape.gap(
+                "torch.compile",
+                f"{count} frames were compiled while recording: a compiled region is one opaque "
+                "call, the calls inside are not seen",
+            )
+
+    def _summary(self, writer: CaptureWriter) -> str:
+        steps = self._tape.n_steps if self._tape is not None else 0
+        gaps = f", {_count(writer.n_gaps, 'gap')}" if writer.n_gaps else ""
+        several = os.environ.get("WORLD_SIZE", "1") != "1"
+        where = writer.folder if several else self.path
+        waited = f", waited {writer.waited_s:.1f} s for the disk" if writer.waited_s >= 1 else ""
+        return (
+            f"recorded {_count(writer.n_calls, 'call')} in {_count(steps, 'step')}{gaps}, "
+            f"{format_nbytes(writer.nbytes_written)} in {where}{waited}. "
+            f"Next: tensorprobe show {shlex.quote(str(self.path))}"
+        )
+
+
+def current_rank() -> int:
+    """This process's rank, from torch.distributed or the launcher's environment."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    for variable in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+        value = os.environ.get(variable, "")
+        if value.isdigit():
+            return int(value)
+    return 0
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def format_nbytes(nbytes: float) -> str:
+    """1536 is "1.5 kB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} TB"
+
+
+def _frames_compiled() -> int:
+    utils = sys.modules.get("torch._dynamo.utils")
+    return int(utils.counters["frames"]["ok"]) if utils is not None else 0
+
+
+def _ignore_compile_warning() -> Any:
+    """Calling a compiled module while global hooks are on warns; those hooks are ours."""
+    warnings.filterwarnings("ignore", message=_COMPILE_WARNING)
+    return warnings.filters[0]
+
+
+def _restore_warnings(ours: Any) -> None:
+    if ours in warnings.filters:
+        warnings.filters.remove(ours)  # type: ignore[attr-defined]
+
+
+def _stop_in_children(recorder: Recorder) -> None:
+    """A forked child (a DataLoader worker) has our modes, but nothing of its work is recorded."""
+    reference = weakref.ref(recorder)
+
+    def in_child() -> None:
+        alive = reference()
+        if alive is not None:
+            alive._closed = True
+            if alive._tape is not None:
+                alive._tape.recording = False
+
+    os.register_at_fork(after_in_child=in_child)

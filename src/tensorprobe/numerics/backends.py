@@ -1,0 +1,300 @@
+"""Where the work on a tensor is done: on the host, by Triton kernels, or by torch operations."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from tensorprobe.numerics import digest, host, memory, rows, torch_ops
+from tensorprobe.numerics.queue import MAX_AGE_S, Bank, Port, Queue
+from tensorprobe.numerics.result import Result
+
+if TYPE_CHECKING:
+    from tensorprobe.numerics.launch import Launcher
+
+MAX_PENDING = 1024  # tensors whose numbers wait on a device before they are fetched
+
+
+class Backend(Protocol):
+    """Takes tensors of one device and completes their results, now or later."""
+
+    def submit(self, result: Result, tensor: torch.Tensor, name: str) -> None: ...
+    def flush(self) -> None: ...
+    def poll(self) -> None: ...
+    def wait(self) -> None: ...
+
+
+class HostBackend:
+    """Reads the memory of CPU tensors with numpy; results are ready at once."""
+
+    def __init__(self, *, stats: bool, digest: bool) -> None:
+        self._stats = stats
+        self._digest = digest
+
+    def submit(self, result: Result, tensor: torch.Tensor, name: str) -> None:
+        storage = host.STORAGE[name]
+        if self._stats and self._digest and tensor.is_contiguous():
+            array = memory.logical_array(tensor, storage)
+            result.summary, result.digest = host.summarize_and_digest(array, name)
+        else:
+            if self._stats:
+                array, repeat = memory.distinct_array(tensor, storage)
+                result.summary = host.summarize_array(array, name, repeat=repeat)
+            if self._digest:
+                result.digest = host.digest_strided(memory.logical_array(tensor, storage))
+        result.ready = True
+
+    def flush(self) -> None:
+        """Nothing is ever on its way."""
+
+    poll = wait = flush
+
+
+class KernelBackend:
+    """Tallies by Triton kernels, which write to banks that come to the host as a whole."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        port: Port,
+        new_bank: Callable[[], Bank],
+        *,
+        stats: bool,
+        digest: bool,
+    ) -> None:
+        from tensorprobe.numerics.launch import FAILURES, rows_for
+
+        self._failures = FAILURES
+        self._rows_for = rows_for
+        self._launcher = launcher
+        self._port = port
+        self._stats = stats
+        self._digest = digest
+        self._queue = Queue(port, new_bank)
+
+    def submit(self, result: Result, tensor: torch.Tensor, name: str) -> None:
+        with self._port.on_device():
+            source, count, repeat = tensor, 0, 1
+            if self._stats:
+                source, count, repeat = _in_one_piece(tensor)
+            logical = tensor
+            if self._digest and not tensor.is_contiguous():
+                with memory.kernels_only():
+                    logical = tensor.contiguous()
+            nbytes = tensor.numel() * tensor.element_size()
+
+            def write(bank: Bank, slot: int, row: int, stream: int) -> None:
+                if self._stats:
+                    self._launcher.tally(source, name, count, bank, slot, row, stream)
+                if self._digest:
+                    self._launcher.digest(logical, nbytes, bank, slot, stream)
+
+            # Not `write`: that holds the tensor, which must go when the program lets it go.
+            def take(row: list[int]) -> None:
+                if self._stats:
+                    result.summary = rows.decode(row, name, count, repeat)
+                if self._digest:
+                    result.digest = digest.finish(row[rows.DIGEST], nbytes)
+                result.ready = True
+
+            try:
+                self._queue.put(self._rows_for(count), write, take)
+            except self._failures as error:
+                raise memory.Unsupported(f"{name} tensor: {_first_line(error)}") from error
+
+    def flush(self) -> None:
+        self._queue.flush()
+
+    def poll(self) -> None:
+        self._queue.poll()
+
+    def wait(self) -> None:
+        self._queue.wait()
+
+
+def _in_one_piece(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """A tensor from whose first element on all different ones follow, how many, how often each."""
+    if tensor.is_contiguous():
+        return tensor, tensor.numel(), 1
+    shape, strides, repeat = memory.without_repeats(tensor)
+    if memory.is_dense(shape, strides):
+        return tensor, tensor.numel() // repeat, repeat
+    with memory.kernels_only():
+        base, repeat = torch_ops.distinct(tensor)
+        return base.contiguous(), base.numel(), repeat
+
+
+class _Pending:
+    """A tensor whose numbers are on the device."""
+
+    __slots__ = ("complete", "floats", "ints", "mixed")
+
+    def __init__(self, complete: Callable[[list[float], list[int], int], None]) -> None:
+        self.complete = complete
+        self.floats: torch.Tensor | None = None
+        self.ints: torch.Tensor | None = None
+        self.mixed: torch.Tensor | None = None
+
+
+class _Batch:
+    """Numbers of many tensors, being copied to the host."""
+
+    def __init__(self, pending: list[_Pending], event: Any) -> None:
+        self.pending = pending  # keeps the device's numbers until they were copied
+        self.event = event
+        self.floats = _fetched([p.floats for p in pending if p.floats is not None])
+        self.ints = _fetched([p.ints for p in pending if p.ints is not None])
+        self.mixed = _fetched([p.mixed for p in pending if p.mixed is not None])
+        if event is not None:
+            event.record()
+
+    def landed(self) -> bool:
+        return self.event is None or bool(self.event.query())
+
+    def deliver(self) -> None:
+        floats, ints, mixed = (
+            [] if numbers is None else numbers.tolist()
+            for numbers in (self.floats, self.ints, self.mixed)
+        )
+        for index, pending in enumerate(self.pending):
+            pending.complete(
+                floats[index] if floats else [],
+                ints[index] if ints else [],
+                mixed[index] if mixed else 0,
+            )
+
+
+def _fetched(values: list[torch.Tensor]) -> torch.Tensor | None:
+    return torch_ops.stack_and_copy(values) if values else None
+
+
+class TorchBackend:
+    """Tallies by plain torch operations, for any device; copies to the host what it cannot do."""
+
+    def __init__(
+        self, device: torch.device, *, stats: bool, digest: bool, note: str | None = None
+    ) -> None:
+        self._device = device
+        self._note = note
+        self._module = torch_ops.device_module(device)
+        self._stats = stats
+        self._digest = digest
+        self._host = HostBackend(stats=stats, digest=digest)
+        self._digests: torch_ops.Digests | None = None
+        self._missing: dict[str, str] = {}  # dtype: why the device cannot do it
+        self._lock = threading.Lock()
+        self._pending: list[_Pending] = []
+        self._streams: dict[Any, None] = {}
+        self._since = 0.0
+        self._batches: list[_Batch] = []
+
+    def submit(self, result: Result, tensor: torch.Tensor, name: str) -> None:
+        with self._lock, memory.subclass_only():
+            if name in self._missing:
+                self._copy(result, tensor, name, self._missing[name])
+                return
+            try:
+                pending = self._tally(result, tensor, name)
+            except (NotImplementedError, TypeError) as error:
+                self._missing[name] = _first_line(error)
+                self._copy(result, tensor, name, _first_line(error))
+                return
+            except RuntimeError as error:
+                self._copy(result, tensor, name, _first_line(error))
+                return
+            if not self._pending:
+                self._since = time.monotonic()
+            self._pending.append(pending)
+            result.note = self._note
+            stream = self._current_stream()
+            if stream is not None:
+                self._streams[stream] = None
+            if len(self._pending) >= MAX_PENDING or self._is_old():
+                self._send()
+
+    def flush(self) -> None:
+        with self._lock, memory.subclass_only():
+            self._send()
+
+    def poll(self) -> None:
+        with self._lock, memory.subclass_only():
+            if self._is_old():
+                self._send()
+            while self._batches and self._batches[0].landed():
+                self._batches.pop(0).deliver()
+
+    def wait(self) -> None:
+        with self._lock, memory.subclass_only():
+            self._send()
+            while self._batches:
+                batch = self._batches.pop(0)
+                if batch.event is not None:
+                    batch.event.synchronize()
+                batch.deliver()
+
+    def _tally(self, result: Result, tensor: torch.Tensor, name: str) -> _Pending:
+        base, repeat = torch_ops.distinct(tensor)
+        count, nbytes = base.numel(), tensor.numel() * tensor.element_size()
+
+        def complete(floats: list[float], ints: list[int], mixed: int) -> None:
+            if self._stats:
+                row = torch_ops.to_row(floats, ints, name)
+                result.summary = rows.decode(row, name, count, repeat)
+            if self._digest:
+                result.digest = digest.finish(mixed, nbytes)
+            result.ready = True
+
+        pending = _Pending(complete)
+        if self._stats:
+            pending.floats, pending.ints = torch_ops.tally(base, name)
+        if self._digest:
+            if self._digests is None:
+                self._digests = torch_ops.Digests(self._device)
+            pending.mixed = self._digests.mixed_sum(tensor)
+        return pending
+
+    def _copy(self, result: Result, tensor: torch.Tensor, name: str, why: str) -> None:
+        self._host.submit(result, tensor.detach().cpu(), name)
+        result.note = f"copied to the host, {self._device.type} cannot summarise {name}: {why}"
+
+    def _send(self) -> None:
+        if not self._pending:
+            return
+        current = self._current_stream()
+        for stream in self._streams:
+            if stream != current:
+                current.wait_stream(stream)
+        new_event = getattr(self._module, "Event", None)
+        pending, self._pending, self._streams = self._pending, [], {}
+        self._batches.append(_Batch(pending, None if new_event is None else new_event()))
+
+    def _current_stream(self) -> Any:
+        current = getattr(self._module, "current_stream", None)
+        return None if current is None else current(self._device)
+
+    def _is_old(self) -> bool:
+        return bool(self._pending) and time.monotonic() - self._since > MAX_AGE_S
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def choose(device: torch.device, *, stats: bool, digest: bool) -> Backend:
+    """The backend for a device."""
+    if device.type == "cpu":
+        return HostBackend(stats=stats, digest=digest)
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from tensorprobe.numerics import launch
+
+        try:
+            return launch.cuda_backend(device, stats=stats, digest=digest)
+        except launch.FAILURES as error:
+            reason = f"torch operations instead of Triton kernels: {_first_line(error)}"
+            return TorchBackend(device, stats=stats, digest=digest, note=reason)
+    return TorchBackend(device, stats=stats, digest=digest)

@@ -1,0 +1,226 @@
+# mypy: allow-untyped-calls
+# torch leaves split, Stream and Event without types.
+"""Starting the Triton kernels on a CUDA tensor (or, interpreted, on a CPU one)."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Hashable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton.errors import TritonError
+
+from tensorprobe.numerics import host, memory, rows
+from tensorprobe.numerics import triton_kernels as kernels
+from tensorprobe.numerics.backends import KernelBackend
+from tensorprobe.numerics.digest import CHUNK_NBYTES, WEIGHTS
+from tensorprobe.numerics.queue import Arrival, Bank
+
+BLOCK = 2048
+MAX_ROWS = 1024  # programs a tensor is spread over: enough to fill every multiprocessor
+WARPS = 8
+
+# How each dtype is handed to a kernel, and what the kernel makes of it.
+READS: dict[str, tuple[tl.dtype, int]] = {
+    "float64": (tl.float64, kernels.FLOAT),
+    "float32": (tl.float32, kernels.FLOAT),
+    "float16": (tl.float16, kernels.FLOAT),
+    "bfloat16": (tl.int16, kernels.BFLOAT16),
+    "complex128": (tl.float64, kernels.COMPLEX),
+    "complex64": (tl.float32, kernels.COMPLEX),
+    "complex32": (tl.float16, kernels.COMPLEX),
+    "int64": (tl.int64, kernels.INTEGER),
+    "int32": (tl.int32, kernels.INTEGER),
+    "int16": (tl.int16, kernels.INTEGER),
+    "int8": (tl.int8, kernels.INTEGER),
+    "uint64": (tl.uint64, kernels.UNSIGNED64),
+    "uint32": (tl.uint32, kernels.INTEGER),
+    "uint16": (tl.uint16, kernels.INTEGER),
+    "uint8": (tl.uint8, kernels.INTEGER),
+    "bool": (tl.uint8, kernels.BOOL),
+    **dict.fromkeys(host.FLOAT8, (tl.uint8, kernels.TABLE)),
+}
+_UNITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.int64}
+# What Triton raises where a kernel cannot be built or loaded.
+FAILURES = (TritonError, RuntimeError, OSError, subprocess.CalledProcessError)
+
+
+def rows_for(count: int) -> int:
+    """How many rows the tallies of `count` elements take."""
+    return min(MAX_ROWS, -(-count // BLOCK))
+
+
+class Kernel:
+    """A Triton function, started by its compiled form as soon as there is one.
+
+    Triton's own start looks at every argument anew to find that form, which takes longer than all
+    else that is done for a small tensor. Here the caller says what it depends on (`key`): the
+    dtype, whether addresses are aligned, whether counts need 64 bits.
+    """
+
+    def __init__(self, function: Any, warps: int, **constants: object) -> None:
+        self._function = function
+        self._warps = warps
+        self._constants = constants
+        self._compiled: dict[Hashable, tuple[Any, tuple[object, ...]]] = {}
+
+    def __call__(
+        self,
+        key: Hashable,
+        programs: int,
+        stream: int,
+        tensors: tuple[Any, ...],
+        numbers: tuple[int, ...] = (),
+        **constants: object,
+    ) -> None:
+        known = self._compiled.get(key)
+        if known is not None:
+            compiled, values = known
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            compiled.run(
+                programs, 1, 1, stream, compiled.function, compiled.packed_metadata,
+                None, None, None, *addresses, *numbers, *values,
+            )  # fmt: skip
+            return
+        constants = {**constants, **self._constants}
+        compiled = self._function[(programs,)](
+            *tensors, *numbers, **constants, num_warps=self._warps
+        )
+        if compiled is not None and _starts_directly():
+            self._compiled[key] = (compiled, tuple(constants.values()))
+
+
+def _starts_directly() -> bool:
+    """Whether compiled kernels take the arguments they are given here, in this Triton."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return (3, 4) <= version <= (3, 9) and not triton.knobs.runtime.interpret
+
+
+class Launcher:
+    """Starts kernels on one device; keeps the tables they read."""
+
+    def __init__(self, device: torch.device) -> None:
+        names = [name for name in host.FLOAT8 if hasattr(torch, name)]
+        arrays = [WEIGHTS.view(np.int64)]
+        arrays += [host.float8_values(name).astype(np.float32) for name in names]
+        # Kept: a copy that does not block may still be reading its source.
+        self._sources = [torch.from_numpy(array.copy()) for array in arrays]
+        self.constants = [source.to(device, non_blocking=True) for source in self._sources]
+        self._weights, *tables = self.constants
+        self._tables = dict(zip(names, tables, strict=True))
+        self._floats = Kernel(kernels.tally_floats, WARPS, FIELDS=rows.FIELDS, BLOCK=BLOCK)
+        self._integers = Kernel(kernels.tally_integers, WARPS, FIELDS=rows.FIELDS, BLOCK=BLOCK)
+        self._digest = Kernel(kernels.digest_chunks, WARPS, BLOCK=BLOCK)
+        self._reduce = Kernel(kernels.reduce_rows, 4, FIELDS=rows.FIELDS, BLOCK=128)
+
+    def tally(
+        self, tensor: torch.Tensor, name: str, count: int, bank: Bank, slot: int, row: int,
+        stream: int,
+    ) -> None:  # fmt: skip
+        """Tally `count` elements that lie in one piece from the tensor's first on."""
+        read, kind = READS[name]
+        key = (name, tensor.data_ptr() % 16 == 0, count < 1 << 31)
+        x = triton.reinterpret(tensor, read)
+        numbers = (count, row, slot)
+        if name in memory.WITH_FRACTION:
+            table = self._tables.get(name, self._weights)
+            wide = name in ("float64", "complex128")
+            floats = (x, table, bank.rows, bank.meta)
+            self._floats(key, rows_for(count), stream, floats, numbers, KIND=kind, WIDE=wide)
+        else:
+            integers = (x, bank.rows, bank.meta)
+            self._integers(key, rows_for(count), stream, integers, numbers, KIND=kind)
+
+    def digest(self, tensor: torch.Tensor, nbytes: int, bank: Bank, slot: int, stream: int) -> None:
+        """Digest a contiguous tensor."""
+        address = tensor.data_ptr()
+        unit = _common_unit(address, nbytes)
+        units = nbytes // unit
+        key = (unit, address % 16 == 0, units < 1 << 31)
+        tensors = (triton.reinterpret(tensor, _UNITS[unit]), self._weights, bank.digests)
+        programs = -(-nbytes // CHUNK_NBYTES)
+        self._digest(key, programs, stream, tensors, (units, slot), UNIT=unit)
+
+    def reduce(self, bank: Bank, stream: int) -> None:
+        """Make one row of the rows of each slot."""
+        tensors = (bank.rows, bank.meta, bank.digests, bank.out)
+        self._reduce(None, len(bank.takers), stream, tensors)
+
+
+def _common_unit(address: int, nbytes: int) -> int:
+    unit = 8
+    while address % unit or nbytes % unit:
+        unit //= 2
+    return unit
+
+
+class CudaPort:
+    """The streams of a CUDA device, as a queue needs them."""
+
+    def __init__(self, device: torch.device, launcher: Launcher) -> None:
+        self._index = device.index
+        self._launcher = launcher
+        self._side = torch.cuda.Stream(device)
+        self._uploaded = torch.cuda.Event()
+        self._uploaded.record(torch.cuda.current_stream(device))
+
+    def on_device(self) -> AbstractContextManager[object]:
+        if torch._C._cuda_getDevice() == self._index:
+            return nullcontext()
+        return torch.cuda.device(self._index)
+
+    def current_stream(self) -> int:
+        if torch._C._cuda_isCurrentStreamCapturing():
+            # The kernel would become part of the user's graph and write to a bank long gone.
+            raise memory.Unsupported("cuda tensor during graph capture: no summary")
+        stream: int = torch._C._cuda_getCurrentRawStream(self._index)
+        return stream
+
+    def adopt(self, bank: Bank, stream: int) -> None:
+        current = torch.cuda.current_stream(self._index)
+        current.wait_event(self._uploaded)
+        current.wait_event(bank.born)
+        # Else the allocator could give the bank's memory away while that stream still writes.
+        for tensor in (bank.rows, bank.meta, bank.digests, *self._launcher.constants):
+            tensor.record_stream(current)
+        bank.streams[stream] = current
+
+    def read_back(self, bank: Bank) -> Arrival:
+        for stream in bank.streams.values():
+            written = torch.cuda.Event()
+            written.record(stream)
+            self._side.wait_event(written)
+        with memory.kernels_only(), torch.cuda.device(self._index), torch.cuda.stream(self._side):
+            for tensor in (bank.rows, bank.meta, bank.digests, bank.out):
+                tensor.record_stream(self._side)
+            self._launcher.reduce(bank, self._side.cuda_stream)
+            used = len(bank.takers)
+            bank.host[:used].copy_(bank.out[:used], non_blocking=True)
+            landed = torch.cuda.Event()
+            landed.record(self._side)
+        return landed
+
+
+def cuda_backend(device: torch.device, *, stats: bool, digest: bool) -> KernelBackend:
+    """The backend of a CUDA device; raises one of FAILURES where Triton cannot compile."""
+
+    def new_bank() -> Bank:
+        with memory.kernels_only(), torch.inference_mode(False):
+            bank = Bank(device, pinned=True)
+        bank.born = torch.cuda.Event()
+        bank.born.record(torch.cuda.current_stream(device))
+        return bank
+
+    with torch.cuda.device(device), memory.kernels_only(), torch.inference_mode(False):
+        launcher = Launcher(device)
+        # Tried on a bank that is not used: Triton wants a C compiler, which many machines lack.
+        trial = Bank(device, pinned=False)
+        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        launcher.tally(trial.digests, "int64", 1, trial, 0, 0, stream)
+        port = CudaPort(device, launcher)
+    return KernelBackend(launcher, port, new_bank, stats=stats, digest=digest)

@@ -1,0 +1,84 @@
+"""How a device writes down what it found in a tensor, and how the host reads it. No torch.
+
+A row is FIELDS numbers of 64 bits. Those named in FLOATS hold the bits of a float64. Numbers above
+BIG are summed times 2**-SCALE and squares of numbers below SMALL times 2**(2*SCALE), in fields of
+their own, so that one pass over a float64 tensor cannot overflow (after J. L. Blue, 1978).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+
+from tensorprobe.numerics.host import SCALE, times_power_of_two
+from tensorprobe.records import TensorSummary
+
+FIELDS = 12
+LOW, HIGH, TOTAL, SQUARE, TOTAL_BIG, SQUARE_BIG, SQUARE_SMALL, NAN, INF, ZERO, DIGEST = range(11)
+FLOATS = (TOTAL, SQUARE, TOTAL_BIG, SQUARE_BIG, SQUARE_SMALL)
+BIG = 2.0**480
+SMALL = 2.0**-480
+TOP_BIT = 1 << 63  # flipped in uint64 bounds, which makes them ordered as int64
+
+
+def as_float(bits: int) -> float:
+    """The float64 with these bits, given as an int64."""
+    value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return value
+
+
+def as_bits(value: float) -> int:
+    """The bits of a float64 as an int64."""
+    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return bits
+
+
+def decode(row: Sequence[int], dtype: str, count: int, repeat: int = 1) -> TensorSummary:
+    """The summary of a tensor of `count` different elements, each there `repeat` times."""
+    nan, inf, zero = row[NAN], row[INF], row[ZERO]
+    counts = nan * repeat, inf * repeat, zero * repeat
+    low: float | None = None
+    high: float | None = None
+    if count > nan:
+        low, high = _bound(row[LOW], dtype), _bound(row[HIGH], dtype)
+    if dtype == "bool":
+        return TensorSummary(low, high, None, None, *counts)
+    finite = count - nan - inf
+    if not finite:
+        return TensorSummary(low, high, None, None, *counts)
+    floats = [as_float(row[field]) for field in FLOATS]
+    return TensorSummary(
+        low,
+        high,
+        _mean(floats[0], floats[2], finite),
+        _norm(floats[1], floats[3], floats[4], repeat),
+        *counts,
+    )
+
+
+def _bound(bits: int, dtype: str) -> float | int | bool:
+    if dtype == "bool":
+        return bool(bits)
+    if dtype == "uint64":
+        return bits + TOP_BIT
+    if dtype.startswith(("int", "uint")):
+        return bits
+    return as_float(bits)
+
+
+def _mean(total: float, total_big: float, finite: int) -> float:
+    if not total_big:
+        return total / finite
+    scaled = total_big + times_power_of_two(total, -SCALE)
+    return times_power_of_two(scaled / finite, SCALE)
+
+
+def _norm(square: float, square_big: float, square_small: float, repeat: int) -> float:
+    if square_big:
+        root = math.sqrt(square_big + times_power_of_two(square, -2 * SCALE))
+        return times_power_of_two(root * math.sqrt(repeat), SCALE)
+    if square:
+        small = times_power_of_two(square_small, -2 * SCALE)
+        return math.sqrt(square + small) * math.sqrt(repeat)
+    return times_power_of_two(math.sqrt(square_small) * math.sqrt(repeat), -SCALE)

@@ -1,0 +1,117 @@
+"""Tensors to summaries and digests, without ever waiting for a device."""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+import torch
+
+from tensorprobe.numerics import backends, digest, memory
+from tensorprobe.numerics.backends import Backend
+from tensorprobe.numerics.result import Result
+from tensorprobe.records import TensorSummary
+
+__all__ = ["Result", "Summarizer", "summarize"]
+
+
+class Choice(Protocol):
+    """Makes the backend for a device."""
+
+    def __call__(self, device: torch.device, *, stats: bool, digest: bool) -> Backend: ...
+
+
+class Summarizer:
+    """Summarises tensors as they come; those of an accelerator are ready some time later.
+
+    `submit` may be called from any thread, `flush`, `poll` and `wait` from another one.
+
+        summarizer = Summarizer(digest=True)
+        result = summarizer.submit(tensor)
+        summarizer.wait()
+        result.summary.norm, result.digest
+    """
+
+    def __init__(
+        self, *, stats: bool = True, digest: bool = False, choose: Choice = backends.choose
+    ) -> None:
+        self._stats = stats
+        self._digest = digest
+        self._choose = choose
+        self._host = choose(torch.device("cpu"), stats=stats, digest=digest)
+        self._backends: dict[torch.device, Backend] = {}
+        self._lock = threading.Lock()
+
+    def submit(self, tensor: torch.Tensor) -> Result:
+        """Start on a tensor as it is now. Never raises and never waits for a device."""
+        result = Result()
+        # Even reading an attribute of a tensor would be seen by a function mode.
+        with torch._C.DisableTorchFunction():
+            try:
+                self._start(result, tensor)
+            except memory.Unsupported as unsupported:
+                result.error = str(unsupported)
+                result.ready = True
+            except (RuntimeError, TypeError, ValueError, MemoryError) as error:
+                # A kind of tensor nobody foresaw must not end the user's program.
+                result.error = f"{type(tensor).__name__} cannot be read: {error}"
+                result.ready = True
+        return result
+
+    def flush(self) -> None:
+        """Start to bring everything submitted so far to the host; does not block."""
+        for backend in self._in_use():
+            backend.flush()
+
+    def poll(self) -> None:
+        """Complete the results whose numbers have arrived; does not block."""
+        for backend in self._in_use():
+            backend.poll()
+
+    def wait(self) -> None:
+        """Block until every result is ready."""
+        for backend in self._in_use():
+            backend.wait()
+
+    def _start(self, result: Result, tensor: torch.Tensor) -> None:
+        keys = memory.keys_of(tensor)
+        if not memory.is_plain(keys):
+            tensor = memory.settle(tensor, keys)
+        name = memory.dtype_name(tensor)
+        if not tensor.numel():
+            self._finish_empty(result)
+        elif tensor.is_cpu:
+            self._host.submit(result, tensor, name)
+        else:
+            self._backend_of(tensor.device).submit(result, tensor, name)
+
+    def _finish_empty(self, result: Result) -> None:
+        if self._stats:
+            result.summary = TensorSummary(None, None, None, None, 0, 0, 0)
+        if self._digest:
+            result.digest = digest.finish(0, 0)
+        result.ready = True
+
+    def _backend_of(self, device: torch.device) -> Backend:
+        backend = self._backends.get(device)
+        if backend is None:
+            with self._lock:
+                backend = self._backends.get(device)
+                if backend is None:
+                    backend = self._choose(device, stats=self._stats, digest=self._digest)
+                    self._backends[device] = backend
+        return backend
+
+    def _in_use(self) -> list[Backend]:
+        with self._lock:
+            return [self._host, *self._backends.values()]
+
+
+def summarize(tensor: torch.Tensor) -> TensorSummary:
+    """The summary of one tensor; raises ValueError with the reason when there is none."""
+    summarizer = Summarizer()
+    result = summarizer.submit(tensor)
+    summarizer.wait()
+    if result.summary is None:
+        raise ValueError(result.error)
+    return result.summary

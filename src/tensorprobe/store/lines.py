@@ -1,0 +1,130 @@
+"""The lines of calls.jsonl: one struct a kind of line, encoded to strict JSON."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from tensorprobe.records import Direction, Status, TensorSummary
+
+
+class TensorLine(msgspec.Struct, omit_defaults=True, gc=False):
+    """A tensor inside a tree, as `{"tensor": TensorLine}`; `value` is the id of its content."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None = None
+    device: str = "cpu"
+    grad: bool = False
+    value: int | None = None
+    gap: str | None = None
+    same: str | None = None
+
+
+class StackLine(msgspec.Struct, tag_field="type", tag="stack"):
+    """A Python stack, innermost frame first; comes before the first call that names its id."""
+
+    id: int
+    frames: list[str]
+
+
+class CallLine(msgspec.Struct, tag_field="type", tag="call", omit_defaults=True, kw_only=True):
+    """A call that is about to run. `args` and `kwargs` hold trees (see tree.py)."""
+
+    id: int
+    name: str
+    op: str
+    module: str = ""
+    direction: Direction = "forward"
+    thread: str = "MainThread"
+    parent: str | None = None
+    stack: int | None = None
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    parameters: dict[str, TensorLine] = {}
+    parameter_grads: dict[str, TensorLine] = {}
+    buffers: dict[str, TensorLine] = {}
+    notes: list[str] = []
+
+
+class EndLine(msgspec.Struct, tag_field="type", tag="end", omit_defaults=True, kw_only=True):
+    """The call `id` returned, or raised; what is named here adds to what its CallLine named.
+
+    `args` and `kwargs` stand in for the CallLine's: some of them came only after it had begun.
+    """
+
+    id: int
+    args: list[Any] | None = None
+    kwargs: dict[str, Any] = {}
+    outputs: Any = None
+    parameters: dict[str, TensorLine] = {}
+    parameter_grads: dict[str, TensorLine] = {}
+    buffers: dict[str, TensorLine] = {}
+    status: Status = "complete"
+    error: str | None = None
+    notes: list[str] = []
+
+
+class ValueLine(msgspec.Struct, tag_field="type", tag="value", omit_defaults=True, kw_only=True):
+    """The content of every tensor that names this id; `blob` is (shard, file offset, nbytes)."""
+
+    id: int
+    summary: list[Any] | None = None
+    digest: str | None = None
+    blob: tuple[int, int, int] | None = None
+    gap: str | None = None
+
+
+class GapLine(msgspec.Struct, tag_field="type", tag="gap"):
+    """Something that could not be recorded."""
+
+    name: str
+    reason: str
+
+
+class ClosedLine(msgspec.Struct, tag_field="type", tag="closed"):
+    """The step ended in good order. Lines after it are a recording resumed in the same step."""
+
+    calls: int
+    gaps: int
+
+
+Line = StackLine | CallLine | EndLine | ValueLine | GapLine | ClosedLine
+_encoder = msgspec.json.Encoder()
+decode = msgspec.json.Decoder(Line).decode
+
+
+def encode(line: Line) -> bytes:
+    """One line with its newline."""
+    try:
+        return _encoder.encode(line) + b"\n"
+    except UnicodeEncodeError:  # a lone surrogate, as in a file name that is not UTF-8
+        return _encoder.encode(speakable(msgspec.to_builtins(line))) + b"\n"
+
+
+def speakable(tree: Any) -> Any:
+    """The tree with text that UTF-8 cannot carry written as escapes."""
+    if isinstance(tree, str):
+        return tree.encode("utf-8", "backslashreplace").decode()
+    if isinstance(tree, list):
+        return [speakable(item) for item in tree]
+    if isinstance(tree, dict):
+        return {speakable(key): speakable(value) for key, value in tree.items()}
+    return tree
+
+
+def pack_summary(summary: TensorSummary) -> list[Any]:
+    """A summary as seven JSON values; JSON has no NaN and no infinity, they become text."""
+    s = summary
+    fields: list[Any] = [s.min, s.max, s.mean, s.norm, s.nan_count, s.inf_count, s.zero_count]
+    # One test for the usual case: NaN and infinity survive a sum.
+    if math.isfinite((s.min or 0) + (s.max or 0) + (s.mean or 0) + (s.norm or 0)):
+        return fields
+    return [str(f) if type(f) is float and not math.isfinite(f) else f for f in fields]
+
+
+def unpack_summary(fields: list[Any]) -> TensorSummary:
+    values: list[Any] = [float(field) if type(field) is str else field for field in fields]
+    return TensorSummary(*values)

@@ -1,0 +1,92 @@
+"""Trees of arguments and outputs: how they are written in JSON, and what their tensors are named.
+
+Null, booleans, 64-bit integers, finite floats, strings and lists stand for themselves. All else is
+an object with one key: int, float, complex, tuple, dict, slice, ellipsis, special, fields, tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from tensorprobe.records import Fields, Special
+
+OnTensor = Callable[[str, dict[str, Any]], Any]
+
+
+def child(name: str, key: object) -> str:
+    """The name of what is at `key` in what is called `name`: an index, a key or a field."""
+    return f"{name}.{key}"
+
+
+def is_container(tree: Any) -> bool:
+    """Whether an encoded tree has parts with names of their own."""
+    if isinstance(tree, dict):
+        return not tree.keys().isdisjoint(("tuple", "dict", "fields"))
+    return isinstance(tree, list)
+
+
+def output_root(call: str, outputs: Any) -> str:
+    """The name of a call's whole output: a lone value is named as if it were the first of one."""
+    return f"{call}.output" if is_container(outputs) else f"{call}.output.0"
+
+
+def encode_scalar(value: bool | int | float | complex | str | None) -> Any:
+    """A Python scalar as JSON that gives the same scalar back."""
+    if type(value) is float:
+        return value if math.isfinite(value) else {"float": str(value)}
+    if type(value) is int:
+        return value if -(2**63) <= value < 2**64 else {"int": str(value)}
+    if type(value) is complex:
+        return {"complex": [encode_scalar(value.real), encode_scalar(value.imag)]}
+    return value
+
+
+def decode(tree: Any, name: str, on_tensor: OnTensor) -> Any:
+    """The tree as Python values, each tensor in it what `on_tensor(its name, its line)` gives."""
+    if type(tree) is list:
+        return [decode(item, f"{name}.{i}", on_tensor) for i, item in enumerate(tree)]
+    if type(tree) is not dict:
+        return tree
+    ((kind, body),) = tree.items()
+    if kind == "tensor":
+        return on_tensor(name, body)
+    if kind == "tuple":
+        return tuple([decode(item, f"{name}.{i}", on_tensor) for i, item in enumerate(body)])
+    return _DECODERS[kind](body, name, on_tensor)
+
+
+def _dict(body: list[list[Any]], name: str, on_tensor: OnTensor) -> dict[Any, Any]:
+    items = {}
+    for key_tree, tree in body:
+        key = decode(key_tree, name, on_tensor)
+        items[key] = decode(tree, child(name, key), on_tensor)
+    return items
+
+
+def _fields(body: list[Any], name: str, on_tensor: OnTensor) -> Fields:
+    kind, type_name, fields = body
+    values = {key: decode(tree, child(name, key), on_tensor) for key, tree in fields.items()}
+    return Fields(kind, type_name, values)
+
+
+def _slice(body: list[Any], name: str, on_tensor: OnTensor) -> slice:
+    return slice(*(decode(item, child(name, i), on_tensor) for i, item in enumerate(body)))
+
+
+def _complex(body: list[Any], name: str, on_tensor: OnTensor) -> complex:
+    real, imag = (decode(part, name, on_tensor) for part in body)
+    return complex(real, imag)
+
+
+_DECODERS: dict[str, Callable[[Any, str, OnTensor], Any]] = {
+    "int": lambda body, name, on_tensor: int(body),
+    "float": lambda body, name, on_tensor: float(body),
+    "complex": _complex,
+    "dict": _dict,
+    "slice": _slice,
+    "ellipsis": lambda body, name, on_tensor: ...,
+    "special": lambda body, name, on_tensor: Special(*body),
+    "fields": _fields,
+}

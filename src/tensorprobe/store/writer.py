@@ -1,0 +1,521 @@
+"""Writing the native layout: call lines at once, values and tensors through a bounded queue."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import msgspec
+import numpy as np
+
+from tensorprobe.records import TensorSummary
+from tensorprobe.store.claim import claim
+from tensorprobe.store.lines import (
+    CallLine,
+    ClosedLine,
+    EndLine,
+    GapLine,
+    Line,
+    StackLine,
+    ValueLine,
+    encode,
+    pack_summary,
+)
+from tensorprobe.store.shard import SHARD_NBYTES, Bytes, Place, Shards
+
+LOG_FILE = "calls.jsonl"
+_GATHER_S = 0.1  # how long the thread lets small things gather before it writes them
+_POLL_S = 0.2
+_BATCH_LINES = 256
+_BATCH_NBYTES = 16 << 20
+_NO_DATA = np.empty(0, np.uint8)
+OUT_OF_BUDGET = "disk budget reached"
+
+
+class Result(Protocol):
+    """A summary that may still be on its way from the device."""
+
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def summary(self) -> TensorSummary | None: ...
+    @property
+    def digest(self) -> str | None: ...
+    @property
+    def error(self) -> str | None: ...
+
+
+class _Data(msgspec.Struct):
+    value_id: int
+    key: str
+    dtype: str
+    shape: Sequence[int]
+    data: Bytes | Callable[[], Bytes]
+    nbytes: int
+
+
+class _Value(msgspec.Struct):
+    line: ValueLine
+    result: Result | None
+
+
+class _EndStep(msgspec.Struct):
+    pass
+
+
+_Item = EndLine | _Data | _Value | _EndStep | threading.Event
+
+
+def _name_of(item: EndLine | _Value | _Data) -> str:
+    if isinstance(item, EndLine):
+        return f"end of call {item.id}"
+    return item.key if isinstance(item, _Data) else f"value {item.line.id}"
+
+
+class _Step:
+    """The open files of one step of one rank."""
+
+    def __init__(self, rank_fd: int, number: int, shard_nbytes: int) -> None:
+        name = f"step{number}"
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, dir_fd=rank_fd)
+        self.number = number
+        self.fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=rank_fd)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+        self.log_fd = os.open(LOG_FILE, flags, 0o644, dir_fd=self.fd)
+        self.log_end = os.fstat(self.log_fd).st_size
+        n_shards = sum(file.endswith(".safetensors") for file in os.listdir(self.fd))
+        self.shards = Shards(self.fd, n_shards, shard_nbytes)
+        self.blobs: dict[int, Place] = {}  # written, their value line to come
+        self.gaps: dict[int, str] = {}  # not written, and why
+        self.lines: list[bytes] = []
+        self.n_calls = 0
+        self.n_gaps = 0
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+        try:
+            self.shards.close()
+        finally:
+            os.close(self.log_fd)
+            os.close(self.fd)
+
+
+class CaptureWriter:
+    """Writes what one rank of a run recorded, and never raises for the disk's sake.
+
+    `call`, `stack` and `gap` are in the file when they return. `tensor`, `value` and `end` go
+    through a queue that one thread empties; `tensor` of a value id comes before its `value`.
+    `poll` is called by that thread while results are outstanding, `wait` (make all results ready)
+    by the thread that ends a step, drains or closes. After a write error nothing more is written
+    than the disk takes, and `error` has the first one. In a forked child nothing is done.
+
+        writer = CaptureWriter(Path("runs/a"), 0, run_identity(os.environ), {}, {})
+        writer.begin_step(0)
+        writer.call(CallLine(id=0, name="Torch.relu.0.forward", op="torch.relu", args=[...]))
+        writer.close()
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        rank: int,
+        run_id: str,
+        facts: Mapping[str, Any],
+        rank_facts: Mapping[str, Any],
+        *,
+        flush: Literal["queue", "call"] = "queue",
+        queue_nbytes: int = 256 << 20,
+        max_disk_nbytes: int | None = None,
+        shard_nbytes: int = SHARD_NBYTES,
+        poll: Callable[[], object] | None = None,
+        wait: Callable[[], object] | None = None,
+        on_warning: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.folder = Path(root) / f"rank{rank}"
+        self._claim = functools.partial(
+            claim, Path(root), rank, run_id, facts, rank_facts, on_warning
+        )
+        self.nbytes_written = 0
+        self.waited_s = 0.0
+        self.error: Exception | None = None
+        self.n_calls = 0
+        self.n_gaps = 0
+        self._flush_each = flush == "call"
+        self._queue_nbytes = queue_nbytes
+        self._max_disk_nbytes = max_disk_nbytes
+        self._shard_nbytes = shard_nbytes
+        self._poll = poll
+        self._wait = wait
+        self._pid = os.getpid()
+        self._rank_fd: int | None = None
+        self._step: _Step | None = None
+        self._last_step: _Step | None = None  # also after its end, until the next begins
+        self._begun_steps: set[int] = set()
+        self._log_lock = threading.Lock()
+        self._log_broken = False
+        self._out_of_budget = False
+        self._changed = threading.Condition()
+        self._queue: deque[tuple[_Step, _Item]] = deque()
+        self._queued_nbytes = 0
+        self._hurry = False
+        self._asleep = False
+        self._stopping = False
+        self._waiting: list[tuple[_Step, _Value]] = []  # the thread's own
+        self._result_error: str | None = None
+        self._thread: threading.Thread | None = None
+
+    # -- what the recorder calls ---------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        """Write to this step from now on; one that this run began before is gone on with."""
+        if self._forked():
+            return
+        self.end_step()
+        if step in self._begun_steps:
+            self._finish_queue()  # the files are opened again: let go of them first
+        try:
+            if self._rank_fd is None:
+                # Not before: a run that records nothing must not move an earlier one away.
+                # By descriptor, not path: a later run may move this folder while we write.
+                self._rank_fd = os.open(self._claim(), os.O_RDONLY | os.O_DIRECTORY)
+                weakref.finalize(self, os.close, self._rank_fd).atexit = False
+            self._step = self._last_step = _Step(self._rank_fd, step, self._shard_nbytes)
+        except OSError as error:
+            self._failed(error)
+            return
+        self._begun_steps.add(step)
+        if self._thread is None:
+            self._stopping = False
+            self._thread = threading.Thread(
+                target=self._run, name="tensorprobe writer", daemon=True
+            )
+            self._thread.start()
+
+    def end_step(self) -> None:
+        """Let the thread finish the open step once all of it is written."""
+        if self._forked() or self._step is None:
+            return
+        self._await_results()
+        step, self._step = self._step, None
+        self._put(step, _EndStep())
+
+    def call(self, line: CallLine) -> None:
+        """Write that a call is about to run."""
+        if step := self._open_step():
+            self._write_lines(step, encode(line), n_calls=1)
+
+    def stack(self, line: StackLine) -> None:
+        """Write a stack, before the first call that names it."""
+        if step := self._open_step():
+            self._write_lines(step, encode(line))
+
+    def gap(self, line: GapLine) -> None:
+        """Write that something could not be recorded."""
+        if step := self._open_step():
+            self._write_lines(step, encode(line), n_gaps=1)
+
+    def end(self, line: EndLine) -> None:
+        """Queue that a call has ended."""
+        if step := self._open_step():
+            self._put(step, line)
+            if self._flush_each:
+                self._finish_queue()
+
+    def make_room(self, nbytes: int) -> None:
+        """Wait until the queue can take this much more: before a copy is made, not after."""
+        if self._forked() or self._thread is None:
+            return
+        with self._changed:
+            if self._has_room(nbytes):
+                return
+            began = time.monotonic()
+            self._hurry = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._has_room(nbytes))
+            self.waited_s += time.monotonic() - began
+
+    def tensor(
+        self,
+        value_id: int,
+        key: str,
+        dtype: str,
+        shape: Sequence[int],
+        data: Bytes | Callable[[], Bytes],
+        nbytes: int | None = None,
+    ) -> None:
+        """Queue the bytes of a value, row-major; waits while the queue is full.
+
+        `data` may be a function that gives them later (a copy under way); `nbytes` is needed then.
+        """
+        step = self._open_step()
+        if step is None:
+            return
+        if nbytes is None:
+            assert not callable(data), "nbytes is needed when the data comes later"
+            nbytes = data.nbytes
+        self.make_room(nbytes)
+        with self._changed:
+            self._queued_nbytes += nbytes
+        self._put(step, _Data(value_id, key, dtype, shape, data, nbytes))
+        if self._queued_nbytes > _BATCH_NBYTES:
+            self._wake(hurry=True)
+
+    def value(self, id: int, result: Result | None = None, *, gap: str | None = None) -> None:
+        """Queue the line of a value; it is written as soon as its result is ready."""
+        if step := self._open_step():
+            self._put(step, _Value(ValueLine(id=id, gap=gap), result))
+            if self._flush_each:
+                self.drain()
+
+    def drain(self) -> None:
+        """Return when everything queued is in the files."""
+        if not self._forked():
+            self._await_results()
+            self._finish_queue()
+
+    def close(self) -> None:
+        """End the step and the thread. `begin_step` may begin again."""
+        if self._forked():
+            return
+        self.end_step()
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        thread.join()
+
+    # -- helpers of the callers' side ----------------------------------------------------------
+
+    def _forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    def _open_step(self) -> _Step | None:
+        """The step to write to. Taken once a call: another thread may end it meanwhile."""
+        return None if self._forked() else self._step
+
+    def _has_room(self, nbytes: int) -> bool:
+        # A tensor larger than the whole queue goes alone.
+        return self._queued_nbytes == 0 or self._queued_nbytes + nbytes <= self._queue_nbytes
+
+    def _put(self, step: _Step, item: _Item) -> None:
+        self._queue.append((step, item))
+        # Seldom true, and no lock is taken until it is: this runs several times a recorded call.
+        # The thread says that it sleeps before it looks at the queue, so one of the two notices.
+        if self._asleep:
+            self._wake()
+
+    def _wake(self, hurry: bool = False) -> None:
+        with self._changed:
+            self._asleep = False
+            self._hurry = self._hurry or hurry
+            self._changed.notify_all()
+
+    def _finish_queue(self) -> None:
+        if self._thread is None or self._last_step is None:
+            return
+        done = threading.Event()
+        self._put(self._last_step, done)
+        self._wake(hurry=True)
+        done.wait()
+
+    def _await_results(self) -> None:
+        if self._wait is not None:
+            self._ask(self._wait)
+
+    def _ask(self, results: Callable[[], object]) -> None:
+        try:
+            results()
+        except Exception as error:  # noqa: BLE001 a device that failed: its values become gaps
+            self._result_error = f"{type(error).__name__}: {error}"
+
+    # -- the log -------------------------------------------------------------------------------
+
+    def _write_lines(self, step: _Step, text: bytes, *, n_calls: int = 0, n_gaps: int = 0) -> None:
+        with self._log_lock:
+            self.n_calls += n_calls
+            self.n_gaps += n_gaps
+            step.n_calls += n_calls
+            step.n_gaps += n_gaps
+            if self._log_broken or step.closed:
+                return
+            try:
+                written = os.write(step.log_fd, text)
+                while written < len(text):
+                    written += os.write(step.log_fd, text[written:])
+            except OSError as error:
+                self._log_broken = True
+                self._failed(error)
+                with contextlib.suppress(OSError):  # leave whole lines only
+                    os.ftruncate(step.log_fd, step.log_end)
+            else:
+                step.log_end += len(text)
+                self.nbytes_written += len(text)
+
+    def _failed(self, error: Exception) -> None:
+        if self.error is None:
+            self.error = error
+        with self._changed:
+            self._changed.notify_all()
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._pause():
+            if self._waiting:
+                if self._poll is not None:
+                    self._ask(self._poll)
+                self._write_ready()
+            self._work(until=time.monotonic() + _POLL_S)
+
+    def _pause(self) -> bool:
+        """Sleep until there is work, and a little longer if it may gather; False to end."""
+        with self._changed:
+            if not self._waiting:
+                self._asleep = True
+                self._changed.wait_for(lambda: self._queue or self._stopping)
+                self._asleep = False
+                if not self._queue:
+                    return False
+            self._changed.wait_for(lambda: self._hurry or self._stopping, _GATHER_S)
+            self._hurry = False
+            return True
+
+    def _work(self, until: float) -> None:
+        """Take what is queued, in order, for a while."""
+        step = None
+        while self._queue and time.monotonic() < until:
+            step, item = self._queue.popleft()
+            if isinstance(item, _Value):
+                if item.result is None or item.result.ready:
+                    self._attempt(step, self._write_value, item)
+                else:
+                    self._waiting.append((step, item))
+            elif isinstance(item, EndLine):
+                self._attempt(step, self._add_line, item)
+            elif isinstance(item, _Data):
+                self._attempt(step, self._write_data, item)
+                self._release(item)
+            elif isinstance(item, _EndStep):
+                self._finish_step(step)
+            else:
+                self._write_ready()
+                self._flush(step)
+                item.set()
+        if step is not None:
+            self._flush(step)
+        if self._queue:
+            self._hurry = True
+
+    def _attempt(
+        self, step: _Step, write: Callable[[_Step, Any], None], item: EndLine | _Value | _Data
+    ) -> None:
+        """Write one thing; if that fails it is a gap, and the program and the rest go on."""
+        try:
+            if step.closed:
+                raise RuntimeError("it came after its step had ended")
+            write(step, item)
+        except Exception as error:  # noqa: BLE001 recording a call must not end the program
+            gap = GapLine(_name_of(item), f"not written: {type(error).__name__}: {error}")
+            self._write_lines(step, encode(gap), n_gaps=1)
+
+    def _finish_step(self, step: _Step) -> None:
+        self._write_ready(ending=step)
+        step.lines.append(encode(ClosedLine(step.n_calls, step.n_gaps)))
+        self._flush(step)
+        with self._log_lock:  # no other thread is about to write to a number that is let go
+            try:
+                step.close()
+            except OSError as error:
+                self._failed(error)
+
+    def _write_ready(self, ending: _Step | None = None) -> None:
+        """Write outstanding values whose result has come, and all of a step that ends."""
+        waiting, self._waiting = self._waiting, []
+        for step, value in waiting:
+            if step is ending or (value.result is not None and value.result.ready):
+                self._attempt(step, self._write_value, value)
+            else:
+                self._waiting.append((step, value))
+        for step in {step for step, _ in waiting}:
+            self._flush(step)
+
+    def _write_value(self, step: _Step, value: _Value) -> None:
+        line, result = value.line, value.result
+        line.blob = step.blobs.pop(line.id, None)
+        problem = step.gaps.pop(line.id, None)
+        if result is not None and result.ready:
+            line.summary = pack_summary(result.summary) if result.summary is not None else None
+            line.digest = result.digest
+            problem = problem or result.error
+        elif result is not None:
+            problem = self._result_error or "its summary did not come back from the device"
+        line.gap = line.gap or problem
+        self._add_line(step, line)
+
+    def _write_data(self, step: _Step, item: _Data) -> None:
+        if self.error is not None:
+            step.gaps[item.value_id] = f"not written after an error: {self.error}"
+            return
+        try:
+            data = item.data() if callable(item.data) else item.data
+        except Exception as error:  # noqa: BLE001 a device that failed: this value becomes a gap
+            step.gaps[item.value_id] = f"its copy failed: {type(error).__name__}: {error}"
+            return
+        try:
+            blob = step.shards.find(data)
+            if blob is None and self._exceeds_budget(step, data.nbytes):
+                step.gaps[item.value_id] = OUT_OF_BUDGET
+                return
+            if blob is None:
+                blob = step.shards.append(item.key, item.dtype, item.shape, data)
+                self.nbytes_written += data.nbytes
+        except OSError as error:
+            self._failed(error)
+            step.gaps[item.value_id] = f"not written: {error}"
+        else:
+            step.blobs[item.value_id] = blob
+
+    def _exceeds_budget(self, step: _Step, nbytes: int) -> bool:
+        if self._max_disk_nbytes is None or self._out_of_budget:
+            return self._out_of_budget
+        self._out_of_budget = self.nbytes_written + nbytes > self._max_disk_nbytes
+        if self._out_of_budget:
+            reason = f"{OUT_OF_BUDGET} ({self._max_disk_nbytes} bytes): statistics only from here"
+            self._flush(step)
+            self._write_lines(step, encode(GapLine("tensors", reason)), n_gaps=1)
+        return self._out_of_budget
+
+    def _add_line(self, step: _Step, line: Line) -> None:
+        step.lines.append(encode(line))
+        if len(step.lines) >= _BATCH_LINES:
+            self._flush(step)
+
+    def _flush(self, step: _Step) -> None:
+        """Data is named by the shard's header, then by the log: a value line is never early."""
+        if step.closed:
+            return
+        try:
+            step.shards.flush()
+        except OSError as error:
+            self._failed(error)
+        lines, step.lines = step.lines, []
+        if lines:
+            self._write_lines(step, b"".join(lines))
+
+    def _release(self, item: _Data) -> None:
+        item.data = _NO_DATA  # the memory first, then the room it took
+        with self._changed:
+            self._queued_nbytes -= item.nbytes
+            self._changed.notify_all()
