@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import multiprocessing
 import os
 import uuid
@@ -302,10 +303,8 @@ def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 
 def _content_nbytes(tensor: DumpTensor) -> int:
-    """Without the padding behind a block."""
-    if not tensor.fits or tensor.count is None:
-        return tensor.nbytes
-    return -(-tensor.count * kind_of(tensor.dtype).bits // 8)
+    """Those of whole elements that the shape asks for: blocks are padded, or cut."""
+    return -(-math.prod(_npy_shape(tensor)) * kind_of(tensor.dtype).bits // 8)
 
 
 def _npy_shape(tensor: DumpTensor) -> tuple[int, ...]:
@@ -320,8 +319,8 @@ def _write_npy(file: io.FileIO, tensor: DumpTensor) -> None:
     if kind.is_plain:
         _copy_block(file, tensor, _content_nbytes(tensor))
         return
-    raw = tensor.raw()
-    left = int(np.prod(_npy_shape(tensor), dtype=object))
+    raw = tensor.raw()[: _content_nbytes(tensor)]
+    left = math.prod(_npy_shape(tensor))
     for at in range(0, len(raw), _CHUNK):
         part = kind.decode(np.ascontiguousarray(raw[at : at + _CHUNK]))[:left]
         write_all(file, bytes_of(widened(part)))

@@ -228,7 +228,13 @@ class _Investigation:
             given=given,
         )  # fmt: skip
         branch, conclusion, steps = conclude(
-            self.evidence.reproduced, values, addresses, bits, place, _producers(op)
+            self.evidence.reproduced,
+            values,
+            addresses,
+            bits,
+            place,
+            _producers(op),
+            op_type is not None and bool(tensors),
         )
         return Incident(
             fault, node, op_type, op, function, kernel, bits, tensors, attributes, dump, values,
