@@ -223,6 +223,10 @@ def test_what_is_missing_is_named() -> None:
     assert not hasattr(torch.npu, "nccl")
     with pytest.raises(NotImplementedError, match="sparse_coo"):
         torch.ones(2, 2, device="npu").to_sparse()
+    with pytest.raises(
+        NotImplementedError, match=r"aten\.bincount\.default is not on the simulated"
+    ):
+        torch.bincount(torch.ones(2, device="npu", dtype=torch.float16).to(torch.complex64))
     with pytest.raises(NotImplementedError, match="getNewGenerator"):
         torch.Generator("npu")
 

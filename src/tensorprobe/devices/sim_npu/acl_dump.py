@@ -41,15 +41,15 @@ _OP_TYPES = {
 class AclDump:
     """Writes `{dump_path}/{time}/{device}/{model}/{OpType}.{OpName}.{task}.{stream}.{us}`."""
 
-    def __init__(self, config: Path) -> None:
-        self.sides, self._root, self._is_on = _read_config(config)
-        self._folder = self._root / time.strftime("%Y%m%d%H%M%S") / "0" / "0"
+    def __init__(self, config: Path, device: int = 0) -> None:
+        self.sides, root, self._is_on = _read_config(config)
+        self._folder = root / time.strftime("%Y%m%d%H%M%S") / str(device) / "0"
         self._task = 0
         self._names: dict[str, int] = {}
 
     def write(self, func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """One kernel's inputs and outputs, as one file."""
-        if not self._is_on:
+        if not self._is_on or not outputs:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         kind = op_type(func)

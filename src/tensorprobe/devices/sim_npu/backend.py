@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tensorprobe.devices.ranks import local_rank
 from tensorprobe.devices.sim_npu import amp as amp
 from tensorprobe.devices.sim_npu import status_calls as utils
 from tensorprobe.devices.sim_npu.acl_dump import AclDump
@@ -154,6 +155,10 @@ def set_compile_mode(jit_compile: bool = False) -> None:
     set_option({"jit_compile": jit_compile})
 
 
+def is_jit_compile_false() -> bool:
+    return not _OPTIONS.get("jit_compile", False)
+
+
 # ---- random numbers ----------------------------------------------------------------------------
 
 
@@ -245,7 +250,7 @@ def init_dump() -> None:
 
 def set_dump(cfg_file: str) -> None:
     """From here on every kernel writes a file, as `cfg_file` (a dump.json) says."""
-    CHIP.dump = AclDump(Path(cfg_file))
+    CHIP.dump = AclDump(Path(cfg_file), local_rank())
 
 
 def finalize_dump() -> None:

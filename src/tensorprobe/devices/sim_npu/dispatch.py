@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import get_alias_info
 
 from tensorprobe.devices.sim_npu.chip import CHIP
 from tensorprobe.devices.sim_npu.tensor import NpuTensor, follow_raw, wrap
@@ -53,11 +53,8 @@ _PLANS: dict[Any, Plan] = {}
 
 def _read_plan(func: Any) -> Plan:
     """The plan of an op, read off its schema."""
-    info = get_alias_info(func)
     schema = func._schema
-    views: list[int | None] = [None] * len(schema.returns)
-    for argument, result in info.read_only_alias_match_indexes:
-        views[result] = argument
+    arguments = [argument.alias_info for argument in schema.arguments]
     name = schema.name.split("::")[1]
     takes_device = any(argument.name == "device" for argument in schema.arguments)
     return Plan(
@@ -65,14 +62,27 @@ def _read_plan(func: Any) -> Plan:
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
         makes_tensor=takes_device,
         mixes_devices=takes_device or name in _MIXES_DEVICES,
-        view_of=tuple(views),
+        view_of=tuple(_viewed(arguments, result.alias_info) for result in schema.returns),
         written=tuple(
-            (position, argument.name or "")
-            for position, argument in enumerate(info.args)
-            if argument.is_write
+            (position, schema.arguments[position].name)
+            for position, alias in enumerate(arguments)
+            if alias is not None and alias.is_write
         ),
-        returns_written=info.outs_write_aliases is not None,
+        returns_written=any(
+            r.alias_info is not None and r.alias_info.is_write for r in schema.returns
+        ),
     )
+
+
+def _viewed(arguments: list[Any], result: Any) -> int | None:
+    """Which argument a result is a view of; `Tensor(a -> *)` says: all results are."""
+    for position, alias in enumerate(arguments):
+        if alias is None or alias.is_write:
+            continue
+        shares = result is not None and alias.before_set & result.before_set
+        if shares or "*" in alias.after_set:
+            return position
+    return None
 
 
 def execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -106,12 +116,8 @@ def _compute(func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any
     inputs = [tensor.clone() for tensor in tensors_in((args, kwargs))] if dump else []
     for fault in faults:
         fault.before(func)
-    kernel = KERNELS.get(func, func)
-    if plan.is_random:
-        with CHIP.random.drawing():
-            result = kernel(*args, **kwargs)
-    else:
-        result = kernel(*args, **kwargs)
+    with CHIP.random.drawing() if plan.is_random else nullcontext():
+        result = _run_kernel(func, args, kwargs)
     if plan.is_view or not (faults or dump or CHIP.status.mode == "saturation"):
         return result
     written = plan.written_in(args, kwargs)
@@ -126,6 +132,19 @@ def _compute(func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any
     if dump:
         dump.write(func, inputs, outputs)
     return result
+
+
+def _run_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    kernel = KERNELS.get(func)
+    if kernel is not None:
+        return kernel(*args, **kwargs)
+    try:
+        return func(*args, **kwargs)
+    except NotImplementedError as error:
+        raise NotImplementedError(
+            f"{func} is not on the simulated NPU for these arguments: the CPU, which does its "
+            f"work, says {error}"
+        ) from error
 
 
 def _unwrap(value: Any, strangers: list[torch.Tensor]) -> Any:
