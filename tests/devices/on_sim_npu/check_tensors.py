@@ -118,6 +118,14 @@ def test_indexing() -> None:
     assert len(x) == 6
 
 
+def test_complex_numbers() -> None:
+    x = torch.tensor([1 + 2j, 3 - 1j], device="npu")
+    assert torch.view_as_real(x.conj()).tolist() == [[1, -2], [3, 1]]
+    assert x.conj().imag.tolist() == [-2, 1]
+    signal = torch.randn(8)
+    assert torch.equal(torch.fft.hfft(signal.npu()).cpu(), torch.fft.hfft(signal))
+
+
 def test_host_and_device_do_not_mix() -> None:
     x = torch.ones(2, device="npu")
     with pytest.raises(RuntimeError, match=r"at least two devices, npu:0 and cpu! .* of add\)"):
