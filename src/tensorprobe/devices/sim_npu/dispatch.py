@@ -113,7 +113,7 @@ def _compute(func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any
     """The kernel's result, as the chip's faults and float status leave it."""
     faults = CHIP.faults.of(func)
     dump = None if plan.is_view else CHIP.dump
-    inputs = [tensor.clone() for tensor in tensors_in((args, kwargs))] if dump else []
+    inputs = [tensor.clone() for tensor in _dense_in((args, kwargs))] if dump else []
     for fault in faults:
         fault.before(func)
     with CHIP.random.drawing() if plan.is_random else nullcontext():
@@ -121,7 +121,7 @@ def _compute(func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any
     if plan.is_view or not (faults or dump or CHIP.status.mode == "saturation"):
         return result
     written = plan.written_in(args, kwargs)
-    outputs = tensors_in(written if written else result)
+    outputs = _dense_in(written if written else result)
     changed = outputs
     for fault in faults:
         changed = fault.after(changed)
@@ -168,6 +168,10 @@ def _refuse_host_tensors(plan: Plan, strangers: list[torch.Tensor]) -> None:
                 "Expected all tensors to be on the same device, but found at least two devices, "
                 f"npu:0 and {tensor.device}! (when checking the arguments of {plan.name})"
             )
+
+
+def _dense_in(value: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_in(value) if tensor.layout is torch.strided]
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
