@@ -277,6 +277,11 @@ def test_modes_see_the_users_calls_and_no_more() -> None:
         y = F.linear(x, weight)
         y.relu_()
     assert functions.seen == ["torch.nn.functional.linear", "torch.Tensor.relu_"]
+    with _Functions() as functions, _Kernels() as kernels:
+        torch.ones(2).to("npu").to(torch.float16).cpu().to(torch.float32)
+    to_half = ["torch.ones", "torch.Tensor.to", "torch.Tensor.to", "torch.Tensor.cpu"]
+    assert functions.seen == [*to_half, "torch.Tensor.to"]
+    assert kernels.seen == ["aten.ones.default", *["aten._to_copy.default"] * 4]
     with _Kernels() as kernels:
         F.linear(x, weight).sum().backward()
     assert kernels.seen == [

@@ -12,26 +12,16 @@ import torch
 from tensorprobe.devices.ranks import local_rank
 from tensorprobe.devices.sim_npu import amp as amp
 from tensorprobe.devices.sim_npu import status_calls as utils
+from tensorprobe.devices.sim_npu import streams
 from tensorprobe.devices.sim_npu.acl_dump import AclDump
 from tensorprobe.devices.sim_npu.chip import CHIP
-from tensorprobe.devices.sim_npu.streams import (
-    Event as Event,
-)
-from tensorprobe.devices.sim_npu.streams import (
-    Stream as Stream,
-)
-from tensorprobe.devices.sim_npu.streams import (
-    current_stream as current_stream,
-)
-from tensorprobe.devices.sim_npu.streams import (
-    default_stream as default_stream,
-)
-from tensorprobe.devices.sim_npu.streams import (
-    set_stream as set_stream,
-)
-from tensorprobe.devices.sim_npu.streams import (
-    stream as stream,
-)
+
+Event = streams.Event
+Stream = streams.Stream
+current_stream = streams.current_stream
+default_stream = streams.default_stream
+set_stream = streams.set_stream
+stream = streams.stream
 
 _initialized = True  # torch.utils.checkpoint asks before it keeps the device's random state
 _TOTAL_NBYTES = 64 * 2**30

@@ -18,8 +18,8 @@ KERNELS: dict[Any, Callable[..., Any]] = {}
 # Ops that move data between devices, and those that take indices from the host, as CUDA does.
 _MIXES_DEVICES = {
     "_has_compatible_shallow_copy_type", "copy_", "_to_copy", "_foreach_copy_", "_copy_from",
-    "set_", "index", "index_put",
-    "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put",
+    "set_", "index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index",
+    "_unsafe_index_put",
 }  # fmt: skip
 
 
