@@ -19,8 +19,10 @@ KERNELS: dict[Any, Callable[..., Any]] = {}
 _MIXES_DEVICES = {
     "_has_compatible_shallow_copy_type", "copy_", "_to_copy", "_foreach_copy_", "_copy_from",
     "set_", "index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index",
-    "_unsafe_index_put",
+    "_unsafe_index_put", "_pack_padded_sequence", "_pack_padded_sequence_backward",
 }  # fmt: skip
+# Results that stay on the host on every device: (op, number of the result).
+_HOST_RESULTS = {("_pack_padded_sequence", 1)}
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,8 @@ def _wrap_result(
         return _wrap_one(result, plan.view_of[0], args)
     if isinstance(result, tuple):
         return tuple(
-            _wrap_one(part, of, args) for part, of in zip(result, plan.view_of, strict=True)
+            part if (plan.name, number) in _HOST_RESULTS else _wrap_one(part, of, args)
+            for number, (part, of) in enumerate(zip(result, plan.view_of, strict=True))
         )
     return result
 
