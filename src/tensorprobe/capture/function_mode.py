@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from tensorprobe.capture import compiled
 from tensorprobe.capture.naming import ApiName, Namer, is_noise
 from tensorprobe.capture.steps import optimizers_in_round
 from tensorprobe.capture.tape import Tape
@@ -53,14 +54,13 @@ class CallMode(TorchFunctionMode):
         self._on_scaler_update = on_scaler_update
         self._namer = Namer(resolve_name)
         self._plans: dict[Any, ApiName | None] = {}
+        self._runs = compiled.Runs()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (
-            torch.compiler.is_compiling()
-        ):  # dynamo traces this very line: leave no mark in the graph
+        if torch.compiler.is_compiling():  # dynamo traces this line: leave no mark in its graph
             return func(*args, **kwargs)
         try:
             api = self._plans[func]
@@ -70,9 +70,14 @@ class CallMode(TorchFunctionMode):
             api = self._namer(func)
         if api is None or (api.prefix == "Aten" and _below_backward()):
             return func(*args, **kwargs)
-        if not (self._record and self._tape.recording):
+        if not (self._record and self._tape.recording) or compiled.in_backward():
+            result = func(*args, **kwargs)
+        elif (run := compiled.running()) is not None:
+            if self._runs.is_new(run) and not run.has_node:
+                self._record_compiled(run)
             result = func(*args, **kwargs)
         else:
+            self._runs.outside()
             result = self._recorded(api, func, args, kwargs)
         if api.api == _SCALER_UPDATE:
             self._on_scaler_update(optimizers_in_round())
@@ -83,6 +88,18 @@ class CallMode(TorchFunctionMode):
         plan = None if is_noise(api) else api
         self._plans[func] = plan
         return plan
+
+    def _record_compiled(self, run: compiled.Run) -> None:
+        """Write down, as one call, a compiled part that has begun to run."""
+        name = compiled.name_of(run)
+        api = ApiName("Compiled", name, name)
+        names = self._tape.select(api, self._tape.counter.next(api), self._tape.place.module)
+        if names is None or not names.wanted:
+            return
+        call = self._tape.begin(names, run.entry.f_locals.get("args", ()), depth=3)
+        if call is not None:
+            call.notes.append(compiled.NOTE)
+            self._tape.end(call, None)
 
     def _recorded(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         tape = self._tape

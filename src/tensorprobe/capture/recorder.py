@@ -362,8 +362,8 @@ class Recorder:
         if count > 0 and self._tape is not None:
             self._tape.gap(
                 "torch.compile",
-                f"{count} frames were compiled while recording: a compiled region is opaque, the "
-                "calls inside are not seen, or only as the backend runs them",
+                f"{count} frames were compiled while recording: a compiled region is one opaque "
+                "call (Compiled, Function.CompiledFunction or its module), its inside is not seen",
             )
 
     def _summary(self, writer: CaptureWriter) -> str:
