@@ -70,7 +70,7 @@ def train(step: Callable[[], None], recompute: bool = False, steps: int = 3) -> 
         optimizer.step()
         losses.append(loss.detach())
         step()
-    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
     return [*losses, *grads, *model.parameters(), torch.cuda.get_rng_state()]
 
 
