@@ -31,6 +31,7 @@ from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.stacks import Stacks
 from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig
+from tensorprobe.devices import autocast_dtypes
 from tensorprobe.records import Role
 from tensorprobe.store.lines import CallLine, EndLine, GapLine, StackLine, TensorLine
 from tensorprobe.store.writer import CaptureWriter
@@ -616,11 +617,7 @@ def _state_notes(grad: bool) -> list[str]:
     """What about the surroundings changes how a call computes."""
     notes = []
     if torch._C._is_any_autocast_enabled():
-        notes += [
-            f"autocast {device} {torch.get_autocast_dtype(device)}"
-            for device in ("cpu", "cuda", "npu")
-            if _autocasts(device)
-        ]
+        notes += [f"autocast {device} {dtype}" for device, dtype in autocast_dtypes().items()]
     if torch._C._current_graph_task_id() != -1:
         notes.append("inside backward: recomputation" if grad and _recomputes() else _IN_BACKWARD)
     return notes
@@ -630,10 +627,3 @@ def _recomputes() -> bool:
     """Whether it is not a custom Function's backward that runs, but a checkpoint's forward."""
     node = torch._C._current_autograd_node()
     return not isinstance(node, BackwardCFunction) or "Checkpoint" in node.name()
-
-
-def _autocasts(device: str) -> bool:
-    try:
-        return torch.is_autocast_enabled(device)
-    except RuntimeError:  # no such device in this build
-        return False
