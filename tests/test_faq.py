@@ -27,8 +27,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import tensorprobe as tp
 from default_device import host_only
 from recorded import ROOT, SRC, record, run_script, start_script, stems
-from tensorprobe.capture.naming import Namer, written_as
+from tensorprobe.capture.naming import Namer
 from tensorprobe.devices import device_layer
+from tensorprobe.operators import symbol_of
 from tensorprobe.records import Fields, Special
 
 ENTRIES = [
@@ -732,7 +733,7 @@ def test_002_2_3_bfloat16_is_exact_without_torch_too(tmp_path: Path) -> None:
     record_of_x = capture.call("Tensor.matmul.0.forward").tensor("input.0")
     array = record_of_x.array()
     assert (array.dtype.name, array.shape) == ("bfloat16", (5, 7))
-    assert np.array_equal(array.view(np.uint16), x.view(torch.uint16).numpy())
+    assert np.array_equal(array.view(np.uint16), x.cpu().view(torch.uint16).numpy())
     assert record_of_x.load().equal(x)
     summary = record_of_x.summary
     assert summary.norm == pytest.approx(x.double().norm().item(), rel=1e-12)
@@ -811,8 +812,13 @@ MAGIC = {
 }
 
 
+def symbol(code: str) -> str:
+    return "bool()" if code == "bool(a)" else code.split()[1]
+
+
 def test_002_2_6_methods_are_shown_as_they_are_written(tmp_path: Path) -> None:
-    assert {name: written_as(name) for name in MAGIC} == MAGIC
+    for name, code in MAGIC.items():
+        assert str(symbol_of(f"Tensor.{name}")).removesuffix(" reversed") == symbol(code)
     a, b = torch.tensor([6, 5]), torch.tensor([1, 2])
 
     def program() -> None:
@@ -821,8 +827,7 @@ def test_002_2_6_methods_are_shown_as_they_are_written(tmp_path: Path) -> None:
             exec(text if "(" not in text else "bool(a[0])", scope)
 
     capture = record(tmp_path, program, level="L1")
-    shown = {written_as(call.op.rpartition(".")[2]) for call in capture.calls}
-    assert set(MAGIC.values()) <= shown
+    assert set(map(symbol, MAGIC.values())) <= {symbol_of(call.op) for call in capture.calls}
 
 
 # 002: msprobe, comparing
