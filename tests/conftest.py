@@ -15,6 +15,11 @@ from torch.optim import optimizer as optimizers
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+import default_device
+from tensorprobe.records import TensorRecord
+
+default_device.choose()
+
 _ENGINE = torch.autograd.graph._engine_run_backward
 _GLOBAL_HOOKS = (
     "_global_forward_hooks",
@@ -49,6 +54,14 @@ def nothing_left_installed() -> Iterator[None]:
     yield
     after = installed()
     assert after == before
+
+
+@pytest.fixture(autouse=True)
+def loaded_to_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off the host, what a capture holds is moved to where the test computes what it expects."""
+    if default_device.ON_SIM_NPU:
+        load = TensorRecord.load
+        monkeypatch.setattr(TensorRecord, "load", lambda self: load(self).to("npu"))
 
 
 @pytest.fixture(autouse=True)

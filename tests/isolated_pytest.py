@@ -11,19 +11,32 @@ import subprocess
 import sys
 from pathlib import Path
 
+from default_device import VARIABLE
+
 ROOT = Path(__file__).parent.parent
 
 
-def run_isolated(paths: list[Path], marks: str = "not slow", timeout_s: float = 280) -> None:
-    """Fail with the output of the inner run if any of its tests fails, or if it has none."""
+def run_isolated(
+    paths: list[Path],
+    marks: str = "not slow",
+    timeout_s: float = 280,
+    *,
+    only: str = "",
+    device: str = "",
+) -> None:
+    """Fail with the output of the inner run if any of its tests fails, or if it has none.
+
+    `only` is an expression for pytest's -k; `device` is where tests run that name none.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment.pop("PYTEST_ADDOPTS", None)
+    environment[VARIABLE] = device
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(ROOT / "src"), str(ROOT / "tests"), environment.get("PYTHONPATH", "")]
     )
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
-         "-m", marks, *map(str, paths)],
+         "-m", marks, "-k", only, *map(str, paths)],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False,
     )  # fmt: skip
     assert done.returncode == 0, (

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import tensorprobe as tp
-from tensorprobe.capture.recorder import current_rank
+from tensorprobe.devices import current_rank
 from tensorprobe.store.claim import run_identity
 
 pytestmark = pytest.mark.skipif(
@@ -96,7 +96,7 @@ def weights(output: str) -> list[str]:
 
 
 def test_ranks_of_other_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     assert current_rank() == 0
     monkeypatch.setenv("SLURM_PROCID", "3")

@@ -27,7 +27,6 @@ from tensorprobe.capture.naming import (
     qualified_name,
     split_direction,
     with_direction,
-    written_as,
 )
 from tensorprobe.records import Direction
 
@@ -284,27 +283,6 @@ def test_aliases() -> None:
     assert {"h.0.ln", "LayerNorm", "Module.h.0.ln.LayerNorm"} <= aliases(
         module_name("h.0.ln", "LayerNorm")
     )
-
-
-@pytest.mark.parametrize(
-    ("api", "code"),
-    [
-        ("add", "a + b"),
-        ("__add__", "a + b"),
-        ("__iadd__", "a += b"),
-        ("__rsub__", "b - a"),
-        ("__rdiv__", "b / a"),
-        ("__rpow__", "b ** a"),
-        ("__lshift__", "a << b"),
-        ("__eq__", "a == b"),
-        ("__invert__", "~a"),
-        ("__getitem__", "a[i]"),
-        ("relu", None),
-        ("eq_", None),
-    ],
-)
-def test_operators_as_they_are_written(api: str, code: str | None) -> None:
-    assert written_as(api) == code
 
 
 def test_patterns_see_only_names_of_its_own() -> None:

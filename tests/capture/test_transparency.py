@@ -8,6 +8,7 @@ import gc
 import io
 import pickle
 import random
+import re
 import threading
 import warnings
 import weakref
@@ -24,6 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import tensorprobe as tp
+from default_device import host_only
+from tensorprobe.devices import device_layer
 from tensorprobe.records import Capture
 from tiny_models import MODELS
 
@@ -45,7 +48,8 @@ def observe(program: Program, step: Callable[[], None] = lambda: None) -> Any:
     np.random.seed(7)
     torch.manual_seed(7)
     result = program(step)
-    return result, random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    states = [device_layer(device).rng_state() for device in ("cpu", torch.get_default_device())]
+    return result, random.getstate(), np.random.get_state()[1].tolist(), states
 
 
 def same(actual: Any, expected: Any, where: str = "result") -> None:
@@ -185,7 +189,7 @@ def autocast(step: Callable[[], None]) -> Any:
     model, loss_of = MODELS["gpt2"]()
 
     def loss(model: nn.Module) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
             return loss_of(model)
 
     return trained(model, loss, step)
@@ -195,7 +199,7 @@ def scaled(step: Callable[[], None]) -> Any:
     """The second step overflows: its update is skipped and the scale halved."""
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=8.0)
     scales = []
     for factor in (1.0, float("inf"), 1.0):
         optimizer.zero_grad()
@@ -399,12 +403,12 @@ def user_hooks(step: Callable[[], None]) -> Any:
 
 
 def data_loader(step: Callable[[], None]) -> Any:
-    data = TensorDataset(torch.randn(8, 3), torch.randn(8, 1))
+    data = TensorDataset(torch.randn(8, 3, device="cpu"), torch.randn(8, 1, device="cpu"))
     loader = DataLoader(data, batch_size=4, shuffle=True, num_workers=2)
     model = nn.Linear(3, 1)
     losses = []
     for x, y in loader:
-        loss = F.mse_loss(model(x), y)
+        loss = F.mse_loss(model(x.to(model.weight.device)), y.to(model.weight.device))
         loss.backward()
         losses.append(loss.detach())
         step()
@@ -492,6 +496,8 @@ QUICK = {
     ("whisper", "L1", "structure"),
     ("vit", "mix", "digest"),
 }
+NO_SPARSE = host_only("sparse, nested and quantised tensors are not on the simulated NPU")
+NO_COMPILER = host_only("torch.compile would compile the simulation itself")
 EVERY_LEVEL = [(level, "tensors") for level in LEVELS] + [("mix", "stats")]
 
 
@@ -505,14 +511,19 @@ def quick(name: str, level: str, keep: str) -> bool:
     return (level, keep) in EVERY_LEVEL
 
 
+def marks(name: str, level: str, keep: str) -> list[pytest.MarkDecorator]:
+    found = [] if quick(name, level, keep) else [pytest.mark.slow]
+    if name == "kinds of tensors":
+        found.append(NO_SPARSE)
+    elif name.startswith("compiled"):
+        found.append(NO_COMPILER)
+    return found
+
+
 def matrix() -> list[Any]:
     return [
         pytest.param(
-            program,
-            level,
-            keep,
-            id=f"{name}-{level}-{keep}",
-            marks=[] if quick(name, level, keep) else pytest.mark.slow,
+            program, level, keep, id=f"{name}-{level}-{keep}", marks=marks(name, level, keep)
         )
         for name, program in PROGRAMS.items()
         for level in LEVELS
@@ -534,6 +545,7 @@ def reasons(capture: Capture) -> set[str]:
     return {t.gap for call in capture.calls for t in call.tensors if t.gap}
 
 
+@NO_SPARSE
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_tensors_that_cannot_be_read_say_why(tmp_path: Path) -> None:
     capture = unchanged(kinds_of_tensors, tmp_path / "run", level="L1", keep="tensors")
@@ -542,6 +554,7 @@ def test_tensors_that_cannot_be_read_say_why(tmp_path: Path) -> None:
         assert kind in text, text
 
 
+@NO_COMPILER
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("how", ["function", "module", "in place"])
@@ -768,10 +781,11 @@ def test_copies_of_the_model_hold_nothing_of_ours(level: str, tmp_path: Path) ->
             assert not module._forward_hooks
             assert not module._forward_pre_hooks
     for blob in (saved, state):
-        assert b"tensorprobe" not in blob.getvalue()
-    for parameter in model.parameters():
+        # the simulated device has a function of its own that builds its tensors again
+        assert not re.search(rb"tensorprobe(?!\.devices\.sim_npu)", blob.getvalue())
+    for parameter, original in zip(model.parameters(), pristine.parameters(), strict=True):
         assert not parameter._backward_hooks
-        assert list(vars(parameter)) == []
+        assert vars(parameter).keys() == vars(original).keys()
 
 
 # Memory

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tensorprobe.capture.gradients import InputEdges, Path
+from tensorprobe.capture.hidden_state import Draws
 from tensorprobe.capture.naming import CallNames
 from tensorprobe.records import Keep
 
@@ -38,7 +39,7 @@ class OpenCall:
         self.inputs: list[tuple[torch.Tensor, Path]] = []
         self.versions: list[int] = []
         self.writes: frozenset[str] = NOTHING  # arguments written to without moving their version
-        self.draws: tuple[torch.Generator, torch.Tensor] | None = None  # its state before the call
+        self.draws: Draws | None = None
         self.notes: list[str] = []
 
     @property

@@ -88,7 +88,7 @@ def environment_facts() -> dict[str, Any]:
     }
     if torch is not None:
         facts["torch"] = _ask(torch, _TORCH)
-        facts["numerics"] = {**_ask(torch, _NUMERICS), "autocast": _autocast_state(torch)}
+        facts["numerics"] = {**_ask(torch, _NUMERICS), "autocast": _autocast_dtypes()}
         facts["seed"] = _ask(torch, {"torch": "initial_seed"})
         devices = {"cuda": _cuda_facts(torch), "npu": _npu_facts(sys.modules.get("torch_npu"))}
         facts |= {name: found for name, found in devices.items() if found}
@@ -190,11 +190,10 @@ def _ask(module: Any, paths: dict[str, str]) -> dict[str, Any]:
     return _read({name: partial(follow, path) for name, path in paths.items()})
 
 
-def _autocast_state(torch: Any) -> dict[str, Any]:
-    """The dtype of autocast for each device where it is on."""
-    devices = ["cpu", "cuda"] + ["npu"] * hasattr(torch, "npu")
-    on = _read({device: partial(torch.is_autocast_enabled, device) for device in devices})
-    return _read({d: partial(torch.get_autocast_dtype, d) for d in devices if on.get(d)})
+def _autocast_dtypes() -> dict[str, str]:
+    from tensorprobe.devices import autocast_dtypes  # imports torch, which is here already
+
+    return {device: str(dtype) for device, dtype in autocast_dtypes().items()}
 
 
 def _cuda_facts(torch: Any) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 
 from tensorprobe.capture.naming import ApiName
+from tensorprobe.devices import device_layer
 
 # By the last part of their name. Of these only the calls that move the generator are random: an
 # attention without dropout, an LSTM of one layer are not.
@@ -29,29 +31,33 @@ _MAY_DRAW = frozenset(_MAY_DRAW_NAMES.split())
 _RUNNING_STATISTICS = {"batch_norm": frozenset(["1", "2", "running_mean", "running_var"])}
 _NOTHING: frozenset[str] = frozenset()
 
+Draws: TypeAlias = tuple[Callable[[], torch.Tensor], torch.Tensor]
+
 
 def may_draw(api: ApiName) -> bool:
     """Whether calls of this API can take random numbers from a generator."""
     return api.api.rpartition(".")[2] in _MAY_DRAW
 
 
-def generator_of(args: Iterable[Any], kwargs: Mapping[str, Any]) -> torch.Generator | None:
-    """The generator a random call draws from; None where its device does not show it."""
+def random_state(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Draws | None:
+    """The state of the generator a random call draws from, now and when read again.
+
+    None where its device does not show it.
+    """
     values = [*args, *kwargs.values()]
     for value in values:
         if isinstance(value, torch.Generator):
-            return value
+            return value.get_state, value.get_state()
     device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
     device = torch.device(kwargs.get("device") or device or torch.get_default_device())
-    if device.type == "cpu":
-        return torch.default_generator
-    try:
-        module = torch.get_device_module(device)
-        index = module.current_device() if device.index is None else device.index
-        generator: torch.Generator = module.default_generators[index]
-    except (AttributeError, IndexError, RuntimeError):  # meta, or a device without generators
+    row = device_layer(device)
+    if not row.is_available():  # meta
         return None
-    return generator
+    read = partial(row.rng_state, device.index)
+    try:
+        return read, read()
+    except (AttributeError, RuntimeError, TypeError):  # a device without generators, or with one
+        return None
 
 
 def silently_written(api: ApiName, args: Any, kwargs: Mapping[str, Any]) -> frozenset[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -179,6 +180,28 @@ def _when_imported(name: str, act: Callable[[], None]) -> None:
         act()
     else:
         sys.meta_path.insert(0, _ImportWatch(name, act))
+
+
+def import_before(name: str, needed: str) -> None:
+    """Let the first import of `name`, should it come before that of `needed`, import that first."""
+    sys.meta_path.insert(0, _ImportsFirst(name, needed))
+
+
+class _ImportsFirst(importlib.abc.MetaPathFinder):
+    """Imports one module when another is looked for, which it may bring along."""
+
+    def __init__(self, name: str, needed: str) -> None:
+        self._name = name
+        self._needed = needed
+
+    def find_spec(
+        self, fullname: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        importlib.import_module(self._needed)
+        return importlib.util.find_spec(fullname)
 
 
 class _ImportWatch(importlib.abc.MetaPathFinder):

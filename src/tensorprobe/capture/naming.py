@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
+from tensorprobe.operators import NATIVE_NAMES
 from tensorprobe.records import Direction
 
 
@@ -38,77 +39,11 @@ class CallNames(NamedTuple):
     wanted: bool = True  # False: only the backward of this call is
 
 
-# Python's operators to the op that runs. `a + b` and `a.add(b)` are one op; which of the two names
-# reaches a function mode is decided inside torch and has changed between versions.
-# Reflected ones of ops that do not commute keep their dunder: torch has no method of that argument
-# order, except rsub.
-_BINARY = {
-    "add": "add",
-    "sub": "sub",
-    "mul": "mul",
-    "truediv": "div",
-    "div": "div",
-    "floordiv": "floor_divide",
-    "mod": "remainder",
-    "pow": "pow",
-    "matmul": "matmul",
-    "and": "bitwise_and",
-    "or": "bitwise_or",
-    "xor": "bitwise_xor",
-    "lshift": "bitwise_left_shift",
-    "rshift": "bitwise_right_shift",
-}
-NATIVE_OF_DUNDER: dict[str, str] = {
-    **{f"__{dunder}__": native for dunder, native in _BINARY.items()},
-    **{f"__i{dunder}__": native + "_" for dunder, native in _BINARY.items()},
-    **{f"__r{dunder}__": _BINARY[dunder] for dunder in ("add", "mul", "and", "or", "xor")},
-    **{f"__{name}__": name for name in ("eq", "ne", "lt", "le", "gt", "ge", "neg", "abs")},
-    "__rsub__": "rsub",
-    "__rdiv__": "__rtruediv__",
-    "__invert__": "bitwise_not",
-    "__pos__": "positive",
-    "__nonzero__": "__bool__",
-    "__long__": "__int__",
-}
+# `a + b` and `a.add(b)` are one op; which of the two names reaches a function mode is decided
+# inside torch and has changed between versions.
 DUNDERS_OF_NATIVE: dict[str, tuple[str, ...]] = {
-    native: tuple(d for d, n in NATIVE_OF_DUNDER.items() if n == native)
-    for native in dict.fromkeys(NATIVE_OF_DUNDER.values())
-}
-
-_SYMBOLS = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "div": "/",
-    "floor_divide": "//",
-    "remainder": "%",
-    "pow": "**",
-    "matmul": "@",
-    "bitwise_and": "&",
-    "bitwise_or": "|",
-    "bitwise_xor": "^",
-    "bitwise_left_shift": "<<",
-    "bitwise_right_shift": ">>",
-    "eq": "==",
-    "ne": "!=",
-    "lt": "<",
-    "le": "<=",
-    "gt": ">",
-    "ge": ">=",
-}
-_WRITTEN = {
-    **{native: f"a {symbol} b" for native, symbol in _SYMBOLS.items()},
-    **{f"{native}_": f"a {_SYMBOLS[native]}= b" for native in set(_BINARY.values())},
-    **{f"__r{name}__": f"b {_SYMBOLS[native]} a" for name, native in _BINARY.items()},
-    "rsub": "b - a",
-    "neg": "-a",
-    "positive": "+a",
-    "abs": "abs(a)",
-    "bitwise_not": "~a",
-    "__getitem__": "a[i]",
-    "__setitem__": "a[i] = b",
-    "__contains__": "b in a",
-    **{f"__{name}__": f"{name}(a)" for name in ("bool", "int", "float", "complex", "reversed")},
+    native: tuple(dunder for dunder, n in NATIVE_NAMES.items() if n == native)
+    for native in dict.fromkeys(NATIVE_NAMES.values())
 }
 
 # Views of a tensor that are written as properties: calls like transpose() and real() are.
@@ -226,11 +161,6 @@ def call_name(api: ApiName, number: int, direction: Direction = "forward") -> st
     if prefix == "Optimizer":
         return f"Optimizer.{name}.{number}"
     return f"{prefix}.{name}.{number}.{direction}"
-
-
-def written_as(api: str) -> str | None:
-    """How Python code writes this method of tensors, where it has a symbol: `add` is "a + b"."""
-    return _WRITTEN.get(NATIVE_OF_DUNDER.get(api, api))
 
 
 def qualified_name(func: object) -> str:
@@ -421,7 +351,7 @@ def native_call_name(name: str) -> str:
         name = ".".join(part for part in found.groups() if part)
     found = _DUNDER_METHOD.match(name)
     if found:
-        name = f"Tensor.{NATIVE_OF_DUNDER.get(found[1], found[1])}{name[found.end() :]}"
+        name = f"Tensor.{NATIVE_NAMES.get(found[1], found[1])}{name[found.end() :]}"
     return name
 
 
@@ -475,7 +405,7 @@ def _method_name(method: str) -> ApiName:
     prop, _, accessor = method.rpartition(".")
     if accessor == "__get__" and prop in _VIEW_PROPERTIES:
         return ApiName("Tensor", prop, f"torch.Tensor.{method}")
-    native = NATIVE_OF_DUNDER.get(method, method)
+    native = NATIVE_NAMES.get(method, method)
     # rsub is a function of torch but no method of its tensors
     op = "torch.rsub" if native == "rsub" else f"torch.Tensor.{native}"
     return ApiName("Tensor", native, op)

@@ -32,6 +32,7 @@ from tensorprobe.capture.steps import StepOn, StepWatch
 from tensorprobe.capture.tape import Tape
 from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig, format_numbers, from_msprobe_config
+from tensorprobe.devices import check_environment, current_rank
 from tensorprobe.errors import BadUsage, NothingRecorded, WriteFailed
 from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.store.claim import run_identity
@@ -193,6 +194,8 @@ class Recorder:
             if not config.stop_after_last_step:  # else it counts: all ranks have to end together
                 self._over = True
                 return False
+        for finding in check_environment():
+            self._log(finding)
         summarizer = Summarizer(stats=True, digest=config.keep in ("digest", "tensors"))
         facts = environment_facts()
         self._writer = CaptureWriter(
@@ -378,19 +381,6 @@ class Recorder:
             f"{format_nbytes(writer.nbytes_written)} in {where}{waited}. "
             f"Next: tensorprobe show {shlex.quote(str(self.path))}"
         )
-
-
-def current_rank() -> int:
-    """This process's rank, from torch.distributed or the launcher's environment."""
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    for variable in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
-        value = os.environ.get(variable, "")
-        if value.isdigit():
-            return int(value)
-    return 0
 
 
 def _count(number: int, noun: str) -> str:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import random
 import warnings
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 
 from tensorprobe.errors import BadUsage
 
 _LARGEST_SEED = 2**32 - 1  # numpy's and PYTHONHASHSEED's limit
-_CUBLAS_WORKSPACE = ":4096:8"
 
 
 def seed_all(seed: int = 1234, deterministic: bool = False) -> None:
@@ -24,8 +23,8 @@ def seed_all(seed: int = 1234, deterministic: bool = False) -> None:
     started from here; the hashes of this one are fixed already. `deterministic=True` also turns on
     torch's deterministic algorithms, which are slower and refuse ops that have none. On CUDA those
     need CUBLAS_WORKSPACE_CONFIG, which is set when it is not, and has its effect only if CUDA was
-    not in use yet; on NPU, HCCL_DETERMINISTIC likewise. `deterministic=False` leaves them as they
-    are.
+    not in use yet; on NPU, HCCL_DETERMINISTIC and its like. `deterministic=False` leaves them as
+    they are.
 
     It does not make two devices draw the same numbers: turn shuffling and dropout off, or carry
     one run's start to the other. Nor does it switch cuDNN off: the assignment to `cudnn.enable` in
@@ -42,31 +41,22 @@ def seed_all(seed: int = 1234, deterministic: bool = False) -> None:
         import torch
     except ImportError:  # nothing of it to seed
         return
-    _seed_torch(torch, seed)
+    from tensorprobe.devices import rows
+
+    torch.manual_seed(seed)  # the generators of every device too
+    for row in rows():
+        row.set_deterministic_flags()
     if deterministic:
-        _be_deterministic(torch)
+        for row in rows():
+            _warn_of_late(row.type, row.set_deterministic_variables())
+        torch.use_deterministic_algorithms(True)
 
 
-def _seed_torch(torch: Any, seed: int) -> None:
-    torch.manual_seed(seed)
-    torch.cuda.manual_seed_all(seed)  # waits for CUDA to be used; nothing without it
-    npu: Any = getattr(torch, "npu", None)  # there once torch_npu is imported
-    if hasattr(npu, "manual_seed_all"):
-        npu.manual_seed_all(seed)
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = True
-
-
-def _be_deterministic(torch: Any) -> None:
-    if torch.version.cuda and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = _CUBLAS_WORKSPACE
-        if torch.cuda.is_initialized():
-            warnings.warn(
-                "CUDA was in use before seed_all(deterministic=True), so cuBLAS may not be "
-                "deterministic. Call seed_all first, or start with "
-                f"CUBLAS_WORKSPACE_CONFIG={_CUBLAS_WORKSPACE}",
-                stacklevel=3,
-            )
-    if hasattr(torch, "npu"):
-        os.environ.setdefault("HCCL_DETERMINISTIC", "true")
-    torch.use_deterministic_algorithms(True)
+def _warn_of_late(device: str, variables: Mapping[str, str]) -> None:
+    if variables:
+        words = " ".join(f"{name}={value}" for name, value in variables.items())
+        warnings.warn(
+            f"{device.upper()} was in use before seed_all(deterministic=True), so it may not be "
+            f"deterministic. Call seed_all first, or start with {words}",
+            stacklevel=3,
+        )

@@ -27,11 +27,12 @@ from tensorprobe.capture.facts import environment_facts
 from tensorprobe.capture.mode_stack import add_function_mode, remove_function_mode
 from tensorprobe.capture.naming import ApiName, CallNames, Namer, call_name
 from tensorprobe.capture.quiet import Quiet
-from tensorprobe.capture.recorder import Recorder, current_rank, say
+from tensorprobe.capture.recorder import Recorder, say
 from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.tape import Tape
 from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig, format_numbers
+from tensorprobe.devices import current_rank
 from tensorprobe.errors import BadUsage, NothingRecorded, UnreadableCapture
 from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.records import Call, Capture, TensorRecord

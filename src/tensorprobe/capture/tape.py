@@ -24,13 +24,14 @@ from tensorprobe.capture.gradients import (
     trace_function,
     trace_saved,
 )
-from tensorprobe.capture.hidden_state import generator_of, may_draw, silently_written
+from tensorprobe.capture.hidden_state import Draws, may_draw, random_state, silently_written
 from tensorprobe.capture.naming import ApiName, CallNames, Counter, call_name
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.stacks import Stacks
 from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig
+from tensorprobe.devices import autocast_dtypes
 from tensorprobe.records import Role
 from tensorprobe.store.lines import CallLine, EndLine, GapLine, StackLine, TensorLine
 from tensorprobe.store.writer import CaptureWriter
@@ -217,7 +218,7 @@ class Tape:
                     silently_written(names.api, args, kwargs) if writes is None else writes
                 )
                 if call.keep == "tensors" and (may_draw(names.api) if random is None else random):
-                    self._note_generator(call, args, kwargs)
+                    call.draws = random_state(args, kwargs)
                 line.id = next(self.ids)  # after the Functions that made the inputs
                 self.writer.call(line)
             call.id = line.id
@@ -252,7 +253,7 @@ class Tape:
                 elif mutated:
                     line.buffers = self._written(call, mutated, outputs)
                 if call.draws is not None:
-                    line.buffers |= self._drawn(call, *call.draws)
+                    line.buffers |= self._drawn(call, call.draws)
                 for name, tensor in buffers:
                     line.buffers[name] = self.line(tensor, call, "buffer", name, self.wants_output)
                 self._trace(call, outputs, tracer)
@@ -283,18 +284,10 @@ class Tape:
             if edges is not None:
                 edges.add(tensor, path)
 
-    def _note_generator(
-        self, call: OpenCall, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> None:
-        generator = generator_of(args, kwargs)
-        if generator is not None:
-            call.draws = (generator, generator.get_state())
-
-    def _drawn(
-        self, call: OpenCall, generator: torch.Generator, before: torch.Tensor
-    ) -> dict[str, TensorLine]:
+    def _drawn(self, call: OpenCall, draws: Draws) -> dict[str, TensorLine]:
         """The state that a random call started from, by which it can be repeated."""
-        if torch.equal(before, generator.get_state()):
+        read, before = draws
+        if torch.equal(before, read()):
             return {}
         line = self.line(before, call, "buffer", "rng_state", False)
         line.value = self._values.of(
@@ -624,11 +617,7 @@ def _state_notes(grad: bool) -> list[str]:
     """What about the surroundings changes how a call computes."""
     notes = []
     if torch._C._is_any_autocast_enabled():
-        notes += [
-            f"autocast {device} {torch.get_autocast_dtype(device)}"
-            for device in ("cpu", "cuda", "npu")
-            if _autocasts(device)
-        ]
+        notes += [f"autocast {device} {dtype}" for device, dtype in autocast_dtypes().items()]
     if torch._C._current_graph_task_id() != -1:
         notes.append("inside backward: recomputation" if grad and _recomputes() else _IN_BACKWARD)
     return notes
@@ -638,10 +627,3 @@ def _recomputes() -> bool:
     """Whether it is not a custom Function's backward that runs, but a checkpoint's forward."""
     node = torch._C._current_autograd_node()
     return not isinstance(node, BackwardCFunction) or "Checkpoint" in node.name()
-
-
-def _autocasts(device: str) -> bool:
-    try:
-        return torch.is_autocast_enabled(device)
-    except RuntimeError:  # no such device in this build
-        return False

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from tensorprobe.devices import Device, device_layer
+from tensorprobe.numerics.memory import is_plain, keys_of, settle
 
 
 class HostCopy:
@@ -39,9 +40,8 @@ class Transfer:
 
     def snapshot(self, tensor: torch.Tensor) -> HostCopy:
         """A copy of the content as it is now, in the order of the device's own work."""
-        source = tensor.detach()
-        if source.is_conj() or source.is_neg():
-            source = source.resolve_conj().resolve_neg()
+        keys = keys_of(tensor)
+        source = (tensor if is_plain(keys) else settle(tensor, keys)).detach()
         if source.is_cpu:
             return HostCopy(source.clone(memory_format=torch.contiguous_format), None)
         source = source.contiguous()

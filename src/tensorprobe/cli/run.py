@@ -49,6 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", metavar="FILE", help="a config.json in msprobe's form")
     parser.add_argument(
+        "--sim-npu",
+        action="store_true",
+        help="with a simulated NPU and a stand-in torch_npu, where the hardware is missing",
+    )
+    parser.add_argument(
         "--step-on",
         metavar="WHAT",
         default="auto",
@@ -118,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     step_on = _step_on(args.step_on)
     _check_start(args)
 
-    from tensorprobe.capture.launcher import Launch, default_output
+    from tensorprobe.capture.launcher import Launch, default_output, import_before
 
     program = _load(words[0], is_module=args.module_words is not None)
     if program is None:
@@ -126,8 +131,11 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output or dump_path or default_output(program))
     _check_output(output)
     session = _Session(args, config, step_on, output, notes)
+    if args.sim_npu:
+        import_before("torch_npu", "torch")
     session.seed()
     end = Launch(program, words[1:]).run(session.torch_imported)
+    _explain(end)
     return session.finish(end)
 
 
@@ -215,6 +223,7 @@ class _Session:
             return
         from tensorprobe.capture.seeding import seed_all
 
+        self._simulate()  # a device that comes later would not be seeded
         seed = DEFAULT_SEED if self._args.seed is None else self._args.seed
         seed_all(seed, deterministic=self._args.deterministic)
 
@@ -226,9 +235,16 @@ class _Session:
             self._problem = error
             raise SystemExit(1) from None
 
+    def _simulate(self) -> None:
+        if self._args.sim_npu:
+            from tensorprobe.devices import sim_npu
+
+            sim_npu.install()
+
     def _record(self) -> None:
         from tensorprobe.capture.recorder import Recorder, say
 
+        self._simulate()
         recorder = Recorder(self._output, step_on=self._step_on, **self._config.as_arguments())
         for note in self._notes:
             say(note)
@@ -281,6 +297,17 @@ class _Session:
             sys.stderr.write(f"tensorprobe run: {error}\n")
             return True
         return False
+
+
+def _explain(end: BaseException | None) -> None:
+    """Say what to do about a mistake with devices; the program's traceback has been shown."""
+    if not isinstance(end, Exception) or "torch" not in sys.modules:
+        return
+    from tensorprobe.devices import explain
+
+    advice = explain(end)
+    if advice is not None:
+        sys.stderr.write(f"tensorprobe run: {advice}\n")
 
 
 def _about_processes() -> str:

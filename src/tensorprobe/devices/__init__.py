@@ -7,10 +7,10 @@ from tensorprobe.devices.table import (
     FusedOps,
     OverflowFlag,
     accelerator,
+    autocast_dtypes,
     device_layer,
     rng_kept,
     rows,
-    seed_all,
 )
 from tensorprobe.devices.vendor_ops import VendorOp, vendor_op
 
@@ -20,6 +20,7 @@ __all__ = [
     "OverflowFlag",
     "VendorOp",
     "accelerator",
+    "autocast_dtypes",
     "check_environment",
     "check_kernel_dump",
     "current_rank",
@@ -28,7 +29,6 @@ __all__ = [
     "local_rank",
     "rng_kept",
     "rows",
-    "seed_all",
     "vendor_op",
     "world_size",
 ]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from tensorprobe.errors import DeviceUnusable
 
@@ -62,44 +59,3 @@ def kernel_dump(config: Path) -> Iterator[None]:
         npu.synchronize()
     finally:
         npu.finalize_dump()
-
-
-def versions() -> dict[str, str]:
-    """torch_npu, CANN and the device's name, as far as they are there."""
-    module = vendor_module()
-    if module is None:
-        return {}
-    found = {"torch_npu": str(module.__version__)}
-    cann = cann_version()
-    if cann:
-        found["cann"] = cann
-    npu = getattr(torch, "npu", None)
-    if npu is not None and npu.is_available():
-        found["device"] = str(npu.get_device_name())
-    return found
-
-
-def cann_version() -> str | None:
-    """The version line of the CANN toolkit the environment points to."""
-    home = os.environ.get("ASCEND_TOOLKIT_HOME") or os.environ.get("ASCEND_HOME_PATH")
-    if not home:
-        return None
-    for name in ("compiler/version.info", "toolkit/version.info", "version.info"):
-        path = Path(home, name)
-        if path.is_file():
-            for line in path.read_text(errors="replace").splitlines():
-                if line.lower().startswith("version="):
-                    return line.partition("=")[2].strip()
-    return None
-
-
-def settings() -> dict[str, Any]:
-    """INF/NAN mode and the compile mode, where torch_npu tells."""
-    module = vendor_module()
-    if module is None:
-        return {}
-    found: dict[str, Any] = {"inf_nan_mode": bool(module._C._npu_is_support_inf_nan())}
-    is_compiled_ahead = getattr(module.npu, "is_jit_compile_false", None)
-    if callable(is_compiled_ahead):
-        found["jit_compile"] = not is_compiled_ahead()
-    return found

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -11,7 +13,7 @@ from importlib import metadata
 import torch
 
 from tensorprobe.devices.ranks import local_rank
-from tensorprobe.devices.table import Device, device_layer
+from tensorprobe.devices.table import Device, device_layer, rows
 
 
 @dataclass(frozen=True)
@@ -101,11 +103,27 @@ def explain(error: BaseException) -> str | None:
 
 
 def check_environment(
-    device: torch.device | str, environment: Mapping[str, str] | None = None
+    device: torch.device | str | None = None, environment: Mapping[str, str] | None = None
 ) -> list[str]:
-    """What in the environment will spoil a recording on `device`, each with what to do."""
+    """What in the environment will spoil a recording on `device`, each with what to do.
+
+    Without a device, on all whose vendor's package is installed here; none is initialised.
+    """
     variables = os.environ if environment is None else environment
-    row = device_layer(device)
+    if device is not None:
+        return _check_row(device_layer(device), variables)
+    return [
+        finding for row in rows() if _has_package(row) for finding in _check_row(row, variables)
+    ]
+
+
+def _has_package(row: Device) -> bool:
+    name = row.fused_ops.module if row.fused_ops is not None else ""
+    # find_spec imports nothing, but refuses a module that is there without a spec
+    return bool(name) and (name in sys.modules or importlib.util.find_spec(name) is not None)
+
+
+def _check_row(row: Device, variables: Mapping[str, str]) -> list[str]:
     findings = [text for text in (_versions_differ(row),) if text]
     if row.fused_ops is None:
         return findings

@@ -12,12 +12,14 @@ def current_rank(environment: Mapping[str, str] | None = None) -> int:
     """The rank: from torch.distributed once it runs, before that from the launcher's variables."""
     if _is_distributed():
         return torch.distributed.get_rank()
-    return _first_number(environment, "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK")
+    return _first_number(
+        environment, "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "LOCAL_RANK"
+    )
 
 
 def local_rank(environment: Mapping[str, str] | None = None) -> int:
     """The number of this process among those of its machine, which is its device's number."""
-    return _first_number(environment, "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+    return _first_number(environment, "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
 
 def world_size(environment: Mapping[str, str] | None = None) -> int:

@@ -22,6 +22,10 @@ from tensorprobe.devices import ascend_runtime
 from tensorprobe.errors import DeviceUnusable
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class FusedOps:
     """Where a vendor keeps ops of its own, and the prefix their calls are named with."""
@@ -52,10 +56,7 @@ class Device:
     overflow_flag: OverflowFlag | None = None
     kernel_dump: Callable[[Path], AbstractContextManager[None]] | None = None  # of a dump.json
     deterministic_variables: Mapping[str, str] = field(default_factory=dict)
-    deterministic_flags: Callable[[], None] | None = None
-    find_versions: Callable[[], Mapping[str, str]] = dict
-    find_settings: Callable[[], Mapping[str, Any]] = dict
-    environment: tuple[str, ...] = ()  # variables worth recording
+    set_deterministic_flags: Callable[[], None] = _nothing
 
     # -- which device ------------------------------------------------------------------------
 
@@ -126,13 +127,6 @@ class Device:
 
     # -- random numbers ----------------------------------------------------------------------
 
-    def seed_all(self, seed: int) -> None:
-        """Seed every device of this kind; the host through torch's own generator."""
-        if self.is_host:
-            torch.default_generator.manual_seed(seed)
-        elif self.is_available():
-            self._module().manual_seed_all(seed)
-
     def rng_state(self, index: int | None = None) -> torch.Tensor:
         """State of the random numbers, as a CPU tensor."""
         if self.is_host:
@@ -149,26 +143,15 @@ class Device:
 
     # -- the same twice ----------------------------------------------------------------------
 
-    def make_deterministic(self) -> None:
-        """Throw the switches this device has for equal results of equal runs.
+    def set_deterministic_variables(self) -> dict[str, str]:
+        """Set the variables by which equal runs give equal results; those already set stay.
 
-        Variables already set are left alone. `torch.use_deterministic_algorithms` is not called:
-        it is the same everywhere, so it is the caller's.
+        Returns what was set too late to count, because the device was in use.
         """
-        for name, value in self.deterministic_variables.items():
-            os.environ.setdefault(name, value)
-        if self.deterministic_flags is not None and self.is_available():
-            self.deterministic_flags()
-
-    # -- facts -------------------------------------------------------------------------------
-
-    def versions(self) -> dict[str, str]:
-        """Versions of driver, toolkit and vendor package, as far as they can be found."""
-        return dict(self.find_versions())
-
-    def settings(self) -> dict[str, Any]:
-        """Switches of this device that change results."""
-        return dict(self.find_settings())
+        missing = {k: v for k, v in self.deterministic_variables.items() if k not in os.environ}
+        os.environ.update(missing)
+        is_in_use = getattr(self.find_module(), "is_initialized", None)
+        return missing if is_in_use is not None and is_in_use() else {}
 
     def _module(self) -> Any:
         if not self.is_available():
@@ -187,33 +170,6 @@ def _cuda_flags() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def _cuda_versions() -> dict[str, str]:
-    if not torch.cuda.is_available():
-        return {}
-    cudnn: Any = torch.backends.cudnn
-    found = {
-        "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
-        "cudnn": cudnn.version(),
-        "device": torch.cuda.get_device_name(),
-    }
-    return {name: str(version) for name, version in found.items() if version}
-
-
-def _cuda_settings() -> dict[str, Any]:
-    cuda: Any = torch.backends.cuda
-    matmul = cuda.matmul
-    return {
-        "matmul.allow_tf32": matmul.allow_tf32,
-        "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
-        "matmul.reduced_precision_fp16": matmul.allow_fp16_reduced_precision_reduction,
-        "matmul.reduced_precision_bf16": matmul.allow_bf16_reduced_precision_reduction,
-        "sdp.flash": cuda.flash_sdp_enabled(),
-        "sdp.mem_efficient": cuda.mem_efficient_sdp_enabled(),
-        "sdp.math": cuda.math_sdp_enabled(),
-    }
-
-
 _ROWS = {
     row.type: row
     for row in (
@@ -223,10 +179,7 @@ _ROWS = {
             find_module=lambda: torch.cuda,
             launch_blocking="CUDA_LAUNCH_BLOCKING",
             deterministic_variables={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
-            deterministic_flags=_cuda_flags,
-            find_versions=_cuda_versions,
-            find_settings=_cuda_settings,
-            environment=("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"),
+            set_deterministic_flags=_cuda_flags,
         ),
         Device(
             type="npu",
@@ -245,16 +198,6 @@ _ROWS = {
                 "LCCL_DETERMINISTIC": "1",
                 "CLOSE_MATMUL_K_SHIFT": "1",
             },
-            find_versions=ascend_runtime.versions,
-            find_settings=ascend_runtime.settings,
-            environment=(
-                "ASCEND_RT_VISIBLE_DEVICES",
-                "ASCEND_LAUNCH_BLOCKING",
-                "TASK_QUEUE_ENABLE",
-                "INF_NAN_MODE_ENABLE",
-                "NPU_ASD_ENABLE",
-                "HCCL_DETERMINISTIC",
-            ),
         ),
     )
 }
@@ -289,13 +232,18 @@ def rows() -> tuple[Device, ...]:
     return tuple(_ROWS.values())
 
 
-def seed_all(seed: int) -> None:
-    """Seed every device that is there."""
-    for row in rows():
-        row.seed_all(seed)
-    present = accelerator()
-    if present is not None and present not in rows():
-        present.seed_all(seed)
+def autocast_dtypes() -> dict[str, torch.dtype]:
+    """The dtype of autocast for each kind of device where it is on now."""
+    present = torch.accelerator.current_accelerator()
+    kinds = dict.fromkeys([*_ROWS, *([present.type] if present is not None else [])])
+    return {kind: torch.get_autocast_dtype(kind) for kind in kinds if _autocasts(kind)}
+
+
+def _autocasts(kind: str) -> bool:
+    try:
+        return torch.is_autocast_enabled(kind)
+    except RuntimeError:  # no such device in this build
+        return False
 
 
 @contextmanager

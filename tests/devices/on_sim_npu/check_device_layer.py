@@ -14,13 +14,14 @@ import torch_npu
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from tensorprobe.capture.facts import environment_facts
+from tensorprobe.capture.seeding import seed_all
 from tensorprobe.devices import (
     accelerator,
     check_environment,
     device_layer,
     explain,
     rng_kept,
-    seed_all,
     sim_npu,
 )
 
@@ -39,8 +40,10 @@ def test_the_row() -> None:
         event.record()
     event.synchronize()
     assert npu.current_stream() is not None
-    assert npu.versions() == {"torch_npu": torch_npu.__version__, "device": "Simulated NPU"}
-    assert npu.settings() == {"inf_nan_mode": True, "jit_compile": False}
+    facts = environment_facts()
+    assert facts["npu"]["devices"] == ["Simulated NPU"]
+    assert facts["npu"]["torch_npu"] == torch_npu.__version__
+    assert (facts["npu"]["inf_nan_mode"], facts["npu"]["jit_compile"]) == (True, False)
     assert check_environment("npu", {}) == []
 
 

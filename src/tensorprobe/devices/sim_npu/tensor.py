@@ -122,6 +122,9 @@ def wrap(raw: torch.Tensor, base: NpuTensor | None = None) -> NpuTensor:
     """`raw` as a tensor on the device; a view of `base` when that is given."""
     if raw.layout is not torch.strided:
         raise NotImplementedError(f"{raw.layout} tensors are not on the simulated NPU")
+    if base is not None and torch.is_inference_mode_enabled() and not base.is_inference():
+        with torch.inference_mode(False):  # a view of an ordinary tensor is one, there too
+            return wrap(raw, base)
     tensor = torch.Tensor._make_wrapper_subclass(
         NpuTensor,
         raw.size(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -65,10 +66,23 @@ def build() -> dict[str, ModuleType]:
 def _module(name: str, *, is_package: bool = False) -> StandIn:
     module = StandIn(name, "Stand-in of the simulated NPU.")
     # importlib.util.find_spec, which libraries probe with, refuses a module without a spec.
-    module.__spec__ = ModuleSpec(name, None, is_package=is_package)
+    module.__spec__ = ModuleSpec(name, _Ready(module), is_package=is_package)
     if is_package:
         module.__path__ = []
     return module
+
+
+class _Ready(Loader):
+    """The loader of a module that is there already."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
 
 
 def install() -> None:
