@@ -65,7 +65,10 @@ class OpMode(TorchDispatchMode):
         direction: Direction = "forward" if node is None else "backward"
         names = CallNames(api, call_name(api, number, direction), tape.place.module, direction)
         if not tape.wants(names):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if writes:
+                tape.forget_written(args, kwargs)
+            return result
         parent = tape.place.parent
         if node is None:
             # the first op after a node was made is the node's own; saving its output detaches it

@@ -17,6 +17,10 @@ import torch
 from tensorprobe.capture.mode_stack import enter_missing
 
 
+class _Thread(threading.local):
+    depth = 0
+
+
 class EngineEntry:
     """Keeps `modes` on while backward runs, and calls `on_end` when the outermost one is over.
 
@@ -27,12 +31,13 @@ class EngineEntry:
         self,
         modes: Sequence[Any],
         on_begin: Callable[[Any], None],
-        on_end: Callable[[], None],
+        on_end: Callable[[bool], None],
     ) -> None:
         self._modes = modes
         self._on_end = on_end
         self._on_begin = on_begin
-        self._depth = 0
+        self._depth = 0  # of all threads
+        self._thread = _Thread()
         self._lock = threading.Lock()
         self._wrapper: Callable[..., Any] | None = None
 
@@ -59,6 +64,7 @@ class EngineEntry:
 
     def _run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         entered = enter_missing(self._modes)
+        self._thread.depth += 1
         with self._lock:
             self._depth += 1
         try:
@@ -67,11 +73,12 @@ class EngineEntry:
         finally:
             while entered:
                 entered.pop().__exit__(None, None, None)
+            self._thread.depth -= 1
             with self._lock:
                 self._depth -= 1
-                outermost = self._depth == 0
-            if outermost:
-                self._on_end()
+                last = self._depth == 0
+            if self._thread.depth == 0:
+                self._on_end(last)
 
 
 def _put(function: Callable[..., Any]) -> None:

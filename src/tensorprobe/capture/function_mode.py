@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from tensorprobe.capture import compiled
+from tensorprobe.capture.hidden_state import writes_in_place
 from tensorprobe.capture.naming import ApiName, Namer, is_noise
 from tensorprobe.capture.steps import optimizers_in_round
 from tensorprobe.capture.tape import Tape
@@ -66,12 +67,12 @@ class CallMode(TorchFunctionMode):
             api = self._plans[func]
         except KeyError:
             api = self._plan(func)
-        except TypeError:  # a callable without a hash
-            api = self._namer(func)
+        except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
+            api = None
         if api is None or (api.prefix == "Aten" and _below_backward()):
             return func(*args, **kwargs)
         if not (self._record and self._tape.recording) or compiled.in_backward():
-            result = func(*args, **kwargs)
+            result = self._passed(api, func, args, kwargs)
         elif (run := compiled.running()) is not None:
             if self._runs.is_new(run) and not run.has_node:
                 self._record_compiled(run)
@@ -89,6 +90,13 @@ class CallMode(TorchFunctionMode):
         self._plans[func] = plan
         return plan
 
+    def _passed(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A call that is not recorded; what it writes to may be recorded later in the step."""
+        result = func(*args, **kwargs)
+        if self._tape.recording and (writes_in_place(api) or "out" in kwargs):
+            self._tape.forget_written(args, kwargs)
+        return result
+
     def _record_compiled(self, run: compiled.Run) -> None:
         """Write down, as one call, a compiled part that has begun to run."""
         name = compiled.name_of(run)
@@ -105,7 +113,7 @@ class CallMode(TorchFunctionMode):
         tape = self._tape
         names = tape.select(api, tape.counter.next(api), tape.place.module)
         if names is None:
-            return func(*args, **kwargs)
+            return self._passed(api, func, args, kwargs)
         grad = torch.is_grad_enabled() and not torch._C._functorch.peek_interpreter_stack()
         shown = args[:1] if api.api == "__deepcopy__" else args  # the rest is copy's own memo
         call = tape.begin(names, shown, kwargs, depth=2, grad=grad)

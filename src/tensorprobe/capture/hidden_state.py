@@ -28,7 +28,14 @@ _MAY_DRAW_NAMES = """
 """
 _MAY_DRAW = frozenset(_MAY_DRAW_NAMES.split())
 # These update running statistics without moving their version, when the sixth argument says so.
-_RUNNING_STATISTICS = {"batch_norm": frozenset(["1", "2", "running_mean", "running_var"])}
+_BY_NAME = ("running_mean", "running_var")
+_RUNNING_STATISTICS = {
+    "torch.nn.functional.batch_norm": frozenset(["1", "2", *_BY_NAME]),
+    "torch.nn.functional.instance_norm": frozenset(["1", "2", *_BY_NAME]),
+    "torch.batch_norm": frozenset(["3", "4", *_BY_NAME]),
+    "torch.instance_norm": frozenset(["3", "4", *_BY_NAME]),
+    "torch.native_batch_norm": frozenset(["3", "4", *_BY_NAME]),
+}
 _NOTHING: frozenset[str] = frozenset()
 
 Draws: TypeAlias = tuple[Callable[[], torch.Tensor], torch.Tensor]
@@ -62,11 +69,19 @@ def random_state(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Draws | None
 
 def silently_written(api: ApiName, args: Any, kwargs: Mapping[str, Any]) -> frozenset[str]:
     """The arguments that a call is about to write to without moving their version."""
-    names = _RUNNING_STATISTICS.get(api.api)
+    names = _RUNNING_STATISTICS.get(api.op)
     if names is None:
         return _NOTHING
-    training = args[5] if len(args) > 5 else kwargs.get("training", False)
+    training = args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats"))
     return names if training else _NOTHING
+
+
+def writes_in_place(api: ApiName) -> bool:
+    """Whether calls of this API write to a tensor they are given, as its name says."""
+    name = api.api
+    if name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
+    return name.endswith(("_", ".__set__")) or name == "copy"
 
 
 def written_arguments(schema: Any) -> frozenset[str]:

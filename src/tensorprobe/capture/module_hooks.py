@@ -5,6 +5,7 @@ Global hooks, not one per module: those would be copied and pickled along with t
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import weakref
@@ -36,8 +37,8 @@ class ModulePaths:
 
     def __init__(self) -> None:
         self._paths: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
-        self._roots: list[weakref.ref[nn.Module]] = []
-        self._taken: dict[str, int] = {}
+        self._roots: dict[str, weakref.ref[nn.Module]] = {}  # by the name they go by
+        self._prune_at = 1000
         self._lock = threading.Lock()
 
     def path(self, module: nn.Module, parent: str | None) -> str:
@@ -55,7 +56,7 @@ class ModulePaths:
     def parameter_names(self) -> dict[int, str]:
         """Every parameter of the modules seen, by identity."""
         names: dict[int, str] = {}
-        for root in self._roots:
+        for root in list(self._roots.values()):
             module = root()
             if module is None:
                 continue
@@ -65,12 +66,19 @@ class ModulePaths:
         return names
 
     def _root_name(self, module: nn.Module) -> str:
-        self._roots.append(weakref.ref(module))
+        self._forget_dead()
         name = type(module).__name__
-        count = self._taken[name] = self._taken.get(name, -1) + 1
-        if len(self._roots) == 1:
-            return ""
-        return f"{name}_{count}" if count else name
+        numbered = (f"{name}_{number}" if number else name for number in itertools.count())
+        found = "" if "" not in self._roots else next(n for n in numbered if n not in self._roots)
+        self._roots[found] = weakref.ref(module)
+        return found
+
+    def _forget_dead(self) -> None:
+        """A root that is gone gives its name to the next: a loss made anew in every step."""
+        self._roots = {name: root for name, root in self._roots.items() if root() is not None}
+        if len(self._paths) > self._prune_at:
+            self._paths = {key: known for key, known in self._paths.items() if known[0]()}
+            self._prune_at = 2 * len(self._paths) + 1000
 
     def _add(self, root: nn.Module, prefix: str) -> None:
         for name, module in root.named_modules():
@@ -136,6 +144,8 @@ class ModuleHooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self._thread.entries:  # stopped inside a module
+            self._go_back(self._thread.entries[0])
         self._thread.entries.clear()
         self._thread.owners.clear()
         self._forget_around()
@@ -176,6 +186,8 @@ class ModuleHooks:
         frame = sys._getframe(1)
         self._drop_left(frame)
         if not thread.entries:
+            if _is_constructing(frame):
+                return  # a model that tries its parts while it is made: no root, and no step
             self._on_root(module)  # not below: it may end the program, or the recording
             if not self._handles:
                 return
@@ -349,3 +361,12 @@ def _is_below(outer: FrameType, frame: FrameType | None) -> bool:
     while frame is not None and frame is not outer:
         frame = frame.f_back
     return frame is not None
+
+
+def _is_constructing(frame: FrameType | None) -> bool:
+    """Whether a module is being made further down this stack."""
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), nn.Module):
+            return True
+        frame = frame.f_back
+    return False

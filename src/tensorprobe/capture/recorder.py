@@ -32,7 +32,7 @@ from tensorprobe.capture.steps import StepOn, StepWatch
 from tensorprobe.capture.tape import Tape
 from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig, format_numbers, from_msprobe_config
-from tensorprobe.devices import check_environment, current_rank
+from tensorprobe.devices import check_environment, current_rank, world_size
 from tensorprobe.errors import BadUsage, NothingRecorded, WriteFailed
 from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.store.claim import run_identity
@@ -157,9 +157,13 @@ class Recorder:
         self.stop()
         self._closed = True
         atexit.unregister(self.close)
+        if not self._rank_wanted and world_size() == 1:  # of several, others record
+            raise NothingRecorded(self._selection.explain_nothing())
         if self._writer is None:
             return
         self._take_away()  # what could not go when the last step ended
+        if self._writer.error is not None and self._writer.n_calls == 0:
+            raise WriteFailed(f"nothing was recorded to {self.path}: {self._writer.error}")
         self._report_write_error()
         if not self._rank_wanted:
             return
@@ -327,11 +331,13 @@ class Recorder:
         if tape is not None and tape.recording and self.config.level in ("L1", "mix"):
             tape.begin_backward(roots)
 
-    def _backward_ended(self) -> None:
+    def _backward_ended(self, last: bool) -> None:
+        """Backward is over in this thread; the last one, when it is over in all."""
         tape = self._tape
         self._watch.backward_ended()
         if tape is not None and tape.recording:
-            tape.finish_backwards()
+            if last:
+                tape.finish_backwards()
             if self.config.level in ("L0", "mix"):
                 self._modules.record_gradients()
         if self._advance_later:

@@ -195,6 +195,11 @@ class Tape:
             with Quiet():
                 if self._pending_work:
                     self._finish_work()
+                call.writes = (
+                    silently_written(names.api, args, kwargs) if writes is None else writes
+                )
+                if call.writes:
+                    self._forget_arguments(call.writes, args, kwargs)
                 encoder = _Encoder(self, call, "input", self.wants_input, call.inputs)
                 line = CallLine(
                     id=0,
@@ -214,9 +219,6 @@ class Tape:
                 self._note_inputs(call)
                 if call.edges is not None and call.edges.functions and self._sees_functions:
                     self._record_functions(call.edges.functions)
-                call.writes = (
-                    silently_written(names.api, args, kwargs) if writes is None else writes
-                )
                 if call.keep == "tensors" and (may_draw(names.api) if random is None else random):
                     call.draws = random_state(args, kwargs)
                 line.id = next(self.ids)  # after the Functions that made the inputs
@@ -262,6 +264,14 @@ class Tape:
             self.gap(call.names.name, error)
             if call.written:
                 self.writer.end(EndLine(id=call.id, notes=["what it returned is not recorded"]))
+
+    def _forget_arguments(
+        self, names: frozenset[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """What a call is about to write to unseen may have been written unseen before."""
+        given = {**{str(i): arg for i, arg in enumerate(args)}, **kwargs}
+        for name in names & given.keys():
+            map_tensors(given[name], lambda tensor, path: self._values.forget(tensor))
 
     def _watch(self, call: OpenCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpenCall:
         """Begin a call of which only the backward is wanted."""
@@ -362,6 +372,10 @@ class Tape:
     ) -> dict[str, TensorLine]:
         role = _ROLES[section]
         wanted = self.selection.wants_side(role)
+        if role == "buffer":  # small, and written by C++ that moves no version (DDP's broadcast)
+            tensors = list(tensors)
+            for _, tensor in tensors:
+                self._values.forget(tensor)
         return {name: self.line(tensor, call, role, name, wanted) for name, tensor in tensors}
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -369,6 +383,17 @@ class Tape:
         with Quiet():
             for tensor in tensors:
                 self._values.forget(tensor)
+
+    def forget_written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A call that is not recorded wrote to some of these, perhaps through `.data`."""
+        found: list[torch.Tensor] = []
+        try:
+            with Quiet():
+                for value in (*args, *kwargs.values()):
+                    map_tensors(value, lambda tensor, path: found.append(tensor))
+            self.forget(found)
+        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+            self.gap("forget", error)
 
     def _mutated(self, call: OpenCall) -> list[tuple[torch.Tensor, Path]]:
         """Inputs that the call wrote to. Collectives write without moving the version."""

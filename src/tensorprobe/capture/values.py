@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -26,10 +25,9 @@ class Values:
     is known by its live storage and version, never by an address: a weak reference is held to every
     storage met, so that no other storage can take its place while it is remembered.
 
-    What moves no version is not seen by itself: a write through `.data` in a call that is not
-    recorded, through numpy, or by a kernel of one's own. Then the content met first in the step is
-    shown again. Where such writes are known (collectives, running statistics, optimizers) `forget`
-    is called.
+    What moves no version is not seen by itself: a write through numpy, or by a kernel of one's own.
+    Then the content met first in the step is shown again. Where such writes are known (collectives,
+    running statistics, optimizers, in-place calls that are not recorded) `forget` is called.
     """
 
     def __init__(self, writer: CaptureWriter, summarizer: Summarizer) -> None:
@@ -39,14 +37,12 @@ class Values:
         self._transfer = Transfer()
         self._known: dict[int, tuple[StorageWeakRef, dict[_View, int]]] = {}
         self._ids = itertools.count(1)
-        self._lock = threading.Lock()
 
     def begin_step(self) -> None:
         """Start numbering afresh: a step can be read, or deleted, without the others."""
-        with self._lock:
-            self._known.clear()
-            self.nbytes = 0
-            self._ids = itertools.count(1)
+        self._known.clear()
+        self.nbytes = 0
+        self._ids = itertools.count(1)
 
     def forget(self, tensor: torch.Tensor) -> None:
         """The content of this tensor's storage was changed by something that moves no version."""
