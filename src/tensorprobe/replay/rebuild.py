@@ -104,6 +104,18 @@ def load(record: TensorRecord) -> torch.Tensor:
     return record.load()
 
 
+def remember(source: Source) -> Source:
+    """A source that reads each tensor once."""
+    known: dict[str, torch.Tensor] = {}
+
+    def remembered(record: TensorRecord) -> torch.Tensor:
+        if record.name not in known:
+            known[record.name] = source(record)
+        return known[record.name]
+
+    return remembered
+
+
 def rebuild(
     call: Call,
     place: Place,
@@ -255,7 +267,10 @@ class _Builder:
             return self.tensors[same]
         content = self._source(record)
         dtype = self._place.cast(content.dtype)
-        tensor = with_stride(content.to(self._place.device, dtype), record.stride)
+        moved = content.to(self._place.device, dtype)
+        if moved is content:  # the source may hand it out again, and this call may write to it
+            moved = content.clone()
+        tensor = with_stride(moved, record.stride)
         floats = tensor.is_floating_point() or tensor.is_complex()
         if self._grad and record.requires_grad and floats:
             leaf = tensor.requires_grad_()

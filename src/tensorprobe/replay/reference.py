@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +16,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tensorprobe.errors import NotReplayable
 from tensorprobe.records import Call, Special, TensorRecord
 from tensorprobe.replay import references as user_references
-from tensorprobe.replay.kinds import Kind, kind_of
+from tensorprobe.replay.kinds import Kind, backward_kind, kind_of
 from tensorprobe.replay.rebuild import LiveCall, Place, Source, load, rebuild, with_stride
 
 References = Mapping[str, Callable[..., Any]]
+Results = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]  # outputs, gradients
 
 CPU = torch.device("cpu")
 # Unit roundoff: half the distance from 1 to the next number.
@@ -40,7 +43,8 @@ class Replayed:
     how: str  # what the reference is: "float64", "as recorded", a user's function...
     roundoff: float  # unit roundoff of the coarsest dtype that took part
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
-    noise: dict[str, float] = field(default_factory=dict)
+    moved: dict[str, torch.Tensor] = field(default_factory=dict)  # by one rounding of the inputs
+    noise: dict[str, float] = field(default_factory=dict)  # rms of `moved`, at `roundoff`
 
     def unit(self, name: str) -> float:
         """The root mean square error that rounding explains in this output."""
@@ -56,19 +60,26 @@ class Replayed:
         if not (expected.is_floating_point() or expected.is_complex()):
             return 0.0 if torch.equal(actual.detach().cpu(), expected) else math.inf
         found = actual.detach().to("cpu", expected.dtype)
-        limit = _finite_limit(actual.dtype)
-        if not torch.equal(found.isnan(), expected.isnan()):
-            return math.inf
-        overflow = (found.isinf() & (expected.abs() < limit)) | (
-            ~found.isfinite() & expected.isfinite() & (expected.abs() < limit)
-        )
-        if bool(overflow.any()):
+        if bool(misplaced(found, expected, actual.dtype).any()):
             return math.inf
         distance = rms(found - expected)
         if distance == 0.0:
             return 0.0
-        unit = max(self.unit(name), _smallest(actual.dtype))
-        return distance / unit
+        return distance / max(self.unit(name), smallest(actual.dtype))
+
+    def _shake(self, moved: Mapping[str, torch.Tensor]) -> None:
+        scale = self.roundoff / _STEP
+        for name, reference in self.outputs.items():
+            if name in moved and reference.is_floating_point():
+                self.moved[name] = moved[name] - reference
+                self.noise[name] = scale * rms(self.moved[name])
+
+
+def misplaced(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Where NaN and infinity are that should not be, or are not that should; overflow may."""
+    may_overflow = expected.abs() > _finite_limit(dtype)
+    same = (found == expected) | (found.isfinite() & expected.isfinite())
+    return ~(same | (found.isnan() & expected.isnan()) | (found.isinf() & may_overflow))
 
 
 def replay(
@@ -88,30 +99,49 @@ def replay(
         replayed = replay(capture.call("Functional.linear.0.forward"))
         replayed.error("output.0", call.tensor("output.0").load())
     """
+    there, back = replay_both(
+        forward, backward, dtype=dtype, references=references, noise=noise, source=source
+    )
+    return there if back is None else back
+
+
+def replay_both(
+    forward: Call,
+    backward: Call | None = None,
+    *,
+    dtype: str = "float64",
+    references: References | None = None,
+    noise: bool = True,
+    source: Source = load,
+) -> tuple[Replayed, Replayed | None]:
+    """The forward and the backward of a call, for the cost of one where that is possible."""
     kind = kind_of(forward)
     if kind == "uninitialised":
         raise NotReplayable(f"{forward.name} cannot be judged: its content is not defined")
     registered = user_references.registered() if references is None else references
     function = user_references.find(forward.op, registered)
-    exact = kind in ("exact", "selection", "conversion", "random") and backward is None
-    if exact and function is None:
-        return _as_recorded(forward, kind, source)
+    exact = None
+    if kind in ("exact", "selection", "conversion", "random") and function is None:
+        exact = _as_recorded(forward, kind, source)
+        if backward is None:
+            return exact, None
     if kind == "random":
         raise NotReplayable(f"{forward.name} cannot be run in float64: it would draw other numbers")
     job = _Job(forward, backward, Place(CPU, getattr(torch, dtype)), function)
     if kind == "dropout" and rng_state(forward, "cpu") is None:
         job = _DropoutJob(forward, backward, job.place, function)
     how = dtype if function is None else f"reference {getattr(function, '__name__', function)}"
-    result = Replayed(kind, job.how or how, coarsest(forward, backward), job.run(source))
+    outputs, sent = job.run(source)
+    there = Replayed(kind, job.how or how, coarsest(forward, None), outputs)
+    back = None
+    if backward is not None:
+        back = Replayed(backward_kind(forward), there.how, coarsest(forward, backward), sent)
     if noise:
-        moved = job.run(_shaken(source))
-        scale = result.roundoff / _STEP
-        result.noise = {
-            name: scale * rms(moved[name] - reference)
-            for name, reference in result.outputs.items()
-            if name in moved and reference.is_floating_point()
-        }
-    return result
+        moved, moved_back = job.run(_shaken(source, apart=kind == "elementwise"))
+        there._shake(moved)
+        if back is not None:
+            back._shake(moved_back)
+    return exact or there, back
 
 
 class _Job:
@@ -128,11 +158,14 @@ class _Job:
     ) -> None:
         self.forward, self.backward, self.place, self.function = forward, backward, place, function
 
-    def run(self, source: Source) -> dict[str, torch.Tensor]:
-        grad = self.backward is not None
+    def run(self, source: Source) -> Results:
         with quiet(), rng_at(self.forward, CPU):
             live = rebuild(
-                self.forward, self.place, grad=grad, source=source, function=self.function
+                self.forward,
+                self.place,
+                grad=self.backward is not None,
+                source=source,
+                function=self.function,
             )
             return _attempt(live, self.backward, source)
 
@@ -142,25 +175,30 @@ class _DropoutJob(_Job):
 
     how = "float64, mask from the recorded output"
 
-    def run(self, source: Source) -> dict[str, torch.Tensor]:
+    def run(self, source: Source) -> Results:
         output = next((t for t in self.forward.tensors if t.role == "output"), None)
         given = next((t for t in self.forward.tensors if t.role == "input"), None)
-        p = _probability(self.forward)
+        p = drop_probability(self.forward)
         if output is None or given is None or p is None or p >= 1:
             raise NotReplayable(f"{self.forward.name}: its random state was not recorded")
         factor = (load(output) != 0).to(torch.float64) / (1 - p)
+        outputs = {"output.0": source(given).to(torch.float64) * factor}
         if self.backward is None:
-            return {"output.0": source(given).to(torch.float64) * factor}
+            return outputs, {}
         grad = next(t for t in self.backward.tensors if t.role == "input")
-        return {"output.0": source(grad).to(torch.float64) * factor}
+        return outputs, {"output.0": source(grad).to(torch.float64) * factor}
 
 
-def _probability(call: Call) -> float | None:
+def drop_probability(call: Call) -> float | None:
+    """The p of a dropout call; a module's is in the note that says how it was made."""
+    for note in call.notes:
+        if found := re.match(r"made as \w*Dropout\w*\(p=([\d.e-]+)", note):
+            return float(found[1])
     value = call.kwargs.get("p", call.args[1] if len(call.args) > 1 else 0.5)
     return float(value) if isinstance(value, int | float) else None
 
 
-def _attempt(live: LiveCall, backward: Call | None, source: Source) -> dict[str, torch.Tensor]:
+def _attempt(live: LiveCall, backward: Call | None, source: Source) -> Results:
     try:
         return run_call(live, backward, source)
     except NotReplayable:
@@ -172,15 +210,12 @@ def _attempt(live: LiveCall, backward: Call | None, source: Source) -> dict[str,
         ) from error
 
 
-def run_call(
-    live: LiveCall, backward: Call | None = None, source: Source = load
-) -> dict[str, torch.Tensor]:
-    """Run a live call; with `backward` its outputs are the gradients that call recorded."""
+def run_call(live: LiveCall, backward: Call | None = None, source: Source = load) -> Results:
+    """Run a live call: its outputs, and with `backward` the gradients that call recorded."""
     with torch.set_grad_enabled(backward is not None):
         outputs = live.run()
-        if backward is None:
-            return {name: tensor.detach() for name, tensor in outputs.items()}
-        return gradients(live, outputs, backward, source)
+        sent = {} if backward is None else gradients(live, outputs, backward, source)
+    return {name: tensor.detach() for name, tensor in outputs.items()}, sent
 
 
 def gradients(
@@ -201,9 +236,8 @@ def gradients(
         for record in backward.tensors
         if record.role == "output"
     ]
-    leaves = {
-        path: live.leaves[f"input.{path}"] for path in wanted if f"input.{path}" in live.leaves
-    }
+    found = ((path, live.leaves.get(f"input.{path}")) for path in wanted)
+    leaves = {path: leaf for path, leaf in found if leaf is not None}
     if not roots or not leaves:
         raise NotReplayable(
             f"{backward.name} cannot be run alone: no gradient leads from its outputs to its inputs"
@@ -214,23 +248,40 @@ def gradients(
     }
 
 
+def perform(
+    forward: Call, backward: Call | None, device: torch.device, source: Source = load
+) -> Results:
+    """Run a call as it was recorded, on any device: its outputs and the gradients it sends."""
+    with quiet(), rng_at(forward, device), _autocast_as_recorded(forward, device):
+        live = rebuild(forward, Place(device), grad=backward is not None, source=source)
+        return run_call(live, backward, source)
+
+
+@contextmanager
+def _autocast_as_recorded(call: Call, device: torch.device) -> Iterator[None]:
+    note = next((note for note in call.notes if note.startswith("autocast ")), None)
+    if note is None:
+        yield
+        return
+    with torch.autocast(device.type, getattr(torch, _bare(note.split()[-1]))):
+        yield
+
+
 def _as_recorded(call: Call, kind: Kind, source: Source) -> Replayed:
     """Exact results: the same call on the CPU, in its own dtypes, or widened where it has none."""
     if kind == "random" and rng_state(call, "cpu") is None:
         raise NotReplayable(f"{call.name} is random and its state was not recorded")
     how = "as recorded"
     with quiet(), rng_at(call, CPU):
+        live = rebuild(call, Place(CPU), source=source)
         try:
-            outputs = run_call(rebuild(call, Place(CPU), source=source))
-        except NotReplayable:
-            raise
+            outputs = run_call(live)[0]
         except (RuntimeError, NotImplementedError, TypeError) as error:
             if "not implemented" not in str(error) and "not support" not in str(error):
-                outputs = _attempt(rebuild(call, Place(CPU), source=source), None, source)
-            else:
-                live = rebuild(call, Place(CPU, torch.float32), source=source)
-                outputs = _narrowed(call, _attempt(live, None, source))
-                how = "upcast to float32: the CPU has no kernel for its dtype"
+                raise NotReplayable(f"{call.name} does not run on the CPU: {error}") from error
+            wide = rebuild(call, Place(CPU, torch.float32), source=source)
+            outputs = _narrowed(call, _attempt(wide, None, source)[0])
+            how = "upcast to float32: the CPU has no kernel for its dtype"
     return Replayed(kind, how, coarsest(call, None), outputs)
 
 
@@ -274,15 +325,21 @@ def rms(tensor: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(kept)) / math.sqrt(count)
 
 
-def _shaken(source: Source) -> Source:
-    """The same inputs, each number moved up or down by about one rounding."""
+def _shaken(source: Source, *, apart: bool) -> Source:
+    """The same inputs, each number moved by about one rounding, up or down by chance.
+
+    Inputs moved `apart` go up and down in turn, as wholes: then no element of `a - b` is spared.
+    """
     generator = torch.Generator().manual_seed(0)
+    turn = itertools.cycle((1, -1))
 
     def shaken(record: TensorRecord) -> torch.Tensor:
         content = source(record)
         if not (content.is_floating_point() or content.is_complex()):
             return content
         wide = content.to(torch.complex128 if content.is_complex() else torch.float64)
+        if apart:
+            return wide * (1 + _STEP * next(turn))
         signs = torch.randint(0, 2, wide.shape, generator=generator, dtype=torch.int8) * 2 - 1
         return wide * (1 + _STEP * signs)
 
@@ -296,7 +353,7 @@ def _finite_limit(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).max) * (1 - torch.finfo(dtype).eps)
 
 
-def _smallest(dtype: torch.dtype) -> float:
+def smallest(dtype: torch.dtype) -> float:
     """Below this, numbers have an absolute and not a relative precision."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
@@ -309,9 +366,11 @@ def _smallest(dtype: torch.dtype) -> float:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Inside, no mode, hook or autocast of the program sees or changes what is run."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        with torch.autocast("cpu", enabled=False):
-            yield
+    # asking first: disabling modes imports half of torch, and mostly there are none
+    modes: AbstractContextManager[object]
+    modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    with torch._C.DisableTorchFunction(), modes, torch.autocast("cpu", enabled=False):
+        yield
 
 
 def rng_state(call: Call, device: str) -> torch.Tensor | None:

@@ -1,0 +1,60 @@
+"""How each kind of operation is judged, as data; docs/check.md has the measurements behind it."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+from tensorprobe.replay.kinds import Kind
+
+Measure = Literal["equal", "selection", "ulp", "unit", "dropout", "random", "none"]
+
+
+class Rule(NamedTuple):
+    """What is measured, and what a healthy kernel may show of it.
+
+    `wide` is the limit for float32 and float64, `narrow` that for 16 bits and fewer, whose kernels
+    compute in float32 and round once. Sums grow their error with the square root of their length:
+    `growth` is that share of the limit. One element may be `peak` times as far off as all together.
+    """
+
+    measure: Measure
+    wide: float = 0.0
+    narrow: float = 0.0
+    growth: float = 0.0
+    peak: float = 8.0
+    means: str = ""
+
+
+RULES: dict[Kind, Rule] = {
+    "exact": Rule("equal", means="every bit of it is determined"),
+    "conversion": Rule("equal", means="held against the same conversion on the CPU"),
+    "selection": Rule("selection", means="values are determined, which of equal ones is not"),
+    "elementwise": Rule("ulp", wide=8.0, narrow=1.5, means="units in the last place"),
+    "reduction": Rule("unit", wide=16.0, narrow=4.0, growth=1.0, means="rounding along a sum"),
+    "product": Rule("unit", wide=16.0, narrow=2.0, growth=0.1, means="rounding along a product"),
+    "scatter": Rule("unit", wide=16.0, narrow=4.0, growth=4.0, means="sums in any order"),
+    "general": Rule("unit", wide=16.0, narrow=4.0, growth=1.0, means="rounding"),
+    "dropout": Rule("dropout", means="share of zeros near p, scale of the rest"),
+    "random": Rule("random", means="mean and spread of what was drawn"),
+    "uninitialised": Rule("none", means="content is not defined"),
+}
+# An elementwise gradient is computed from rounded results, and summed where inputs were broadcast.
+ELEMENTWISE_BACKWARD = Rule(
+    "unit", wide=16.0, narrow=2.0, growth=0.5, means="rounding of what backward saved"
+)
+# The device may be this many times as far from the reference as the benchmark device is.
+BENCHMARK_FACTOR = 2.0
+
+
+def rule_for(kind: Kind, direction: str) -> Rule:
+    """The rule for one direction of a call."""
+    if direction == "backward" and kind == "elementwise":
+        return ELEMENTWISE_BACKWARD
+    return RULES[kind]
+
+
+def limit(rule: Rule, roundoff: float, length: float) -> float:
+    """The limit for results of this precision, each made from about `length` numbers."""
+    base = rule.wide if roundoff <= 2.0**-24 else rule.narrow
+    return base + rule.growth * math.sqrt(max(length, 1.0))
