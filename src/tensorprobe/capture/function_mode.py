@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from tensorprobe.capture.naming import ApiName, Namer, is_noise
+from tensorprobe.capture.steps import optimizers_in_round
 from tensorprobe.capture.tape import Tape
 
 # Calls that tell the recorder something even where calls are not recorded.
@@ -22,7 +23,9 @@ class CallMode(TorchFunctionMode):
     recorder itself does never comes back here.
     """
 
-    def __init__(self, tape: Tape, *, record: bool, on_scaler_update: Callable[[], None]) -> None:
+    def __init__(
+        self, tape: Tape, *, record: bool, on_scaler_update: Callable[[Iterable[int]], None]
+    ) -> None:
         super().__init__()
         self._tape = tape
         self._record = record
@@ -51,7 +54,7 @@ class CallMode(TorchFunctionMode):
         else:
             result = self._recorded(api, func, args, kwargs)
         if api.api == _SCALER_UPDATE:
-            self._on_scaler_update()
+            self._on_scaler_update(optimizers_in_round())
         return result
 
     def _plan(self, func: Any) -> ApiName | None:
@@ -74,5 +77,7 @@ class CallMode(TorchFunctionMode):
         except BaseException as error:
             tape.raised(call, error)
             raise
+        if api.prefix == "Distributed" and tape.await_work(call, result):
+            return result
         tape.end(call, result)
         return result

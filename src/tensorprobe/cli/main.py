@@ -17,6 +17,7 @@ VERBS: dict[str, str] = {
     "demo": "the whole story on built-in data, no accelerator needed",
     "run": "record a script without editing it",
     "show": "what was recorded: calls, stacks, statistics",
+    "ascend": "Ascend artefacts: dumps, graphs, AI Core errors, OpUT cases",
 }
 
 

@@ -88,11 +88,11 @@ class KernelBackend:
                     logical = tensor.contiguous()
             nbytes = tensor.numel() * tensor.element_size()
 
-            def write(bank: Bank, slot: int, row: int) -> None:
+            def write(bank: Bank, slot: int, row: int, stream: int) -> None:
                 if self._stats:
-                    self._launcher.tally(source, name, count, bank, slot, row)
+                    self._launcher.tally(source, name, count, bank, slot, row, stream)
                 if self._digest:
-                    self._launcher.digest(logical, nbytes, bank, slot)
+                    self._launcher.digest(logical, nbytes, bank, slot, stream)
 
             # Not `write`: that holds the tensor, which must go when the program lets it go.
             def take(row: list[int]) -> None:
