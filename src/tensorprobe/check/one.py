@@ -19,7 +19,7 @@ from tensorprobe.replay.generate import load_or_generate
 from tensorprobe.replay.kinds import kind_of
 from tensorprobe.replay.pairing import Pair
 from tensorprobe.replay.rebuild import Source, load, refuse, remember
-from tensorprobe.replay.reference import Replayed, Results, perform, replay_both
+from tensorprobe.replay.reference import Replayed, Results, perform, replay_both, rng_state
 
 
 def check_one(
@@ -42,7 +42,7 @@ def _checked(pair: Pair, device: torch.device, benchmark: Pair | None, peer: boo
     source = remember(load_or_generate)
     try:
         refuse(call)
-        there, back, notes = _references(pair, source)
+        there, back, notes = _references(pair, source, device)
     except NotReplayable as error:
         return row_for(call, "skipped", str(error))
     backward = pair.backward if back is not None or _by_chance(call) else None
@@ -75,9 +75,16 @@ def _by_chance(call: Call) -> bool:
     return kind_of(call) in ("dropout", "random")
 
 
-def _references(pair: Pair, source: Source) -> tuple[Replayed | None, Replayed | None, list[str]]:
+def _repeatable(call: Call, device: torch.device) -> bool:
+    """Random numbers can be drawn again only on the kind of device whose state was recorded."""
+    return device.type == "cpu" and rng_state(call, "cpu") is not None
+
+
+def _references(
+    pair: Pair, source: Source, device: torch.device
+) -> tuple[Replayed | None, Replayed | None, list[str]]:
     """What to hold the call against; nothing for calls that draw random numbers."""
-    if _by_chance(pair.forward):
+    if _by_chance(pair.forward) and not _repeatable(pair.forward, device):
         return None, None, []
     try:
         return *replay_both(*pair, source=source), []
@@ -164,7 +171,7 @@ def _judge_chance(
 def _three_way(forwards: list[Judgement], backwards: list[Judgement], benchmark: Pair) -> None:
     """Hold the device against the benchmark device's own distance from its reference."""
     try:
-        there, back, _ = _references(benchmark, load)
+        there, back, _ = _references(benchmark, load, torch.device("meta"))
     except NotReplayable:
         return
     for judgements, replayed, call in (

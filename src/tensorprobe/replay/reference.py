@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tensorprobe.devices import device_layer, rng_kept
 from tensorprobe.errors import NotReplayable
 from tensorprobe.records import Call, Special, TensorRecord
 from tensorprobe.replay import references as user_references
-from tensorprobe.replay.kinds import Kind, backward_kind, kind_of
+from tensorprobe.replay.decompositions import formula, vendor_formula
+from tensorprobe.replay.kinds import Kind, api_of, backward_kind, kind_of
 from tensorprobe.replay.rebuild import LiveCall, Place, Source, load, rebuild, with_stride
 
 References = Mapping[str, Callable[..., Any]]
@@ -118,8 +120,7 @@ def replay_both(
     kind = kind_of(forward)
     if kind == "uninitialised":
         raise NotReplayable(f"{forward.name} cannot be judged: its content is not defined")
-    registered = user_references.registered() if references is None else references
-    function = user_references.find(forward.op, registered)
+    function, how = _stand_in(forward.op, references, dtype)
     exact = None
     if kind in ("exact", "selection", "conversion", "random") and function is None:
         exact = _as_recorded(forward, kind, source)
@@ -130,8 +131,14 @@ def replay_both(
     job = _Job(forward, backward, Place(CPU, getattr(torch, dtype)), function)
     if kind == "dropout" and rng_state(forward, "cpu") is None:
         job = _DropoutJob(forward, backward, job.place, function)
-    how = dtype if function is None else f"reference {getattr(function, '__name__', function)}"
-    outputs, sent = job.run(source)
+    try:
+        outputs, sent = job.run(source)
+    except NotReplayable:
+        other = _next_best(job, coarsest(forward, None))
+        if other is None:
+            raise
+        job = other
+        outputs, sent = job.run(source)
     there = Replayed(kind, job.how or how, coarsest(forward, None), outputs)
     back = None
     if backward is not None:
@@ -142,6 +149,33 @@ def replay_both(
         if back is not None:
             back._shake(moved_back)
     return exact or there, back
+
+
+def _stand_in(
+    op: str, references: References | None, dtype: str
+) -> tuple[Callable[..., Any] | None, str]:
+    """A user's reference or a vendor op's formula, and how the reference is called."""
+    registered = user_references.registered() if references is None else references
+    function = user_references.find(op, registered)
+    if function is not None:
+        return function, f"reference {getattr(function, '__name__', 'given')}"
+    function = vendor_formula(op)
+    if function is not None:
+        return function, f"formula of {api_of(op)} in {dtype}"
+    return None, dtype
+
+
+def _next_best(job: _Job, roundoff: float) -> _Job | None:
+    """Another way to a reference where the CPU has no kernel: a formula, or float32."""
+    if job.function is None and (other := formula(job.forward.op)) is not None:
+        found = _Job(job.forward, job.backward, job.place, other)
+        found.how = f"decomposition of {api_of(job.forward.op)} in float64"
+        return found
+    if job.place.dtype is torch.float64 and roundoff > ROUNDOFF["float32"]:
+        found = _Job(job.forward, job.backward, Place(CPU, torch.float32), job.function)
+        found.how = "float32: the CPU has no float64 kernel for it"
+        return found
+    return None
 
 
 class _Job:
@@ -385,12 +419,9 @@ def rng_state(call: Call, device: str) -> torch.Tensor | None:
 
 @contextmanager
 def rng_at(call: Call, device: torch.device) -> Iterator[None]:
-    """Inside, random numbers on the CPU start where the call found them; afterwards none were."""
-    before = torch.get_rng_state()
+    """Inside, random numbers start where the call found them; afterwards none were drawn."""
     state = rng_state(call, device.type)
-    try:
+    with rng_kept(device):
         if state is not None:
-            torch.set_rng_state(state)
+            device_layer(device).set_rng_state(state)
         yield
-    finally:
-        torch.set_rng_state(before)
