@@ -15,13 +15,17 @@ from tensorprobe.store.loading import load
 if TYPE_CHECKING:
     from tensorprobe.capture.recorder import Recorder
     from tensorprobe.capture.seeding import seed_all
+    from tensorprobe.check.run import check
     from tensorprobe.replay.references import reference
+    from tensorprobe.replay.repro import repro
 
-__all__ = ["Recorder", "__version__", "load", "reference", "seed_all"]
+__all__ = ["Recorder", "__version__", "check", "load", "reference", "repro", "seed_all"]
 
 _NEED_TORCH = {
     "Recorder": "tensorprobe.capture.recorder",
+    "check": "tensorprobe.check.run",
     "reference": "tensorprobe.replay.references",
+    "repro": "tensorprobe.replay.repro",
     "seed_all": "tensorprobe.capture.seeding",
 }
 

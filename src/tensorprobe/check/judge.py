@@ -6,11 +6,11 @@ import math
 
 import torch
 
-from tensorprobe.check.kinds import Rule, limit, rule_for
 from tensorprobe.check.row import Judgement
 from tensorprobe.records import Call
 from tensorprobe.replay.kinds import api_of
 from tensorprobe.replay.reference import HUGE, ROUNDOFF, Replayed, misplaced, rms, smallest
+from tensorprobe.replay.rules import Rule, limit, rule_for
 
 _STEP = ROUNDOFF["float32"]
 
@@ -123,7 +123,7 @@ def _ulp(
     if moved is not None:
         ulp = ulp + moved.abs().nan_to_num(0.0, 0.0, 0.0) * (min(roundoff, _STEP) / _STEP)
     errors = torch.where(difference > 0, difference / ulp, 0.0)
-    verdict.measure, verdict.limit = "ulp", limit(rule, roundoff, 0.0) - rule.growth
+    verdict.measure, verdict.limit = "ulp", limit(rule, roundoff, 1.0)
     return _held(verdict, float(errors.max()), errors)
 
 

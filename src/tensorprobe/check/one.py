@@ -20,6 +20,7 @@ from tensorprobe.replay.kinds import kind_of
 from tensorprobe.replay.pairing import Pair
 from tensorprobe.replay.rebuild import Source, load, refuse, remember
 from tensorprobe.replay.reference import Replayed, Results, perform, replay_both, rng_state
+from tensorprobe.replay.rules import length
 
 
 def check_one(
@@ -62,8 +63,8 @@ def _checked(pair: Pair, device: torch.device, benchmark: Pair | None, peer: boo
         if judged is None:
             return row_for(call, "skipped", "random, and no distribution is known for it")
         return _summed(call, *judged, notes, "its distribution")
-    forwards = _judge_all(call, None, there, results[0], device, peer)
-    backwards = _judge_all(call, backward, back, results[1], device, peer) if back else []
+    forwards = _judge_all(call, None, there, results[0], device, source, peer)
+    backwards = _judge_all(call, backward, back, results[1], device, source, peer) if back else []
     if benchmark is not None:
         _three_way(forwards, backwards, benchmark)
     row = _summed(call, forwards, backwards, notes, there.how)
@@ -101,6 +102,7 @@ def _judge_all(
     replayed: Replayed,
     found: Mapping[str, torch.Tensor],
     device: torch.device,
+    source: Source,
     peer: bool,
 ) -> list[Judgement]:
     direction = "forward" if backward is None else "backward"
@@ -108,9 +110,9 @@ def _judge_all(
     for name in replayed.outputs:
         if name not in found:
             continue
-        length = _length(call, backward, replayed, found[name])
+        many = length(call, backward, replayed.kind, found[name].numel(), source)
         roundoff = _device_roundoff(replayed, found[name], device)
-        judgement = judge(name, found[name], replayed, direction, length, roundoff)
+        judgement = judge(name, found[name], replayed, direction, many, roundoff)
         if peer:
             from tensorprobe.check.peer_tables import peer_metrics
 
@@ -121,24 +123,6 @@ def _judge_all(
         for judgement in judgements:
             judgement.ok, judgement.reason = True, "other indices of equal values"
     return judgements
-
-
-def _length(call: Call, backward: Call | None, replayed: Replayed, found: torch.Tensor) -> float:
-    """About how many numbers go into each result."""
-    calls = [call] if backward is None else [call, backward]
-    records = [t for each in calls for t in each.tensors if t.role == "input"]
-    length = sum(t.numel for t in records) / max(found.numel(), 1)
-    if replayed.kind == "scatter":
-        hits = max((_most_hits(t) for t in records), default=1)
-        length = max(length, (hits / 8) ** 2)  # one after the other, rounded each time
-    return length
-
-
-def _most_hits(record: Any) -> int:
-    if record.dtype not in ("int64", "int32") or record.numel == 0:
-        return 1
-    counts = torch.unique(load_or_generate(record), return_counts=True)[1]
-    return int(counts.max())
 
 
 def _device_roundoff(replayed: Replayed, found: torch.Tensor, device: torch.device) -> float | None:

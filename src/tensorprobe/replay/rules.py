@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from tensorprobe.records import Call, TensorRecord
 from tensorprobe.replay.kinds import Kind
+
+if TYPE_CHECKING:
+    from tensorprobe.replay.rebuild import Source
 
 Measure = Literal["equal", "selection", "ulp", "unit", "dropout", "random", "none"]
 
@@ -43,8 +47,6 @@ RULES: dict[Kind, Rule] = {
 ELEMENTWISE_BACKWARD = Rule(
     "unit", wide=16.0, narrow=2.0, growth=0.5, means="rounding of what backward saved"
 )
-# The device may be this many times as far from the reference as the benchmark device is.
-BENCHMARK_FACTOR = 2.0
 
 
 def rule_for(kind: Kind, direction: str) -> Rule:
@@ -58,3 +60,20 @@ def limit(rule: Rule, roundoff: float, length: float) -> float:
     """The limit for results of this precision, each made from about `length` numbers."""
     base = rule.wide if roundoff <= 2.0**-24 else rule.narrow
     return base + rule.growth * math.sqrt(max(length, 1.0))
+
+
+def length(call: Call, backward: Call | None, kind: Kind, numel: int, source: Source) -> float:
+    """About how many numbers go into each of the `numel` results."""
+    calls = [call] if backward is None else [call, backward]
+    records = [t for each in calls for t in each.tensors if t.role == "input"]
+    total = sum(t.numel for t in records) / max(numel, 1)
+    if kind == "scatter":
+        hits = max((_most_hits(t, source) for t in records), default=1)
+        total = max(total, (hits / 8) ** 2)  # one after the other, rounded each time
+    return total
+
+
+def _most_hits(record: TensorRecord, source: Source) -> int:
+    if record.dtype not in ("int64", "int32") or record.numel == 0:
+        return 1
+    return int(source(record).unique(return_counts=True)[1].max())
