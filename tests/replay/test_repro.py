@@ -206,7 +206,12 @@ def test_the_call_reads_as_a_person_would_type_it(folders: dict[str, Path]) -> N
 
     assert call("Tensor.__getitem__.0") == '    return t["input.0"][..., 1::2]'
     assert call("Functional.softmax.0") == (
-        '    return torch.nn.functional.softmax(t["input.0"], -1, dtype=real(torch.float32))'
+        "    return torch.nn.functional.softmax(\n"
+        '        t["input.0"],\n'
+        "        dim=-1,\n"
+        "        _stacklevel=3,\n"
+        "        dtype=real(torch.float32),\n"
+        "    )"
     )
     assert call("Tensor.__setitem__.0") == (
         '    t["input.0"][1] = t["input.2"]\n    return {"0": t["input.0"]}'

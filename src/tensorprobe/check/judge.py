@@ -94,16 +94,21 @@ def _equal(verdict: Judgement, found: torch.Tensor, expected: torch.Tensor) -> J
         where = tuple(int(i) for i in unequal.nonzero()[0])
         verdict.reason = (
             f"{count} of {found.numel()} elements are not equal; first at {list(where)}: "
-            f"{found[where].item()}, expected {expected[where].item()}"
+            f"{_show(found[where])}, expected {_show(expected[where])}"
         )
     return verdict
+
+
+def _show(number: torch.Tensor) -> str:
+    value = number.item()
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _nonfinite(found: torch.Tensor, expected: torch.Tensor, bad: torch.Tensor) -> str:
     where = tuple(int(i) for i in bad.nonzero()[0])
     return (
         f"{int(bad.sum())} elements are NaN or infinite on one side only; first at {list(where)}: "
-        f"{found[where].item()}, expected {expected[where].item()}"
+        f"{_show(found[where])}, expected {_show(expected[where])}"
     )
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tensorprobe.devices import device_layer, rng_kept
 from tensorprobe.errors import NotReplayable
-from tensorprobe.records import Call, Special, TensorRecord
+from tensorprobe.records import Call, Special
 from tensorprobe.replay import references as user_references
 from tensorprobe.replay.decompositions import formula, vendor_formula
 from tensorprobe.replay.kinds import Kind, api_of, backward_kind, kind_of
@@ -144,7 +144,10 @@ def replay_both(
     if backward is not None:
         back = Replayed(backward_kind(forward), there.how, coarsest(forward, backward), sent)
     if noise:
-        moved, moved_back = job.run(_shaken(source, apart=kind == "elementwise"))
+        shaker = _Shaker(apart=kind == "elementwise")
+        # what forward saved for backward was rounded too: sigmoid's y, softmax's, a norm's rstd
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, shaker.shake):
+            moved, moved_back = job.run(lambda record: shaker.shake(source(record)))
         there._shake(moved)
         if back is not None:
             back._shake(moved_back)
@@ -359,25 +362,25 @@ def rms(tensor: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(kept)) / math.sqrt(count)
 
 
-def _shaken(source: Source, *, apart: bool) -> Source:
-    """The same inputs, each number moved by about one rounding, up or down by chance.
+class _Shaker:
+    """Moves each number by about one rounding, up or down by chance.
 
-    Inputs moved `apart` go up and down in turn, as wholes: then no element of `a - b` is spared.
+    Tensors moved `apart` go up and down in turn, as wholes: then no element of `a - b` is spared.
     """
-    generator = torch.Generator().manual_seed(0)
-    turn = itertools.cycle((1, -1))
 
-    def shaken(record: TensorRecord) -> torch.Tensor:
-        content = source(record)
-        if not (content.is_floating_point() or content.is_complex()):
-            return content
-        wide = content.to(torch.complex128 if content.is_complex() else torch.float64)
-        if apart:
-            return wide * (1 + _STEP * next(turn))
-        signs = torch.randint(0, 2, wide.shape, generator=generator, dtype=torch.int8) * 2 - 1
-        return wide * (1 + _STEP * signs)
+    def __init__(self, *, apart: bool) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+        self._turn = itertools.cycle((1, -1))
+        self._apart = apart
 
-    return shaken
+    def shake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            return tensor
+        wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+        if self._apart:
+            return wide * (1 + _STEP * next(self._turn))
+        signs = torch.randint(0, 2, wide.shape, generator=self._generator, dtype=torch.int8)
+        return wide * (1 + _STEP * (2 * signs - 1))
 
 
 def _finite_limit(dtype: torch.dtype) -> float:
