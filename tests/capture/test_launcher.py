@@ -262,7 +262,7 @@ def test_stopping_after_the_last_wanted_step(here: Here) -> None:
     done = here.run("--steps", "0-1", "--stop-after-last-step", "-o", "out", script)
     assert done.returncode == 0, done.stderr
     first, last = done.stderr.splitlines()
-    assert first == "tensorprobe: steps 0-1 recorded: ending the program"
+    assert first == "tensorprobe: steps 0-1 are recorded: ending the program"
     assert last.startswith("tensorprobe: recorded")
     assert here.load("out").steps == (0, 1)
 

@@ -360,5 +360,5 @@ def test_stopping_after_the_last_step(tmp_path: Path) -> None:
         ):
             train(model, optimizer, 10)
     assert leaving.value.code == 0
-    assert said[0] == "steps 0-1 recorded: ending the program"
+    assert said[0] == "steps 0-1 are recorded: ending the program"
     assert tp.load(tmp_path).steps == (0, 1)

@@ -307,7 +307,8 @@ class Recorder:
         self.stop()
         if self.config.stop_after_last_step:
             steps = self.config.steps or ()
-            which = f"{'step' if len(steps) == 1 else 'steps'} {format_numbers(steps)}"
+            which = format_numbers(steps)
+            which = f"step {which} is" if len(steps) == 1 else f"steps {which} are"
             self._log(f"{which} recorded: ending the program")
             raise SystemExit(0)
 

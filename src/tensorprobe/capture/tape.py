@@ -259,9 +259,8 @@ class Tape:
         except (RuntimeError, NotImplementedError) as error:  # nested and sparse tensors
             line = TensorLine(dtype=dtype, shape=(), gap=f"no shape or stride: {error}"[:200])
             line.shape = _shape_of(tensor)
-        device = tensor.device
-        if device.type != "cpu":
-            line.device = str(device)
+        if not tensor.is_cpu:
+            line.device = str(tensor.device)
         if wanted and self.selection.wants_tensor(dtype):
             line.value = self._values.of(tensor, _Label(call.names.name, role, label), call.keep)
         return line
