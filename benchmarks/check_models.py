@@ -29,7 +29,7 @@ def tokens(batch: int = 2, length: int = 24) -> dict[str, torch.Tensor]:
 
 
 def images() -> dict[str, torch.Tensor]:
-    return {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([1, 2])}
+    return {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.tensor([0, 1])}
 
 
 def llama() -> Any:

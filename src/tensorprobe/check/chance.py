@@ -107,6 +107,11 @@ def _randint(call: Call) -> Moments:
     return (low + high - 1) / 2, math.sqrt((n * n - 1) / 12), low, high - 1
 
 
+def _bernoulli(call: Call) -> Moments:
+    p = _number(call, "p", 1, 0.5)
+    return p, math.sqrt(p * (1 - p)), 0.0, 1.0
+
+
 _MOMENTS: dict[str, Callable[[Call], Moments]] = {
     "rand": lambda call: _uniform(0.0, 1.0),
     "rand_like": lambda call: _uniform(0.0, 1.0),
@@ -122,13 +127,15 @@ _MOMENTS: dict[str, Callable[[Call], Moments]] = {
         1 / _number(call, "lambd", 1, 1.0), 1 / _number(call, "lambd", 1, 1.0), 0.0, math.inf
     ),
     "randint": _randint,
+    "bernoulli": _bernoulli,
 }  # fmt: skip
 
 
 def judge_random(call: Call, found: dict[str, torch.Tensor]) -> list[Judgement] | None:
     """Mean and spread of drawn numbers; None where no distribution is known for the call."""
     moments = _MOMENTS.get(api_of(call.op).removesuffix("_"))
-    if moments is None or any(not isinstance(a, int | float | tuple | list) for a in call.args[1:]):
+    given = [arg for arg in call.args[1:] if not isinstance(arg, int | float | tuple | list)]
+    if moments is None or given or call.op == "torch.bernoulli":  # p is a tensor
         return None
     mean, spread, lowest, highest = moments(call)
     judgements = []

@@ -119,14 +119,16 @@ def _ulp(
     replayed: Replayed,
     rule: Rule,
 ) -> Judgement:
-    """Units in the last place, beside what a rounding of the inputs in float32 does."""
+    """Units in the last place, beside what a rounding of the inputs does: in float32, in which
+    kernels for fewer bits calculate, or in the dtype itself where they may round each step."""
     roundoff = ROUNDOFF.get(dtype_name(found), 2.0**-24)
     tiny = float(torch.finfo(found.dtype).smallest_normal)
     size = replayed.outputs[verdict.name].abs().to(torch.float64).clamp_min(tiny)
     ulp = 2 * roundoff * torch.exp2(torch.floor(torch.log2(size)))
     moved = replayed.moved.get(verdict.name)
     if moved is not None:
-        ulp = ulp + moved.abs().nan_to_num(0.0, 0.0, 0.0) * (min(roundoff, _STEP) / _STEP)
+        step = roundoff if replayed.kind == "compound" else min(roundoff, _STEP)
+        ulp = ulp + moved.abs().nan_to_num(0.0, 0.0, 0.0) * (step / _STEP)
     errors = torch.where(difference > 0, difference / ulp, 0.0)
     verdict.measure, verdict.limit = "ulp", limit(rule, roundoff, 1.0)
     return _held(verdict, float(errors.max()), errors)

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
+from tensorprobe.records import Call
+
 Formula = Callable[..., Any]
 
 
-def vendor_formula(op: str) -> Formula | None:
+def vendor_formula(call: Call) -> Formula | None:
     """What a vendor's own op computes, as its documentation has it: torch_npu's fused ops."""
+    op = call.op
     if not op.startswith(("torch_npu.", "torch.ops.npu.")):
         return None
     from tensorprobe.devices.sim_npu.torch_npu import TABLES
@@ -20,7 +23,11 @@ def vendor_formula(op: str) -> Formula | None:
     wanted = {name, name.removesuffix(".default")}
     found = (each for table in TABLES for each in table.ops if each.name in wanted)
     known = next(found, None)
-    return None if known is None or known.is_random else known.body
+    if known is None:
+        return None
+    kept = call.kwargs.get("keep_prob", 1 if "keep_prob=1" in known.schema else 0)
+    draws = known.is_random and kept != 1  # other numbers than the device drew
+    return None if draws else known.body
 
 
 def formula(op: str) -> Formula | None:

@@ -13,7 +13,8 @@ Kind = Literal[
     "random",
     "dropout",
     "uninitialised",
-    "elementwise",  # each number from a few numbers, in one kernel
+    "elementwise",  # each number from a few numbers, rounded once
+    "compound",  # the same in several steps, which a kernel may round one by one: a + alpha * b
     "reduction",  # sums over a dimension, norms, softmax, losses
     "product",  # matrix products, convolutions, attention, recurrent cells
     "scatter",  # sums that meet at one address, in whatever order they arrive
@@ -71,9 +72,9 @@ _NAMES: dict[Kind, str] = {
     "elementwise": """
         add sub subtract rsub mul multiply div divide true_divide __rdiv__ __rtruediv__ pow square
         __rpow__ float_power sqrt rsqrt exp exp2 expm1 log log1p log2 log10 sin cos tan tanh
-        sigmoid erf silu softplus leaky_relu reciprocal addcmul addcdiv lerp arange linspace
-        deg2rad rad2deg
+        sigmoid erf silu softplus leaky_relu reciprocal arange linspace deg2rad rad2deg
     """,
+    "compound": "addcmul addcdiv lerp",
     "reduction": """
         sum mean nansum nanmean prod var std var_mean std_mean norm vector_norm matrix_norm
         logsumexp logcumsumexp cumsum cumprod softmax log_softmax softmin _softmax _log_softmax
@@ -83,7 +84,7 @@ _NAMES: dict[Kind, str] = {
         binary_cross_entropy_with_logits cosine_similarity cosine_embedding_loss avg_pool1d
         avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
         lp_pool1d lp_pool2d trace interpolate upsample grid_sample dist cdist pairwise_distance
-        _foreach_norm clip_grad_norm_ npu_rms_norm
+        clip_grad_norm_ npu_rms_norm npu_scaled_masked_softmax npu_layer_norm_eval
     """,
     "product": """
         linear bilinear matmul mm bmm mv dot vdot inner outer ger addmm addmv addr baddbmm addbmm
@@ -91,7 +92,7 @@ _NAMES: dict[Kind, str] = {
         conv_transpose2d conv_transpose3d convolution _convolution conv_tbc
         scaled_dot_product_attention multi_head_attention_forward lstm gru rnn_tanh rnn_relu
         lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell fft ifft rfft irfft fft2 fftn
-        __matmul__ __rmatmul__
+        __matmul__ __rmatmul__ npu_linear npu_bmm_v2 npu_fusion_attention
     """,
     "scatter": """
         index_add index_put index_reduce scatter scatter_add scatter_reduce put embedding_bag
@@ -116,6 +117,9 @@ _SUMS_IN_BACKWARD = {
     *("embedding", "Embedding", "gather", "take", "take_along_dim"),
     *("index_select", "__getitem__", "index"),
 }
+
+
+_ROUNDING = ("elementwise", "compound", "reduction", "scatter", "product")
 
 
 def api_of(op: str) -> str:
@@ -143,10 +147,11 @@ def kind_of(call: Call) -> Kind:
         return "random"
     if kind == "exact" and _changes_dtype(call):
         return "conversion"
-    if kind == "elementwise" and _is_integer(call):
+    if kind in _ROUNDING and _is_integer(call):
         return "exact"
-    if kind in ("reduction", "scatter", "product") and _is_integer(call):
-        return "exact"
+    scaled = api_of(call.op) in ("add", "sub", "subtract", "rsub")
+    if scaled and kind == "elementwise" and _argument(call, "alpha", 2) not in (None, 1):
+        return "compound"
     return kind
 
 

@@ -120,7 +120,7 @@ def replay_both(
     kind = kind_of(forward)
     if kind == "uninitialised":
         raise NotReplayable(f"{forward.name} cannot be judged: its content is not defined")
-    function, how = _stand_in(forward.op, references, dtype)
+    function, how = _stand_in(forward, references, dtype)
     exact = None
     if kind in ("exact", "selection", "conversion", "random") and function is None:
         exact = _as_recorded(forward, kind, source)
@@ -144,7 +144,7 @@ def replay_both(
     if backward is not None:
         back = Replayed(backward_kind(forward), there.how, coarsest(forward, backward), sent)
     if noise:
-        shaker = _Shaker(apart=kind == "elementwise")
+        shaker = _Shaker(apart=kind in ("elementwise", "compound"))
         # what forward saved for backward was rounded too: sigmoid's y, softmax's, a norm's rstd
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, shaker.shake):
             moved, moved_back = job.run(lambda record: shaker.shake(source(record)))
@@ -155,16 +155,16 @@ def replay_both(
 
 
 def _stand_in(
-    op: str, references: References | None, dtype: str
+    call: Call, references: References | None, dtype: str
 ) -> tuple[Callable[..., Any] | None, str]:
     """A user's reference or a vendor op's formula, and how the reference is called."""
     registered = user_references.registered() if references is None else references
-    function = user_references.find(op, registered)
+    function = user_references.find(call.op, registered)
     if function is not None:
         return function, f"reference {getattr(function, '__name__', 'given')}"
-    function = vendor_formula(op)
+    function = vendor_formula(call)
     if function is not None:
-        return function, f"formula of {api_of(op)} in {dtype}"
+        return function, f"formula of {api_of(call.op)} in {dtype}"
     return None, dtype
 
 
@@ -241,7 +241,7 @@ def _attempt(live: LiveCall, backward: Call | None, source: Source) -> Results:
     except NotReplayable:
         raise
     except Exception as error:  # replaying one call: the reason is its result
-        text = str(error).strip().partition("\n")[0]
+        text = str(error).strip().partition("\n")[0][:160]
         raise NotReplayable(
             f"{live.call.name} does not run on the CPU: {type(error).__name__}: {text}"
         ) from error

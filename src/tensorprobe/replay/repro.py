@@ -109,7 +109,7 @@ def _as_it_was(record: TensorRecord, source: Source) -> torch.Tensor:
 def _stored_reference(pair: Pair, source: Source) -> dict[str, torch.Tensor]:
     """For ops whose reference is a formula: the script has no formula, so it gets the result."""
     op = pair.forward.op
-    if find(op, registered()) is None and vendor_formula(op) is None:
+    if find(op, registered()) is None and vendor_formula(pair.forward) is None:
         return {}
     there, back = replay_both(*pair, source=source)
     stored = {}
@@ -150,12 +150,14 @@ def _title(pair: Pair) -> str:
 
 def _about(pair: Pair, source: Source) -> str:
     call = pair.forward
+    kind = kind_of(call)
     unit = coarsest(*pair) or 2.0**-24
     autocast = next((n.split()[-1] for n in call.notes if n.startswith("autocast ")), None)
     facts = {
-        "EXACT": (kind_of(call) in _EXACT, "its outputs are determined to the last bit"),
+        "EXACT": (kind in _EXACT, "its outputs are determined to the last bit"),
         "UNIT": (f"2.0**{int(math.log2(unit))}", "unit roundoff of the coarsest dtype in the call"),
-        "APART": (kind_of(call) == "elementwise", "its inputs are moved as wholes"),
+        "APART": (kind in ("elementwise", "compound"), "its inputs are moved as wholes"),
+        "COMPOUND": (kind == "compound", "each of its steps may be rounded"),
         "WRITES": (_writes(call), "the call writes to its arguments"),
         "AUTOCAST": (autocast, "the dtype autocast was on with"),
         "RANDOM_ON": (repr(_random_device(call)), "the device its random numbers were drawn on"),

@@ -35,6 +35,7 @@ RULES: dict[Kind, Rule] = {
     "conversion": Rule("equal", means="held against the same conversion on the CPU"),
     "selection": Rule("selection", means="values are determined, which of equal ones is not"),
     "elementwise": Rule("ulp", wide=8.0, narrow=1.5, means="units in the last place"),
+    "compound": Rule("ulp", wide=8.0, narrow=1.5, means="beside a rounding of each step"),
     "reduction": Rule("unit", wide=16.0, narrow=4.0, growth=1.0, means="rounding along a sum"),
     "product": Rule("unit", wide=16.0, narrow=2.0, growth=0.1, means="rounding along a product"),
     "scatter": Rule("unit", wide=16.0, narrow=4.0, growth=4.0, means="sums in any order"),
@@ -51,7 +52,7 @@ ELEMENTWISE_BACKWARD = Rule(
 
 def rule_for(kind: Kind, direction: str) -> Rule:
     """The rule for one direction of a call."""
-    if direction == "backward" and kind == "elementwise":
+    if direction == "backward" and kind in ("elementwise", "compound"):
         return ELEMENTWISE_BACKWARD
     return RULES[kind]
 
