@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from tensorprobe.errors import TensorprobeError
 from tensorprobe.replay.pairing import Pair
 
 
@@ -31,7 +32,8 @@ def main(descriptor: int) -> None:
     try:
         check, healthy = _ready(setting)
     except Exception as error:  # noqa: BLE001 a device or a user's file: the parent says it
-        connection.send(("unusable", f"{type(error).__name__}: {error}"))
+        own = isinstance(error, TensorprobeError)
+        connection.send(("unusable", f"{error}" if own else f"{type(error).__name__}: {error}"))
         return
     connection.send(("ready", None))
     while True:

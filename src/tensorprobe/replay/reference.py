@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tensorprobe.devices import device_layer, rng_kept
 from tensorprobe.errors import NotReplayable
-from tensorprobe.records import Call, Special
+from tensorprobe.records import Call, Special, TensorRecord
 from tensorprobe.replay import references as user_references
 from tensorprobe.replay.decompositions import formula, vendor_formula
 from tensorprobe.replay.kinds import Kind, api_of, backward_kind, kind_of
@@ -147,7 +147,7 @@ def replay_both(
         shaker = _Shaker(apart=kind in ("elementwise", "compound"))
         # what forward saved for backward was rounded too: sigmoid's y, softmax's, a norm's rstd
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, shaker.shake):
-            moved, moved_back = job.run(lambda record: shaker.shake(source(record)))
+            moved, moved_back = job.run(shaker.source(source, backward))
         there._shake(moved)
         if back is not None:
             back._shake(moved_back)
@@ -366,12 +366,26 @@ class _Shaker:
     """Moves each number by about one rounding, up or down by chance.
 
     Tensors moved `apart` go up and down in turn, as wholes: then no element of `a - b` is spared.
+    Incoming gradients all go up: their sums may climb high and cancel late (one half of a batch
+    against the other), and every addition on the way rounds what has been climbed.
     """
 
     def __init__(self, *, apart: bool) -> None:
         self._generator = torch.Generator().manual_seed(0)
         self._turn = itertools.cycle((1, -1))
         self._apart = apart
+
+    def source(self, source: Source, backward: Call | None) -> Source:
+        incoming = {record.name for record in backward.tensors} if backward is not None else ()
+
+        def shaken(record: TensorRecord) -> torch.Tensor:
+            content = source(record)
+            if record.name in incoming and content.is_floating_point():
+                wide = content.to(torch.float64)
+                return wide + _STEP * wide.abs()
+            return self.shake(content)
+
+        return shaken
 
     def shake(self, tensor: torch.Tensor) -> torch.Tensor:
         if not (tensor.is_floating_point() or tensor.is_complex()):

@@ -18,8 +18,9 @@ class Rule(NamedTuple):
     """What is measured, and what a healthy kernel may show of it.
 
     `wide` is the limit for float32 and float64, `narrow` that for 16 bits and fewer, whose kernels
-    compute in float32 and round once. Sums grow their error with the square root of their length:
-    `growth` is that share of the limit. One element may be `peak` times as far off as all together.
+    compute in float32 and round once. Errors grow with the square root of the length of a sum, the
+    more so the more of it cancels: `growth` times that is added to the limit. One element may be
+    `peak` times as far off as all together.
     """
 
     measure: Measure
@@ -37,7 +38,7 @@ RULES: dict[Kind, Rule] = {
     "elementwise": Rule("ulp", wide=8.0, narrow=1.5, means="units in the last place"),
     "compound": Rule("ulp", wide=8.0, narrow=1.5, means="beside a rounding of each step"),
     "reduction": Rule("unit", wide=16.0, narrow=4.0, growth=1.0, means="rounding along a sum"),
-    "product": Rule("unit", wide=16.0, narrow=2.0, growth=0.1, means="rounding along a product"),
+    "product": Rule("unit", wide=16.0, narrow=2.0, growth=1.0, means="rounding along a product"),
     "scatter": Rule("unit", wide=16.0, narrow=4.0, growth=4.0, means="sums in any order"),
     "general": Rule("unit", wide=16.0, narrow=4.0, growth=1.0, means="rounding"),
     "dropout": Rule("dropout", means="share of zeros near p, scale of the rest"),
@@ -46,7 +47,7 @@ RULES: dict[Kind, Rule] = {
 }
 # An elementwise gradient is computed from rounded results, and summed where inputs were broadcast.
 ELEMENTWISE_BACKWARD = Rule(
-    "unit", wide=16.0, narrow=2.0, growth=0.5, means="rounding of what backward saved"
+    "unit", wide=16.0, narrow=2.0, growth=1.0, means="rounding of what backward saved"
 )
 
 
@@ -60,7 +61,7 @@ def rule_for(kind: Kind, direction: str) -> Rule:
 def limit(rule: Rule, roundoff: float, length: float) -> float:
     """The limit for results of this precision, each made from about `length` numbers."""
     base = rule.wide if roundoff <= 2.0**-24 else rule.narrow
-    return base + rule.growth * math.sqrt(max(length, 1.0))
+    return base + rule.growth * (math.sqrt(max(length, 1.0)) - 1.0)
 
 
 def length(call: Call, backward: Call | None, kind: Kind, numel: int, source: Source) -> float:
