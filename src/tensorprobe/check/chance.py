@@ -146,7 +146,7 @@ def judge_random(call: Call, found: dict[str, torch.Tensor]) -> list[Judgement] 
         if n >= _FEW and spread > 0:
             verdict.error = abs(float(drawn.mean()) - mean) / (spread / math.sqrt(n))
             off = abs(float(drawn.std()) / spread - 1)
-            if verdict.error > SIGMAS or off > SIGMAS * 2 / math.sqrt(n):
+            if verdict.error > SIGMAS or off > SIGMAS * 1.5 / math.sqrt(n):
                 verdict.ok = False
                 verdict.reason = (
                     f"mean {float(drawn.mean()):.4g} and spread {float(drawn.std()):.4g} of {n} "

@@ -79,9 +79,10 @@ class Replayed:
 
 def misplaced(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Where NaN and infinity are that should not be, or are not that should; overflow may."""
-    may_overflow = expected.abs() > _finite_limit(dtype)
+    overflow = found.isinf() & (expected.abs() > _finite_limit(dtype))
+    overflow &= torch.sgn(found) == torch.sgn(expected)
     same = (found == expected) | (found.isfinite() & expected.isfinite())
-    return ~(same | (found.isnan() & expected.isnan()) | (found.isinf() & may_overflow))
+    return ~(same | (found.isnan() & expected.isnan()) | overflow)
 
 
 def replay(
