@@ -128,6 +128,14 @@ def module() -> None:
     torch.nn.Conv2d(3, 4, 3, padding=1)(grad_tensor(2, 3, 8, 8)).square().sum().backward()
 
 
+def dropout() -> None:
+    F.dropout(grad_tensor(64, 64), 0.2).sum().backward()
+
+
+def random_numbers() -> None:
+    torch.zeros(100).uniform_(-1, 1)
+
+
 def custom_op() -> None:
     torch.ops.tensorprobe_repro.twice(torch.ones(3))
 
@@ -155,11 +163,13 @@ CASES: dict[str, Callable[[], Any]] = {
     "Tensor.T.0": property_view,
     "Torch.gt.0": comparison,
     "Module.Conv2d.forward.0": module,
+    "Functional.dropout.0": dropout,
+    "Tensor.uniform_.0": random_numbers,
     "Ops.tensorprobe_repro.twice.0": custom_op,
 }
 # these have a backward that was recorded
 DIFFERENTIATED = set(list(CASES)[:2] + list(CASES)[3:10]) | {
-    "Torch.topk.0", "Tensor.T.0", "Module.Conv2d.forward.0"
+    "Torch.topk.0", "Tensor.T.0", "Module.Conv2d.forward.0", "Functional.dropout.0"
 }  # fmt: skip
 
 

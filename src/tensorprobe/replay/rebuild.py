@@ -350,7 +350,7 @@ def with_stride(content: torch.Tensor, stride: tuple[int, ...] | None) -> torch.
     span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     memory = content.new_zeros(span)
     laid = memory.as_strided(shape, stride)
-    if torch._debug_has_internal_overlap(laid) == 0:
+    if not _overlaps(laid):
         laid.copy_(content)
         return laid
     place = torch.zeros(
@@ -363,9 +363,20 @@ def with_stride(content: torch.Tensor, stride: tuple[int, ...] | None) -> torch.
     return laid
 
 
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements may share memory: a step is not longer than all the steps below it."""
+    reach = 0
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    for step, n in sorted((step, n) for step, n in steps if n > 1):
+        if step <= reach:
+            return True
+        reach += step * (n - 1)
+    return False
+
+
 def _writable(leaf: torch.Tensor) -> torch.Tensor:
     """What a call may write to in place and still send its gradient to the leaf; same layout."""
-    if torch._debug_has_internal_overlap(leaf) != 0:
+    if _overlaps(leaf):
         return leaf  # shares memory with itself: torch lets nobody write to it
     copy = leaf.clone()
     if copy.stride() == leaf.stride() or leaf.numel() == 0:
