@@ -52,7 +52,14 @@ ELEMENTWISE_BACKWARD = Rule(
 
 
 def rule_for(kind: Kind, direction: str) -> Rule:
-    """The rule for one direction of a call."""
+    """The rule for one direction of a call that has a reference.
+
+    Random calls have one where their numbers could be drawn again.
+    """
+    if kind == "dropout":
+        return RULES["general"]
+    if kind == "random":
+        return RULES["exact"]
     if direction == "backward" and kind in ("elementwise", "compound"):
         return ELEMENTWISE_BACKWARD
     return RULES[kind]
