@@ -14,13 +14,19 @@ from tensorprobe._version import __version__
 if TYPE_CHECKING:
     from tensorprobe.capture.recorder import Recorder
     from tensorprobe.capture.seeding import seed_all
+    from tensorprobe.check.run import check
+    from tensorprobe.replay.references import reference
+    from tensorprobe.replay.repro import repro
     from tensorprobe.store.loading import load
 
-__all__ = ["Recorder", "__version__", "load", "seed_all"]
+__all__ = ["Recorder", "__version__", "check", "load", "reference", "repro", "seed_all"]
 
 _HOMES = {
     "Recorder": "tensorprobe.capture.recorder",
+    "check": "tensorprobe.check.run",
     "load": "tensorprobe.store.loading",
+    "reference": "tensorprobe.replay.references",
+    "repro": "tensorprobe.replay.repro",
     "seed_all": "tensorprobe.capture.seeding",
 }
 

@@ -17,6 +17,8 @@ VERBS: dict[str, str] = {
     "demo": "the whole story on built-in data, no accelerator needed",
     "run": "record a script without editing it",
     "show": "what was recorded: calls, stacks, statistics",
+    "check": "each recorded call alone against a high-precision reference",
+    "repro": "a script and its tensors that show one call alone",
     "ascend": "Ascend artefacts: dumps, graphs, AI Core errors, OpUT cases",
 }
 

@@ -1,0 +1,98 @@
+"""The rows of a check on disk: appended as they come, so that a check can be taken up again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tensorprobe.check.row import Row
+from tensorprobe.errors import BadUsage, UnreadableCapture
+
+FORMAT = 1
+_ROWS = "rows.jsonl"
+_ORDER = {"fail": 0, "crashed": 1, "skipped": 2, "pass": 3}
+
+
+class Results:
+    """The output folder of a check; what an earlier one of the same kind left in it is kept."""
+
+    def __init__(self, folder: Path, about: Mapping[str, Any], *, restart: bool = False) -> None:
+        self.folder = folder
+        self.rows: dict[tuple[int, int, str], Row] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = folder / _ROWS
+        self._about = dict(about)
+        if self._file.exists() and not restart:
+            self._take_up()
+        else:
+            self._file.write_bytes(json.dumps(self._about).encode() + b"\n")
+
+    def _take_up(self) -> None:
+        lines = self._file.read_bytes().splitlines()
+        before = json.loads(lines[0]) if lines else {}
+        if before != self._about and len(lines) < 2:  # it never came to its first call
+            self._file.write_bytes(json.dumps(self._about).encode() + b"\n")
+            return
+        if before != self._about:
+            changed = [key for key in self._about if self._about[key] != before.get(key)]
+            raise BadUsage(
+                f"'{self.folder}' holds another check ({', '.join(changed)} differ): "
+                "give another -o, or --restart"
+            )
+        for line in lines[1:]:
+            try:
+                row = msgspec.json.decode(line, type=Row)
+            except msgspec.DecodeError:
+                continue  # the last line, cut off when the check was killed
+            self.rows[key_of(row)] = row
+
+    def add(self, row: Row) -> None:
+        self.rows[key_of(row)] = row
+        with self._file.open("ab") as file:
+            file.write(msgspec.json.encode(row) + b"\n")
+
+    def finish(self, calls: int) -> dict[str, int]:
+        """Write check.json, failures first; gives the counts."""
+        rows = ordered(self.rows.values())
+        counts = {"calls": calls, "checked": len(rows)}
+        counts |= dict.fromkeys(("pass", "fail", "skipped", "crashed"), 0)
+        for row in rows:
+            counts[row.verdict] += 1
+        report = {**self._about, "format": FORMAT, "counts": counts, "calls": rows}
+        text = msgspec.json.format(msgspec.json.encode(report), indent=1)
+        (self.folder / "check.json").write_bytes(text + b"\n")
+        return counts
+
+
+def key_of(row: Row) -> tuple[int, int, str]:
+    return row.step, row.rank, row.name
+
+
+def ordered(rows: Iterable[Row]) -> list[Row]:
+    """Failures first, the worst of them on top."""
+    return sorted(
+        rows,
+        key=lambda row: (
+            _ORDER[row.verdict],
+            -(row.error if row.error is not None else float("inf")),
+            row.name,
+        ),
+    )
+
+
+def benchmark_errors(path: Path) -> dict[str, dict[str, float | None]]:
+    """The errors that another check found, by call and tensor."""
+    try:
+        report = json.loads((path / "check.json").read_text())
+        return {
+            call["name"]: {t["name"]: t["error"] for t in call.get("tensors", ())}
+            for call in report["calls"]
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UnreadableCapture(
+            f"'{path}' holds no check.json that can be read: {error}"
+        ) from error

@@ -1,0 +1,149 @@
+"""Every call of a capture against its reference: plan, run, report."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from tensorprobe.check.benchmark import hold_against
+from tensorprobe.check.plan import Planned, plan
+from tensorprobe.check.pool import Pool, Task
+from tensorprobe.check.results import Results, benchmark_errors, ordered
+from tensorprobe.check.row import Row
+from tensorprobe.check.worker import Setting
+from tensorprobe.errors import BadUsage
+from tensorprobe.records import Capture
+from tensorprobe.replay.pairing import Pair, pair
+from tensorprobe.store.loading import load
+
+# Called after each call with how many are done, how many there are, and the row.
+Progress = Callable[[int, int, Row], None]
+
+
+class Checked:
+    """The outcome of a check: its rows, failures first, and how many of each verdict."""
+
+    def __init__(self, folder: Path, rows: list[Row], counts: Mapping[str, int]) -> None:
+        self.folder = folder
+        self.rows = rows
+        self.counts = counts
+
+    @property
+    def passed(self) -> bool:
+        return not (self.counts["fail"] or self.counts["crashed"])
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{count} {verdict}" for verdict, count in self.counts.items())
+        return f"<Checked {self.folder}: {shown}>"
+
+
+def check(
+    capture: str | Path | Capture,
+    output: str | Path,
+    *,
+    device: str = "cpu",
+    against: str | Path | None = None,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    every: bool = False,
+    jobs: int = 1,
+    timeout_s: float = 120.0,
+    references: str | Path | None = None,
+    peer_tables: bool = False,
+    restart: bool = False,
+    step: int | None = None,
+    rank: int | None = None,
+    progress: Progress | None = None,
+) -> Checked:
+    """Run each recorded call alone on `device` and hold it against a reference on the CPU.
+
+        checked = tp.check("runs/npu", "check/npu", device="npu", jobs=4)
+        [row.name for row in checked.rows if row.verdict == "fail"]
+
+    `against` is a capture of a benchmark device, or the output of a check there. Calls that crash
+    or hang are marked and the rest goes on; run it again with the same output to take it up.
+    """
+    if jobs < 1 or timeout_s <= 0:
+        raise BadUsage("--jobs must be at least 1 and --timeout above 0")
+    run = capture if isinstance(capture, Capture) else load(capture)
+    planned = plan(run, only=only, skip=skip, every=every, step=step, rank=rank)
+    if not planned:
+        raise BadUsage(f"no call of '{run.path}' is left to check: see --only and --skip")
+    about = {
+        "capture": str(run.path),
+        "device": device,
+        "against": None if against is None else str(against),
+        "every": every,
+    }
+    results = Results(Path(output), about, restart=restart)
+    todo = [each for each in planned if _key(each) not in results.rows]
+    benchmark = _Benchmark(against)
+    setting = Setting(
+        device=device,
+        references=None if references is None else Path(references),
+        peer_metrics=peer_tables,
+    )
+    tasks = [Task(number, each.pair, benchmark.pair(each.pair)) for number, each in enumerate(todo)]
+    done = len(planned) - len(todo)
+    for task, row in Pool(setting, jobs, timeout_s).run(tasks) if tasks else ():
+        row.alike = todo[task.number].alike
+        benchmark.excuse(row)
+        row.repro = _repro(run.path, row)
+        results.add(row)
+        done += 1
+        if progress is not None:
+            progress(done, len(planned), row)
+    counts = results.finish(sum(each.alike + 1 for each in planned))
+    rows = ordered(results.rows.values())
+    if peer_tables:
+        from tensorprobe.check.peer_tables import write_tables
+
+        write_tables(Path(output), rows)
+    return Checked(Path(output), rows, counts)
+
+
+def _key(planned: Planned) -> tuple[int, int, str]:
+    call = planned.pair.forward
+    return call.step, call.rank, call.name
+
+
+def _repro(capture: Path, row: Row) -> str:
+    if row.verdict not in ("fail", "crashed"):
+        return ""
+    words = ["tensorprobe", "repro", str(capture), row.name, "-o", f"repro/{row.name}"]
+    if row.step:
+        words += ["--step", str(row.step)]
+    if row.rank:
+        words += ["--rank", str(row.rank)]
+    return shlex.join(words)
+
+
+class _Benchmark:
+    """A second device: its capture, or the result of a check there."""
+
+    def __init__(self, against: str | Path | None) -> None:
+        self._pairs: dict[tuple[int, int, str], Pair] = {}
+        self._errors: dict[str, dict[str, float | None]] = {}
+        if against is None:
+            return
+        if (Path(against) / "check.json").is_file():
+            self._errors = benchmark_errors(Path(against))
+        else:
+            for each in pair(load(against).calls):
+                key = (each.forward.step, each.forward.rank, each.forward.name)
+                self._pairs[key] = each
+
+    def pair(self, of: Pair) -> Pair | None:
+        call = of.forward
+        return self._pairs.get((call.step, call.rank, call.name))
+
+    def excuse(self, row: Row) -> None:
+        """Let pass what the benchmark device does as well."""
+        errors = self._errors.get(row.name)
+        if errors is None or row.verdict not in ("pass", "fail"):
+            return
+        hold_against(row.tensors, errors)
+        if row.verdict == "fail" and all(judgement.ok for judgement in row.tensors):
+            row.verdict = "pass"
+            row.reason = next((j.reason for j in row.tensors if j.reason), "")

@@ -1,0 +1,26 @@
+"""The device a check runs on: is it there, and ready to calculate?"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from tensorprobe.errors import BadUsage, DeviceUnusable
+
+
+def find_device(name: str) -> torch.device:
+    """The device of this name, tried out; a vendor's package is imported where it is needed."""
+    kind = name.partition(":")[0]
+    if kind == "npu" and not hasattr(torch, "npu") and importlib.util.find_spec("torch_npu"):
+        importlib.import_module("torch_npu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise BadUsage(f"--device '{name}' is no device that PyTorch knows") from error
+    try:
+        torch.ones(1, device=device).add(1).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        text = str(error).strip().partition("\n")[0]
+        raise DeviceUnusable(f"device '{name}' is not usable here: {text}") from error
+    return device

@@ -1,0 +1,133 @@
+"""`tensorprobe check`: each recorded call alone, against a reference it can trust."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tensorprobe.check.row import Row
+    from tensorprobe.check.run import Checked
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("capture", metavar="CAPTURE", help="a run, a rank or a step of it")
+    parser.add_argument(
+        "--device", default="cpu", metavar="D", help="cpu, cuda, npu, npu:1... (default cpu)"
+    )
+    parser.add_argument("-o", "--output", metavar="OUT", required=True, help="folder for the rows")
+    parser.add_argument(
+        "--against",
+        metavar="CAPTURE2",
+        help="a benchmark device's capture, or the OUT of a check there: D may be as far off",
+    )
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="PATTERN", help="calls, ops or modules"
+    )
+    parser.add_argument(
+        "--skip", action="append", default=[], metavar="PATTERN", help="calls, ops or modules"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="only this step")
+    parser.add_argument("--rank", type=int, metavar="N", help="only this rank")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, metavar="S", help="seconds a call may take (120)"
+    )
+    parser.add_argument(
+        "--all", action="store_true", dest="every", help="also calls that are alike, each one"
+    )
+    parser.add_argument(
+        "--references",
+        metavar="FILE",
+        help="a Python file run first in every process: references and imports of custom ops",
+    )
+    parser.add_argument(
+        "--peer-tables",
+        action="store_true",
+        help="also the tables of ptdbg_ascend's and msprobe's accuracy check",
+    )
+    parser.add_argument("--restart", action="store_true", help="forget what OUT holds")
+    parser.add_argument("--limit", type=int, default=20, metavar="N", help="rows shown (20)")
+
+
+def run(args: argparse.Namespace) -> int:
+    from tensorprobe.check.run import check
+
+    with _Progress() as progress:
+        checked = check(
+            args.capture,
+            args.output,
+            device=args.device,
+            against=args.against,
+            only=args.only,
+            skip=args.skip,
+            every=args.every,
+            jobs=args.jobs,
+            timeout_s=args.timeout,
+            references=args.references,
+            peer_tables=args.peer_tables,
+            restart=args.restart,
+            step=args.step,
+            rank=args.rank,
+            progress=progress.show,
+        )
+    for line in describe(checked, args.limit):
+        sys.stdout.write(line + "\n")
+    return 0 if checked.passed else 3
+
+
+class _Progress:
+    """A bar on a terminal, nothing elsewhere."""
+
+    def __enter__(self) -> _Progress:
+        self._bar = None
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._bar = Progress(console=Console(stderr=True))
+            self._bar.start()
+            self._task = self._bar.add_task("checking", total=None)
+        return self
+
+    def show(self, done: int, total: int, row: Row) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, total=total, description=row.name)
+
+    def __exit__(self, *exception: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def describe(checked: Checked, limit: int) -> list[str]:
+    """Failures first with the command for their repro, the worst of the rest, the counts."""
+    counts = checked.counts
+    lines = []
+    bad = [row for row in checked.rows if row.verdict in ("fail", "crashed")]
+    for row in bad[:limit]:
+        lines += [f"{row.verdict:8} {_what(row)}", f"         {row.reason}"]
+        lines.append(f"         {row.repro}")
+    if len(bad) > limit:
+        lines.append(f"         and {len(bad) - limit} more in {checked.folder / 'check.json'}")
+    reasons: dict[str, list[str]] = {}
+    for row in checked.rows:
+        if row.verdict == "skipped":
+            reason = row.reason.removeprefix(row.name + " ")
+            reasons.setdefault(reason, []).append(row.name)
+    for reason, names in list(reasons.items())[:limit]:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        lines.append(f"skipped  {names[0]}{more}: {reason}")
+    lines.append(
+        f"{counts['calls']} calls, {counts['checked']} different: {counts['pass']} pass, "
+        f"{counts['fail']} fail, {counts['crashed']} crashed, {counts['skipped']} skipped"
+        f"; {checked.folder / 'check.json'}"
+    )
+    return lines
+
+
+def _what(row: Row) -> str:
+    more = f" and {row.alike} alike" if row.alike else ""
+    where = f" in {row.module}" if row.module else ""
+    kinds = f"{row.device_dtype} on {row.device} against {row.reference_dtype}"
+    return f"{row.name}{more}{where} ({row.kind}, {kinds})"

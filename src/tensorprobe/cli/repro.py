@@ -1,0 +1,35 @@
+"""`tensorprobe repro`: a folder with a script and its tensors that show one call alone."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("capture", metavar="CAPTURE", help="a run, a rank or a step of it")
+    parser.add_argument("call", metavar="CALL", help="the call's name, as `show` prints it")
+    parser.add_argument("-o", "--output", metavar="DIR", required=True, help="folder to write")
+    parser.add_argument("--step", type=int, metavar="N", help="the call of this step")
+    parser.add_argument("--rank", type=int, metavar="N", help="the call of this rank")
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        metavar="FILE",
+        help="a Python file that registers a custom op; it goes into the folder",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from tensorprobe.replay.repro import repro
+
+    folder = repro(
+        args.capture,
+        args.call,
+        args.output,
+        step=args.step,
+        rank=args.rank,
+        imports=args.imports,
+    )
+    sys.stdout.write(f"wrote {folder}: python {folder / 'repro.py'} --device cpu\n")
+    return 0

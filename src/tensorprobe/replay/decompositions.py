@@ -1,0 +1,90 @@
+"""Formulas for operators that the CPU has no kernel for, or none in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tensorprobe.records import Call
+
+Formula = Callable[..., Any]
+
+
+def vendor_formula(call: Call) -> Formula | None:
+    """What a vendor's own op computes, as its documentation has it: torch_npu's fused ops."""
+    op = call.op
+    if not op.startswith(("torch_npu.", "torch.ops.npu.")):
+        return None
+    from tensorprobe.devices.sim_npu.torch_npu import TABLES
+
+    name = op.removeprefix("torch_npu.").removeprefix("torch.ops.npu.")
+    wanted = {name, name.removesuffix(".default")}
+    found = (each for table in TABLES for each in table.ops if each.name in wanted)
+    known = next(found, None)
+    if known is None:
+        return None
+    kept = call.kwargs.get("keep_prob", 1 if "keep_prob=1" in known.schema else 0)
+    draws = known.is_random and kept != 1  # other numbers than the device drew
+    return None if draws else known.body
+
+
+def formula(op: str) -> Formula | None:
+    """Another way to compute an op, tried where its own kernel does not run."""
+    own = _OWN.get(op.removeprefix("torch.ops.aten.").removesuffix(".default"))
+    if own is not None or not op.startswith("torch.ops.aten."):
+        return own
+    overload: Any = torch.ops.aten
+    for part in op.removeprefix("torch.ops.aten.").split("."):
+        overload = getattr(overload, part, None)
+    from torch._decomp import decomposition_table
+
+    found: Formula | None = decomposition_table.get(overload)
+    return found
+
+
+def _grouped_mm(
+    mat_a: torch.Tensor,
+    mat_b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """One product for each group; `offs` are the rows at which the groups end."""
+    if offs is None:
+        return torch.bmm(mat_a, mat_b)
+    ends = offs.tolist()
+    starts = [0, *ends[:-1]]
+    spans = list(zip(starts, ends, strict=True))
+    if mat_a.dim() == 2 and mat_b.dim() == 3:
+        parts = [mat_a[a:b] @ mat_b[i] for i, (a, b) in enumerate(spans)]
+        rest = mat_a.new_zeros(mat_a.shape[0] - ends[-1], mat_b.shape[-1])
+        return torch.cat([*parts, rest])
+    if mat_a.dim() == 3:
+        return torch.cat([mat_a[i] @ mat_b[:, a:b] for i, (a, b) in enumerate(spans)], dim=1)
+    return torch.stack([mat_a[:, a:b] @ mat_b[a:b] for a, b in spans])
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *_: Any,
+    scale: float | None = None,
+    **__: Any,
+) -> torch.Tensor:
+    """The first result of the fused attentions: the others are for their own backward."""
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, dropout_p=dropout_p, is_causal=is_causal, scale=scale
+    )
+
+
+_OWN: dict[str, Formula] = {
+    "torch._grouped_mm": _grouped_mm,
+    "torch.nn.functional.grouped_mm": _grouped_mm,
+    "_grouped_mm": _grouped_mm,
+    "_scaled_dot_product_flash_attention": _attention,
+}

@@ -1,0 +1,420 @@
+"""One recorded call as a folder that anybody with torch can run: a script and its tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tensorprobe.errors import BadUsage, NotReplayable
+from tensorprobe.records import Call, Capture, Fields, Special, TensorRecord
+from tensorprobe.replay.decompositions import vendor_formula
+from tensorprobe.replay.generate import load_or_generate
+from tensorprobe.replay.kinds import Kind, backward_kind, kind_of
+from tensorprobe.replay.modules import EVAL, module_source
+from tensorprobe.replay.pairing import Pair, find_pair
+from tensorprobe.replay.rebuild import Source, refuse, remember, with_stride
+from tensorprobe.replay.reference import ROUNDOFF, coarsest, replay_both, rng_state
+from tensorprobe.replay.references import find, registered
+from tensorprobe.replay.rules import length, limit, rule_for
+from tensorprobe.store.loading import load
+
+_EXACT: tuple[Kind, ...] = ("exact", "selection", "conversion", "random")
+_WIDTH = 96
+
+
+def repro(
+    capture: str | Path | Capture,
+    call: str,
+    output: str | Path,
+    *,
+    step: int | None = None,
+    rank: int | None = None,
+    imports: str | Path | None = None,
+) -> Path:
+    """Write a folder that shows one call alone: repro.py, its tensors, and what they are.
+
+        tp.repro("runs/npu", "Functional.layer_norm.3.forward", "bug")
+        # python bug/repro.py --device npu
+
+    `imports` is a Python file that registers a custom op's library; it goes into the folder.
+    """
+    run = capture if isinstance(capture, Capture) else load(capture)
+    pair = find_pair(run, call, step=step, rank=rank)
+    folder = Path(output)
+    if folder.exists() and any(folder.iterdir()) and not (folder / "repro.py").exists():
+        raise BadUsage(f"'{folder}' is not empty and holds no repro: give another -o")
+    refuse(pair.forward)
+    source = remember(load_or_generate)
+    script = _script(pair, source, imports)
+    tensors = _tensors(pair, source)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "repro.py").write_text(script)
+    torch.save(tensors, folder / "tensors.pt")
+    (folder / "environment.json").write_text(_environment(run, pair))
+    (folder / "README.md").write_text(_readme(run, pair))
+    if imports is not None:
+        shutil.copyfile(imports, folder / "custom_ops.py")
+    return folder
+
+
+def is_generated(pair: Pair) -> bool:
+    """Whether inputs are made up from statistics, because no content was kept."""
+    calls = [each for each in pair if each is not None]
+    return any(
+        record.blob is None
+        for each in calls
+        for record in each.tensors
+        if record.role in ("input", "parameter")
+    )
+
+
+# The tensors
+
+
+def _tensors(pair: Pair, source: Source) -> dict[str, torch.Tensor]:
+    call, back = pair
+    tensors: dict[str, torch.Tensor] = {}
+    for record in call.tensors:
+        name = record.name.removeprefix(call.name + ".")
+        if name == "buffers.rng_state":
+            tensors["rng_state"] = record.load()
+        elif record.role in ("input", "parameter", "buffer") and not name.startswith("buffers.in"):
+            if record.alias_of is None:
+                tensors[name] = _as_it_was(record, source)
+        elif record.role == "output" and record.blob is not None:
+            tensors[f"recorded.{name}"] = record.load()
+    if back is not None:
+        for record in back.tensors:
+            path = record.name.removeprefix(back.name + ".").partition(".")[2]
+            if record.role == "input":
+                tensors[f"grad.{path}"] = _as_it_was(record, source).detach()
+            elif record.role == "output" and record.blob is not None:
+                tensors[f"recorded.gradient of input.{path}"] = record.load()
+    return {**tensors, **_stored_reference(pair, source)}
+
+
+def _as_it_was(record: TensorRecord, source: Source) -> torch.Tensor:
+    tensor = with_stride(source(record), record.stride)
+    floats = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.detach().requires_grad_(record.requires_grad and floats)
+
+
+def _stored_reference(pair: Pair, source: Source) -> dict[str, torch.Tensor]:
+    """For ops whose reference is a formula: the script has no formula, so it gets the result."""
+    op = pair.forward.op
+    if find(op, registered()) is None and vendor_formula(pair.forward) is None:
+        return {}
+    there, back = replay_both(*pair, source=source)
+    stored = {}
+    for done in (there, back):
+        for name, tensor in (done.outputs if done is not None else {}).items():
+            label = f"gradient of input.{name.partition('.')[2]}" if done is back else name
+            stored[f"reference.{label}"] = tensor.detach()
+            if done is not None and name in done.moved:
+                stored[f"moved.{label}"] = tensor.detach() + done.moved[name]
+    return stored
+
+
+# The script
+
+
+def _script(pair: Pair, source: Source, imports: str | Path | None) -> str:
+    text = resources.files("tensorprobe.replay").joinpath("repro_template.txt").read_text()
+    text = text.replace('"""TITLE', f'"""{_title(pair)}', 1)
+    head, _, tail = text.partition("# the call\n")
+    if imports is not None:
+        head = head.rstrip() + "\n\nimport custom_ops  # registers the operator\n\n"
+    return head + _about(pair, source) + "\n\n\n" + _call_source(pair.forward) + tail
+
+
+def _title(pair: Pair) -> str:
+    call = pair.forward
+    lines = [f"{call.op} alone, as recorded: {call.name}, step {call.step}, rank {call.rank}."]
+    if call.module:
+        lines.append(f"Module: {call.module}")
+    lines += [f"Called from {frame}" for frame in call.stack[:3]]
+    if is_generated(pair):
+        lines.append(
+            "INPUTS ARE GENERATED from recorded statistics (shape, dtype, range, mean, norm): the "
+            "recording kept no tensors."
+        )
+    return "\n".join(line.replace("\\", "/").replace('"""', "'''") for line in lines)
+
+
+def _about(pair: Pair, source: Source) -> str:
+    call = pair.forward
+    kind = kind_of(call)
+    unit = coarsest(*pair) or 2.0**-24
+    autocast = next((n.split()[-1] for n in call.notes if n.startswith("autocast ")), None)
+    facts = {
+        "EXACT": (kind in _EXACT, "its outputs are determined to the last bit"),
+        "UNIT": (f"2.0**{int(math.log2(unit))}", "unit roundoff of the coarsest dtype in the call"),
+        "APART": (kind in ("elementwise", "compound"), "its inputs are moved as wholes"),
+        "COMPOUND": (kind == "compound", "each of its steps may be rounded"),
+        "WRITES": (_writes(call), "the call writes to its arguments"),
+        "AUTOCAST": (autocast, "the dtype autocast was on with"),
+        "RANDOM_ON": (repr(_random_device(call)), "the device its random numbers were drawn on"),
+    }
+    lines = [f"{name} = {value}  # {comment}" for name, (value, comment) in facts.items()]
+    lines.append(
+        "ALLOWED = {  # how each result is judged, and how far off a healthy device may be"
+    )
+    for name, (measure, most) in _allowed(pair, source).items():
+        lines.append(f'    "{name}": ("{measure}", {most:.4g}),')
+    return "\n".join([*lines, "}"])
+
+
+def _allowed(pair: Pair, source: Source) -> dict[str, tuple[str, float]]:
+    """The measure and the limit for each output and gradient, as `tensorprobe check` has them."""
+    found = {}
+    for call in pair:
+        if call is None:
+            continue
+        back = call if call is pair.backward else None
+        kind = kind_of(pair.forward) if back is None else backward_kind(pair.forward)
+        rule = rule_for(kind, "forward" if back is None else "backward")
+        roundoff = coarsest(pair.forward, back)
+        for record in call.tensors:
+            if record.role != "output":
+                continue
+            name = record.name.removeprefix(call.name + ".")
+            if back is not None:
+                name = f"gradient of input.{name.partition('.')[2]}"
+            if rule.measure not in ("ulp", "unit"):
+                found[name] = ("equal", 0.0)
+                continue
+            if rule.measure == "ulp":
+                roundoff = ROUNDOFF.get(record.dtype, 2.0**-24)
+            many = length(pair.forward, back, kind, record.numel, source)
+            found[name] = (rule.measure, limit(rule, roundoff, many))
+    return found
+
+
+def _random_device(call: Call) -> str | None:
+    if kind_of(call) not in ("random", "dropout"):
+        return None
+    device = next((r.device for r in call.tensors if r.role in ("input", "output")), "cpu")
+    device = device.partition(":")[0]
+    return device if rng_state(call, device) is not None else "nowhere"
+
+
+def _writes(call: Call) -> bool:
+    name = call.op.rpartition(".")[2]
+    in_place = name.endswith("_") and not name.endswith("__")
+    return (
+        in_place
+        or name == "__setitem__"
+        or call.kwargs.get("inplace") is True
+        or "out" in call.kwargs
+        or any(note.startswith("outputs are the arguments") for note in call.notes)
+        or any(".buffers.input." in record.name for record in call.tensors)
+        or (True in call.args and _is_output_an_input(call))
+    )
+
+
+def _is_output_an_input(call: Call) -> bool:
+    """F.relu(x, True): what comes out has the layout and place of what went in."""
+    return call.op.startswith("torch.nn.functional.")
+
+
+def _call_source(call: Call) -> str:
+    writer = _Writer(call)
+    lines = [
+        "def call(t, real, device):",
+        '    """The call. t: its tensors; real(dtype): that dtype, or the one asked for."""',
+    ]
+    if call.name.startswith("Module."):
+        lines += writer.module()
+    else:
+        lines += writer.function()
+    return "\n".join(lines) + "\n"
+
+
+class _Writer:
+    """Writes a recorded call as the Python a person would type."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._args = [self.value(arg, f"argument {i}") for i, arg in enumerate(call.args)]
+        self._words = [f"{key}={self.value(value, key)}" for key, value in call.kwargs.items()]
+
+    def function(self) -> list[str]:
+        after = [n for n in self._call.notes if n.startswith("outputs are the arguments")]
+        if not after:
+            return self._wrapped("    return ", self._call.op, self._args + self._words)
+        outputs = [
+            record.name.removeprefix(self._call.name + ".output.")
+            for record in self._call.tensors
+            if record.role == "output"
+        ]
+        given = ", ".join(f'"{path}": t["input.{path}"]' for path in outputs)
+        return [
+            *self._wrapped("    ", self._call.op, self._args + self._words),
+            f"    return {{{given}}}",
+        ]
+
+    def module(self) -> list[str]:
+        source = module_source(self._call)
+        package = source.partition("(")[0].rpartition(".")[0]
+        lines = [] if package.startswith("torch.nn") else [f"    import {package}", ""]
+        mode = ".eval()" if EVAL in self._call.notes else ""
+        state = ", ".join(
+            f'"{name.partition(".")[2]}": t["{name}"]'
+            for name in (r.name.removeprefix(self._call.name + ".") for r in self._call.tensors)
+            if name.startswith(("parameters.", "buffers."))
+            and not name.startswith(("buffers.input.", "buffers.rng_state"))
+        )
+        return [
+            *lines,
+            f"    module = {source}.to(device){mode}",
+            f"    state = {{{state}}}",
+            *self._wrapped(
+                "    return ",
+                "torch.func.functional_call",
+                ["module", "state", f"({''.join(a + ', ' for a in self._args)})"]
+                + ([f"dict({', '.join(self._words)})"] if self._words else []),
+            ),
+        ]
+
+    def _wrapped(self, before: str, head: str, body: list[str]) -> list[str]:
+        readable = self._readable(before, head, body)
+        if readable is not None and len(readable) <= _WIDTH:
+            return [readable]
+        line = f"{before}{head}({', '.join(body)})"
+        if len(line) <= _WIDTH:
+            return [line]
+        return [f"{before}{head}(", *(f"        {item}," for item in body), "    )"]
+
+    def _readable(self, before: str, head: str, body: list[str]) -> str | None:
+        """Methods and indexing as people write them."""
+        if not head.startswith("torch.Tensor.") or not body or not body[0].startswith("t["):
+            return None
+        name = head.removeprefix("torch.Tensor.")
+        me, *rest = body
+        if name == "__getitem__" and len(rest) == 1:
+            return f"{before}{me}[{self._index()}]"
+        if name == "__setitem__" and len(rest) == 2:
+            return f"{before}{me}[{self._index()}] = {rest[1]}"
+        if name.endswith(".__get__"):
+            return f"{before}{me}.{name.removesuffix('.__get__')}"
+        if name.startswith("__") or "." in name:
+            return None
+        return f"{before}{me}.{name}({', '.join(rest)})"
+
+    def _index(self) -> str:
+        index = self._call.args[1]
+        parts = index if isinstance(index, tuple) and index else (index,)
+        comma = "," if isinstance(index, tuple) and len(parts) == 1 else ""
+        return ", ".join(self._index_part(part) for part in parts) + comma
+
+    def _index_part(self, part: Any) -> str:
+        if not isinstance(part, slice):
+            return self.value(part, "index")
+        start, stop, step = (
+            "" if each is None else self.value(each, "index")
+            for each in (part.start, part.stop, part.step)
+        )
+        return f"{start}:{stop}:{step}" if step else f"{start}:{stop}"
+
+    def value(self, value: Any, where: str) -> str:
+        if isinstance(value, TensorRecord):
+            name = (value.alias_of or value.name).removeprefix(self._call.name + ".")
+            return f't["{name}"]'
+        if isinstance(value, list):
+            return f"[{', '.join(self.value(item, where) for item in value)}]"
+        if isinstance(value, tuple):
+            items = ", ".join(self.value(item, where) for item in value)
+            return f"({items},)" if len(value) == 1 else f"({items})"
+        if isinstance(value, dict):
+            pairs = (f"{key!r}: {self.value(item, where)}" for key, item in value.items())
+            return f"{{{', '.join(pairs)}}}"
+        if isinstance(value, slice):
+            parts = (value.start, value.stop, value.step)
+            return f"slice({', '.join(self.value(part, where) for part in parts)})"
+        if isinstance(value, Special):
+            return self._special(value, where)
+        if isinstance(value, Fields):
+            if value.kind == "mapping":
+                return self.value(value.fields, where)
+            raise self._opaque(where, value.type, value.type)
+        if value is ...:
+            return "..."
+        if isinstance(value, float) and not math.isfinite(value):
+            return f'float("{value}")'
+        if isinstance(value, str) and (where == "device" or _is_device(self._call, value)):
+            return "device"
+        return repr(value)
+
+    def _special(self, special: Special, where: str) -> str:
+        kind, text = special.kind, special.text
+        if kind == "dtype":
+            return f"real({text})"
+        if kind == "device":
+            return "device"
+        if kind in ("layout", "memory_format"):
+            return text
+        if kind == "generator":
+            return "None"
+        if kind == "numpy" and re.fullmatch(r"-?[\d.]+(e-?\d+)?", text):
+            return text
+        raise self._opaque(where, kind, text)
+
+    def _opaque(self, where: str, kind: str, text: str) -> NotReplayable:
+        return NotReplayable(
+            f"{self._call.name} cannot be run alone: {where} is a {kind} ({text}), "
+            "of which only the name was recorded"
+        )
+
+
+def _is_device(call: Call, text: str) -> bool:
+    found = re.fullmatch(r"(cpu|cuda|npu|xpu|mps)(:\d+)?", text)
+    return call.op == "torch.Tensor.to" and found is not None
+
+
+# What lies beside it
+
+_FACTS = ("tensorprobe", "time", "platform", "python", "packages", "torch", "numerics", "cuda")
+
+
+def _environment(capture: Capture, pair: Pair) -> str:
+    call = pair.forward
+    about = {
+        "call": call.name,
+        "op": call.op,
+        "module": call.module,
+        "step": call.step,
+        "rank": call.rank,
+        "stack": list(call.stack),
+        "notes": list(call.notes),
+        "inputs_generated": is_generated(pair),
+        "tensors": {
+            record.name: {"dtype": record.dtype, "shape": record.shape, "device": record.device}
+            for each in pair
+            if each is not None
+            for record in each.tensors
+        },
+    }
+    recorded = {key: capture.facts[key] for key in (*_FACTS, "npu") if key in capture.facts}
+    return json.dumps({"call": about, "recorded_with": recorded}, indent=1, default=str) + "\n"
+
+
+def _readme(capture: Capture, pair: Pair) -> str:
+    call = pair.forward
+    devices = sorted({record.device for record in call.tensors}) or ["cpu"]
+    made = "generated from recorded statistics" if is_generated(pair) else "exactly as recorded"
+    ways = "forward and backward" if pair.backward is not None else "forward"
+    return (
+        f"`{call.op}` alone ({call.name}, {ways}), recorded on {', '.join(devices)}.\n"
+        f"Run: `python repro.py --device {devices[0].partition(':')[0]}` (needs torch only; "
+        "`--dtype float64` for the same in double precision).\n"
+        "It exits with 0 when the device agrees with the CPU reference, with 3 when it does not.\n"
+        f"`tensors.pt` holds inputs ({made}), incoming gradients, recorded outputs and gradients.\n"
+        "`environment.json` says with which versions and from which line it was recorded.\n"
+    )
