@@ -1,0 +1,1 @@
+"""Two captures make a comparison: align, measure, judge, blame."""

@@ -1,0 +1,143 @@
+"""A call's own error: what it gave against its float64 replay on its own inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from tensorprobe.errors import NotReplayable
+from tensorprobe.records import Call, TensorRecord
+
+if TYPE_CHECKING:
+    import torch
+
+HUGE = 1e30
+_ROW = 64  # numbers in a row where the last dimension is too short to average over
+
+
+class OwnError(msgspec.Struct, frozen=True):
+    """How far one output is from its replay, in units of what rounding explains.
+
+    `rms` is over the whole tensor, `row` over the worst row, `gain` the share of the result that
+    is a systematic factor, in roundings, with its standard error `gain_sigma`.
+    """
+
+    name: str
+    rms: float
+    row: float
+    gain: float
+    gain_sigma: float
+    relative: float
+    exact: bool = False  # there is one right answer
+
+    @property
+    def size(self) -> float:
+        return max(self.rms, self.row / 2)
+
+
+class Evidence(msgspec.Struct, frozen=True):
+    """What replaying a call on one side has shown, or why it could not be replayed."""
+
+    errors: dict[str, OwnError] = {}
+    problem: str | None = None
+
+    @property
+    def worst(self) -> OwnError | None:
+        return max(self.errors.values(), key=lambda error: error.size, default=None)
+
+
+References = Mapping[str, Callable[..., Any]]
+
+
+def own_error(
+    forward: Call, backward: Call | None = None, references: References | None = None
+) -> Evidence:
+    """Replay a call, or the backward of one, and hold its recorded outputs against the result."""
+    from tensorprobe.replay.reference import replay
+
+    subject = backward or forward
+    try:
+        replayed = replay(forward, backward=backward, references=references)
+    except NotReplayable as error:
+        return Evidence(problem=str(error))
+    errors = {}
+    for record in subject.tensors:
+        name = record.name.removeprefix(subject.name + ".")
+        reference = replayed.outputs.get(name)
+        if record.role != "output" or record.blob is None or reference is None:
+            continue
+        found = record.load()
+        if tuple(reference.shape) != tuple(found.shape):
+            continue
+        unit = (replayed.roundoff, replayed.noise.get(name, 0.0))
+        exact = replayed.kind in ("exact", "conversion") and backward is None
+        errors[name] = _compare(name, record, found, reference, unit, exact)
+    if not errors:
+        return Evidence(problem=f"{subject.name}: its replay gives none of what was recorded")
+    return Evidence(errors)
+
+
+def _compare(
+    name: str,
+    record: TensorRecord,
+    found: torch.Tensor,
+    reference: torch.Tensor,
+    unit: tuple[float, float],
+    exact: bool,
+) -> OwnError:
+    import torch
+
+    if not (found.is_floating_point() or found.is_complex()):
+        wrong = int((found != reference.to(found.dtype)).sum())
+        size = math.inf if wrong else 0.0
+        return OwnError(name, size, size, 0.0, 0.0, size, exact)
+    if found.is_complex():
+        found, reference = torch.view_as_real(found), torch.view_as_real(reference)
+    x, y = found.to(torch.float64), reference.to(torch.float64)
+    limit = torch.finfo(found.dtype).max * (1 + torch.finfo(found.dtype).eps / 4)
+    y = torch.where(y.abs() > limit, y.sign() * math.inf, y)
+    finite = x.isfinite() & y.isfinite()
+    alike = finite | (x == y) | (x.isnan() & y.isnan())
+    if not bool(alike.all()):
+        return OwnError(name, math.inf, math.inf, 0.0, 0.0, math.inf, exact)
+    usable = finite & (x.abs() < HUGE) & (y.abs() < HUGE)
+    x, y = torch.where(usable, x, 0.0), torch.where(usable, y, 0.0)
+    d = x - y
+    if not bool(d.any()):
+        return OwnError(name, 0.0, 0.0, 0.0, 0.0, 0.0, exact)
+    u, noise = unit
+    n = max(int(usable.sum()), 1)
+    rms_y = float(y.norm()) / math.sqrt(n)
+    rms_d = float(d.norm()) / math.sqrt(n)
+    tiny = float(torch.finfo(found.dtype).smallest_normal) * float(torch.finfo(found.dtype).eps)
+    scale = max(math.hypot(u * rms_y, noise), tiny)
+    rows_d, rows_y = _row_rms(d), _row_rms(y)
+    row_unit = torch.clamp(torch.hypot(u * rows_y, torch.tensor(noise).double()), min=tiny)
+    # rows far smaller than the whole are what cancellation leaves of it
+    row_unit = torch.clamp(row_unit, min=scale / 8)
+    square = float(y.flatten() @ y.flatten())
+    gain = float(d.flatten() @ y.flatten()) / square if square else 0.0
+    sigma = rms_d / (rms_y * math.sqrt(n)) if rms_y else math.inf
+    return OwnError(
+        name,
+        rms_d / scale,
+        float((rows_d / row_unit).max()),
+        gain / u if u else 0.0,
+        sigma / u if u else 0.0,
+        rms_d / rms_y if rms_y else math.inf,
+        exact,
+    )
+
+
+def _row_rms(x: torch.Tensor) -> torch.Tensor:
+    last = x.shape[-1] if x.dim() else 1
+    if last >= _ROW // 4 and x.numel() > last:
+        rows = x.reshape(-1, last)
+    else:
+        flat = x.reshape(-1)
+        rows = flat[: flat.numel() // _ROW * _ROW].reshape(-1, _ROW) if flat.numel() > _ROW else flat[None]
+    result: torch.Tensor = rows.pow(2).mean(1).sqrt()
+    return result
