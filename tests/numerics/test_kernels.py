@@ -25,16 +25,12 @@ def interpret(*arguments: str) -> None:
     assert done.stdout == "passed\n"
 
 
-def test_every_way_of_reading_as_exact_arithmetic() -> None:
-    # One dtype for each; test_every_dtype_and_layout has the others.
-    interpret("dtypes", "float64", "bfloat16", "float8_e4m3fn", "uint64", "bool", "complex64")
-
-
-def test_banks_fill_and_land_in_order() -> None:
-    interpret("banks")
+def test_every_way_of_reading_and_the_banks() -> None:
+    # One dtype for each way; test_every_dtype_and_layout has the others.
+    interpret("banks", "float64", "bfloat16", "float8_e4m3fn", "uint64", "bool", "complex64")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=cases.title)
 def test_every_dtype_and_layout(dtype: object) -> None:
-    interpret("every-layout", str(dtype).removeprefix("torch."))
+    interpret("layouts", str(dtype).removeprefix("torch."))

@@ -198,6 +198,8 @@ class ModuleHooks:
         if entry.call is not None:
             if getattr(module, "_compiled_call_impl", None) or kind.__name__ == "OptimizedModule":
                 entry.call.notes.append("compiled: the calls inside are not visible")
+            if not module._modules:
+                entry.call.notes.extend(_making(module))
             if module._parameters:
                 self._trained[id(module)] = (weakref.ref(module), api, path)
 
@@ -280,3 +282,14 @@ def _present(tensors: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
 
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def _making(module: nn.Module) -> list[str]:
+    """How to make a module without children again, as torch.nn's own print themselves."""
+    try:
+        with Quiet():
+            text = module.extra_repr()
+    except Exception:  # noqa: BLE001 recording a call: a user's repr must not become its gap
+        return []
+    notes = [f"made as {type(module).__name__}({text})"[:300]]
+    return notes if module.training else [*notes, "eval"]

@@ -1,0 +1,359 @@
+"""A recorded call as a live one: the function, its arguments as they were, and their gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from tensorprobe.errors import NotReplayable
+from tensorprobe.records import Call, Fields, Special, TensorRecord
+
+# Where the content of a recorded tensor comes from: its file, or a generator.
+Source = Callable[[TensorRecord], torch.Tensor]
+
+DOUBLE: dict[torch.dtype, torch.dtype] = {
+    torch.complex32: torch.complex128,
+    torch.complex64: torch.complex128,
+    torch.complex128: torch.complex128,
+}
+
+
+class Place(NamedTuple):
+    """Where a call is run, and in which precision; a dtype of None is the recorded one."""
+
+    device: torch.device
+    dtype: torch.dtype | None = None
+
+    def cast(self, dtype: torch.dtype) -> torch.dtype:
+        """What `dtype` becomes here: floating ones are raised, all others stay."""
+        if self.dtype is None or not (dtype.is_floating_point or dtype.is_complex):
+            return dtype
+        if dtype.is_complex:
+            return DOUBLE[dtype] if self.dtype is torch.float64 else dtype
+        return self.dtype
+
+
+class LiveCall:
+    """A call that can be run: `leaves` are the inputs whose gradients backward asks for."""
+
+    def __init__(
+        self,
+        call: Call,
+        place: Place,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.call = call
+        self.place = place
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
+        self.tensors: dict[str, torch.Tensor] = {}  # what the function is given, by "input.0"
+        self.leaves: dict[str, torch.Tensor] = {}  # where gradients arrive, by "input.0"
+
+    def run(self) -> dict[str, torch.Tensor]:
+        """Every tensor that comes out, by the name it has in a capture ("output.0")."""
+        before = {name: tensor._version for name, tensor in self.tensors.items()}
+        result = self.function(*self.args, **self.kwargs)
+        mutated = {name: t for name, t in self.tensors.items() if t._version != before[name]}
+        outputs = dict(tensors_in(result, "output"))
+        if not outputs:  # the arguments after the call, as in `x[0] = y`
+            return {f"output.{name.partition('.')[2]}": tensor for name, tensor in mutated.items()}
+        returned = {id(tensor) for tensor in outputs.values()}
+        written = {f"buffers.{name}": t for name, t in mutated.items() if id(t) not in returned}
+        return {**outputs, **written}
+
+
+def tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a result with the names a recorder gives them; a lone one is number 0."""
+    if isinstance(value, torch.Tensor):
+        yield f"{name}.0", value
+    else:
+        yield from _nested(value, name)
+
+
+def _nested(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _nested(item, f"{name}.{key}")
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        for key, item in zip(value._fields, value, strict=True):
+            yield from _nested(item, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from _nested(item, f"{name}.{i}")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _nested(getattr(value, field.name, None), f"{name}.{field.name}")
+
+
+def load(record: TensorRecord) -> torch.Tensor:
+    """The recorded content, or the reason why there is none."""
+    if record.blob is None:
+        why = record.gap or "the capture keeps no tensors: record with keep='tensors'"
+        raise NotReplayable(f"{record.name} has no stored content: {why}")
+    return record.load()
+
+
+def rebuild(
+    call: Call,
+    place: Place,
+    *,
+    grad: bool = False,
+    source: Source = load,
+    function: Callable[..., Any] | None = None,
+) -> LiveCall:
+    """The live call for a forward call of a capture; raises NotReplayable with the reason."""
+    refuse(call)
+    builder = _Builder(call, place, grad, source)
+    if call.name.startswith("Module."):
+        function = builder.module()
+    elif function is None:
+        function = find_function(call.op)
+    args = tuple(builder.value(arg, f"argument {i}") for i, arg in enumerate(call.args))
+    kwargs = {key: builder.value(value, key) for key, value in call.kwargs.items()}
+    live = LiveCall(call, place, _at(place, call.op, function), args, kwargs)
+    live.tensors, live.leaves = builder.tensors, builder.leaves
+    return live
+
+
+# Functions
+
+_REFUSED_PREFIXES = {
+    "Distributed": "a collective needs the other ranks",
+    "Optimizer": "an optimizer step is many calls; those inside it can be replayed",
+    "Saved": "a saved value is no call",
+    "Function": "of a custom autograd.Function only the graph node is seen, not its inputs",
+}
+# Functions of torch's own namespaces that read, write or compile: never run from a record.
+_HOST_IO = {
+    *("torch.load", "torch.save", "torch.compile", "torch.export", "torch.from_file"),
+    *("torch.from_dlpack", "torch.import_ir_module", "torch.set_default_device"),
+    *("torch.Tensor.numpy", "torch.Tensor.__dlpack__", "torch.Tensor.__reduce_ex__"),
+    *("torch.Tensor.share_memory_", "torch.Tensor.pin_memory", "torch.Tensor.record_stream"),
+    *("torch.Tensor.set_", "torch.Tensor.storage", "torch.Tensor.untyped_storage"),
+}
+_HOMES = (
+    "torch.Tensor.", "torch.nn.functional.", "torch.nn.init.", "torch.linalg.", "torch.fft.",
+    "torch.special.", "torch.sparse.", "torch.ops.", "torch.nested.", "torch.signal.windows.",
+    "torch.masked.", "torch_npu.",
+)  # fmt: skip
+_TRANSFERS = frozenset(f"torch.Tensor.{name}" for name in ("cpu", "cuda", "npu", "xpu"))
+
+
+def refuse(call: Call) -> None:
+    """Raise where no replay of this call can mean anything."""
+    reason = _REFUSED_PREFIXES.get(call.name.partition(".")[0])
+    if reason is None and ".parameters_grad." in call.name:
+        reason = "these are the gradients of parameters, not a call"
+    if reason is None and call.op in _HOST_IO:
+        reason = "it reads or writes outside of tensors"
+    if reason is None and any(note.startswith("compiled:") for note in call.notes):
+        reason = "it is a compiled region: the calls inside are not visible"
+    if reason is None and call.status == "begun" and not call.tensors:
+        reason = "the run ended before its inputs were written"
+    if reason is not None:
+        raise NotReplayable(f"{call.name} cannot be run alone: {reason}")
+
+
+def find_function(op: str) -> Callable[..., Any]:
+    """The function that a capture names, looked up in torch and nowhere else.
+
+    A capture is data that may come from anybody: only the places where torch and its vendors keep
+    operators are searched, and packages that this process has imported by itself.
+    """
+    root, _, rest = op.partition(".")
+    if root == "torch_npu" and root not in sys.modules and hasattr(torch, "npu"):
+        importlib.import_module(root)
+    of_torch = op.startswith(_HOMES) or (root == "torch" and "." not in rest)
+    if not of_torch and (root == "torch" or root not in sys.modules):
+        raise NotReplayable(
+            f"'{op}' is no operator of torch. Import its package in a file given by --references"
+        )
+    found: Any = sys.modules.get(root)
+    for part in rest.split("."):
+        found = getattr(found, part, None)
+        if found is None:
+            raise NotReplayable(_not_found(op))
+    if op.startswith("torch.ops.") and not isinstance(
+        found, torch._ops.OpOverload | torch._ops.OpOverloadPacket
+    ):
+        raise NotReplayable(f"'{op}' is no operator")
+    if not callable(found):
+        raise NotReplayable(f"'{op}' cannot be called")
+    function: Callable[..., Any] = found
+    return function
+
+
+def _not_found(op: str) -> str:
+    if op.startswith("torch.ops."):
+        return f"'{op}' is not registered here. Import its library in a file given by --references"
+    return f"this torch ({torch.__version__}) has no '{op}'"
+
+
+def _at(place: Place, op: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Transfers (`.cuda()`) go to where the call is run: the copy is all there is to them."""
+    if op not in _TRANSFERS:
+        return function
+
+    def transfer(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return tensor.to(place.device, copy=True)
+
+    return transfer
+
+
+# Arguments
+
+_DEVICE = re.compile(r"(cpu|cuda|npu|xpu|mps|hpu|mlu|musa|privateuseone)(:\d+)?")
+
+
+class _Builder:
+    """Turns the trees of one call into values on one place."""
+
+    def __init__(self, call: Call, place: Place, grad: bool, source: Source) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.leaves: dict[str, torch.Tensor] = {}
+        self._call = call
+        self._place = place
+        self._grad = grad
+        self._source = source
+
+    def value(self, tree: Any, where: str) -> Any:
+        if isinstance(tree, TensorRecord):
+            return self.tensor(tree)
+        if isinstance(tree, list):
+            return [self.value(item, where) for item in tree]
+        if isinstance(tree, tuple):
+            return tuple(self.value(item, where) for item in tree)
+        if isinstance(tree, dict):
+            return {key: self.value(item, where) for key, item in tree.items()}
+        if isinstance(tree, slice):
+            parts = (self.value(part, where) for part in (tree.start, tree.stop, tree.step))
+            return slice(*parts)
+        if isinstance(tree, Special):
+            return self._special(tree, where)
+        if isinstance(tree, Fields):
+            return self._fields(tree, where)
+        if isinstance(tree, str) and self._is_device(tree, where):
+            return self._place.device
+        return tree
+
+    def tensor(self, record: TensorRecord) -> torch.Tensor:
+        """The live tensor of a record; the same object where the record says so."""
+        name = record.name.removeprefix(self._call.name + ".")
+        same = (record.alias_of or "").removeprefix(self._call.name + ".")
+        if same in self.tensors:
+            return self.tensors[same]
+        content = self._source(record)
+        dtype = self._place.cast(content.dtype)
+        tensor = with_stride(content.to(self._place.device, dtype), record.stride)
+        floats = tensor.is_floating_point() or tensor.is_complex()
+        if self._grad and record.requires_grad and floats:
+            leaf = tensor.requires_grad_()
+            self.leaves[name] = leaf
+            tensor = _writable(leaf)
+        self.tensors[name] = tensor
+        return tensor
+
+    def module(self) -> Callable[..., Any]:
+        """A module call: the module made anew, given the recorded parameters and buffers."""
+        from tensorprobe.replay.modules import build_module
+
+        module = build_module(self._call)
+        if self._place.dtype is not None:
+            module = module.to(self._place.dtype)
+        module = module.to(self._place.device)
+        state = {}
+        for record in self._call.tensors:
+            name = record.name.removeprefix(self._call.name + ".")
+            section, _, inner = name.partition(".")
+            if section == "parameters" or (section == "buffers" and _is_of_module(inner)):
+                state[inner] = self.tensor(record)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return torch.func.functional_call(module, state, args, kwargs)
+
+        return forward
+
+    def _special(self, special: Special, where: str) -> Any:
+        kind, text = special.kind, special.text
+        if kind == "dtype":
+            return self._place.cast(getattr(torch, text.removeprefix("torch.")))
+        if kind == "device":
+            return self._place.device
+        if kind in ("layout", "memory_format"):
+            return getattr(torch, text.removeprefix("torch."))
+        if kind == "generator":
+            return None  # the default generator, at the recorded state where there is one
+        if kind == "numpy":
+            try:
+                return float(text) if "." in text or "e" in text else int(text)
+            except ValueError:
+                pass
+        raise NotReplayable(
+            f"{self._call.name} cannot be run alone: {where} is a {kind} ({text}), "
+            "of which only the name was recorded"
+        )
+
+    def _fields(self, fields: Fields, where: str) -> Any:
+        values = {key: self.value(item, where) for key, item in fields.fields.items()}
+        if fields.kind == "mapping":
+            return values
+        module, _, name = fields.type.rpartition(".")
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is None:
+            raise NotReplayable(
+                f"{self._call.name} cannot be run alone: {where} is a {fields.type}, which is not "
+                "imported here. Import it in a file given by --references"
+            )
+        return kind(**values)
+
+    def _is_device(self, text: str, where: str) -> bool:
+        named = where == "device" or self._call.op == "torch.Tensor.to"
+        return named and _DEVICE.fullmatch(text) is not None
+
+
+def _is_of_module(buffer: str) -> bool:
+    """The recorder keeps notes beside a module's own buffers: random state, written arguments."""
+    return buffer != "rng_state" and not buffer.startswith("input.")
+
+
+def with_stride(content: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
+    """The same numbers laid out in memory as they were: transposed, expanded, with gaps."""
+    if stride is None or stride == content.stride() or content.numel() == 0:
+        return content
+    shape = content.shape
+    span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    memory = content.new_zeros(span)
+    laid = memory.as_strided(shape, stride)
+    if torch._debug_has_internal_overlap(laid) == 0:
+        laid.copy_(content)
+        return laid
+    place = torch.zeros(
+        (), dtype=torch.int64, device=content.device
+    )  # elements share memory: write each to its place
+    for axis, (n, step) in enumerate(zip(shape, stride, strict=True)):
+        along = torch.arange(n, device=content.device) * step
+        place = place + along.reshape([-1 if i == axis else 1 for i in range(len(shape))])
+    memory[place.expand(shape).reshape(-1)] = content.reshape(-1)
+    return laid
+
+
+def _writable(leaf: torch.Tensor) -> torch.Tensor:
+    """What a call may write to in place and still send its gradient to the leaf; same layout."""
+    if torch._debug_has_internal_overlap(leaf) != 0:
+        return leaf  # shares memory with itself: torch lets nobody write to it
+    copy = leaf.clone()
+    if copy.stride() == leaf.stride() or leaf.numel() == 0:
+        return copy
+    span = 1 + sum((n - 1) * step for n, step in zip(leaf.shape, leaf.stride(), strict=True))
+    return leaf.as_strided((span,), (1,)).clone().as_strided(leaf.shape, leaf.stride())
