@@ -78,7 +78,9 @@ class Dataflow:
                 record = row.actual if side == 0 else row.expected
                 if record is None or (key := content(record)) is None:
                     continue
-                if record.role == "output":
+                if record.role == "parameter_grad":
+                    made.setdefault(key, i)  # what the engine has added up, seen here first
+                elif record.role == "output" or row.name.startswith("buffers.input."):
                     outputs.append(key)
                 elif key in made:
                     self.producer[side, i, row.name] = made[key]
