@@ -15,12 +15,14 @@ from tensorprobe.store.loading import load
 if TYPE_CHECKING:
     from tensorprobe.capture.recorder import Recorder
     from tensorprobe.capture.seeding import seed_all
+    from tensorprobe.compare.comparison import compare
     from tensorprobe.replay.references import reference
 
-__all__ = ["Recorder", "__version__", "load", "reference", "seed_all"]
+__all__ = ["Recorder", "__version__", "compare", "load", "reference", "seed_all"]
 
 _NEED_TORCH = {
     "Recorder": "tensorprobe.capture.recorder",
+    "compare": "tensorprobe.compare.comparison",
     "reference": "tensorprobe.replay.references",
     "seed_all": "tensorprobe.capture.seeding",
 }

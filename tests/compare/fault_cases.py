@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import planting as p
 import torch
@@ -11,7 +12,8 @@ import torch
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
-class Case(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Case:
     """A fault of the actual side; `kind` is what its culprit must be, `quick` in the fast set."""
 
     name: str
@@ -20,9 +22,8 @@ class Case(NamedTuple):
     fault: Callable[[], p.Fault] | None = None
     kind: str = "output"
     quick: bool = False
-    actual: dict[str, Any] = {}
-    expected: dict[str, Any] = {}
-    both: dict[str, Any] = {}
+    actual: dict[str, Any] = dataclasses.field(default_factory=dict)
+    both: dict[str, Any] = dataclasses.field(default_factory=dict)
     where: str = ""  # what the culprit's name or module must contain, where no kernel is altered
 
 

@@ -17,13 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorprobe as tp
 
-NOISY = (
-    "mm addmm bmm baddbmm convolution convolution_backward native_layer_norm "
-    "native_layer_norm_backward native_group_norm native_batch_norm native_batch_norm_backward "
-    "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data "
-    "_scaled_dot_product_flash_attention_for_cpu "
-    "_scaled_dot_product_flash_attention_for_cpu_backward _fused_rms_norm"
-).split()
+NOISY = {
+    "mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "native_layer_norm",
+    "native_layer_norm_backward", "native_group_norm", "native_batch_norm",
+    "native_batch_norm_backward", "_softmax", "_log_softmax", "_softmax_backward_data",
+    "_log_softmax_backward_data", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward", "_fused_rms_norm",
+}  # fmt: skip
 
 _INTEGERS = {
     torch.float32: torch.int32,
@@ -38,7 +38,7 @@ def shift_ulps(x: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     kind = _INTEGERS[x.dtype]
     x = x.contiguous()
     moved = (x.view(kind) + steps.to(kind)).view(x.dtype)
-    tiny = torch.finfo(x.dtype).tiny * 2**10
+    tiny = torch.finfo(x.dtype).tiny * 4
     usable = (x.abs() > tiny) & (x.abs() < torch.finfo(x.dtype).max / 4)
     return torch.where(usable, moved, x)
 
@@ -259,7 +259,7 @@ def record_run(
 ) -> Path:
     """Record `steps` training steps of a model, on a device with noise or a fault."""
     torch.manual_seed(0)
-    with warnings.catch_warnings(), quiet_hub():
+    with warnings.catch_warnings(), quiet_hub(), one_thread():
         warnings.simplefilter("ignore")
         net, batch = MODELS[model](attn_implementation=attention, **(config or {}))
         net = net.to(dtype).train()
@@ -278,6 +278,17 @@ def record_run(
                 recorder.step()
     assert fault is None or device.struck, f"no {fault.phase} {fault.op} number {fault.nth}"
     return folder
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Two runs of one program then give the same bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

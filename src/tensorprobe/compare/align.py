@@ -122,7 +122,7 @@ def _kind(value: object) -> Hashable:
         return "tensor"
     if isinstance(value, list | tuple):
         return tuple(_kind(part) for part in value[:8])
-    return type(value)
+    return type(value).__name__
 
 
 def _follows(call: Call) -> bool:
@@ -317,10 +317,10 @@ def _pair_backward(
         if i in partner or mine is None or mine not in partner:
             continue
         other = sides[1].calls[partner[mine]].name
-        j = theirs.get((backward_of(other), nth))
-        if j is not None and j not in taken:
-            partner[i] = j
-            taken.add(j)
+        place = theirs.get((backward_of(other), nth))
+        if place is not None and place not in taken:
+            partner[i] = place
+            taken.add(place)
 
 
 def _forward_names(calls: Sequence[Call]) -> dict[str, int]:
@@ -345,9 +345,7 @@ def backward_of(name: str) -> str:
     return name.replace(".forward.", ".backward.")
 
 
-def _in_order(
-    sides: tuple[_Side, _Side], partner: dict[int, int], mapped: set[int]
-) -> list[Pair]:
+def _in_order(sides: tuple[_Side, _Side], partner: dict[int, int], mapped: set[int]) -> list[Pair]:
     """Pairs in the order of `actual`; what only `expected` has after what it follows there."""
     actual, expected = sides[0].calls, sides[1].calls
     owner = {j: i for i, j in partner.items()}

@@ -110,7 +110,9 @@ class Blame:
         self.floors = floors or {}
         containers = find_containers(pairs)
         self.flow = Dataflow(pairs, containers)
-        self.nodes = [self._node(i, p, c) for i, (p, c) in enumerate(zip(pairs, containers, strict=True))]
+        self.nodes = [
+            self._node(i, p, c) for i, (p, c) in enumerate(zip(pairs, containers, strict=True))
+        ]
         for node in self.nodes:
             self._inherit(node)
         self.culprits: list[tuple[int, Culprit]] = []  # with the node each is at
@@ -122,6 +124,8 @@ class Blame:
         self.first_step = min((node.call.step for node in self.nodes), default=0)
         self.parameter_names = self._parameter_names()
         self.random_seen = False
+        self._random_bit = 0
+        self.hazards: list[tuple[int, Culprit]] = []  # where NaN is born, though computed right
 
     # Distances
 
@@ -183,6 +187,9 @@ class Blame:
             if self.culprits:
                 self.culprits.sort(key=lambda item: -item[1].own_error)
                 self._spread()
+        if not self.culprits and self.hazards:
+            self.culprits.append(self.hazards[0])
+            self._spread()
         self._settle_containers()
         return self._findings()
 
@@ -203,7 +210,9 @@ class Blame:
             )
             culprits.append((at, culprit))
         culprits.sort(key=lambda item: (item[1].weak, 0 if item[1].weak else item[0]))
-        first = next((n for n in self.nodes if not n.container and n.same_in and not n.same_out), None)
+        first = next(
+            (n for n in self.nodes if not n.container and n.same_in and not n.same_out), None
+        )
         return Findings(
             [culprit for _, culprit in culprits],
             max(diverged, len(culprits)),
@@ -227,7 +236,9 @@ class Blame:
         for node in self.nodes:
             if node.container or not node.pair.is_paired or node.same_out:
                 continue
-            if node.d_out > ROUNDING / 2 and (node.d_out > 1.2 * node.d_in or node.d_in == math.inf):
+            if node.d_out > ROUNDING / 2 and (
+                node.d_out > 1.2 * node.d_in or node.d_in == math.inf
+            ):
                 yield node
 
     def _faint_suspects(self) -> Iterator[_Node]:
@@ -246,9 +257,33 @@ class Blame:
             if found is None:
                 continue
             at = self.flow.forward.get(node.i)
-            if at is not None and any(where == at for where, _ in self.culprits):
-                continue  # its forward call did it: what backward reuses of that is wrong too
+            if at is not None:
+                if any(where == at for where, _ in self.culprits):
+                    continue  # its forward call did it: what backward reuses of that is wrong too
+                if forward := self._forward_did_it(self.nodes[at], found):
+                    self.culprits.append((at, forward))
+                    continue
             self.culprits.append((node.i, found))
+        self.culprits.sort(key=lambda item: item[0])
+
+    def _forward_did_it(self, node: _Node, backward: Culprit) -> Culprit | None:
+        """The forward call, where its result is off too: what it saved for backward is wrong.
+
+        A loss averages an error of thousands away until it is below what a long sum may have.
+        """
+        if backward.side is None or not node.pair.is_paired:
+            return None
+        sides = tuple(self._evidence(node, side, noise=True) for side in (0, 1))
+        if any(evidence.problem for evidence in sides):
+            return None
+        mine, other = sides if backward.side == "actual" else sides[::-1]
+        own, their = mine.worst, other.worst
+        if own is None or their is None:
+            return None
+        size = max(own.size, abs(own.gain) if abs(own.gain) > 8 * own.gain_sigma else 0.0)
+        if size <= max(FAINT, 3 * their.size):
+            return None
+        return self._own_culprit(node, backward.side, own, own.size, backward.weak)
 
     def _own(self, node: _Node, faint: bool) -> Culprit | None:
         """The call as a culprit, where a replay shows an error of its own."""
@@ -314,13 +349,13 @@ class Blame:
             size = "does not have the values that its inputs give"
         else:
             share = _percent(own.relative)
-            size = f"is off by {share} of its size, {own.size:.3g} times what rounding explains"
+            size = f"is off by {share} of its size, {score:.3g} times what rounding explains"
         reason = (
             f"replayed in float64 on its own inputs, the {side} {what} {own.name} {size}; "
             f"the {other} side's is within rounding"
         )
         return self._culprit(
-            node, kind, reason, own.size, row=row, side=side, proof="replayed", weak=faint
+            node, kind, reason, score, row=row, side=side, proof="replayed", weak=faint
         )
 
     # Everything else, in execution order
@@ -389,9 +424,8 @@ class Blame:
             if self.flow.producers(node.i, row.name) != (None, None):
                 continue
             keys = [key for key in (content(a), content(e)) if key is not None]
-            if any(key in self.bad_contents for key in keys) or is_constant(a) != is_constant(e):
-                if any(key in self.bad_contents for key in keys):
-                    continue
+            if any(key in self.bad_contents for key in keys):
+                continue
             if node.call.step != self.first_step and row.role != "input":
                 continue
             if not self._changes_something(node):
@@ -410,9 +444,13 @@ class Blame:
         is_parameter = row.role in ("parameter", "buffer") or name is not None or a.requires_grad
         if is_parameter:
             word = "buffer" if row.role == "buffer" else "parameter"
-            what = f"{word} {name or row.name} differs before any call of step {node.call.step} runs"
+            what = (
+                f"{word} {name or row.name} differs before any call of step {node.call.step} runs"
+            )
         else:
-            what = f"{row.name}, which no recorded call made, differs: the runs were given other data"
+            what = (
+                f"{row.name}, which no recorded call made, differs: the runs were given other data"
+            )
         if a.shape != e.shape:
             what += f" (shapes {list(a.shape)} and {list(e.shape)})"
         d = distance(row)
@@ -432,8 +470,8 @@ class Blame:
             return None
         found = (
             self._born_nonfinite(node)
-            or self._drawn(node)
             or self._called_otherwise(node)
+            or self._drawn(node)
             or self._wired_otherwise(node)
         )
         if found is not None:
@@ -442,7 +480,7 @@ class Blame:
         return (node.i, own) if own is not None else None
 
     def _born_nonfinite(self, node: _Node) -> tuple[int, Culprit] | None:
-        if any(_nonfinite_differs(row) for row in node.inputs):
+        if node.taint or any(_nonfinite_differs(row) for row in node.inputs):
             return None
         at = self.flow.forward.get(node.i)
         if at is not None and any(
@@ -450,9 +488,23 @@ class Blame:
         ):
             return None
         for row in node.outputs:
-            if _nonfinite_differs(row):
-                return node.i, self._nonfinite(node, row, _proof(row))
+            if not _nonfinite_differs(row):
+                continue
+            if all(sum(_nonfinite_counts(record)) for record in (row.actual, row.expected)):
+                continue  # both make them, of finite numbers: rounding decides where
+            culprit = self._nonfinite(node, row, _proof(row))
+            if self._follows_from_inputs(node):
+                self.hazards.append((node.i, culprit))
+                continue
+            return node.i, culprit
         return None
+
+    def _follows_from_inputs(self, node: _Node) -> bool:
+        """Whether both sides computed what their inputs give: a division by what is left of zero."""
+        sides = self._replayed(node, ROUNDING) if self.replay else None
+        if sides is None:
+            return False
+        return all(_score(node, _worst(node, evidence)) <= ROUNDING for evidence in sides)
 
     def _nonfinite(self, node: _Node, row: TensorPair, proof: str) -> Culprit:
         counts = [_nonfinite_counts(record) for record in (row.actual, row.expected)]
@@ -462,8 +514,8 @@ class Blame:
             text for n, text in ((nan, f"{nan} NaN"), (inf, f"{inf} infinite")) if n
         )
         reason = (
-            f"the {side} {row.name} has {what or 'other'} values where the other side's are finite, "
-            "and its inputs have none"
+            f"the {side} {row.name} has {what or 'other'} values where the other side's are "
+            "finite, and its inputs have none"
         )
         return self._culprit(
             node, "nonfinite", reason, math.inf, row=row, side=side, proof=proof, inherited=0.0
@@ -472,7 +524,9 @@ class Blame:
     def _drawn(self, node: _Node) -> tuple[int, Culprit] | None:
         """A call that draws random numbers, and has drawn others."""
         kind = _is_random(node)
-        if kind is None or node.call.direction == "backward" or not _drew_otherwise(node, kind):
+        if kind is None or node.differences or node.call.direction == "backward":
+            return None
+        if not _drew_otherwise(node, kind):
             return None
         if self.random_seen:
             node.taint |= self._random_bit
@@ -481,8 +535,8 @@ class Blame:
         self._random_bit = 1 << len(self.culprits)
         what = "dropout mask" if kind == "dropout" else "random numbers"
         reason = (
-            f"random: the two runs drew different {what}. Not a fault of this call: give both runs "
-            "the same random state (tp.seed_all), or switch the randomness off"
+            f"random: the two runs drew different {what}. Not a fault of this call: give both "
+            "runs the same random state (tp.seed_all), or switch the randomness off"
         )
         row = max(node.outputs, key=lambda row: distance(row), default=None)
         return node.i, self._culprit(node, "output", reason, node.d_out, row=row)
@@ -502,7 +556,7 @@ class Blame:
         a, e = node.pair.pair.actual, node.pair.pair.expected
         assert a is not None
         assert e is not None
-        if self.replay and node.call.direction == "forward":
+        if self.replay and node.call.direction == "forward" and _is_random(node) is None:
             found = matters(a, arguments.graft(a, e), self.references)
             if found is not None:
                 return found > FAINT
@@ -571,10 +625,13 @@ class Blame:
             at = (mine or other)[0]
             lists = [f"{_names(self.nodes, mine)} only in actual" if mine else "",
                      f"{_names(self.nodes, other)} only in expected" if other else ""]  # fmt: skip
-            reason = f"{' and '.join(text for text in lists if text)}: after it, {row.name} of {node.call.name} differs"
+            where = " and ".join(text for text in lists if text)
+            reason = f"{where}: after it, {row.name} of {node.call.name} differs"
         else:
             at = node.i
-            names = [self.nodes[p].call.name if p is not None else "no call" for p in (ours, theirs)]
+            names = [
+                self.nodes[p].call.name if p is not None else "no call" for p in (ours, theirs)
+            ]
             reason = f"{row.name} comes from {names[0]} in actual, from {names[1]} in expected"
         culprit = self._culprit(self.nodes[at], "structure", reason, d, row=row, inherited=0.0)
         return at, culprit
@@ -781,7 +838,7 @@ def _is_random(node: _Node) -> Literal["random", "dropout"] | None:
     if node.container or node.call.name.startswith(("Module.", "Optimizer.")):
         return None
     kind = kind_of(node.call)
-    return kind if kind in ("random", "dropout") else None  # type: ignore[return-value]
+    return kind if kind in ("random", "dropout") else None
 
 
 _SUMS = ("product", "reduction", "scatter", "general")
@@ -800,12 +857,12 @@ def _drew_otherwise(node: _Node, kind: str) -> bool:
         return False
     if row.metrics is not None and row.actual.blob and row.expected.blob:
         a, e = row.actual.array() != 0, row.expected.array() != 0
-        if given.actual and given.expected and given.actual.blob and given.expected.blob:
-            if given.actual.shape == row.actual.shape:
-                usable = (given.actual.array() != 0) & (given.expected.array() != 0)
-                a, e = a & usable, e & usable
+        ours, theirs = given.actual, given.expected
+        if ours and theirs and ours.blob and theirs.blob and ours.shape == row.actual.shape:
+            usable = (ours.array() != 0) & (theirs.array() != 0)
+            a, e = a & usable, e & usable
         differ = int((a != e).sum())
-        return differ > max(2, 0.01 * a.size)
+        return bool(differ > max(2, 0.01 * a.size))
     # 1 - p of what is kept: other masks keep other numbers
     return node.d_out > ROUNDING * (1 + _AMPLIFIES * node.d_in)
 
@@ -880,7 +937,7 @@ def _metrics(row: TensorPair | None) -> dict[str, Any]:
     if row is None:
         return {}
     if row.metrics is not None:
-        return {key: value for key, value in msgspec.structs.asdict(row.metrics).items()}
+        return msgspec.structs.asdict(row.metrics)
     a, e = row.actual, row.expected
     if a is None or e is None or a.summary is None or e.summary is None:
         return {}

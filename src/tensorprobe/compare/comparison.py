@@ -70,9 +70,9 @@ class Verdict(msgspec.Struct, kw_only=True):
 class Comparison:
     """What two captures have in common and where they part.
 
-        comparison = tp.compare("runs/npu", "runs/cpu")
-        print(comparison.verdict)
-        comparison.save("report/")
+    comparison = tp.compare("runs/npu", "runs/cpu")
+    print(comparison.verdict)
+    comparison.save("report/")
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Comparison:
         self, folder: str | os.PathLike[str], *, columns: str = "native", xlsx: bool = False
     ) -> list[Path]:
         """Write verdict.json and comparison.csv into a folder, with `xlsx` a workbook too."""
-        from tensorprobe.compare.saving import save
+        from tensorprobe.report.saving import save
 
         return save(self, Path(folder), columns=columns, xlsx=xlsx)
 
@@ -151,7 +151,9 @@ def _opened(source: Source) -> Capture:
     return source if isinstance(source, Capture) else load(source)
 
 
-def _units(capture: Capture, step: int | None, rank: int | None) -> dict[tuple[int, int], list[Call]]:
+def _units(
+    capture: Capture, step: int | None, rank: int | None
+) -> dict[tuple[int, int], list[Call]]:
     """The calls of each rank and step."""
     units: dict[tuple[int, int], list[Call]] = {}
     for call in capture.calls:
@@ -349,16 +351,23 @@ def _notes(
         notes.append("no values were kept: only the set and order of calls were compared")
     left = sum(found.n_left for found in findings)
     if left:
-        notes.append(f"{left} suspects were not replayed for lack of time; --replay-seconds gives more")
+        notes.append(
+            f"{left} suspects were not replayed for lack of time; --replay-seconds gives more"
+        )
     bits = next((found.first_bits for found in findings if found.first_bits), None)
     if verdict.verdict == "match" and bits:
         notes.append(f"bits differ from {bits} on, within what rounding explains")
-    missing = [sorted({*a} ^ {*e}) for a, e in ((actual.ranks, expected.ranks), (actual.steps, expected.steps))]
+    missing = [
+        sorted({*a} ^ {*e})
+        for a, e in ((actual.ranks, expected.ranks), (actual.steps, expected.steps))
+    ]
     for what, numbers in zip(("ranks", "steps"), missing, strict=True):
         if numbers and not (what == "steps" and len(actual.steps) == len(expected.steps) == 1):
             notes.append(f"{what} {', '.join(map(str, numbers))} exist on one side only")
     if verdict.counts["gaps"]:
-        notes.append(f"{verdict.counts['gaps']} gaps in the recordings: tensorprobe show RUN --gaps")
+        notes.append(
+            f"{verdict.counts['gaps']} gaps in the recordings: tensorprobe show RUN --gaps"
+        )
     return notes
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 HUGE = 1e30
+_SHAKES = 2  # replays on inputs moved by a rounding, for what rounding explains
 _ROW = 64  # numbers in a row where the last dimension is too short to average over
 
 
@@ -66,8 +67,20 @@ def own_error(
     from tensorprobe.replay.reference import replay
 
     subject = backward or forward
+    moved = []
     try:
-        replayed = replay(forward, backward=backward, references=references, noise=noise)
+        replayed = replay(forward, backward=backward, references=references, noise=False)
+        if noise and replayed.kind not in ("exact", "conversion"):
+            moved = [
+                replay(
+                    forward,
+                    backward=backward,
+                    references=references,
+                    noise=False,
+                    source=_shaken(replayed.roundoff, seed),
+                ).outputs
+                for seed in range(_SHAKES)
+            ]
     except NotReplayable as error:
         return Evidence(problem=str(error))
     errors = {}
@@ -83,12 +96,40 @@ def own_error(
         if blind is not None and blind.shape == found.shape:
             found, reference = found.clone(), reference.clone()
             found[blind], reference[blind] = 0, 0
-        unit = (replayed.roundoff, replayed.noise.get(name, 0.0))
+        shaken = [outputs[name] - reference for outputs in moved if name in outputs]
         exact = replayed.kind in ("exact", "conversion") and backward is None
-        errors[name] = _compare(name, record, found, reference, unit, exact)
+        given = _incoming(backward, record) if backward is not None else None
+        errors[name] = _compare(name, found, reference, replayed.roundoff, shaken, given, exact)
     if not errors:
         return Evidence(problem=f"{subject.name}: its replay gives none of what was recorded")
     return Evidence(errors)
+
+
+def _shaken(roundoff: float, seed: int) -> Callable[[TensorRecord], torch.Tensor]:
+    """Loads inputs with each number moved up or down by one rounding."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def load(record: TensorRecord) -> torch.Tensor:
+        found = record.load()
+        if not (found.is_floating_point() or found.is_complex()):
+            return found
+        wide = found.to(torch.complex128 if found.is_complex() else torch.float64)
+        signs = torch.randint(0, 2, wide.shape, generator=generator, dtype=torch.int8) * 2 - 1
+        return wide * (1 + roundoff * signs)
+
+    return load
+
+
+def _incoming(backward: Call, record: TensorRecord) -> torch.Tensor | None:
+    """The gradient that came in, where it has the shape of the one that went out."""
+    import torch
+
+    for other in backward.tensors:
+        if other.role == "input" and other.shape == record.shape and other.blob is not None:
+            return torch.nan_to_num(other.load().to(torch.float64), 0.0, 0.0, 0.0)
+    return None
 
 
 def _blind(dropout: Call) -> torch.Tensor | None:
@@ -127,10 +168,11 @@ def matters(call: Call, other: Call | None, references: References | None = None
 
 def _compare(
     name: str,
-    record: TensorRecord,
     found: torch.Tensor,
     reference: torch.Tensor,
-    unit: tuple[float, float],
+    u: float,
+    shaken: list[torch.Tensor],
+    given: torch.Tensor | None,
     exact: bool,
 ) -> OwnError:
     import torch
@@ -153,16 +195,22 @@ def _compare(
     d = x - y
     if not bool(d.any()):
         return OwnError(name, 0.0, 0.0, 0.0, 0.0, 0.0, exact)
-    u, noise = unit
     n = max(int(usable.sum()), 1)
     rms_y = float(y.norm()) / math.sqrt(n)
     rms_d = float(d.norm()) / math.sqrt(n)
     tiny = float(torch.finfo(found.dtype).smallest_normal) * float(torch.finfo(found.dtype).eps)
-    scale = max(math.hypot(u * rms_y, noise), tiny)
+    noise = [torch.where(usable, part.to(torch.float64), 0.0) for part in shaken]
+    square_noise = sum((float(part.norm()) ** 2 for part in noise), 0.0) / max(len(noise), 1) / n
+    scale = max(math.hypot(u * rms_y, math.sqrt(square_noise)), tiny)
     rows_d, rows_y = _row_rms(d), _row_rms(y)
-    row_unit = torch.clamp(torch.hypot(u * rows_y, torch.tensor(noise).double()), min=tiny)
-    # rows far smaller than the whole are what cancellation leaves of it
-    row_unit = torch.clamp(row_unit, min=scale / 2)
+    row_unit = (u * rows_y).square()
+    for part in noise:
+        row_unit = row_unit + _row_rms(part).square() / len(noise)
+    if given is not None:
+        # what backward saved of the result was rounded too, which no shaking of inputs shows
+        row_unit = row_unit + (u * _row_rms(given)).square()
+    # a row far smaller than the whole is what cancellation leaves of it
+    row_unit = torch.clamp(row_unit.sqrt(), min=scale / 2)
     square = float(y.flatten() @ y.flatten())
     gain = float(d.flatten() @ y.flatten()) / square if square else 0.0
     sigma = rms_d / (rms_y * math.sqrt(n)) if rms_y else math.inf
@@ -183,6 +231,10 @@ def _row_rms(x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, last)
     else:
         flat = x.reshape(-1)
-        rows = flat[: flat.numel() // _ROW * _ROW].reshape(-1, _ROW) if flat.numel() > _ROW else flat[None]
+        rows = (
+            flat[: flat.numel() // _ROW * _ROW].reshape(-1, _ROW)
+            if flat.numel() > _ROW
+            else flat[None]
+        )
     result: torch.Tensor = rows.pow(2).mean(1).sqrt()
     return result

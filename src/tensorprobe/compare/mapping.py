@@ -51,7 +51,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise BadUsage(f"mapping file '{path}' is not YAML: {error}") from error
     if not isinstance(tree, dict):
         raise BadUsage(
-            f"mapping file '{path}' holds a {type(tree).__name__}; expected lines 'actual: expected'"
+            f"mapping file '{path}' holds a {type(tree).__name__}; expected 'actual: expected'"
         )
     return tree
 

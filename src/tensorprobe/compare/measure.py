@@ -197,9 +197,9 @@ def _in_processes(
             progress(finished, total)
     for thread in threads:
         thread.join()
-    for result in results:
-        assert result is not None
-        yield result
+    for found_result in results:
+        assert found_result is not None
+        yield found_result
 
 
 def _feed(
@@ -267,6 +267,7 @@ class TerminalProgress:
         self._bar.update(self._task, completed=done)
 
     def _start(self, total: int) -> None:
+        from rich.console import Console
         from rich.progress import (
             BarColumn,
             DownloadColumn,
@@ -274,8 +275,6 @@ class TerminalProgress:
             TextColumn,
             TimeRemainingColumn,
         )
-
-        from rich.console import Console
 
         text = TextColumn("comparing {task.fields[calls]} calls")
         columns = (text, BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -286,5 +285,3 @@ class TerminalProgress:
     def stop(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-
-

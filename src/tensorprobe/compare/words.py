@@ -70,7 +70,8 @@ def _sides(verdict: Verdict) -> Iterator[str]:
         if counts[key]
     ]
     if parts:
-        yield f"  of {counts['aligned'] + sum(counts[k] for k in ('only_actual', 'only_expected'))} calls {', '.join(parts)}"
+        total = counts["aligned"] + counts["only_actual"] + counts["only_expected"]
+        yield f"  of {total} calls {', '.join(parts)}"
 
 
 def _basis(verdict: Verdict) -> str:

@@ -78,14 +78,9 @@ def measure_pair(actual: Array, expected: Array) -> PairMetrics:
     if actual.shape != expected.shape:
         raise ValueError(f"shapes differ: {list(actual.shape)} and {list(expected.shape)}")
     a, e = _flat(actual), _flat(expected)
-    tally = _Tally(_ulp_dtype(a.dtype, e.dtype))
-    same = a.dtype == e.dtype
+    tally = _Tally(_ulp_dtype(a.dtype, e.dtype), a.dtype == e.dtype)
     for start in range(0, a.size, CHUNK):
-        x, y = a[start : start + CHUNK], e[start : start + CHUNK]
-        if same and x.tobytes() == y.tobytes():
-            tally.add_equal(y)
-        else:
-            tally.add(start, x, y)
+        tally.add(start, a[start : start + CHUNK], e[start : start + CHUNK])
     numel = a.size // 2 if actual.dtype.kind == "c" else a.size
     return tally.result(numel, a.size)
 
@@ -121,8 +116,10 @@ def widen(x: Array) -> Array:
 class _Tally:
     """The running totals of one pair."""
 
-    def __init__(self, ulp: np.dtype[Any] | None) -> None:
+    def __init__(self, ulp: np.dtype[Any] | None, same_dtype: bool) -> None:
         self.ulp = ulp
+        self.same_dtype = same_dtype
+        self.as_integers = np.dtype(f"i{ulp.itemsize}") if ulp is not None else None
         self.dd = self.aa = self.ee = self.ae = 0.0
         self.n_finite = self.n_small = 0
         self.max_abs = self.max_rel = -1.0
@@ -131,46 +128,37 @@ class _Tally:
         self.ulp_max = 0
         self.over = [0, 0, 0]
 
-    def add_equal(self, e: Array) -> None:
-        y = widen(e)
-        n = y.size
-        square = _dot(y, y)
-        if not math.isfinite(square):
-            y = y[np.isfinite(y)]
-            n = y.size
-            small = y[np.abs(y) < HUGE].astype(np.float64)
-            square = float(np.dot(small, small))
-            self.n_small += small.size
-        else:
-            self.n_small += n
-        self.aa += square
-        self.ee += square
-        self.ae += square
-        self.n_finite += n
-        self.within_1 += n
-        self.within_5 += n
-        if n:
-            self.max_abs = max(self.max_abs, 0.0)
-            self.max_rel = max(self.max_rel, 0.0)
-
     def add(self, start: int, a: Array, e: Array) -> None:
         x, y = widen(a), widen(e)
         if x.dtype != y.dtype:
             x, y = x.astype(np.float64), y.astype(np.float64)
         with np.errstate(all="ignore"):
             d = x - y
-            dd, aa, ee, ae = _dot(d, d), _dot(x, x), _dot(y, y), _dot(x, y)
-            total = dd + aa + ee
-            # float32 squares leave its range early on either side; a NaN or infinity shows here too
-            if not 1e-30 < total < 1e36:
+            # x = y + d: two of the four sums follow from the others, and more exactly so
+            dd, ee, dy = _dot(d, d), _dot(y, y), _dot(d, y)
+            # float32 squares leave its range early on either side; NaN and infinity show here too
+            if not 1e-30 < dd + ee < 1e36 or (0 < dd < 1e-30):
                 self._add_carefully(start, a, e, x, y)
                 return
             self.n_small += d.size
-            self._add_sums(dd, aa, ee, ae)
-            self._add_differences(start, d, y, np.count_nonzero(a != e) if a.dtype == e.dtype
-                                  else np.count_nonzero(d))  # fmt: skip
+            self._add_sums(dd, ee + 2 * dy + dd, ee, ee + dy)
+            unlike = 0
+            if dd:
+                bits = d.view(np.int64 if d.itemsize == 8 else np.int32)
+                unlike = int(np.count_nonzero(bits))
+            if not unlike:
+                self._add_equal(d.size)
+                return
+            self._add_differences(start, d, y, unlike)
             if self.ulp is not None:
                 self._add_ulps(a, e)
+
+    def _add_equal(self, n: int) -> None:
+        self.n_finite += n
+        self.within_1 += n
+        self.within_5 += n
+        self.max_abs = max(self.max_abs, 0.0)
+        self.max_rel = max(self.max_rel, 0.0)
 
     def _add_carefully(self, start: int, a: Array, e: Array, x: Array, y: Array) -> None:
         """With NaN, infinities, or numbers whose squares need float64."""
@@ -216,27 +204,48 @@ class _Tally:
         if d[at] > self.max_abs:
             self.max_abs = float(d[at])
             self.index = start + at if d[at] else self.index
-        size = np.abs(y)
-        np.divide(d, size, out=d)
-        if unlike < d.size:
+        np.divide(d, np.abs(y), out=d)
+        most = float(d.max())
+        if most != most:
             np.copyto(d, 0, where=np.isnan(d))  # 0 / 0: both are zero
-        self.max_rel = max(self.max_rel, float(d.max()))
-        self.within_1 += int(np.count_nonzero(d < 0.001))
-        self.within_5 += int(np.count_nonzero(d < 0.005))
+            most = float(d.max())
+        self.max_rel = max(self.max_rel, most)
+        n = d.size
+        self.within_1 += n if most < 0.001 else int(np.count_nonzero(d < 0.001))
+        self.within_5 += n if most < 0.005 else int(np.count_nonzero(d < 0.005))
 
     def _add_ulps(self, a: Array, e: Array) -> None:
+        steps = self._steps_of_one_sign(a, e) if self.same_dtype else None
+        most = int(steps.max()) if steps is not None else 0
+        if steps is None or most >= 1 << (8 * steps.itemsize - 5):
+            steps = self._steps(a, e)
+            most = int(steps.max())
+        self.ulp_max = max(self.ulp_max, most)
+        for k, limit in enumerate((1, 4, 16)):
+            if most <= limit:
+                break
+            self.over[k] += int(np.count_nonzero(steps > limit))
+
+    def _steps_of_one_sign(self, a: Array, e: Array) -> Array | None:
+        """Right where both numbers have one sign; where not, or too large, a huge number."""
+        integers = self.as_integers
+        assert integers is not None
+        if integers.itemsize == 1:
+            return None
+        steps = a.view(integers) - e.view(integers)
+        np.abs(steps, out=steps)
+        return steps.view(f"u{integers.itemsize}")
+
+    def _steps(self, a: Array, e: Array) -> Array:
         ulp = self.ulp
         assert ulp is not None
         i, j = _ordered(a, ulp), _ordered(e, ulp)
+        steps: Array
         if ulp.itemsize == 8:
             steps = np.maximum(i, j).view(np.uint64) - np.minimum(i, j).view(np.uint64)
         else:
             steps = np.abs(np.subtract(i, j, dtype=np.int32 if ulp.itemsize < 4 else np.int64))
-        self.ulp_max = max(self.ulp_max, int(steps.max()))
-        for k, limit in enumerate((1, 4, 16)):
-            if self.ulp_max <= limit:
-                break
-            self.over[k] += int(np.count_nonzero(steps > limit))
+        return steps
 
     def result(self, numel: int, n: int) -> PairMetrics:
         norms = math.sqrt(self.aa) * math.sqrt(self.ee)
@@ -272,10 +281,9 @@ class _Tally:
 
 
 def _dot(x: Array, y: Array) -> float:
-    total = 0.0
-    for start in range(0, x.size, DOT):
-        total += float(np.dot(x[start : start + DOT], y[start : start + DOT]))
-    return total
+    if x.size <= DOT:
+        return float(np.dot(x, y))
+    return sum(float(np.dot(x[i : i + DOT], y[i : i + DOT])) for i in range(0, x.size, DOT))
 
 
 def _ordered(x: Array, ulp: np.dtype[Any]) -> Array:
