@@ -1,7 +1,7 @@
 """A precision debugger for PyTorch: which call did it, and a script that shows it alone.
 
-Names that need torch are imported when they are first used, so that reading a capture works
-without it.
+Names are imported when they are first used: reading a capture works without torch, and
+`tensorprobe --help` answers at once.
 """
 
 from __future__ import annotations
@@ -10,26 +10,27 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tensorprobe._version import __version__
-from tensorprobe.store.loading import load
 
 if TYPE_CHECKING:
     from tensorprobe.capture.recorder import Recorder
     from tensorprobe.capture.seeding import seed_all
     from tensorprobe.compare.comparison import compare
     from tensorprobe.replay.references import reference
+    from tensorprobe.store.loading import load
 
 __all__ = ["Recorder", "__version__", "compare", "load", "reference", "seed_all"]
 
-_NEED_TORCH = {
+_HOMES = {
     "Recorder": "tensorprobe.capture.recorder",
     "compare": "tensorprobe.compare.comparison",
     "reference": "tensorprobe.replay.references",
+    "load": "tensorprobe.store.loading",
     "seed_all": "tensorprobe.capture.seeding",
 }
 
 
 def __getattr__(name: str) -> Any:
-    module = _NEED_TORCH.get(name)
+    module = _HOMES.get(name)
     if module is None:
         raise AttributeError(f"module 'tensorprobe' has no attribute '{name}'")
     try:

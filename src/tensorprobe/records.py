@@ -19,6 +19,8 @@ Keep = Literal["structure", "stats", "digest", "tensors"]
 Role = Literal["input", "output", "parameter", "parameter_grad", "buffer"]
 Status = Literal["complete", "begun", "raised"]
 
+HOST = "cpu"
+
 
 class TensorSummary(msgspec.Struct, frozen=True, gc=False):
     """What one pass over a tensor leaves behind.
@@ -62,7 +64,7 @@ class TensorRecord(msgspec.Struct, frozen=True, gc=False):
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None = None
-    device: str = "cpu"
+    device: str = HOST
     requires_grad: bool = False
     summary: TensorSummary | None = None
     digest: str | None = None
@@ -76,6 +78,10 @@ class TensorRecord(msgspec.Struct, frozen=True, gc=False):
         for length in self.shape:
             n *= length
         return n
+
+    @property
+    def is_on_host(self) -> bool:
+        return self.device == HOST
 
     def array(self) -> np.ndarray[Any, Any]:
         """The content as a read-only numpy array, memory-mapped (ml_dtypes for bf16 and fp8)."""

@@ -71,12 +71,7 @@ class Device(TorchDispatchMode):
         self.struck = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # a recorder's function mode is active in backward: it is to see the program, not the device
-        with torch._C.DisableTorchFunction():
-            return self._run(func, args, kwargs or {})
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = func(*args, **kwargs)
+        result = func(*args, **(kwargs or {}))
         name = func.__name__.partition(".")[0]
         if self.noise and name in NOISY:
             result = self._each(result, self._with_noise)

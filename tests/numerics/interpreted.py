@@ -50,7 +50,7 @@ class HostPort:
         self.adopted.append(stream)
 
     def read_back(self, bank: Bank) -> Arrival:
-        self.launcher.reduce(bank)
+        self.launcher.reduce(bank, 0)
         bank.host.copy_(bank.out)
         self.landings.append(Landing())
         return self.landings[-1]

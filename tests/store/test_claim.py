@@ -13,6 +13,7 @@ from store_making import open_writer, write_capture, write_relu
 
 import tensorprobe
 from tensorprobe.errors import UnreadableCapture
+from tensorprobe.store.claim import claim
 from tensorprobe.store.native import run_identity
 
 TORCHRUN = {
@@ -114,7 +115,7 @@ def test_a_run_that_still_writes_goes_on_where_it_was_moved_to(tmp_path: Path) -
 
 def test_only_earlier_runs_left(tmp_path: Path) -> None:
     root = write_capture(tmp_path / "a", run="1")
-    open_writer(root, run="2").close()
+    claim(root, 0, "2", {}, {}, str)
     with pytest.raises(UnreadableCapture, match=r"earlier runs are in '.*earlier'"):
         tensorprobe.load(root)
 

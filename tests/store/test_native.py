@@ -26,6 +26,7 @@ from store_making import (
 import tensorprobe
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import Fields, Gap, Special, TensorRecord, TensorSummary
+from tensorprobe.store.claim import claim
 from tensorprobe.store.lines import CallLine, EndLine, GapLine, StackLine, TensorLine
 
 DTYPES = [
@@ -365,7 +366,7 @@ def test_what_is_no_capture(tmp_path: Path) -> None:
     assert (
         text(tmp_path / "other" / "a") == f"'/other/a' is not a capture: it is a file; {expected}"
     )
-    open_writer(tmp_path / "begun").close()
+    claim(tmp_path / "begun", 0, "killed at once", {}, {}, str)
     assert text(tmp_path / "begun") == (
         "capture '/begun' is empty: the run ended before its first recorded step"
     )

@@ -12,7 +12,18 @@ from tensorprobe.records import Keep
 class OpenCall:
     """A call that has begun and not ended."""
 
-    __slots__ = ("edges", "id", "inputs", "keep", "names", "notes", "stack", "step", "versions")
+    __slots__ = (
+        "edges",
+        "id",
+        "inputs",
+        "keep",
+        "names",
+        "notes",
+        "stack",
+        "step",
+        "versions",
+        "writes",
+    )
 
     def __init__(self, names: CallNames, keep: Keep, step: int) -> None:
         self.id = -1
@@ -23,4 +34,5 @@ class OpenCall:
         self.edges: InputEdges | None = None
         self.inputs: list[tuple[torch.Tensor, Path]] = []
         self.versions: list[int] = []
+        self.writes: tuple[Path, ...] = ()  # inputs it writes to without moving their version
         self.notes: list[str] = []

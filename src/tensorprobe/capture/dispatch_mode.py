@@ -19,6 +19,7 @@ class OpMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
         self._names: dict[Any, ApiName] = {}
+        self._writes: dict[Any, frozenset[str]] = {}
         # sequence number of the graph node a forward op was making -> that op's call
         self._made: dict[int, str] = {}
 
@@ -36,6 +37,7 @@ class OpMode(TorchDispatchMode):
         if api is None:
             namespace, _, name = func._schema.name.partition("::")
             api = self._names[func] = operator_name(namespace, name, func._overloadname)
+            self._writes[func] = _written_arguments(func._schema)
         node = torch._C._current_autograd_node()
         number = tape.counter.next(api)
         direction: Direction = "forward" if node is None else "backward"
@@ -51,10 +53,24 @@ class OpMode(TorchDispatchMode):
         call = tape.begin(names, args, kwargs, depth=2, direction=direction, parent=parent)
         if call is None:
             return func(*args, **kwargs)
+        written = self._writes[func]
+        if written:  # autograd moves the version of a tensor only after the op below it has run
+            call.writes += tuple(path for _, path in call.inputs if path[0] in written)
         try:
             result = func(*args, **kwargs)
         except BaseException as error:
             tape.raised(call, error)
             raise
+        if api.prefix == "Distributed" and tape.await_work(call, result):
+            return result
         tape.end(call, result)
         return result
+
+
+def _written_arguments(schema: Any) -> frozenset[str]:
+    """The arguments an op writes to, by position and by name."""
+    written: set[str] = set()
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written |= {str(position), argument.name}
+    return frozenset(written)

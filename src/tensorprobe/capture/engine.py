@@ -16,10 +16,17 @@ import torch
 
 
 class EngineEntry:
-    """Keeps `mode` on while backward runs, and calls `on_end` when the outermost one is over."""
+    """Keeps `mode` on while backward runs.
 
-    def __init__(self, mode: Any, on_end: Callable[[], None]) -> None:
+    `on_begin` is called with the tensors that a backward begins from, `on_end` when the outermost
+    one is over.
+    """
+
+    def __init__(
+        self, mode: Any, on_begin: Callable[[Any], None], on_end: Callable[[], None]
+    ) -> None:
         self._mode = mode
+        self._on_begin = on_begin
         self._on_end = on_end
         self._depth = 0
         self._lock = threading.Lock()
@@ -57,9 +64,13 @@ class EngineEntry:
             self._mode.__enter__()
         with self._lock:
             self._depth += 1
+        before = self._mode.dispatch_depth
+        self._mode.dispatch_depth = torch._C._len_torch_dispatch_stack()
         try:
+            self._on_begin(args[0] if args else ())
             return original(*args, **kwargs)
         finally:
+            self._mode.dispatch_depth = before
             if enter:
                 self._mode.__exit__(None, None, None)
             with self._lock:

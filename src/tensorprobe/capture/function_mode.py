@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from tensorprobe.capture.naming import ApiName, Namer, is_noise
+from tensorprobe.capture.steps import optimizers_in_round
 from tensorprobe.capture.tape import Tape
 
 # Calls that tell the recorder something even where calls are not recorded.
@@ -22,13 +23,16 @@ class CallMode(TorchFunctionMode):
     recorder itself does never comes back here.
     """
 
-    def __init__(self, tape: Tape, *, record: bool, on_scaler_update: Callable[[], None]) -> None:
+    def __init__(
+        self, tape: Tape, *, record: bool, on_scaler_update: Callable[[Iterable[int]], None]
+    ) -> None:
         super().__init__()
         self._tape = tape
         self._record = record
         self._on_scaler_update = on_scaler_update
         self._namer = Namer(resolve_name)
         self._plans: dict[Any, ApiName | None] = {}
+        self.dispatch_depth = 0  # dispatch modes on the stack while backward runs
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -37,6 +41,10 @@ class CallMode(TorchFunctionMode):
         if (
             torch.compiler.is_compiling()
         ):  # dynamo traces this very line: leave no mark in the graph
+            return func(*args, **kwargs)
+        if self.dispatch_depth > torch._C._len_torch_dispatch_stack():
+            # Inside the handler of a dispatch mode that came by in backward: what a simulated
+            # device, or another tool, does is not the program's call. In forward it is hidden too.
             return func(*args, **kwargs)
         try:
             api = self._plans[func]
@@ -51,7 +59,7 @@ class CallMode(TorchFunctionMode):
         else:
             result = self._recorded(api, func, args, kwargs)
         if api.api == _SCALER_UPDATE:
-            self._on_scaler_update()
+            self._on_scaler_update(optimizers_in_round())
         return result
 
     def _plan(self, func: Any) -> ApiName | None:
@@ -74,5 +82,7 @@ class CallMode(TorchFunctionMode):
         except BaseException as error:
             tape.raised(call, error)
             raise
+        if api.prefix == "Distributed" and tape.await_work(call, result):
+            return result
         tape.end(call, result)
         return result

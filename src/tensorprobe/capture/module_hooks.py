@@ -144,10 +144,16 @@ class ModuleHooks:
         if torch.compiler.is_compiling():
             return
         tape = self._tape
+        thread = self._thread
+        if not thread.entries:
+            self._on_root(module)  # not below: it may end the program, or the recording
+            if not self._handles:
+                return
+        elif not tape.recording:  # only roots count steps and give names
+            return
         try:
-            thread = self._thread
             if not thread.entries:
-                self._enter_root(module)
+                self._enter_root()
             frame = sys._getframe(1)
             place = tape.place
             entry = _Entry(module, (place.module, place.parent, place.frame, place.stack))
@@ -165,9 +171,8 @@ class ModuleHooks:
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             tape.gap(f"Module.{type(module).__name__}", error)
 
-    def _enter_root(self, module: nn.Module) -> None:
+    def _enter_root(self) -> None:
         self._thread.owners.clear()
-        self._on_root(module)
         if threading.get_ident() == self._owner_thread:
             return
         if self._mode not in torch.overrides._get_current_function_mode_stack():
@@ -206,8 +211,10 @@ class ModuleHooks:
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        entries = self._thread.entries
+        if not self._tape.recording and entries and entries[-1].module is not module:
+            return
         try:
-            entries = self._thread.entries
             while entries:
                 # calls that left by an exception nobody told us of are on top
                 entry = entries.pop()

@@ -144,6 +144,7 @@ _COLLECTIVES = {
     "recv_": "recv",
     "recv_any_source_": "recv_any_source",
 }
+_OPERATOR_PREFIXES = {"aten": "Aten", "npu": "NPU"}
 _COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 
 # Private homes of public functions: the home, its public name, what the private names begin with.
@@ -198,10 +199,8 @@ def operator_name(namespace: str, name: str, overload: str = "") -> ApiName:
     """The name of an operator of torch.ops: aten's are Aten, collectives Distributed, torch_npu's
     NPU, all others Ops.{namespace}.{name}."""
     op = f"torch.ops.{namespace}.{name}" + (f".{overload}" if overload else "")
-    if namespace == "aten":
-        return ApiName("Aten", name, op)
-    if namespace == "npu":
-        return ApiName("NPU", name, op)
+    if namespace in _OPERATOR_PREFIXES:
+        return ApiName(_OPERATOR_PREFIXES[namespace], name, op)
     if namespace in _COLLECTIVE_NAMESPACES:
         return ApiName("Distributed", _COLLECTIVES.get(name, name), op)
     return ApiName("Ops", f"{namespace}.{name}", op)

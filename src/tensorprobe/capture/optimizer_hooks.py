@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -31,10 +33,13 @@ class OptimizerHooks:
         self._parameter_names = parameter_names
         self._on_step = on_step
         self._handles: list[Any] = []
+        self._inside = False  # torch is going through its hooks, which must not change then
+        self._on = False
         # steps under way; a wrapper that is an Optimizer itself steps around the real one
         self._open: list[tuple[weakref.ref[Optimizer], OpenCall | None]] = []
 
     def install_once(self) -> None:
+        self._on = True
         if self._handles:
             return
         self._handles = [
@@ -43,14 +48,22 @@ class OptimizerHooks:
         ]
 
     def remove(self) -> None:
+        """Take the hooks away; called inside of one, they stay, idle, until the next `remove`."""
+        self._on = False
+        if self._inside:
+            return
         for handle in self._handles:
             handle.remove()
         self._handles = []
         self._open.clear()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        while self._open and not _is_wrapper(self._open[-1][0](), optimizer):
-            self._open.pop()  # an earlier step that raised
+        if not self._on:
+            return
+        if self._open:
+            under_way = _stepping(sys._getframe(1))
+            # the others are steps that raised
+            self._open = [step for step in self._open if id(step[0]()) in under_way]
         call = self._begin(optimizer) if self._tape.recording else None
         self._open.append((weakref.ref(optimizer), call))
 
@@ -79,6 +92,8 @@ class OptimizerHooks:
             return None
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._on:
+            return
         while self._open:
             reference, call = self._open.pop()
             if reference() is optimizer:
@@ -86,7 +101,11 @@ class OptimizerHooks:
                     self._tape.end(call, dict(self._parameters(optimizer)))
                 break
         if not self._open:
-            self._on_step(optimizer)
+            self._inside = True
+            try:
+                self._on_step(optimizer)
+            finally:
+                self._inside = False
 
     def _parameters(self, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         names = self._parameter_names()
@@ -96,5 +115,12 @@ class OptimizerHooks:
                 yield names.get(id(parameter), unnamed), parameter
 
 
-def _is_wrapper(outer: Optimizer | None, inner: Optimizer) -> bool:
-    return outer is not None and outer is not inner
+def _stepping(frame: FrameType | None) -> set[int]:
+    """The optimizers whose step called this, by identity; not the one that begins now."""
+    found: set[int] = set()
+    frame = frame.f_back if frame else None
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper" and isinstance(frame.f_locals.get("args"), tuple):
+            found |= {id(arg) for arg in frame.f_locals["args"][:1] if isinstance(arg, Optimizer)}
+        frame = frame.f_back
+    return found

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import atexit
 import os
+import shlex
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import torch
 
 from tensorprobe.capture.dispatch_mode import OpMode
 from tensorprobe.capture.engine import EngineEntry
@@ -72,7 +74,6 @@ class Recorder:
         self._log = log
         self._facts = facts or {}
         self._watch = StepWatch(step_on, self._advance)
-        self._automatic = step_on != "explicit"
         self._step = 0
         self._started = False
         self._over = False  # past the last wanted step
@@ -81,7 +82,12 @@ class Recorder:
         self._told_error = False
         self._writer: CaptureWriter | None = None
         self._tape: Tape | None = None
-        self._modes_on = False
+        self._rank_wanted = True
+        self._advance_later = False
+        self._mode_on = False  # the function mode and the hooks of modules: these also tell where
+        self._hooks_on = False  # steps end
+        self._inside_on = False  # the engine's entry, and the mode of L2
+        self._filters: Any = None
         self._frames_compiled = 0
 
     @classmethod
@@ -94,6 +100,17 @@ class Recorder:
         for note in notes:
             recorder._log(note)
         return recorder
+
+    @property
+    def current_step(self) -> int:
+        """The number of the step that the program is in."""
+        return self._step
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be recorded: the last wanted step is past, or the rank is not
+        wanted."""
+        return self._over
 
     # What the user calls
 
@@ -114,18 +131,17 @@ class Recorder:
         if not self._started:
             return
         self._started = False
-        self._deactivate()
+        self._take_away()
         assert self._tape is not None
         assert self._writer is not None
-        self._tape.finish_backwards()
-        self._tape.finish_work()
+        self._tape.end_step()
         self._tape.recording = False
         self._note_compiled()
         self._writer.close()
 
     def step(self) -> None:
         """One step of the program has ended."""
-        self._automatic = False
+        self._watch.be_explicit()
         self._advance()
 
     def save(self, name: str, value: Any) -> None:
@@ -142,7 +158,10 @@ class Recorder:
         atexit.unregister(self.close)
         if self._writer is None:
             return
+        self._take_away()  # what could not go when the last step ended
         self._report_write_error()
+        if not self._rank_wanted:
+            return
         if self._writer.n_calls == 0:
             raise NothingRecorded(self._selection.explain_nothing())
         self._log(self._summary(self._writer))
@@ -166,12 +185,14 @@ class Recorder:
     # Building and taking apart
 
     def _build(self) -> bool:
-        rank = current_rank()
-        if not self._selection.wants_rank(rank):
-            self._over = True
-            self._log(f"rank {rank} is not among ranks {format_numbers(self.config.ranks)}")
-            return False
         config = self.config
+        rank = current_rank()
+        self._rank_wanted = self._selection.wants_rank(rank)
+        if not self._rank_wanted:
+            self._log(f"rank {rank} is not among ranks {format_numbers(config.ranks)}")
+            if not config.stop_after_last_step:  # else it counts: all ranks have to end together
+                self._over = True
+                return False
         summarizer = Summarizer(stats=True, digest=config.keep in ("digest", "tensors"))
         facts = environment_facts()
         self._writer = CaptureWriter(
@@ -203,61 +224,72 @@ class Recorder:
         self._optimizers = OptimizerHooks(
             tape, self._modules.paths.parameter_names, self._optimizer_stepped
         )
-        self._engine = EngineEntry(self._mode, self._backward_ended)
+        self._engine = EngineEntry(self._mode, self._backward_begins, self._backward_ended)
         atexit.register(self.close)
         _stop_in_children(self)
         return True
 
-    def _activate(self) -> None:
-        if self._modes_on:
-            return
-        self._modes_on = True
-        self._thread = threading.get_ident()
-        self._filters = _ignore_compile_warning()
-        self._modules.install()
-        self._engine.install()
-        add_function_mode(self._mode)
-        if self._op_mode is not None:
-            add_dispatch_mode(self._op_mode)
-        self._frames_compiled = _frames_compiled()
+    def _take_away(self) -> None:
+        self._optimizers.remove()
+        self._switch(mode=False, hooks=False, inside=False)
 
-    def _deactivate(self) -> None:
-        """Take the modes and hooks away; what counts steps stays while the recorder is on."""
-        if not self._started:
-            self._optimizers.remove()
-        if not self._modes_on:
+    def _switch(self, *, mode: bool, hooks: bool, inside: bool) -> None:
+        """Put on the stack, and register, what the coming step needs; take away all else."""
+        if hooks != self._hooks_on:
+            self._hooks_on = hooks
+            if hooks:
+                self._modules.install()
+            else:
+                self._modules.remove()
+        if inside != self._inside_on:
+            self._inside_on = inside
+            self._switch_inside(inside)
+        if mode and not self._mode_on:
+            self._mode_on = True
+            add_function_mode(self._mode)
+        elif not mode and self._mode_on:
+            # False inside a call of its own, where torch has it off the stack: it stays till the
+            # next step, and lets everything pass
+            self._mode_on = not remove_function_mode(self._mode)
+
+    def _switch_inside(self, on: bool) -> None:
+        if on:
+            self._filters = _ignore_compile_warning()
+            self._frames_compiled = _frames_compiled()
+            self._engine.install()
+            if self._op_mode is not None:
+                add_dispatch_mode(self._op_mode)
             return
-        if self._started and self._watch_needs_mode():
-            return
-        if not remove_function_mode(self._mode) and self._started:
-            return  # inside a call of its own: it stays, and lets everything pass
         if self._op_mode is not None:
             remove_dispatch_mode(self._op_mode)
-        self._modes_on = False
         self._engine.remove()
-        self._modules.remove()
         _restore_warnings(self._filters)
-
-    def _watch_needs_mode(self) -> bool:
-        return self._automatic and (self._step == 0 or self._watch.scaler_seen)
 
     # Steps
 
     def _begin_step(self) -> None:
         assert self._tape is not None
-        wanted = self._selection.wants_step(self._step)
+        wanted = self._selection.wants_step(self._step) and self._rank_wanted
         self._optimizers.install_once()
-        if wanted or self._watch_needs_mode():
-            self._activate()
+        watch = self._watch
+        # The first step is watched even where it is not wanted: the models met in it get their
+        # names, and it shows whether an optimizer or a scaler sets the pace.
+        first = self._step == 0
+        self._switch(
+            mode=wanted or (watch.automatic and (first or watch.scaler_seen)),
+            hooks=wanted or first or watch.needs_roots,
+            inside=wanted or (first and watch.automatic),
+        )
         self._tape.begin_step(self._step, wanted)
         self._modules.begin_step()
         if self._op_mode is not None:
             self._op_mode.begin_step()
-        if not wanted:
-            self._deactivate()
 
     def _advance(self) -> None:
         """Go to the next step."""
+        if self._inside_on and torch._C._current_graph_task_id() != -1:
+            self._advance_later = True  # an optimizer that steps inside of backward
+            return
         self._step += 1
         if self._tape is None or self._over:
             return
@@ -274,21 +306,33 @@ class Recorder:
         self._over = True
         self.stop()
         if self.config.stop_after_last_step:
-            self._log(f"steps {format_numbers(self.config.steps)} are recorded: ending the program")
+            steps = self.config.steps or ()
+            which = format_numbers(steps)
+            which = f"step {which} is" if len(steps) == 1 else f"steps {which} are"
+            self._log(f"{which} recorded: ending the program")
             raise SystemExit(0)
 
     def _optimizer_stepped(self, optimizer: object) -> None:
-        if self._automatic:
+        if self._tape is not None and self._tape.recording:
+            self._tell_size()
+        if self._watch.automatic:
             self._watch.optimizer_stepped(optimizer)
+
+    def _backward_begins(self, roots: Any) -> None:
+        tape = self._tape
+        if tape is not None and tape.recording and self.config.level in ("L1", "mix"):
+            tape.begin_backward(roots)
 
     def _backward_ended(self) -> None:
         tape = self._tape
-        if tape is None or not tape.recording:
-            return
-        tape.finish_backwards()
-        if self.config.level in ("L0", "mix"):
-            self._modules.record_gradients()
-        self._tell_size()
+        self._watch.backward_ended()
+        if tape is not None and tape.recording:
+            tape.finish_backwards()
+            if self.config.level in ("L0", "mix"):
+                self._modules.record_gradients()
+        if self._advance_later:
+            self._advance_later = False
+            self._advance()
 
     # What the user reads
 
@@ -298,7 +342,9 @@ class Recorder:
         self._told_size = True
         nbytes = self._tape.nbytes
         steps = self.config.steps
-        total = f", {format_nbytes(nbytes * len(steps))} for {len(steps)} steps" if steps else ""
+        total = ""
+        if steps and len(steps) > 1:
+            total = f", {format_nbytes(nbytes * len(steps))} for {len(steps)} steps"
         self._log(f"recording about {format_nbytes(nbytes)} a step{total}, to {self.path}")
 
     def _report_write_error(self) -> None:
@@ -322,12 +368,14 @@ class Recorder:
 
     def _summary(self, writer: CaptureWriter) -> str:
         steps = self._tape.n_steps if self._tape is not None else 0
-        gaps = f", {writer.n_gaps} gaps" if writer.n_gaps else ""
+        gaps = f", {_count(writer.n_gaps, 'gap')}" if writer.n_gaps else ""
+        several = os.environ.get("WORLD_SIZE", "1") != "1"
+        where = writer.folder if several else self.path
         waited = f", waited {writer.waited_s:.1f} s for the disk" if writer.waited_s >= 1 else ""
         return (
-            f"recorded {writer.n_calls} calls in {steps} step{'' if steps == 1 else 's'}{gaps}, "
-            f"{format_nbytes(writer.nbytes_written)} in {self.path}{waited}. "
-            f"Next: tensorprobe show {self.path}"
+            f"recorded {_count(writer.n_calls, 'call')} in {_count(steps, 'step')}{gaps}, "
+            f"{format_nbytes(writer.nbytes_written)} in {where}{waited}. "
+            f"Next: tensorprobe show {shlex.quote(str(self.path))}"
         )
 
 
@@ -337,11 +385,15 @@ def current_rank() -> int:
 
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
-    for variable in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+    for variable in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
         value = os.environ.get(variable, "")
         if value.isdigit():
             return int(value)
     return 0
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def format_nbytes(nbytes: float) -> str:

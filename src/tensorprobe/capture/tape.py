@@ -42,6 +42,8 @@ _SECTIONS: dict[Role, str] = {
     "parameter_grad": "parameters_grad",
     "buffer": "buffers",
 }
+# What an asynchronous collective returns; torch without distributed has none.
+_WORK: tuple[type, ...] = tuple(filter(None, (getattr(torch.distributed, "Work", None),)))
 _OUTPUT_IS_ARGUMENTS = "outputs are the arguments after the call"
 
 
@@ -77,12 +79,14 @@ class Tape:
         self.recording = False  # this step is wanted, and the recorder is on
         self.n_steps = 0
         self._open = False
+        self._opening = threading.Lock()
         self._values = values
         self.ids = itertools.count()
-        self._stacks = Stacks(lambda id, frames: writer.stack(StackLine(id=id, frames=frames)))
+        self._stacks = Stacks(self._write_stack)
+        self._early_stacks: list[StackLine] = []  # of modules entered before the first call
         self.running: dict[tuple[int, int], BackwardRun] = {}
         self._functions: set[int] = set()  # nodes of custom Functions already written down
-        self._pending_work: list[tuple[OpenCall, Any, list[tuple[torch.Tensor, Path]]]] = []
+        self._pending_work: list[tuple[OpenCall, list[Any], list[tuple[torch.Tensor, Path]]]] = []
         self.wants_input = selection.wants_side("input")
         self.wants_output = selection.wants_side("output")
         self._backward = selection.wants_direction("backward")
@@ -95,8 +99,7 @@ class Tape:
     # Steps
 
     def begin_step(self, step: int, wanted: bool) -> None:
-        self.finish_backwards()
-        self.finish_work()
+        self.end_step()
         self.step = step
         self.recording = wanted
         self.counter.reset()
@@ -105,16 +108,30 @@ class Tape:
         self._open = False
         if wanted:
             self._values.begin_step()
+            self._early_stacks.clear()
             self._stacks.reset()
             self._functions.clear()
+
+    def end_step(self) -> None:
+        """Close what is open: the step is over."""
+        self.finish_backwards()
+        if self._pending_work:
+            with Quiet():
+                self._finish_work(last=True)
 
     def open_step(self) -> None:
         """A step gets its folder with its first call, so that one nobody ran leaves no trace."""
         if self._open:
             return
-        self._open = True
-        self.n_steps += 1
-        self.writer.begin_step(self.step)
+        with self._opening:  # a thread that goes on too early would have nowhere to write
+            if self._open:
+                return
+            self.n_steps += 1
+            self.writer.begin_step(self.step)
+            for line in self._early_stacks:
+                self.writer.stack(line)
+            self._early_stacks.clear()
+            self._open = True
 
     # Calls
 
@@ -183,10 +200,6 @@ class Tape:
         """Write down what a call returned, and listen to its backward."""
         try:
             outputs: list[tuple[torch.Tensor, Path]] = []
-            work = _work_in(result) if call.names.api.prefix == "Distributed" else None
-            if work is not None:
-                self._await_work(call, work)
-                return
             with Quiet():
                 mutated = self._mutated(call)
                 encoder = _Encoder(self, call, "output", self.wants_output, outputs)
@@ -246,9 +259,8 @@ class Tape:
         except (RuntimeError, NotImplementedError) as error:  # nested and sparse tensors
             line = TensorLine(dtype=dtype, shape=(), gap=f"no shape or stride: {error}"[:200])
             line.shape = _shape_of(tensor)
-        device = tensor.device
-        if device.type != "cpu":
-            line.device = str(device)
+        if not tensor.is_cpu:
+            line.device = str(tensor.device)
         if wanted and self.selection.wants_tensor(dtype):
             line.value = self._values.of(tensor, _Label(call.names.name, role, label), call.keep)
         return line
@@ -281,7 +293,7 @@ class Tape:
         found = [
             item
             for item, before in zip(call.inputs, call.versions, strict=True)
-            if _version(item[0]) != before
+            if _version(item[0]) != before or item[1] in call.writes
         ]
         for tensor, _ in found:
             # an alias made by .data has a version of its own: drop all that is known of the storage
@@ -358,6 +370,18 @@ class Tape:
 
     # Backward
 
+    def begin_backward(self, roots: Iterable[Any]) -> None:
+        """Write down the custom Functions whose output backward begins from: no call took it."""
+        try:
+            with Quiet():
+                found = InputEdges()
+                for root in roots:
+                    if isinstance(root, torch.Tensor):
+                        found.add(root, ())
+                self._record_functions(found.functions)
+        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+            self.gap("backward", error)
+
     def finish_backwards(self) -> None:
         """Close what backward calls are open: the backward pass has ended."""
         if self.running:
@@ -368,39 +392,54 @@ class Tape:
 
     # Collectives that run on after they return
 
-    def _await_work(self, call: OpenCall, work: Any) -> None:
-        """The result of this call is there when `work` is done; write it down then."""
-        self._pending_work.append((call, work, call.inputs))
-        call.inputs = []
-        for tensor, _ in self._pending_work[-1][2]:
-            self._values.forget(tensor)
-
-    def finish_work(self) -> None:
-        """Write down what has completed; what has not when the step ends is a gap."""
-        with Quiet():
-            self._finish_work()
-        for call, _, _ in self._pending_work:
-            self.gap(call.names.name, "asynchronous: it had not completed when the step ended")
-        self._pending_work.clear()
-
-    def _finish_work(self) -> None:
-        still = []
-        for item in self._pending_work:
-            call, work, inputs = item
-            if not work.is_completed():
-                still.append(item)
-                continue
-            for tensor, _ in inputs:
+    def await_work(self, call: OpenCall, result: Any) -> bool:
+        """Whether a collective goes on after it returned; it is written down when it is done."""
+        try:
+            works = _works_in(result)
+            if not works:
+                return False
+            for tensor, _ in call.inputs:
                 self._values.forget(tensor)
-            tree = self._arguments_after(call, inputs, [])
-            notes = [_OUTPUT_IS_ARGUMENTS, "asynchronous: read after it had completed"]
-            self.writer.end(EndLine(id=call.id, outputs=tree, notes=notes))
-        self._pending_work = still
+            self._pending_work.append((call, works, call.inputs))
+        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+            self.gap(call.names.name, error)
+            return False
+        return True
+
+    def _finish_work(self, *, last: bool = False) -> None:
+        pending, self._pending_work = self._pending_work, []
+        for item in pending:
+            call, works, inputs = item
+            try:
+                done = all(work.is_completed() for work in works)
+            except (RuntimeError, ValueError) as error:  # one of a coalesced batch has no state
+                self._give_up_work(call, f"asynchronous, and cannot be asked: {error}")
+                continue
+            if done:
+                for tensor, _ in inputs:
+                    self._values.forget(tensor)
+                tree = self._arguments_after(call, inputs, [])
+                notes = [_OUTPUT_IS_ARGUMENTS, "asynchronous: read after it had completed"]
+                self.writer.end(EndLine(id=call.id, outputs=tree, notes=notes))
+            elif last:
+                self._give_up_work(call, "asynchronous, and not waited for when the step ended")
+            else:
+                self._pending_work.append(item)
+
+    def _give_up_work(self, call: OpenCall, reason: str) -> None:
+        self.gap(call.names.name, f"{reason}: its result is not recorded")
+        self.writer.end(EndLine(id=call.id, notes=[reason]))
 
     def stack_number(self, depth: int) -> int:
         """The number of the caller's stack, `depth` frames up."""
-        self.open_step()
         return self._stacks.current(depth + 1, self.place.frame, self.place.stack)
+
+    def _write_stack(self, id: int, frames: list[str]) -> None:
+        line = StackLine(id=id, frames=frames)
+        if self._open:
+            self.writer.stack(line)
+        else:
+            self._early_stacks.append(line)
 
 
 class _Label:
@@ -442,16 +481,15 @@ class _Encoder:
         return {"tensor": line}
 
 
-def _work_in(result: Any) -> Any:
-    """The Work that a collective returned, alone or as c10d's operators do beside the tensors."""
-    if not torch.distributed.is_available():
-        return None
-    kind = torch.distributed.Work
-    if isinstance(result, kind):
-        return result
-    if isinstance(result, tuple | list) and result and isinstance(result[-1], torch.ScriptObject):
-        return kind.unbox(result[-1])
-    return None
+def _works_in(result: Any) -> list[Any]:
+    """The Work that a collective returned: alone, several (batch_isend_irecv), or boxed, as
+    c10d's operators return it behind their tensors."""
+    items = [result] if isinstance(result, (*_WORK, torch.ScriptObject)) else result
+    if not isinstance(items, list | tuple) or not items:
+        return []
+    if isinstance(items[-1], torch.ScriptObject):
+        return [torch.distributed.Work.unbox(items[-1])]
+    return list(items) if all(isinstance(item, _WORK) for item in items) else []
 
 
 def _version(tensor: torch.Tensor) -> int:

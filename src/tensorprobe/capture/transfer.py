@@ -8,59 +8,57 @@ from typing import Any
 import numpy as np
 import torch
 
+from tensorprobe.devices import Device, device_layer
+
 
 class HostCopy:
     """The row-major bytes of a tensor as they were; `get` waits for them where they travel."""
 
-    __slots__ = ("_bytes", "_ready", "dtype", "nbytes", "shape")
+    __slots__ = ("_host", "_ready", "dtype", "nbytes", "shape")
 
     def __init__(self, host: torch.Tensor, ready: Callable[[], None] | None) -> None:
         self.dtype = str(host.dtype).removeprefix("torch.")
         self.shape = tuple(host.shape)
         self.nbytes = host.numel() * host.element_size()
-        self._bytes = host
+        self._host = host
         self._ready = ready
 
     def get(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         if self._ready is not None:
             self._ready()
-        flat = self._bytes.reshape(-1)
-        array: np.ndarray[Any, np.dtype[np.uint8]] = flat.view(torch.uint8).numpy()
+        array: np.ndarray[Any, np.dtype[np.uint8]]
+        array = self._host.reshape(-1).view(torch.uint8).numpy()
         return array
 
 
-def snapshot(tensor: torch.Tensor) -> HostCopy:
-    """A private copy of the content, taken now in the order of the device's own work."""
-    source = tensor.detach()
-    if source.is_conj() or source.is_neg():
-        source = source.resolve_conj().resolve_neg()
-    if source.device.type == "cpu":
-        return HostCopy(source.clone(memory_format=torch.contiguous_format), None)
-    if source.device.type == "cuda":
-        return _from_cuda(source)
-    return HostCopy(source.contiguous().to("cpu"), None)
+class Transfer:
+    """Takes private copies of tensors; those of a device travel on a stream of their own."""
 
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Any] = {}
 
-def _from_cuda(source: torch.Tensor) -> HostCopy:
-    """Copy on a stream of its own into pinned memory; the writer, not the program, waits for it."""
-    source = source.contiguous()
-    host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-    side = _side_stream(source.device)
-    side.wait_stream(torch.cuda.current_stream(source.device))
-    with torch.cuda.stream(side):
-        host.copy_(source, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record(side)
-    source.record_stream(side)  # its memory is not given out again before the copy is done
-    return HostCopy(host, done.synchronize)
+    def snapshot(self, tensor: torch.Tensor) -> HostCopy:
+        """A copy of the content as it is now, in the order of the device's own work."""
+        source = tensor.detach()
+        if source.is_conj() or source.is_neg():
+            source = source.resolve_conj().resolve_neg()
+        if source.is_cpu:
+            return HostCopy(source.clone(memory_format=torch.contiguous_format), None)
+        source = source.contiguous()
+        layer = device_layer(source.device)
+        side = self._side_stream(source.device, layer)
+        if side is None:
+            return HostCopy(source.to("cpu"), None)
+        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        side.wait_stream(layer.current_stream())
+        with layer.on_stream(side):
+            host.copy_(source, non_blocking=True)
+            done = layer.new_event()
+            done.record(side)
+        source.record_stream(side)  # its memory is not given out again before the copy is done
+        return HostCopy(host, done.synchronize)  # the writer waits, not the program
 
-
-_side_streams: dict[int, torch.cuda.Stream] = {}
-
-
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    index = device.index or 0
-    stream = _side_streams.get(index)
-    if stream is None:
-        stream = _side_streams[index] = torch.cuda.Stream(device)
-    return stream
+    def _side_stream(self, device: torch.device, layer: Device) -> Any:
+        if device not in self._streams:
+            self._streams[device] = layer.new_stream() if layer.can_pin_memory() else None
+        return self._streams[device]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tensorprobe.capture.transfer import snapshot
+from tensorprobe.capture.transfer import Transfer
 from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.records import Keep
 from tensorprobe.store.writer import CaptureWriter
@@ -31,6 +31,7 @@ class Values:
         self.nbytes = 0  # of the contents kept in this step
         self._writer = writer
         self._summarizer = summarizer
+        self._transfer = Transfer()
         self._known: dict[int, tuple[StorageWeakRef, dict[_View, int]]] = {}
         self._ids = itertools.count(1)
         self._lock = threading.Lock()
@@ -78,7 +79,7 @@ class Values:
         result = self._summarizer.submit(tensor)
         if tensors and result.error is None:
             self._writer.make_room(tensor.numel() * tensor.element_size())
-            copy = snapshot(tensor)
+            copy = self._transfer.snapshot(tensor)
             self.nbytes += copy.nbytes
             self._writer.tensor(number, name(), copy.dtype, copy.shape, copy.get, copy.nbytes)
         self._writer.value(number, result)

@@ -18,6 +18,7 @@ VERBS: dict[str, str] = {
     "run": "record a script without editing it",
     "compare": "align two runs, name the call that made them differ",
     "show": "what was recorded: calls, stacks, statistics",
+    "ascend": "Ascend artefacts: dumps, graphs, AI Core errors, OpUT cases",
 }
 
 

@@ -201,7 +201,7 @@ def _text(value: Any) -> str:
     from tensorprobe.records import Special, TensorRecord
 
     if isinstance(value, TensorRecord):
-        device = "" if value.device == "cpu" else f" on {value.device}"
+        device = "" if value.is_on_host else f" on {value.device}"
         return f"tensor {_kind(value)}{device}{', requires grad' if value.requires_grad else ''}"
     if isinstance(value, Special):
         kind = "unsupported type:" if value.kind == "unsupported" else value.kind

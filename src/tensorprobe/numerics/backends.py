@@ -88,11 +88,11 @@ class KernelBackend:
                     logical = tensor.contiguous()
             nbytes = tensor.numel() * tensor.element_size()
 
-            def write(bank: Bank, slot: int, row: int) -> None:
+            def write(bank: Bank, slot: int, row: int, stream: int) -> None:
                 if self._stats:
-                    self._launcher.tally(source, name, count, bank, slot, row)
+                    self._launcher.tally(source, name, count, bank, slot, row, stream)
                 if self._digest:
-                    self._launcher.digest(logical, nbytes, bank, slot)
+                    self._launcher.digest(logical, nbytes, bank, slot, stream)
 
             # Not `write`: that holds the tensor, which must go when the program lets it go.
             def take(row: list[int]) -> None:
@@ -287,14 +287,23 @@ def _first_line(error: Exception) -> str:
 
 def choose(device: torch.device, *, stats: bool, digest: bool) -> Backend:
     """The backend for a device."""
-    if device.type == "cpu":
-        return HostBackend(stats=stats, digest=digest)
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from tensorprobe.numerics import launch
+    return _CHOICES.get(device.type, TorchBackend)(device, stats=stats, digest=digest)
 
-        try:
-            return launch.cuda_backend(device, stats=stats, digest=digest)
-        except launch.FAILURES as error:
-            reason = f"torch operations instead of Triton kernels: {_first_line(error)}"
-            return TorchBackend(device, stats=stats, digest=digest, note=reason)
-    return TorchBackend(device, stats=stats, digest=digest)
+
+def _on_host(device: torch.device, *, stats: bool, digest: bool) -> Backend:
+    return HostBackend(stats=stats, digest=digest)
+
+
+def _on_cuda(device: torch.device, *, stats: bool, digest: bool) -> Backend:
+    if importlib.util.find_spec("triton") is None:
+        return TorchBackend(device, stats=stats, digest=digest)
+    from tensorprobe.numerics import launch
+
+    try:
+        return launch.cuda_backend(device, stats=stats, digest=digest)
+    except launch.FAILURES as error:
+        reason = f"torch operations instead of Triton kernels: {_first_line(error)}"
+        return TorchBackend(device, stats=stats, digest=digest, note=reason)
+
+
+_CHOICES: dict[str, Callable[..., Backend]] = {"cpu": _on_host, "cuda": _on_cuda}

@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,6 +55,52 @@ def rows_for(count: int) -> int:
     return min(MAX_ROWS, -(-count // BLOCK))
 
 
+class Kernel:
+    """A Triton function, started by its compiled form as soon as there is one.
+
+    Triton's own start looks at every argument anew to find that form, which takes longer than all
+    else that is done for a small tensor. Here the caller says what it depends on (`key`): the
+    dtype, whether addresses are aligned, whether counts need 64 bits.
+    """
+
+    def __init__(self, function: Any, warps: int, **constants: object) -> None:
+        self._function = function
+        self._warps = warps
+        self._constants = constants
+        self._compiled: dict[Hashable, tuple[Any, tuple[object, ...]]] = {}
+
+    def __call__(
+        self,
+        key: Hashable,
+        programs: int,
+        stream: int,
+        tensors: tuple[Any, ...],
+        numbers: tuple[int, ...] = (),
+        **constants: object,
+    ) -> None:
+        known = self._compiled.get(key)
+        if known is not None:
+            compiled, values = known
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            compiled.run(
+                programs, 1, 1, stream, compiled.function, compiled.packed_metadata,
+                None, None, None, *addresses, *numbers, *values,
+            )  # fmt: skip
+            return
+        constants = {**constants, **self._constants}
+        compiled = self._function[(programs,)](
+            *tensors, *numbers, **constants, num_warps=self._warps
+        )
+        if compiled is not None and _starts_directly():
+            self._compiled[key] = (compiled, tuple(constants.values()))
+
+
+def _starts_directly() -> bool:
+    """Whether compiled kernels take the arguments they are given here, in this Triton."""
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return (3, 4) <= version <= (3, 9) and not triton.knobs.runtime.interpret
+
+
 class Launcher:
     """Starts kernels on one device; keeps the tables they read."""
 
@@ -65,41 +113,43 @@ class Launcher:
         self.constants = [source.to(device, non_blocking=True) for source in self._sources]
         self._weights, *tables = self.constants
         self._tables = dict(zip(names, tables, strict=True))
+        self._floats = Kernel(kernels.tally_floats, WARPS, FIELDS=rows.FIELDS, BLOCK=BLOCK)
+        self._integers = Kernel(kernels.tally_integers, WARPS, FIELDS=rows.FIELDS, BLOCK=BLOCK)
+        self._digest = Kernel(kernels.digest_chunks, WARPS, BLOCK=BLOCK)
+        self._reduce = Kernel(kernels.reduce_rows, 4, FIELDS=rows.FIELDS, BLOCK=128)
 
     def tally(
-        self, tensor: torch.Tensor, name: str, count: int, bank: Bank, slot: int, row: int
-    ) -> None:
+        self, tensor: torch.Tensor, name: str, count: int, bank: Bank, slot: int, row: int,
+        stream: int,
+    ) -> None:  # fmt: skip
         """Tally `count` elements that lie in one piece from the tensor's first on."""
         read, kind = READS[name]
+        key = (name, tensor.data_ptr() % 16 == 0, count < 1 << 31)
         x = triton.reinterpret(tensor, read)
-        grid = (rows_for(count),)
+        numbers = (count, row, slot)
         if name in memory.WITH_FRACTION:
             table = self._tables.get(name, self._weights)
             wide = name in ("float64", "complex128")
-            kernels.tally_floats[grid](
-                x, table, bank.rows, bank.meta, count, row, slot,
-                KIND=kind, WIDE=wide, FIELDS=rows.FIELDS, BLOCK=BLOCK, num_warps=WARPS,
-            )  # fmt: skip
+            floats = (x, table, bank.rows, bank.meta)
+            self._floats(key, rows_for(count), stream, floats, numbers, KIND=kind, WIDE=wide)
         else:
-            kernels.tally_integers[grid](
-                x, bank.rows, bank.meta, count, row, slot,
-                KIND=kind, FIELDS=rows.FIELDS, BLOCK=BLOCK, num_warps=WARPS,
-            )  # fmt: skip
+            integers = (x, bank.rows, bank.meta)
+            self._integers(key, rows_for(count), stream, integers, numbers, KIND=kind)
 
-    def digest(self, tensor: torch.Tensor, nbytes: int, bank: Bank, slot: int) -> None:
+    def digest(self, tensor: torch.Tensor, nbytes: int, bank: Bank, slot: int, stream: int) -> None:
         """Digest a contiguous tensor."""
-        unit = _common_unit(tensor.data_ptr(), nbytes)
-        kernels.digest_chunks[(-(-nbytes // CHUNK_NBYTES),)](
-            triton.reinterpret(tensor, _UNITS[unit]), self._weights, bank.digests,
-            nbytes // unit, slot, UNIT=unit, BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+        address = tensor.data_ptr()
+        unit = _common_unit(address, nbytes)
+        units = nbytes // unit
+        key = (unit, address % 16 == 0, units < 1 << 31)
+        tensors = (triton.reinterpret(tensor, _UNITS[unit]), self._weights, bank.digests)
+        programs = -(-nbytes // CHUNK_NBYTES)
+        self._digest(key, programs, stream, tensors, (units, slot), UNIT=unit)
 
-    def reduce(self, bank: Bank) -> None:
+    def reduce(self, bank: Bank, stream: int) -> None:
         """Make one row of the rows of each slot."""
-        kernels.reduce_rows[(len(bank.takers),)](
-            bank.rows, bank.meta, bank.digests, bank.out,
-            FIELDS=rows.FIELDS, BLOCK=128, num_warps=4,
-        )  # fmt: skip
+        tensors = (bank.rows, bank.meta, bank.digests, bank.out)
+        self._reduce(None, len(bank.takers), stream, tensors)
 
 
 def _common_unit(address: int, nbytes: int) -> int:
@@ -148,7 +198,7 @@ class CudaPort:
         with memory.kernels_only(), torch.cuda.device(self._index), torch.cuda.stream(self._side):
             for tensor in (bank.rows, bank.meta, bank.digests, bank.out):
                 tensor.record_stream(self._side)
-            self._launcher.reduce(bank)
+            self._launcher.reduce(bank, self._side.cuda_stream)
             used = len(bank.takers)
             bank.host[:used].copy_(bank.out[:used], non_blocking=True)
             landed = torch.cuda.Event()
@@ -170,6 +220,7 @@ def cuda_backend(device: torch.device, *, stats: bool, digest: bool) -> KernelBa
         launcher = Launcher(device)
         # Tried on a bank that is not used: Triton wants a C compiler, which many machines lack.
         trial = Bank(device, pinned=False)
-        launcher.tally(trial.digests, "int64", 1, trial, 0, 0)
+        stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
+        launcher.tally(trial.digests, "int64", 1, trial, 0, 0, stream)
         port = CudaPort(device, launcher)
     return KernelBackend(launcher, port, new_bank, stats=stats, digest=digest)

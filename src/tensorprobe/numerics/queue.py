@@ -22,6 +22,7 @@ ROWS = 32768
 MAX_AGE_S = 0.5
 
 Taker = Callable[[list[int]], None]
+Writer = Callable[["Bank", int, int, Any], None]  # bank, slot, first row, stream
 
 
 class Arrival(Protocol):
@@ -90,8 +91,8 @@ class Queue:
         self._filling: Bank | None = None
         self._landing: list[Bank] = []
 
-    def put(self, wanted_rows: int, write: Callable[[Bank, int, int], None], taker: Taker) -> None:
-        """Have `write(bank, slot, first row)` start its kernels; `taker` gets the row they make."""
+    def put(self, wanted_rows: int, write: Writer, taker: Taker) -> None:
+        """Have `write` start its kernels; `taker` gets the row they make."""
         with self._lock:
             bank = self._filling
             if bank is None or not bank.has_room(wanted_rows) or _is_old(bank):
@@ -105,7 +106,7 @@ class Queue:
             # Taken before the kernels start: should one fail, the slot is lost and not reused.
             bank.takers.append(_nobody)
             bank.used_rows += wanted_rows
-            write(bank, slot, row)
+            write(bank, slot, row, stream)
             bank.takers[slot] = taker
 
     def flush(self) -> None:

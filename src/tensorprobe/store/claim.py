@@ -24,14 +24,25 @@ EARLIER = "earlier"
 _RANK_FOLDER = re.compile(r"rank\d+")
 
 
+# What launchers other than torchrun call a run, and how many processes it has.
+_JOBS = (
+    ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS"),
+    ("PMIX_NAMESPACE", "OMPI_COMM_WORLD_SIZE"),
+)
+
+
 def run_identity(environ: Mapping[str, str]) -> str:
     """A text that all ranks of one run share and no other run has.
 
     A process alone is its own run. Ranks on one host share the launcher, their parent process;
-    ranks on several hosts share what torchrun tells them.
+    ranks on several hosts share what torchrun, Slurm or Open MPI tells them.
     """
     world_size = environ.get("WORLD_SIZE", "1")
     if world_size == "1" and "TORCHELASTIC_RUN_ID" not in environ:
+        for job in _JOBS:
+            values = [environ.get(name, "") for name in job]
+            if all(values) and values[-1] != "1":
+                return "/".join(values)
         return f"{socket.gethostname()}/{os.getpid()}/{_start_time(os.getpid())}"
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     parts = [environ.get(name, "") for name in names] + [world_size]

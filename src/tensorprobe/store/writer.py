@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -140,7 +141,10 @@ class CaptureWriter:
         wait: Callable[[], object] | None = None,
         on_warning: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.folder = claim(Path(root), rank, run_id, facts, rank_facts, on_warning)
+        self.folder = Path(root) / f"rank{rank}"
+        self._claim = functools.partial(
+            claim, Path(root), rank, run_id, facts, rank_facts, on_warning
+        )
         self.nbytes_written = 0
         self.waited_s = 0.0
         self.error: Exception | None = None
@@ -153,9 +157,7 @@ class CaptureWriter:
         self._poll = poll
         self._wait = wait
         self._pid = os.getpid()
-        # By descriptor, not path: a later run may move this folder while we write.
-        self._rank_fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
-        weakref.finalize(self, os.close, self._rank_fd).atexit = False
+        self._rank_fd: int | None = None
         self._step: _Step | None = None
         self._last_step: _Step | None = None  # also after its end, until the next begins
         self._begun_steps: set[int] = set()
@@ -182,6 +184,11 @@ class CaptureWriter:
         if step in self._begun_steps:
             self._finish_queue()  # the files are opened again: let go of them first
         try:
+            if self._rank_fd is None:
+                # Not before: a run that records nothing must not move an earlier one away.
+                # By descriptor, not path: a later run may move this folder while we write.
+                self._rank_fd = os.open(self._claim(), os.O_RDONLY | os.O_DIRECTORY)
+                weakref.finalize(self, os.close, self._rank_fd).atexit = False
             self._step = self._last_step = _Step(self._rank_fd, step, self._shard_nbytes)
         except OSError as error:
             self._failed(error)

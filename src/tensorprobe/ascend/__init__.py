@@ -1,0 +1,1 @@
+"""Ascend artefacts, offline: dumps, graphs, logs, kernels, OpUT cases. No torch, no CANN."""

@@ -1,0 +1,73 @@
+"""Files that appear whole or not at all, and never outside the folder they are meant for."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tensorprobe.errors import WriteFailed
+
+Array = np.ndarray[Any, Any]
+
+
+def folder_inside(out: Path, folder: Path) -> Path:
+    """The folder `out/folder`, made; an error where a link would lead out of `out`."""
+    target = out / folder
+    target.mkdir(parents=True, exist_ok=True)
+    if not target.resolve().is_relative_to(out.resolve()):
+        raise WriteFailed(f"{target} leads out of {out} through a link: nothing was written there")
+    return target
+
+
+def safe_name(name: str) -> str:
+    """A file's name that cannot leave its folder, whatever a foreign table made of it."""
+    clean = "".join("_" if c in "/\\\0" or ord(c) < 32 else c for c in name)
+    return clean if clean.strip(".") else "_" + clean
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[io.FileIO]:
+    """A file that appears whole or not at all, and never through a link that lies there."""
+    part = path.with_name(f".{secrets.token_hex(8)}.part")
+    flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)
+    try:
+        with io.FileIO(os.open(part, flags, 0o600), "w") as file:
+            yield file
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def write_all(file: io.FileIO, data: bytes | memoryview) -> None:
+    """All of it: one write of an unbuffered file may take only a part."""
+    view = memoryview(data).cast("B")
+    while view:
+        view = view[file.write(view) or 0 :]
+
+
+def bytes_of(array: Array) -> memoryview:
+    """The content of an array in row-major order."""
+    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def write_text(path: Path, text: str) -> Path:
+    """A text file, whole."""
+    with whole_file(path) as file:
+        write_all(file, text.encode("utf-8", "surrogateescape"))
+    return path
+
+
+def copy_file(source: Path, target: Path) -> Path:
+    """A copy, whole."""
+    with source.open("rb") as reader, whole_file(target) as file:
+        while data := reader.read(1 << 22):
+            write_all(file, data)
+    return target

@@ -1,0 +1,422 @@
+"""`tensorprobe ascend`: dumps, graphs, AI Core errors and single-operator cases, offline."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tensorprobe.errors import BadArtefact, BadUsage, TensorprobeError
+
+if TYPE_CHECKING:
+    from tensorprobe.ascend.graph import Edge, Op, TensorDesc
+    from tensorprobe.ascend.values import Statistics
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    verbs = parser.add_subparsers(dest="ascend_verb", metavar="VERB", required=True)
+    _add_convert(verbs.add_parser("convert", help="dump files to npy, bin or safetensors"))
+    _add_inspect(verbs.add_parser("inspect", help="what is in dumps and npy files, and abnormal"))
+    _add_graph(verbs.add_parser("graph", help="one op of a GE graph and who feeds it"))
+    _add_incident(verbs.add_parser("incident", help="from a crash's leftovers to report and case"))
+    _add_opcase(verbs.add_parser("opcase", help="a single-operator case for op_test_frame"))
+
+
+def run(args: argparse.Namespace) -> int:
+    verbs: dict[str, Callable[[argparse.Namespace], int]] = {
+        "convert": _convert,
+        "inspect": _inspect,
+        "graph": _graph,
+        "incident": _incident,
+        "opcase": _opcase,
+    }
+    return verbs[args.ascend_verb](args)
+
+
+# Names come out of foreign files: no control character of theirs reaches the terminal.
+_CONTROLS = {code: "?" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def _clean(text: str) -> str:
+    return text.translate(_CONTROLS).encode("utf-8", "backslashreplace").decode()
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(_clean(text if text.endswith("\n") else text + "\n"))
+
+
+def _warn(text: str) -> None:
+    sys.stderr.write(_clean(text) + "\n")
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d+(?:[,x]\d+)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape; expected as 1,16,224,224")
+    return tuple(int(size) for size in re.split("[,x]", text))
+
+
+# --- convert --------------------------------------------------------------------------------
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("paths", nargs="+", type=Path, metavar="DUMP|DIR")
+    parser.add_argument("-o", "--out", type=Path, required=True, metavar="OUT")
+    parser.add_argument("--to", choices=("npy", "bin", "safetensors"), default="npy")
+    parser.add_argument("--format", help="put blocked formats in order: ND, NCHW, NHWC, HWCN...")
+    parser.add_argument("--shape", type=_shape, help="the original shape, where the dump has none")
+    parser.add_argument("--index", type=int, help="only the inputs and outputs of this number")
+    parser.add_argument("-j", "--jobs", type=int, help="processes; default: one a core")
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from tensorprobe.ascend.convert import FAILED_LIST, Plan, convert
+
+    if args.shape is not None and args.format is None:
+        raise BadUsage("--shape has no effect without --format, as --format ND")
+    plan = Plan(args.to, args.format, args.shape, args.index)
+    with _progress("converting") as advance:
+        conversion = convert(args.paths, args.out, plan, jobs=args.jobs, progress=advance)
+    for result in conversion.results:
+        for warning in result.warnings:
+            _warn(f"{result.path}: {warning}")
+    for failure in conversion.failed:
+        _warn(f"not converted: {failure.error}")
+    done = len(conversion.results) - len(conversion.failed)
+    files = sum(len(result.written) for result in conversion.results)
+    text = f"{done} of {len(conversion.results)} dumps to {files} files in {args.out}"
+    if conversion.skipped:
+        text += f"; {conversion.skipped} other files were passed over"
+    if conversion.failed:
+        text += f"; the {len(conversion.failed)} failures are in {args.out / FAILED_LIST}"
+    _say(text)
+    return 1 if conversion.failed else 0
+
+
+@contextlib.contextmanager
+def _progress(text: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on a terminal, nothing anywhere else."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+
+    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(text, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+# --- inspect --------------------------------------------------------------------------------
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("paths", nargs="+", type=Path, metavar="DUMP|NPY|DIR")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from tensorprobe.ascend.incident_report import statistics_json, statistics_lines
+
+    records = []
+    failed = alarmed = False
+    for path in _inspectable(args.paths):
+        try:
+            tensors = list(_inspected(path))
+        except (TensorprobeError, OSError, ValueError) as error:
+            failed = True
+            _warn(f"{error}\n" if str(path) in str(error) else f"{path}: {error}")
+            continue
+        if not args.json:
+            _say(str(path))
+        for title, facts, statistics, notes in tensors:
+            alarmed |= bool(statistics is not None and statistics.alarms)
+            if args.json:
+                values = {} if statistics is None else statistics_json(statistics)
+                records.append({"file": str(path), **facts, **values, "warnings": notes})
+                continue
+            _say(f"  {title}")
+            for line in [*(statistics_lines(statistics) if statistics else []), *notes]:
+                _say(f"    {line}")
+    if args.json:
+        _say(json.dumps(records, indent=2))
+    return 1 if failed else 3 if alarmed else 0
+
+
+def _inspectable(paths: list[Path]) -> Iterator[Path]:
+    for path in paths:
+        if not path.is_dir():
+            yield path
+            continue
+        from tensorprobe.ascend.convert import is_candidate
+
+        for file in sorted(path.rglob("*")):
+            if file.suffix == ".npy" or is_candidate(file):
+                yield file
+
+
+_Row = tuple[str, dict[str, object], "Statistics | None", list[str]]
+
+
+def _inspected(path: Path) -> Iterator[_Row]:
+    import numpy as np
+
+    from tensorprobe.ascend.dtypes import has_values
+    from tensorprobe.ascend.dump import original_name, parse_dump_name, read_dump
+    from tensorprobe.ascend.opdebug import parse_opdebug
+    from tensorprobe.ascend.values import analyse
+
+    if not path.is_file():
+        raise BadUsage(f"{path}: no such file")
+    if path.suffix == ".npy":
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        facts = {"name": "npy", "dtype": array.dtype.name, "shape": list(array.shape)}
+        yield f"{array.dtype.name} {list(array.shape)}", facts, analyse(array), []
+        return
+    dump = read_dump(path)
+    name = parse_dump_name(original_name(path))
+    for tensor in dump.tensors:
+        title = f"{tensor.name}: {tensor.dtype} {list(tensor.shape)} {tensor.format}"
+        if tensor.original_shape is not None and tensor.original_shape != tensor.shape:
+            title += f", originally {list(tensor.original_shape)}"
+        facts = {
+            "name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape),
+            "format": tensor.format,
+        }  # fmt: skip
+        notes = list(tensor.warnings)
+        if name is not None and name.is_overflow and tensor.role == "output":
+            notes += json.dumps(parse_opdebug(tensor), indent=2).splitlines()
+            yield title, facts, None, notes
+            continue
+        looked = has_values(tensor.dtype) and tensor.role in ("input", "output")
+        yield title, facts, analyse(tensor.array()) if looked else None, notes
+    for warning in dump.warnings:
+        _warn(f"{path}: {warning}")
+
+
+# --- graph ----------------------------------------------------------------------------------
+
+
+def _add_graph(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("paths", nargs="+", type=Path, metavar="FILE|DIR")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--op", metavar="NAME", help="the node's name")
+    which.add_argument("--kernel", metavar="NAME", help="the kernel's name, as in the log")
+    parser.add_argument("--all", action="store_true", help="the compiler's attributes too")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _graph(args: argparse.Namespace) -> int:
+    ops = _find_ops(args.paths, args.op, args.kernel)
+    if args.json:
+        _say(json.dumps([_op_json(op, args.all) for op in ops], indent=2))
+        return 0
+    _say("\n".join(_op_text(op, args.all) for op in ops))
+    return 0
+
+
+def _find_ops(paths: list[Path], name: str | None, kernel: str | None) -> list[Op]:
+    from tensorprobe.ascend.graph import find_ops, graph_files, node_of_kernel_name, read_graph
+
+    files = graph_files(paths)
+    if not files:
+        raise BadUsage(f"no graph file in {', '.join(map(str, paths))}; expected ge_proto_*.txt")
+    graphs = []
+    for file in files:
+        try:
+            graphs.append(read_graph(file))
+        except BadArtefact as error:
+            if len(files) == 1:
+                raise
+            _warn(str(error))
+    ops = find_ops(graphs, name=name, kernel=kernel)
+    if not ops and kernel is not None:  # a `fault kernel_name` carries the node, not the function
+        node = node_of_kernel_name(kernel, graphs)
+        ops = find_ops(graphs, name=node) if node is not None else []
+    if ops:
+        return ops
+    every = sorted({op.name for graph in graphs for op in graph.ops})
+    kernels = sum(op.kernel is not None for graph in graphs for op in graph.ops)
+    asked = f"op {name}" if name is not None else f"kernel {kernel}"
+    near = [op for op in every if (name or kernel or "").lower() in op.lower()][:5]
+    raise TensorprobeError(
+        f"{asked} is in none of {len(graphs)} graphs ({len(every)} ops, {kernels} with a kernel "
+        f"name). " + (f"Near: {', '.join(near)}" if near else f"First ops: {', '.join(every[:5])}")
+    )
+
+
+def _op_text(op: Op, everything: bool) -> str:
+    lines = [f"{op.name} ({op.type})", f"  graph   {op.graph} in {op.path}"]
+    if op.kernel:
+        lines.append(f"  kernel  {op.kernel}")
+    if op.fused_from:
+        lines.append(f"  fused from {', '.join(op.fused_from)}")
+    if op.is_dynamic:
+        lines.append("  dynamic shape")
+    for side, descs in (("input", op.inputs), ("output", op.outputs)):
+        for index, desc in enumerate(descs):
+            text = f"  {side} {index}" + (f" ({desc.name})" if desc.name else "")
+            text += f": {desc.dtype} {list(desc.shape)} {desc.format}"
+            if desc.origin_shape is not None and desc.origin_shape != desc.shape:
+                text += (
+                    f", originally {list(desc.origin_shape)} {desc.origin_format or ''}".rstrip()
+                )
+            edge = op.edges[index] if side == "input" and index < len(op.edges) else None
+            if edge is not None:
+                text += f", from {edge}"
+            lines.append(text)
+    if op.controls:
+        lines.append(f"  after   {', '.join(op.controls)}")
+    attributes = op.attributes if everything else op.own_attributes
+    lines += [f"  {key} = {value!r}"[:300] for key, value in sorted(attributes.items())]
+    return "\n".join(lines)
+
+
+def _op_json(op: Op, everything: bool) -> dict[str, object]:
+    from tensorprobe.ascend.incident_report import plain_json
+
+    return {
+        "name": op.name,
+        "type": op.type,
+        "graph": op.graph,
+        "file": str(op.path),
+        "kernel": op.kernel,
+        "fused_from": list(op.fused_from),
+        "is_dynamic": op.is_dynamic,
+        "inputs": [
+            _desc_json(desc) | _edge_json(op.edges[index] if index < len(op.edges) else None)
+            for index, desc in enumerate(op.inputs)
+        ],
+        "outputs": [_desc_json(desc) for desc in op.outputs],
+        "after": list(op.controls),
+        "attributes": plain_json(op.attributes if everything else op.own_attributes),
+    }
+
+
+def _desc_json(desc: TensorDesc) -> dict[str, object]:
+    return {
+        "name": desc.name,
+        "shape": list(desc.shape),
+        "dtype": desc.dtype,
+        "format": desc.format,
+        "ori_shape": None if desc.origin_shape is None else list(desc.origin_shape),
+        "ori_format": desc.origin_format,
+    }
+
+
+def _edge_json(edge: Edge | None) -> dict[str, object]:
+    if edge is None:
+        return {"from": None, "source": None}
+    return {"from": f"{edge.op}:{edge.index}", "source": edge.producer}
+
+
+# --- incident -------------------------------------------------------------------------------
+
+
+def _add_incident(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--log", nargs="+", type=Path, required=True, metavar="PATH")
+    parser.add_argument("--graph", nargs="+", type=Path, default=[], metavar="PATH")
+    parser.add_argument("--kernel-meta", nargs="+", type=Path, default=[], metavar="DIR")
+    parser.add_argument("--dump", nargs="+", type=Path, default=[], metavar="PATH")
+    parser.add_argument("--objdump", type=Path, help="text of cce-objdump -d --line-numbers K.o")
+    parser.add_argument("-o", "--out", type=Path, required=True, metavar="OUT")
+    parser.add_argument(
+        "--reproduced", choices=("yes", "no"), help="did the case fail (yes) or pass (no)?"
+    )
+    parser.add_argument("--case-log", type=Path, help="the output of the case, instead")
+    parser.add_argument("--soc", default="all", help="what main.py passes to run()")
+
+
+def _incident(args: argparse.Namespace) -> int:
+    import msgspec
+
+    from tensorprobe.ascend.incident import Evidence, investigate
+    from tensorprobe.ascend.incident_report import incidents_json, render
+    from tensorprobe.ascend.opcase import case_warnings, write_case
+    from tensorprobe.ascend.writing import folder_inside, write_text
+
+    reproduced = None if args.reproduced is None else args.reproduced == "yes"
+    if args.case_log is not None:
+        reproduced = _case_result(args.case_log)
+    if args.objdump is not None and not args.objdump.is_file():
+        raise BadUsage(f"--objdump {args.objdump}: no such file")
+    evidence = Evidence(
+        tuple(args.log), tuple(args.graph), tuple(args.kernel_meta), tuple(args.dump),
+        args.objdump, reproduced,
+    )  # fmt: skip
+    facts, incidents = investigate(evidence)
+    args.out.mkdir(parents=True, exist_ok=True)
+    cases: list[Path | None] = []
+    for number, incident in enumerate(incidents):
+        case = incident.case(args.soc)
+        if case is None:
+            cases.append(None)
+            continue
+        folder = write_case(case, folder_inside(args.out, Path(f"case_{number}")))
+        more = case_warnings(case, folder)
+        incidents[number] = msgspec.structs.replace(
+            incident, warnings=tuple(dict.fromkeys((*incident.warnings, *more)))
+        )
+        cases.append(folder)
+    text = _clean(render(facts, incidents, cases))
+    write_text(args.out / "report.txt", text)
+    content = json.dumps(incidents_json(incidents, cases), indent=2, default=str)
+    write_text(args.out / "incident.json", content + "\n")
+    _say(text)
+    return 3 if incidents else 0
+
+
+def _case_result(path: Path) -> bool | None:
+    """The guide's rule: a runtime code 0x7.... means it failed as the network did."""
+    try:
+        text = path.read_text(errors="replace")
+    except OSError as error:
+        raise BadUsage(f"--case-log {path}: {error}") from error
+    if re.search(r"\b0x7[0-9a-fA-F]{4}\b|kernel execut\w+ failed", text):
+        return True
+    if re.search(r"\b(?:success(?:ful|fully|ed)?|pass(?:ed)?)\b", text, re.IGNORECASE):
+        return False
+    return None
+
+
+# --- opcase ---------------------------------------------------------------------------------
+
+
+def _add_opcase(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--graph", nargs="+", type=Path, required=True, metavar="PATH")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--op", metavar="NAME", help="the node's name")
+    which.add_argument("--kernel", metavar="NAME", help="the kernel's name, as in the log")
+    parser.add_argument("--kernel-meta", nargs="+", type=Path, default=[], metavar="DIR")
+    parser.add_argument("--dump", nargs="+", type=Path, default=[], metavar="PATH")
+    parser.add_argument("-o", "--out", type=Path, required=True, metavar="OUT")
+    parser.add_argument("--soc", default="all", help="what main.py passes to run()")
+
+
+def _opcase(args: argparse.Namespace) -> int:
+    from tensorprobe.ascend.incident import Evidence, incident_of_op
+    from tensorprobe.ascend.opcase import case_warnings, write_case
+
+    ops = _find_ops(args.graph, args.op, args.kernel)
+    if len(ops) > 1:
+        names = ", ".join(op.name for op in ops)
+        raise BadUsage(f"{len(ops)} ops fit: {names}. Name one with --op")
+    evidence = Evidence((), (), tuple(args.kernel_meta), tuple(args.dump))
+    incident = incident_of_op(ops[0], evidence)
+    case = incident.case(args.soc)
+    if case is None:
+        raise TensorprobeError(f"{ops[0].name} has neither inputs nor outputs: no case to make")
+    folder = write_case(case, args.out)
+    warnings = dict.fromkeys([*incident.warnings, *case_warnings(case, folder)])
+    for warning in warnings:
+        _warn(f"warning: {warning}")
+    _say(f"{ops[0].name} ({ops[0].type}): {folder / 'main.py'}")
+    if incident.reference is not None:
+        _say(incident.reference.text)
+    is_off = incident.reference is not None and incident.reference.agrees is False
+    return 3 if is_off or any(report.statistics.alarms for report in incident.values) else 0

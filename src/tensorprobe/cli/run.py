@@ -1,0 +1,296 @@
+"""`tensorprobe run`: record a script without editing it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tensorprobe.config import RecordConfig, from_msprobe_config
+from tensorprobe.errors import BadUsage, NothingRecorded, TensorprobeError, WriteFailed
+
+if TYPE_CHECKING:
+    from tensorprobe.capture.launcher import Program
+    from tensorprobe.capture.recorder import Recorder
+    from tensorprobe.capture.start_state import StartState
+
+DEFAULT_SEED = 1234
+
+_EPILOG = """\
+examples:
+  tensorprobe run --level mix --keep stats --steps 0-1 -o runs/a train.py --lr 0.1
+  tensorprobe run --keep tensors --modules '*.attn*' -o runs/b -m mypackage.train
+  torchrun --nproc-per-node 2 -m tensorprobe run -o runs/c train.py
+
+Options come before the script; everything after it is the script's own.
+A step ends when the first optimizer steps (or a GradScaler skips it), and in inference with
+each call of the model; --step-on says otherwise.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = (
+        "tensorprobe run [options] script.py [arguments]\n"
+        "       tensorprobe run [options] -m module [arguments]"
+    )
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.allow_abbrev = False  # an option mistyped must not become another one
+    parser.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "-m", dest="module_words", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module"
+    )
+    parser.add_argument(
+        "-o", "--output", metavar="DIR", help="where the recording goes (runs/NAME of the script)"
+    )
+    parser.add_argument("--config", metavar="FILE", help="a config.json in msprobe's form")
+    parser.add_argument(
+        "--step-on",
+        metavar="WHAT",
+        default="auto",
+        help="what ends a step: auto, module (each call of the model), "
+        "or the number of an optimizer, the first to step being 0",
+    )
+    _add_selection(parser.add_argument_group("what to record"))
+    _add_manner(parser.add_argument_group("how"))
+    _add_start(parser.add_argument_group("the same start for two runs"))
+
+
+def _add_selection(group: argparse._ArgumentGroup) -> None:
+    def add(*names: str, text: str, **more: Any) -> None:
+        group.add_argument(*names, help=text, default=argparse.SUPPRESS, **more)
+
+    add("--level", metavar="LEVEL", text="L0 modules, L1 torch calls, mix both (default), L2 ATen")
+    add("--keep", metavar="WHAT", text="structure, stats (default), digest or tensors")
+    add("--steps", metavar="N-M,...", text="these steps, from 0 (default: all)")
+    add("--ranks", metavar="N,...", text="these ranks (default: all)")
+    add("--directions", metavar="D", text="forward or backward (default: both)")
+    add("--sides", metavar="S", text="input or output (default: both)")
+    several: dict[str, Any] = {"action": "append", "metavar": "NAME,..."}
+    add("--calls", "--call", dest="calls", text="these calls, by their full names", **several)
+    add("--between", nargs=2, metavar=("FIRST", "LAST"), text="from one call to another")
+    add("--apis", "--api", dest="apis", text="these functions: relu, F.linear, *norm*", **several)
+    add("--modules", "--module", dest="modules", text="inside modules: '*.attn*'", **several)
+    add("--names", "--name", dest="names", text="calls with this in their name", **several)
+    add("--keep-tensors", dest="keep_tensors", text="of these calls keep tensors", **several)
+    add("--dtypes", metavar="KIND", text="all (default), or float: no integers and bools")
+
+
+def _add_manner(group: argparse._ArgumentGroup) -> None:
+    def add(name: str, text: str, **more: Any) -> None:
+        group.add_argument(name, help=text, default=argparse.SUPPRESS, **more)
+
+    add("--no-stacks", "leave out the Python stacks", dest="stacks", action="store_false")
+    add("--flush", "queue (default), or call: every value at once", metavar="HOW")
+    add("--max-disk", "keep only statistics once this much is written", metavar="SIZE")
+    add("--queue", "memory for what is on its way to the disk (256M)", metavar="SIZE")
+    add("--stop-after-last-step", "end the program after the last of --steps", action="store_true")
+    add("--on-write-error", "continue (default) or stop, when the disk refuses", metavar="HOW")
+
+
+def _add_start(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--seed", type=int, metavar="N", help="seed every generator first")
+    group.add_argument(
+        "--deterministic",
+        action="store_true",
+        help=f"deterministic algorithms too (seeds with {DEFAULT_SEED} unless --seed is given)",
+    )
+    group.add_argument(
+        "--save-start", metavar="DIR", help="save weights, random states and the first batches"
+    )
+    group.add_argument("--load-start", metavar="DIR", help="begin as the run that saved them")
+    group.add_argument(
+        "--start-batches", type=int, metavar="N", help="how many calls of the model to save"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    words = args.module_words if args.module_words is not None else args.script
+    if not words:
+        raise BadUsage("no script given. For example: tensorprobe run -o runs/a train.py")
+    if args.script and args.module_words is not None:
+        raise BadUsage("a script and -m were given: which of the two?")
+    config, dump_path, notes = _configuration(args)
+    step_on = _step_on(args.step_on)
+    _check_start(args)
+
+    from tensorprobe.capture.launcher import Launch, default_output
+
+    program = _load(words[0], is_module=args.module_words is not None)
+    if program is None:
+        return 1
+    output = Path(args.output or dump_path or default_output(program))
+    _check_output(output)
+    session = _Session(args, config, step_on, output, notes)
+    session.seed()
+    end = Launch(program, words[1:]).run(session.torch_imported)
+    return session.finish(end)
+
+
+def _configuration(args: argparse.Namespace) -> tuple[RecordConfig, str | None, tuple[str, ...]]:
+    """The file's configuration, with the options given on top."""
+    given = {name: value for name, value in vars(args).items() if name in _FIELDS}
+    for name in ("calls", "apis", "modules", "names", "keep_tensors"):
+        if name in given:
+            given[name] = [part for text in given[name] for part in text.split(",") if part]
+    if args.config is None:
+        return RecordConfig.make(**given), None, ()
+    try:
+        config, dump_path, notes = from_msprobe_config(args.config)
+    except OSError as error:
+        raise BadUsage(f"cannot read '{args.config}': {error.strerror}") from error
+    if config.names and "between" in given:
+        raise BadUsage(f"--between contradicts the list in '{args.config}': a range or a filter")
+    if config.between and "names" in given:
+        raise BadUsage(f"--names contradicts the scope in '{args.config}': a range or a filter")
+    return RecordConfig.make(**{**config.as_arguments(), **given}), dump_path, notes
+
+
+_FIELDS = frozenset(RecordConfig.__struct_fields__)
+
+
+def _step_on(text: str) -> Any:
+    if text in ("auto", "module"):
+        return text
+    if text.isdigit():
+        return int(text)
+    raise BadUsage(f"--step-on {text}: expected auto, module or the number of an optimizer")
+
+
+def _check_start(args: argparse.Namespace) -> None:
+    if args.save_start and args.load_start:
+        raise BadUsage("--save-start and --load-start in one run: save in one, load in the other")
+    if args.start_batches is not None and not args.save_start:
+        raise BadUsage("--start-batches says how much --save-start saves: give that too")
+    if args.start_batches is not None and args.start_batches < 0:
+        raise BadUsage(f"--start-batches {args.start_batches}: expected a number from 0")
+
+
+def _check_output(output: Path) -> None:
+    """Say before the program runs, not after, that nothing can be written there."""
+    existing = next(path for path in (output, *output.parents) if path.exists())
+    if not existing.is_dir():
+        raise BadUsage(f"cannot record to '{output}': '{existing}' is a file; give a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise BadUsage(f"cannot record to '{output}': '{existing}' is not writable")
+
+
+def _load(word: str, *, is_module: bool) -> Program | None:
+    """The program; None when it is not valid Python, which has been said as Python says it."""
+    from tensorprobe.capture.launcher import load_module, load_script
+
+    try:
+        return load_module(word) if is_module else load_script(word)
+    except SyntaxError as error:
+        sys.stderr.write("".join(traceback.format_exception_only(error)))
+        return None
+
+
+class _Session:
+    """The recorder of this run, made when torch is there."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        config: RecordConfig,
+        step_on: Any,
+        output: Path,
+        notes: tuple[str, ...],
+    ) -> None:
+        self._args = args
+        self._config = config
+        self._step_on = step_on
+        self._output = output
+        self._notes = notes
+        self._recorder: Recorder | None = None
+        self._start: StartState | None = None
+        self._problem: TensorprobeError | None = None
+
+    def seed(self) -> None:
+        if self._args.seed is None and not self._args.deterministic:
+            return
+        from tensorprobe.capture.seeding import seed_all
+
+        seed = DEFAULT_SEED if self._args.seed is None else self._args.seed
+        seed_all(seed, deterministic=self._args.deterministic)
+
+    def torch_imported(self) -> None:
+        try:
+            self._record()
+        except TensorprobeError as error:
+            # inside the script's own `import torch`: the script must not be able to catch it
+            self._problem = error
+            raise SystemExit(1) from None
+
+    def _record(self) -> None:
+        from tensorprobe.capture.recorder import Recorder, say
+
+        recorder = Recorder(self._output, step_on=self._step_on, **self._config.as_arguments())
+        for note in self._notes:
+            say(note)
+        self._start = self._start_state(recorder)
+        self._recorder = recorder.start()
+
+    def _start_state(self, recorder: Recorder) -> StartState | None:
+        args = self._args
+        if not (args.save_start or args.load_start):
+            return None
+        from tensorprobe.capture.start_state import LoadStart, SaveStart
+
+        if args.load_start:
+            return LoadStart(Path(args.load_start))
+        return SaveStart(Path(args.save_start), recorder, args.start_batches)
+
+    def finish(self, end: BaseException | None) -> int:
+        """Close the recording and give the program's own exit status, or leave as it left."""
+        self._problem = self._problem or (self._start.problem if self._start else None)
+        if isinstance(end, WriteFailed):
+            self._problem = end
+        if self._problem is not None:
+            with contextlib.suppress(TensorprobeError):  # the first problem is the one to tell
+                if self._recorder is not None:
+                    self._recorder.close()
+            raise self._problem
+        problem = self._close()
+        if isinstance(end, KeyboardInterrupt):
+            # shown already; Python gives the status of a program ended by Ctrl-C
+            sys.excepthook = lambda *_: None
+            raise end
+        if isinstance(end, SystemExit) and end.code not in (None, 0, False):
+            raise end
+        if end is not None and not isinstance(end, SystemExit):
+            return 1
+        return 1 if problem else 0
+
+    def _close(self) -> bool:
+        """Whether something is wrong with the recording; it has been said."""
+        try:
+            if self._start is not None:
+                self._start.close()
+            if self._recorder is None:
+                raise NothingRecorded("nothing was recorded: the program never imported torch")
+            self._recorder.close()
+        except NothingRecorded as error:
+            sys.stderr.write(f"tensorprobe run: {error}{_about_processes()}\n")
+            return True
+        except TensorprobeError as error:
+            sys.stderr.write(f"tensorprobe run: {error}\n")
+            return True
+        return False
+
+
+def _about_processes() -> str:
+    from tensorprobe.capture.launcher import processes_started
+
+    count = processes_started()
+    if not count:
+        return ""
+    return (
+        f" The program started {count} process{'' if count == 1 else 'es'} of its own, which are "
+        "not recorded: start its ranks with torchrun ... -m tensorprobe run, or use tp.Recorder "
+        "in them"
+    )

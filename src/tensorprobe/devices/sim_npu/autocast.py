@@ -1,0 +1,128 @@
+"""torch.autocast("npu"): which ops run in the low dtype, which in float32, which in the widest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_DISPATCH_KEYS: Any = torch._C.DispatchKey
+_KEY = torch._C.DispatchKeySet(_DISPATCH_KEYS.AutocastPrivateUse1)
+
+# The lists are those of the other accelerators' autocast; the vendor's follow them.
+_LOW = """
+    _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+    conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot
+    linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell
+    _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    scaled_dot_product_attention
+"""
+_FLOAT32 = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
+    pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm group_norm
+    cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
+    hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+    multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
+    binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp cross_entropy_loss
+"""
+# They take dtype=: asked for none, they get float32, so that the input need not be copied first.
+_FLOAT32_BY_DTYPE = """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
+    linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
+"""
+_WIDEST = """
+    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add cat
+    stack
+"""
+_BANNED = "binary_cross_entropy"
+
+Cast = Callable[[Any], Any]
+
+
+def register(library: Any) -> None:
+    """Give every op of the lists its autocast kernel; the rest pass through untouched."""
+    for name in _LOW.split():
+        _register(library, name, lambda op: _cast_all(op, _low_dtype))
+    for name in _FLOAT32.split():
+        _register(library, name, lambda op: _cast_all(op, lambda tensors: torch.float32))
+    for name in _FLOAT32_BY_DTYPE.split():
+        _register(library, name, _ask_for_float32)
+    for name in _WIDEST.split():
+        _register(library, name, lambda op: _cast_all(op, _widest_dtype))
+    for name in _BANNED.split():
+        _register(library, name, _refuse)
+
+
+def _register(library: Any, name: str, kernel: Callable[[Any], Any]) -> None:
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    library.impl(f"aten::{name}", kernel(op), "AutocastPrivateUse1")
+
+
+def _cast_all(op: Any, choose: Callable[[list[torch.Tensor]], torch.dtype]) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_KEY), torch._C.DisableTorchFunction():
+            dtype = choose([t for t in _flat((args, kwargs)) if _may_be_cast(t)])
+            return op(*_cast(args, dtype), **_cast(kwargs, dtype))
+
+    return kernel
+
+
+def _ask_for_float32(op: Any) -> Callable[..., Any]:
+    position = [argument.name for argument in op._schema.arguments].index("dtype")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_KEY), torch._C.DisableTorchFunction():
+            asked = args[position] if position < len(args) else kwargs.get("dtype")
+            if asked is None and _may_be_cast(args[0]):
+                args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def _refuse(op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast. "
+            "Use binary_cross_entropy_with_logits or BCEWithLogitsLoss instead."
+        )
+
+    return kernel
+
+
+def _low_dtype(tensors: list[torch.Tensor]) -> torch.dtype:
+    return torch.get_autocast_dtype("npu")
+
+
+def _widest_dtype(tensors: list[torch.Tensor]) -> torch.dtype:
+    low = _low_dtype(tensors)
+    return torch.float32 if any(t.dtype == torch.float32 for t in tensors) else low
+
+
+def _may_be_cast(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.device.type == "npu"
+        and value.is_floating_point()
+        and value.dtype != torch.float64
+    )
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if _may_be_cast(value):
+        return value.to(dtype)
+    if type(value) in (list, tuple):
+        return type(value)(_cast(item, dtype) for item in value)
+    if type(value) is dict:
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    return value
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in _flat(item)]
+    return [value]

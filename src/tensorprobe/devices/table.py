@@ -1,0 +1,329 @@
+"""What differs between cpu, cuda, npu and any other device: one row each, and nothing else.
+
+Nothing outside this room asks which device it is on; it asks the row.
+
+    device = device_layer(tensor.device)
+    device.synchronize()
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tensorprobe.devices import ascend_runtime
+from tensorprobe.errors import DeviceUnusable
+
+
+@dataclass(frozen=True)
+class FusedOps:
+    """Where a vendor keeps ops of its own, and the prefix their calls are named with."""
+
+    module: str  # the Python package: torch_npu
+    namespace: str  # of torch.ops: npu
+    prefix: str  # of call names: NPU
+
+
+@dataclass(frozen=True)
+class OverflowFlag:
+    """A status register that says an overflow happened, on chips that clamp instead of inf."""
+
+    is_needed: Callable[[], bool]  # False where overflows show in the values themselves
+    is_raised: Callable[[], bool]
+    clear: Callable[[], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Device:
+    """One row of the table. Where a device has nothing to offer, the row says so with None."""
+
+    type: str
+    find_module: Callable[[], Any]  # torch.cuda, torch.npu; None: the host needs none
+    launch_blocking: str | None = None  # set to 1, an error names the call that made it
+    log_folder: str | None = None  # the variable that says where the driver writes its log
+    fused_ops: FusedOps | None = None
+    overflow_flag: OverflowFlag | None = None
+    kernel_dump: Callable[[Path], AbstractContextManager[None]] | None = None  # of a dump.json
+    deterministic_variables: Mapping[str, str] = field(default_factory=dict)
+    deterministic_flags: Callable[[], None] | None = None
+    find_versions: Callable[[], Mapping[str, str]] = dict
+    find_settings: Callable[[], Mapping[str, Any]] = dict
+    environment: tuple[str, ...] = ()  # variables worth recording
+
+    # -- which device ------------------------------------------------------------------------
+
+    @property
+    def is_host(self) -> bool:
+        return self.find_module() is None and self.type == "cpu"
+
+    def is_available(self) -> bool:
+        """Whether a tensor can be put on this device now."""
+        if self.is_host:
+            return True
+        module = self.find_module()
+        return module is not None and bool(module.is_available())
+
+    def count(self) -> int:
+        """How many such devices this process sees."""
+        if self.is_host:
+            return 1
+        return int(self.find_module().device_count()) if self.is_available() else 0
+
+    def current(self) -> torch.device:
+        """The device that a tensor asked for without a number lands on."""
+        if self.is_host:
+            return torch.device("cpu")
+        return torch.device(self.type, self._module().current_device())
+
+    def set_current(self, index: int) -> None:
+        """Make a device current; the host has only itself."""
+        if not self.is_host:
+            self._module().set_device(index)
+
+    # -- waiting -----------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Wait for everything launched so far."""
+        if not self.is_host and self.is_available():
+            self._module().synchronize()
+
+    def new_stream(self) -> Any:
+        """A queue of its own for copies, or None where work is not queued."""
+        stream = getattr(self.find_module(), "Stream", None)
+        return stream() if stream is not None and self.is_available() else None
+
+    def current_stream(self) -> Any:
+        """The queue that calls go to now, or None."""
+        current = getattr(self.find_module(), "current_stream", None)
+        return current() if current is not None and self.is_available() else None
+
+    def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Inside, calls go to `stream`; with None it changes nothing."""
+        if stream is None:
+            return nullcontext()
+        context: AbstractContextManager[Any] = self._module().stream(stream)
+        return context
+
+    def new_event(self) -> Any:
+        """A mark to record on a stream and wait for, or None where work is not queued."""
+        event = getattr(self.find_module(), "Event", None)
+        return event() if event is not None and self.is_available() else None
+
+    def can_pin_memory(self) -> bool:
+        """Whether host memory can be pinned for copies that do not wait."""
+        return not self.is_host and self.is_available() and _can_pin_memory(self.type)
+
+    def is_launch_blocking(self) -> bool:
+        """Whether an error surfaces at the call that makes it; always on the host."""
+        return self.launch_blocking is None or os.environ.get(self.launch_blocking) == "1"
+
+    # -- random numbers ----------------------------------------------------------------------
+
+    def seed_all(self, seed: int) -> None:
+        """Seed every device of this kind; the host through torch's own generator."""
+        if self.is_host:
+            torch.default_generator.manual_seed(seed)
+        elif self.is_available():
+            self._module().manual_seed_all(seed)
+
+    def rng_state(self, index: int | None = None) -> torch.Tensor:
+        """State of the random numbers, as a CPU tensor."""
+        if self.is_host:
+            return torch.get_rng_state()
+        state: torch.Tensor = self._module().get_rng_state(self._numbered(index))
+        return state
+
+    def set_rng_state(self, state: torch.Tensor, index: int | None = None) -> None:
+        """Put a state from `rng_state` back."""
+        if self.is_host:
+            torch.set_rng_state(state)
+        else:
+            self._module().set_rng_state(state, self._numbered(index))
+
+    # -- the same twice ----------------------------------------------------------------------
+
+    def make_deterministic(self) -> None:
+        """Throw the switches this device has for equal results of equal runs.
+
+        Variables already set are left alone. `torch.use_deterministic_algorithms` is not called:
+        it is the same everywhere, so it is the caller's.
+        """
+        for name, value in self.deterministic_variables.items():
+            os.environ.setdefault(name, value)
+        if self.deterministic_flags is not None and self.is_available():
+            self.deterministic_flags()
+
+    # -- facts -------------------------------------------------------------------------------
+
+    def versions(self) -> dict[str, str]:
+        """Versions of driver, toolkit and vendor package, as far as they can be found."""
+        return dict(self.find_versions())
+
+    def settings(self) -> dict[str, Any]:
+        """Switches of this device that change results."""
+        return dict(self.find_settings())
+
+    def _module(self) -> Any:
+        if not self.is_available():
+            raise DeviceUnusable(f"device '{self.type}' is not there. {_how_to_get(self)}")
+        return self.find_module()
+
+    def _numbered(self, index: int | None) -> torch.device:
+        return self.current() if index is None else torch.device(self.type, index)
+
+
+# ---- rows --------------------------------------------------------------------------------------
+
+
+def _cuda_flags() -> None:
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def _cuda_versions() -> dict[str, str]:
+    if not torch.cuda.is_available():
+        return {}
+    cudnn: Any = torch.backends.cudnn
+    found = {
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn": cudnn.version(),
+        "device": torch.cuda.get_device_name(),
+    }
+    return {name: str(version) for name, version in found.items() if version}
+
+
+def _cuda_settings() -> dict[str, Any]:
+    cuda: Any = torch.backends.cuda
+    matmul = cuda.matmul
+    return {
+        "matmul.allow_tf32": matmul.allow_tf32,
+        "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
+        "matmul.reduced_precision_fp16": matmul.allow_fp16_reduced_precision_reduction,
+        "matmul.reduced_precision_bf16": matmul.allow_bf16_reduced_precision_reduction,
+        "sdp.flash": cuda.flash_sdp_enabled(),
+        "sdp.mem_efficient": cuda.mem_efficient_sdp_enabled(),
+        "sdp.math": cuda.math_sdp_enabled(),
+    }
+
+
+_ROWS = {
+    row.type: row
+    for row in (
+        Device(type="cpu", find_module=lambda: None),
+        Device(
+            type="cuda",
+            find_module=lambda: torch.cuda,
+            launch_blocking="CUDA_LAUNCH_BLOCKING",
+            deterministic_variables={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+            deterministic_flags=_cuda_flags,
+            find_versions=_cuda_versions,
+            find_settings=_cuda_settings,
+            environment=("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"),
+        ),
+        Device(
+            type="npu",
+            find_module=lambda: getattr(torch, "npu", None),
+            launch_blocking="ASCEND_LAUNCH_BLOCKING",
+            log_folder="ASCEND_PROCESS_LOG_PATH",
+            fused_ops=FusedOps(module="torch_npu", namespace="npu", prefix="NPU"),
+            overflow_flag=OverflowFlag(
+                is_needed=ascend_runtime.saturates,
+                is_raised=ascend_runtime.overflow_is_flagged,
+                clear=ascend_runtime.clear_overflow_flag,
+            ),
+            kernel_dump=ascend_runtime.kernel_dump,
+            deterministic_variables={
+                "HCCL_DETERMINISTIC": "true",
+                "LCCL_DETERMINISTIC": "1",
+                "CLOSE_MATMUL_K_SHIFT": "1",
+            },
+            find_versions=ascend_runtime.versions,
+            find_settings=ascend_runtime.settings,
+            environment=(
+                "ASCEND_RT_VISIBLE_DEVICES",
+                "ASCEND_LAUNCH_BLOCKING",
+                "TASK_QUEUE_ENABLE",
+                "INF_NAN_MODE_ENABLE",
+                "NPU_ASD_ENABLE",
+                "HCCL_DETERMINISTIC",
+            ),
+        ),
+    )
+}
+
+
+def device_layer(device: torch.device | str) -> Device:
+    """The row of a device: `device_layer("npu")`, `device_layer(tensor.device)`.
+
+    A device without a row of its own gets one from the module PyTorch keeps for it.
+    """
+    kind = device.type if isinstance(device, torch.device) else device.partition(":")[0]
+    return _ROWS.get(kind) or _generic(kind)
+
+
+@functools.cache
+def _generic(kind: str) -> Device:
+    try:
+        torch.device(kind)
+    except RuntimeError as error:
+        raise DeviceUnusable(f"PyTorch knows no device '{kind}'. {_how_to_get(kind)}") from error
+    return Device(type=kind, find_module=lambda: getattr(torch, kind, None))
+
+
+def accelerator() -> Device | None:
+    """The row of the accelerator of this machine, or None where there is only the host."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else device_layer(found)
+
+
+def rows() -> tuple[Device, ...]:
+    """The rows that are written down, the host first."""
+    return tuple(_ROWS.values())
+
+
+def seed_all(seed: int) -> None:
+    """Seed every device that is there."""
+    for row in rows():
+        row.seed_all(seed)
+    present = accelerator()
+    if present is not None and present not in rows():
+        present.seed_all(seed)
+
+
+@contextmanager
+def rng_kept(device: torch.device | str) -> Iterator[None]:
+    """Inside, random numbers may be drawn on `device` and the host; afterwards none were."""
+    host, row = device_layer("cpu"), device_layer(device)
+    kept = [(each, each.rng_state()) for each in ({host, row} if row.is_available() else {host})]
+    try:
+        yield
+    finally:
+        for each, state in kept:
+            each.set_rng_state(state)
+
+
+@functools.cache
+def _can_pin_memory(kind: str) -> bool:
+    try:
+        torch.empty(1, pin_memory=True)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _how_to_get(device: Device | str) -> str:
+    kind = device if isinstance(device, str) else device.type
+    if kind == "npu":
+        return (
+            "Install the torch_npu that belongs to this torch and `import torch_npu` first; "
+            "without the hardware: tensorprobe.devices.sim_npu.install()"
+        )
+    return "Here: " + ", ".join(row.type for row in rows() if row.is_available())
