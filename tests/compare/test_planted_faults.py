@@ -76,7 +76,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 def _marked(cases: list[Case]) -> list[object]:
     return [
-        pytest.param(c, id=c.name, marks=[] if c.quick or c.name in QUICK_HEALTHY else pytest.mark.slow)
+        pytest.param(
+            c, id=c.name, marks=[] if c.quick or c.name in QUICK_HEALTHY else pytest.mark.slow
+        )
         for c in cases
     ]
 
