@@ -1,4 +1,4 @@
-"""Two captures from end to end: verdicts, files, exit codes, and input that is not as it should be."""
+"""Two captures from end to end: verdicts, files, exit codes, and bad input."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import openpyxl
 import pytest
 import torch
 import torch.nn.functional as F
-from recorded import record, run_script
 
 import tensorprobe as tp
+from recorded import record, run_script
 from tensorprobe.cli.main import main
 from tensorprobe.errors import BadUsage, TensorprobeError, UnreadableCapture
 
@@ -70,7 +70,8 @@ def test_a_divergence_exits_3_and_is_written_down(
     assert "eps: 0.01 here, 1e-05 expected" in text
     assert "test_comparison.py" in text or "normalization.py" in text
     (culprit,) = json.loads((out / "verdict.json").read_text())["culprits"]
-    assert {key: culprit[key] for key in ("name", "kind", "direction", "step", "rank", "module")} == {
+    keys = ("name", "kind", "direction", "step", "rank", "module")
+    assert {key: culprit[key] for key in keys} == {
         "name": "Functional.layer_norm.0.forward", "kind": "argument", "direction": "forward",
         "step": 0, "rank": 0, "module": "norm",
     }  # fmt: skip

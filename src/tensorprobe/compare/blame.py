@@ -67,8 +67,10 @@ class _Node(msgspec.Struct):
     container: bool
     inputs: list[TensorPair]
     outputs: list[TensorPair]
-    d_in: float = 0.0
+    d_in: float = 0.0  # the largest distance of an input, in roundings of its dtype
     d_out: float = 0.0
+    r_in: float = 0.0  # the same, relative to its size: comparable between dtypes
+    r_out: float = 0.0
     taint: int = 0  # one bit a culprit
     same_in: bool = True
     same_out: bool = True
@@ -125,6 +127,12 @@ class Blame:
         self.parameter_names = self._parameter_names()
         self.random_seen = False
         self._random_bit = 0
+        self.in_optimizer = {
+            at
+            for node in self.nodes
+            if node.container and node.call.name.startswith("Optimizer.")
+            for at in self._inside(node)
+        }
         self.hazards: list[tuple[int, Culprit]] = []  # where NaN is born, though computed right
 
     # Distances
@@ -133,9 +141,13 @@ class Blame:
         inputs = [row for row in pair.tensors if _is_input(row)]
         outputs = [row for row in pair.tensors if not _is_input(row)]
         node = _Node(i, pair, container, inputs, outputs)
-        node.d_in = max((self.distance(node, row) for row in inputs), default=0.0)
         floor = _cancelled_size(node)
-        node.d_out = max((self.distance(node, row, floor) for row in outputs), default=0.0)
+        for row in inputs:
+            d = self.distance(node, row)
+            node.d_in, node.r_in = max(node.d_in, d), max(node.r_in, _relative(row, d))
+        for row in outputs:
+            d = self.distance(node, row, floor if floor else _summed_size(node, row))
+            node.d_out, node.r_out = max(node.d_out, d), max(node.r_out, _relative(row, d))
         node.same_in = all(same_bits(row) is not False for row in inputs)
         node.same_out = all(same_bits(row) is not False for row in outputs)
         if pair.pair.actual is not None and pair.pair.expected is not None:
@@ -156,6 +168,7 @@ class Blame:
         if at is not None:
             forward = self.nodes[at]
             node.d_in = max(node.d_in, forward.d_in, forward.d_out)
+            node.r_in = max(node.r_in, forward.r_in, forward.r_out)
             node.same_in = node.same_in and forward.same_in and forward.same_out
 
     def _has_tensors(self) -> bool:
@@ -237,7 +250,7 @@ class Blame:
             if node.container or not node.pair.is_paired or node.same_out:
                 continue
             if node.d_out > ROUNDING / 2 and (
-                node.d_out > 1.2 * node.d_in or node.d_in == math.inf
+                node.r_out > 1.2 * node.r_in or node.r_in == math.inf
             ):
                 yield node
 
@@ -562,7 +575,7 @@ class Blame:
                 return found > FAINT
         if node.taint:
             return False
-        return node.d_out > ROUNDING * (1 + _AMPLIFIES * node.d_in)
+        return _exceeds(node)
 
     def _wired_otherwise(self, node: _Node) -> tuple[int, Culprit] | None:
         """An input that comes from elsewhere than on the other side, and differs by it."""
@@ -581,8 +594,8 @@ class Blame:
             known, region = self._region(origin)
             if any(self.nodes[at].taint for at in (*known, *region)):
                 continue
-            before = max((self.nodes[at].d_out for at in known), default=0.0)
-            if d > ROUNDING * (1 + _AMPLIFIES * before):
+            before = max((self.nodes[at].r_out for at in known), default=0.0)
+            if _relative(row, d) > ROUNDING * (pair_roundoff(row) + _AMPLIFIES * before):
                 return self._structure(node, row, region, ours, theirs, d)
         return None
 
@@ -674,11 +687,10 @@ class Blame:
             return self._culprit(node, _kind(node), reason, node.d_out, row=row, proof="digests")
         n_in = max((r.actual.numel for r in node.inputs if r.actual), default=1)
         n_out = row.actual.numel if row.actual else 1
-        allowed = ROUNDING * reduction(n_in, n_out)
-        if not node.same_in:
-            allowed *= 1 + _AMPLIFIES * node.d_in
-        if not node.d_out > allowed:
+        if not _exceeds(node, reduction(n_in, n_out)):
             return None
+        if node.i in self.in_optimizer and not node.same_in:
+            return None  # Adam divides noise by noise: only a replay can tell
         what = "result" if node.call.direction == "forward" else "gradient"
         inputs = "are equal" if node.same_in and node.d_in == 0 else "agree"
         reason = f"its inputs {inputs} and its {what} {row.name} differs {_magnitude(node.d_out)}"
@@ -709,13 +721,16 @@ class Blame:
         return self._reproducible_before(node)
 
     def _reproducible_before(self, node: _Node) -> bool:
-        sums = [
-            earlier
-            for earlier in self.nodes[: node.i]
-            if not earlier.container and earlier.pair.is_paired and _makes_sums(earlier)
-        ]
-        alike = [earlier for earlier in sums if earlier.same_in]
-        return bool(alike) and all(earlier.same_out for earlier in alike)
+        """Whether sums have come out bit for bit alike so far: of this op, or of three others."""
+        alike: set[str] = set()
+        for earlier in self.nodes[: node.i]:
+            if earlier.container or not earlier.pair.is_paired or not _makes_sums(earlier):
+                continue
+            if earlier.same_in and not earlier.same_out:
+                return False
+            if earlier.same_in:
+                alike.add(earlier.call.op)
+        return node.call.op in alike or len(alike) >= 3
 
     # Containers
 
@@ -729,7 +744,7 @@ class Blame:
             explained = [n for n in ours if self.culprits[n][1].kind in ("argument", "structure")]
             if not explained:
                 before = any(at <= max(inside, default=node.i) for at, _ in self.culprits)
-                if before or node.d_out <= ROUNDING * (1 + _AMPLIFIES * node.d_in):
+                if before or not _exceeds(node):
                     continue
             reason = f"called with other arguments: {'; '.join(node.differences[:4])}"
             row = max(node.outputs, key=lambda row: distance(row), default=None)
@@ -794,6 +809,34 @@ class Blame:
         )
 
 
+def _exceeds(node: _Node, long: float = 1.0) -> bool:
+    """Whether a call's outputs differ by more than rounding and its inputs explain."""
+    u = max((pair_roundoff(row) for row in node.outputs), default=0.0)
+    if math.isinf(node.r_out):
+        return not math.isinf(node.r_in)
+    if node.same_in and node.d_in == 0:
+        # nothing was inherited: in 16 bit less than 16 roundings can be told from noise
+        return node.d_out > (FAINT if u >= 2.0**-11 else ROUNDING) * long
+    return node.r_out > ROUNDING * (u * long + _AMPLIFIES * node.r_in)
+
+
+def _relative(row: TensorPair, d: float) -> float:
+    u = pair_roundoff(row)
+    return d * u if u else d
+
+
+def _summed_size(node: _Node, row: TensorPair) -> float:
+    """A gradient that is a sum over many rounds to their size, though all of it may cancel."""
+    if node.call.direction != "backward" or row.expected is None or row.metrics is not None:
+        return 0.0
+    given = [r.expected for r in node.inputs if r.expected is not None]
+    n = max((record.numel for record in given), default=0)
+    if n < 2 * row.expected.numel:
+        return 0.0
+    size = max((rms_size(record) for record in given), default=0.0)
+    return size * reduction(n, row.expected.numel) if size < 1e30 else 0.0
+
+
 def _is_input(row: TensorPair) -> bool:
     # what a call wrote to in place is kept as a buffer named after the argument
     return row.role not in ("output",) and not row.name.startswith("buffers.input.")
@@ -850,7 +893,7 @@ def _makes_sums(node: _Node) -> bool:
 
 def _drew_otherwise(node: _Node, kind: str) -> bool:
     if kind == "random":
-        return node.d_out > ROUNDING * (1 + _AMPLIFIES * node.d_in)
+        return _exceeds(node)
     row = next((row for row in node.outputs if row.actual and row.expected), None)
     given = next((row for row in node.inputs if row.actual and row.expected), None)
     if row is None or given is None or row.actual is None or row.expected is None:
@@ -864,7 +907,7 @@ def _drew_otherwise(node: _Node, kind: str) -> bool:
         differ = int((a != e).sum())
         return bool(differ > max(2, 0.01 * a.size))
     # 1 - p of what is kept: other masks keep other numbers
-    return node.d_out > ROUNDING * (1 + _AMPLIFIES * node.d_in)
+    return _exceeds(node)
 
 
 def _worst(node: _Node, evidence: Evidence) -> OwnError | None:

@@ -90,8 +90,9 @@ def summary_distance(a: TensorRecord, e: TensorRecord, floor: float = 0.0) -> fl
     n = max(e.numel, 1)
     rms = max(t.norm / math.sqrt(n), floor)
     peak = max(_size(t.min), _size(t.max), floor)
-    if peak > 1e30:  # a mask: its norm says nothing of the rest
-        return 0.0 if (s.zero_count, s.min, s.max) == (t.zero_count, t.min, t.max) else 1.0
+    if peak > 1e30:  # a mask: only the other end says something of the rest
+        ends = [(a, e) for a, e in ((s.min, t.min), (s.max, t.max)) if _size(e) < 1e30]
+        return max((_ratio(_shift(a, e), max(_size(e), 1.0)) for a, e in ends), default=0.0)
     shifts = [
         _ratio(abs(s.norm - t.norm) / math.sqrt(n), rms),
         _ratio(abs(s.mean - t.mean), rms),

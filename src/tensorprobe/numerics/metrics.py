@@ -232,9 +232,10 @@ class _Tally:
         assert integers is not None
         if integers.itemsize == 1:
             return None
-        steps = a.view(integers) - e.view(integers)
+        steps: Array = a.view(integers) - e.view(integers)
         np.abs(steps, out=steps)
-        return steps.view(f"u{integers.itemsize}")
+        unsigned: Array = steps.view(f"u{integers.itemsize}")
+        return unsigned
 
     def _steps(self, a: Array, e: Array) -> Array:
         ulp = self.ulp
