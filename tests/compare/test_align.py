@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 
@@ -112,7 +113,7 @@ def test_stems_and_paths() -> None:
 def test_diff_is_a_common_subsequence(a: list[str], b: list[str]) -> None:
     pairs = diff(a, b)
     assert all(a[i] == b[j] for i, j in pairs)
-    assert all(p < q and i < j for (p, i), (q, j) in zip(pairs, pairs[1:], strict=False))
+    assert all(p < q and i < j for (p, i), (q, j) in itertools.pairwise(pairs))
 
 
 @given(st.lists(st.sampled_from("abcde"), max_size=40))

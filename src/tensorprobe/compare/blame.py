@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -83,10 +83,10 @@ class _Node(msgspec.Struct):
 
 
 class Findings(msgspec.Struct):
-    """What blame has found in one step of one rank, or in several steps together."""
+    """What blame has found in one rank."""
 
     culprits: list[Culprit]
-    diverged: int = 0
+    diverged: dict[int, int] = {}  # calls beyond rounding, by step
     structure: list[str] = []  # what is different but changed no values
     n_replayed: int = 0
     n_left: int = 0  # suspects that the time did not suffice for
@@ -125,13 +125,17 @@ class Blame:
         self.bad_contents: dict[object, int] = {}
         self.first_step = min((node.call.step for node in self.nodes), default=0)
         self.parameter_names = self._parameter_names()
+        # at L0 and L2 much of what makes a tensor goes unseen
+        self.sees_all = any(
+            node.call.name.startswith(("Functional.", "Torch.", "Tensor.")) for node in self.nodes
+        )
         self.random_seen = False
         self._random_bit = 0
         self.in_optimizer = {
             at
             for node in self.nodes
-            if node.container and node.call.name.startswith("Optimizer.")
-            for at in self._inside(node)
+            if node.call.name.startswith("Optimizer.")
+            for at in (node.i, *self._inside(node))
         }
         self.hazards: list[tuple[int, Culprit]] = []  # where NaN is born, though computed right
 
@@ -140,6 +144,8 @@ class Blame:
     def _node(self, i: int, pair: CallPair, container: bool) -> _Node:
         inputs = [row for row in pair.tensors if _is_input(row)]
         outputs = [row for row in pair.tensors if not _is_input(row)]
+        if not pair.call.name.startswith("Module.") and kind_of(pair.call) == "uninitialised":
+            outputs = []  # torch.empty: whatever was there
         node = _Node(i, pair, container, inputs, outputs)
         floor = _cancelled_size(node)
         for row in inputs:
@@ -204,14 +210,16 @@ class Blame:
             self.culprits.append(self.hazards[0])
             self._spread()
         self._settle_containers()
+        if not self.culprits and not self.sees_all:
+            self._blame_containers()
         return self._findings()
 
     def _findings(self) -> Findings:
         culprits = []
-        diverged = 0
+        diverged: dict[int, int] = {}
         for node in self.nodes:
             if node.taint and node.d_out > ROUNDING and not node.container:
-                diverged += 1
+                diverged[node.call.step] = diverged.get(node.call.step, 0) + 1
         for bit, (at, culprit) in enumerate(self.culprits):
             culprit.affected = sum(
                 1
@@ -222,13 +230,15 @@ class Blame:
                 and node.d_out > ROUNDING
             )
             culprits.append((at, culprit))
+        first_step = min((culprit.step for _, culprit in culprits), default=0)
+        culprits = [item for item in culprits if item[1].step == first_step]
         culprits.sort(key=lambda item: (item[1].weak, 0 if item[1].weak else item[0]))
         first = next(
             (n for n in self.nodes if not n.container and n.same_in and not n.same_out), None
         )
         return Findings(
             [culprit for _, culprit in culprits],
-            max(diverged, len(culprits)),
+            diverged,
             self._harmless(),
             self.n_replayed,
             self.n_left,
@@ -263,6 +273,8 @@ class Blame:
 
     def _hunt(self, suspects: Iterator[_Node], faint: bool) -> None:
         for node in suspects:
+            if self.culprits and node.call.step > self.culprits[0][1].step:
+                break  # later steps inherit
             if time.monotonic() > self.deadline:
                 self.n_left += 1
                 continue
@@ -341,9 +353,10 @@ class Blame:
     def _evidence(self, node: _Node, side: int, noise: bool) -> Evidence:
         call = node.pair.pair[side]
         assert isinstance(call, Call)
-        if call.direction == "forward":
-            return own_error(call, None, self.references, noise=noise)
         at = self.flow.forward.get(node.i)
+        is_kernel = at is None and call.op.startswith("torch.ops.")  # of backward, seen at L2
+        if call.direction == "forward" or is_kernel:
+            return own_error(call, None, self.references, noise=noise)
         forward = self.nodes[at].pair.pair[side] if at is not None else None
         if not isinstance(forward, Call):
             return Evidence(problem=f"{call.name}: its forward call was not recorded")
@@ -381,7 +394,7 @@ class Blame:
             node.taint |= self._inherited_taint(node)
             if node.i in own:
                 node.taint |= 1 << own[node.i]
-            elif node.pair.is_paired:
+            elif node.pair.is_paired and not self._inherits_from_earlier_step(node):
                 found = self._leaf(node) or (None if node.container else self._cause(node))
                 if found is not None:
                     at, culprit = found
@@ -393,6 +406,9 @@ class Blame:
             if node.call.direction == "backward":
                 self._gradient_taint |= node.taint
                 self._in_backward.add(node.call.step)
+
+    def _inherits_from_earlier_step(self, node: _Node) -> bool:
+        return any(culprit.step < node.call.step for _, culprit in self.culprits)
 
     def _spread(self) -> None:
         """Which later calls each culprit has reached."""
@@ -439,6 +455,8 @@ class Blame:
             keys = [key for key in (content(a), content(e)) if key is not None]
             if any(key in self.bad_contents for key in keys):
                 continue
+            if not (self.sees_all or self._is_known_leaf(node, row, keys)):
+                continue
             if node.call.step != self.first_step and row.role != "input":
                 continue
             if not self._changes_something(node):
@@ -449,6 +467,14 @@ class Blame:
             return node.i, self._leaf_culprit(node, row)
         return None
 
+    def _is_known_leaf(self, node: _Node, row: TensorPair, keys: list[Hashable]) -> bool:
+        """Whether a tensor without a producer is no result of calls that were not recorded."""
+        if row.role != "input" or any(key in self.parameter_names for key in keys):
+            return True
+        if pair_roundoff(row) == 0:
+            return True  # tokens, masks
+        return all(n.same_out for n in self.nodes[: node.i] if not n.container)
+
     def _leaf_culprit(self, node: _Node, row: TensorPair) -> Culprit:
         a, e = row.actual, row.expected
         assert a is not None
@@ -457,9 +483,7 @@ class Blame:
         is_parameter = row.role in ("parameter", "buffer") or name is not None or a.requires_grad
         if is_parameter:
             word = "buffer" if row.role == "buffer" else "parameter"
-            what = (
-                f"{word} {name or row.name} differs before any call of step {node.call.step} runs"
-            )
+            what = f"{word} {name or row.name} differs, and no recorded call made it"
         else:
             what = (
                 f"{row.name}, which no recorded call made, differs: the runs were given other data"
@@ -513,7 +537,7 @@ class Blame:
         return None
 
     def _follows_from_inputs(self, node: _Node) -> bool:
-        """Whether both sides computed what their inputs give: a division by what is left of zero."""
+        """Whether both sides computed what their inputs give: a division by what is left of 0."""
         sides = self._replayed(node, ROUNDING) if self.replay else None
         if sides is None:
             return False
@@ -549,7 +573,7 @@ class Blame:
         what = "dropout mask" if kind == "dropout" else "random numbers"
         reason = (
             f"random: the two runs drew different {what}. Not a fault of this call: give both "
-            "runs the same random state (tp.seed_all), or switch the randomness off"
+            f"runs the same random state (tp.seed_all), or switch the randomness off"
         )
         row = max(node.outputs, key=lambda row: distance(row), default=None)
         return node.i, self._culprit(node, "output", reason, node.d_out, row=row)
@@ -757,6 +781,33 @@ class Blame:
             else:
                 self.culprits.append((node.i, culprit))
         self._spread()
+
+    def _blame_containers(self) -> None:
+        """Where operators were not recorded, what a module does beside calling others: the
+        innermost whose inputs agree and whose output does not, by more than many calls explain."""
+        found: list[_Node] = []
+        for node in self.nodes:
+            if not (node.container and node.pair.is_paired and node.outputs):
+                continue
+            if not node.call.name.startswith("Module."):
+                continue
+            n = len(self._inside(self.nodes[self.flow.forward.get(node.i, node.i)]))
+            if _exceeds(node, 4 * math.sqrt(1 + n)):
+                found.append(node)
+        for node in found:
+            inside = self._inside(self.nodes[self.flow.forward.get(node.i, node.i)])
+            nested = {self.flow.forward.get(other.i, other.i) for other in found} & inside
+            if nested:
+                continue
+            row = max(node.outputs, key=lambda row: self.distance(node, row))
+            reason = (
+                f"its inputs agree, what it calls does too, and its {row.name} differs "
+                f"{_magnitude(node.d_out)}; record at L1 or mix to see inside"
+            )
+            culprit = self._culprit(node, _kind(node), reason, node.d_out, row=row)
+            self.culprits = [(node.i, culprit)]
+            self._spread()
+            return
 
     def _inside(self, node: _Node) -> set[int]:
         found = set()

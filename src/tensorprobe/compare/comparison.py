@@ -244,12 +244,12 @@ def _judge(
         replay = _torch_is_there(verdict)
     for rank in ranks:
         mine = [pair for pair in pairs if pair.call.rank == rank]
-        for found, unit in _by_step(mine, floors, replay, seconds / len(ranks)):
-            findings.append(found)
-            structure += found.structure
-            verdict.ranks.append(_rank_result(rank, unit, found))
+        found = Blame(mine, replay=replay, seconds=seconds / len(ranks), floors=floors).run()
+        findings.append(found)
+        structure += found.structure
+        verdict.ranks += _rank_results(rank, mine, found)
     verdict.culprits = _merged([c for found in findings for c in found.culprits])
-    counts["diverged"] = sum(found.diverged for found in findings)
+    counts["diverged"] = sum(sum(found.diverged.values()) for found in findings)
     if verdict.culprits:
         verdict.verdict = "diverged"
     verdict.notes = _notes(verdict, findings, actual, expected)
@@ -265,33 +265,23 @@ def _torch_is_there(verdict: Verdict) -> bool:
     return True
 
 
-def _by_step(
-    pairs: list[CallPair], floors: Mapping[str, float], replay: bool, seconds: float
-) -> Iterator[tuple[Findings, list[CallPair]]]:
-    """Blame the steps together up to the first that has a culprit: later ones inherit from it."""
-    steps = sorted({pair.call.step for pair in pairs})
-    for n in range(1, len(steps) + 1):
-        until = [pair for pair in pairs if pair.call.step in steps[:n]]
-        last = [pair for pair in until if pair.call.step == steps[n - 1]]
-        found = Blame(until, replay=replay, seconds=seconds / len(steps), floors=floors).run()
-        if found.culprits:
-            yield found, last
+def _rank_results(rank: int, pairs: list[CallPair], found: Findings) -> Iterator[RankResult]:
+    """A line a step, up to the first that has a culprit: later ones inherit from it."""
+    for step in sorted({pair.call.step for pair in pairs}):
+        unit = [pair for pair in pairs if pair.call.step == step]
+        culprit = next((c.name for c in found.culprits if c.step == step), None)
+        yield RankResult(
+            rank,
+            step,
+            "diverged" if culprit else "match",
+            sum(pair.is_paired for pair in unit),
+            sum(pair.pair.expected is None for pair in unit),
+            sum(pair.pair.actual is None for pair in unit),
+            found.diverged.get(step, 0),
+            culprit,
+        )
+        if culprit:
             return
-        found.structure = [] if n < len(steps) else found.structure
-        yield found, last
-
-
-def _rank_result(rank: int, unit: list[CallPair], found: Findings) -> RankResult:
-    return RankResult(
-        rank,
-        unit[0].call.step,
-        "diverged" if found.culprits else "match",
-        sum(pair.is_paired for pair in unit),
-        sum(pair.pair.expected is None for pair in unit),
-        sum(pair.pair.actual is None for pair in unit),
-        found.diverged,
-        found.culprits[0].name if found.culprits else None,
-    )
 
 
 def _merged(culprits: list[Culprit]) -> list[Culprit]:

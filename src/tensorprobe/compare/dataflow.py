@@ -38,7 +38,8 @@ def find_containers(pairs: Sequence[CallPair]) -> list[bool]:
     for i, pair in enumerate(pairs):
         call = pair.call
         name = forward_of(call.name) if call.direction == "backward" else call.name
-        inside = (call.rank, call.step, name) in parents
+        # at L2 the parent of a backward operator is its forward one, which it is not inside of
+        inside = name.startswith("Module.") and (call.rank, call.step, name) in parents
         if call.name.startswith("Optimizer.") and i + 1 < len(pairs):
             following = pairs[i + 1].call
             inside = following.step == call.step and not following.name.startswith(
