@@ -6,6 +6,7 @@ import itertools
 import random
 import time
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -52,6 +53,18 @@ def test_an_inserted_call_shifts_the_numbers_and_nothing_else() -> None:
         ("Tensor.to.0.forward", None),
         ("Functional.linear.1.forward", "Functional.linear.1.forward"),
         ("Torch.relu.0.forward", "Torch.relu.0.forward"),
+    ]
+
+
+def test_numbers_tell_an_inserted_call_from_its_neighbour() -> None:
+    def scaled(name: str, factor: float) -> Call:
+        return msgspec.structs.replace(call(name, 0, "act"), args=(None, factor))
+
+    actual = [scaled("Tensor.mul.0.forward", 1.0), scaled("Tensor.mul.1.forward", 0.5)]
+    expected = [scaled("Tensor.mul.0.forward", 0.5)]
+    assert names(align(actual, expected)) == [
+        ("Tensor.mul.0.forward", None),
+        ("Tensor.mul.1.forward", "Tensor.mul.0.forward"),
     ]
 
 

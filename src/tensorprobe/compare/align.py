@@ -19,6 +19,7 @@ _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 _NUMBER = re.compile(r"\.\d+(?=$|\.(?:forward|backward)$)")
 # A gap larger than this is diffed by its unique tokens only: Myers' diff is quadratic in the edits.
 _MAX_EDITS = 1500
+_SCALARS = (bool, int, float, str)
 
 
 class Pair(NamedTuple):
@@ -98,6 +99,10 @@ class _Side:
         self.strict: list[Hashable] = [
             (token, _signature(call)) for token, call in zip(self.loose, calls, strict=True)
         ]
+        # `x * 1.0` put in beside `x * 0.5`: the numbers tell which of two is the new one
+        self.exact: list[Hashable] = [
+            (token, _scalars(call)) for token, call in zip(self.strict, calls, strict=True)
+        ]
         self.bare: list[Hashable] = [
             s.rpartition(".")[2].rstrip("_") if not s.startswith("Module.") else s for s in stems
         ]
@@ -115,6 +120,12 @@ def _signature(call: Call) -> Hashable:
         tuple([record.shape for record in call.tensors]),
         tuple([_kind(value) for value in call.args]),
     )
+
+
+def _scalars(call: Call) -> Hashable:
+    values = [v for v in call.args if type(v) in _SCALARS]
+    values += [v for v in call.kwargs.values() if type(v) in _SCALARS]
+    return tuple(values)
 
 
 def _kind(value: object) -> Hashable:
@@ -157,7 +168,7 @@ def _align_sequences(
     blocks = [
         ([i for i in ours if i not in partner], [j for j in theirs if j not in taken]),
     ]
-    for kind in ("strict", "loose", "bare"):
+    for kind in ("exact", "strict", "loose", "bare"):
         a, e = getattr(sides[0], kind), getattr(sides[1], kind)
         left = []
         for mine, other in blocks:

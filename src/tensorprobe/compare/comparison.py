@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -140,11 +142,23 @@ def compare(
     """
     ours, theirs = _opened(actual), _opened(expected)
     known = NO_MAPPING if mapping is None else read_mapping(mapping)
-    paired = _align(ours, theirs, known, step, rank)
-    pairs = [pair_tensors(pair) for pair in paired]
-    measure(pairs, processes=processes, progress=progress)
-    floors = _floors(theirs, noise, step, rank, processes) if noise else {}
-    return _judge(ours, theirs, pairs, floors, replay and seconds > 0, seconds)
+    with _no_garbage():
+        pairs = [pair_tensors(pair) for pair in _align(ours, theirs, known, step, rank)]
+        measure(pairs, processes=processes, progress=progress)
+        floors = _floors(theirs, noise, step, rank, processes) if noise else {}
+        return _judge(ours, theirs, pairs, floors, replay and seconds > 0, seconds)
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Inside, Python does not look for garbage: many objects are made here, and all are kept."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _opened(source: Source) -> Capture:

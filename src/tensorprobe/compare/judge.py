@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Literal
 
@@ -15,6 +16,7 @@ Mode = Literal["tensors", "digest", "stats", "structure"]
 ROUNDING = 16.0
 
 
+@functools.cache
 def roundoff(dtype: str) -> float:
     """Unit roundoff, half the distance from 1 to the next number; 0 for integers and bools."""
     bits = FRACTION_BITS.get(dtype)
@@ -23,8 +25,11 @@ def roundoff(dtype: str) -> float:
 
 def pair_roundoff(pair: TensorPair) -> float:
     """Of the coarser of the two dtypes."""
-    records = (pair.actual, pair.expected)
-    return max((roundoff(record.dtype) for record in records if record), default=0.0)
+    a, e = pair.actual, pair.expected
+    if a is None or e is None or a.dtype == e.dtype:
+        record = a or e
+        return roundoff(record.dtype) if record else 0.0
+    return max(roundoff(a.dtype), roundoff(e.dtype))
 
 
 def content_mode(pair: TensorPair) -> Mode:
@@ -59,6 +64,14 @@ def distance(pair: TensorPair, floor: float = 0.0) -> float:
     Infinite for integers that differ, for NaN or infinity on one side only, for shapes that differ.
     `floor` is the size below which numbers are what is left of larger ones that cancelled.
     """
+    if floor:
+        return _distance(pair, floor)
+    if pair.distance is None:
+        pair.distance = _distance(pair, 0.0)
+    return pair.distance
+
+
+def _distance(pair: TensorPair, floor: float) -> float:
     a, e = pair.actual, pair.expected
     if a is None or e is None or same_bits(pair):
         return 0.0
@@ -72,7 +85,7 @@ def distance(pair: TensorPair, floor: float = 0.0) -> float:
         if not u:
             return math.inf if m.mismatched else 0.0
         return _ratio(m.rms_error, u * max(m.rms_expected, floor))
-    if a.summary is None or e.summary is None:
+    if a.summary is None or e.summary is None or a.summary == e.summary:
         return 0.0
     relative = summary_distance(a, e, floor)
     return _ratio(relative, u) if u else (math.inf if relative else 0.0)
@@ -93,13 +106,10 @@ def summary_distance(a: TensorRecord, e: TensorRecord, floor: float = 0.0) -> fl
     if peak > 1e30:  # a mask: only the other end says something of the rest
         ends = [(a, e) for a, e in ((s.min, t.min), (s.max, t.max)) if _size(e) < 1e30]
         return max((_ratio(_shift(a, e), max(_size(e), 1.0)) for a, e in ends), default=0.0)
-    shifts = [
-        _ratio(abs(s.norm - t.norm) / math.sqrt(n), rms),
-        _ratio(abs(s.mean - t.mean), rms),
-        _ratio(_shift(s.max, t.max), peak),
-        _ratio(_shift(s.min, t.min), peak),
-    ]
-    return max(shifts)
+    return max(
+        _ratio(max(abs(s.norm - t.norm) / math.sqrt(n), abs(s.mean - t.mean)), rms),
+        _ratio(max(_shift(s.max, t.max), _shift(s.min, t.min)), peak),
+    )
 
 
 def moved_values(a: TensorSummary, e: TensorSummary) -> bool:

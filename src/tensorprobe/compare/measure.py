@@ -41,6 +41,7 @@ class TensorPair(msgspec.Struct, gc=False):
     expected: TensorRecord | None
     metrics: PairMetrics | None = None
     problem: str | None = None  # why there are no metrics where there could be some
+    distance: float | None = None  # judge's, kept once it is known
 
     @property
     def role(self) -> str:

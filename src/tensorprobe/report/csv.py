@@ -23,13 +23,12 @@ def write_csv(path: Path, table: Table) -> None:
 
 
 def _cells(row: Iterable[Cell]) -> list[Cell]:
-    return [
-        cell if type(cell) is int else (safe_text(cell) if type(cell) is str else _other(cell))
-        for cell in row
-    ]
+    return [cell if cell is None or type(cell) is int else _safe(cell) for cell in row]
 
 
-def _other(cell: Cell) -> Cell:
+def _safe(cell: Cell) -> Cell:
+    if type(cell) is str:
+        return safe_text(cell) if cell and cell[0] in _STARTS_FORMULA else cell
     if type(cell) is float and not math.isfinite(cell):
         return "nan" if cell != cell else f" {cell}"  # "-inf" would be read as a formula
     return cell
