@@ -117,12 +117,13 @@ def capture() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / name for name in "ae"]
+        torch.manual_seed(0)
+        tensors = [torch.randn(1 << 20) for _ in range(128)]
         for path, noise in zip(paths, (1e-7, 0.0), strict=True):
-            torch.manual_seed(0)
+            values = [x * (1 + noise * torch.randn(1 << 20)) for x in tensors]
             with tp.Recorder(path, keep="tensors") as recorder:
-                for i in range(128):
-                    x = torch.randn(1 << 20)
-                    recorder.save(f"tensor{i}", x * (1 + noise * torch.randn(1 << 20)))
+                for i, value in enumerate(values):
+                    recorder.save(f"tensor{i}", value)
         nbytes = sum(file.stat().st_size for path in paths for file in path.rglob("*.safetensors"))
         with timed() as clock:
             found = tp.compare(*paths)

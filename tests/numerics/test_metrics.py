@@ -81,6 +81,18 @@ def test_squares_that_leave_float32(scale: float) -> None:
     assert m.rel_l2 == pytest.approx(1 / math.sqrt(34), rel=1e-5)
 
 
+def test_cosine_of_a_result_that_is_far_too_small() -> None:
+    expected = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    assert measure_pair(expected * np.float32(1e-5), expected).cosine == pytest.approx(1, abs=1e-6)
+    assert measure_pair(expected * 0, expected).cosine is None
+
+
+def test_differences_whose_squares_vanish_are_counted() -> None:
+    expected = np.array([1e-17, 1.0], np.float32)
+    actual = np.array([1.000001e-17, 1.0], np.float32)
+    assert measure_pair(actual, expected).mismatched == 1
+
+
 def test_zeros_empty_scalars_integers_bools_complex() -> None:
     assert metrics([0.0, 0.0], [0.0, 0.0]).cosine == 1.0
     assert metrics([1.0], [0.0]).cosine is None

@@ -593,7 +593,8 @@ class Blame:
         a, e = node.pair.pair.actual, node.pair.pair.expected
         assert a is not None
         assert e is not None
-        if self.replay and node.call.direction == "forward" and _is_random(node) is None:
+        in_time = self.replay and time.monotonic() < self.deadline
+        if in_time and node.call.direction == "forward" and _is_random(node) is None:
             found = matters(a, arguments.graft(a, e), self.references)
             if found is not None:
                 return found > FAINT

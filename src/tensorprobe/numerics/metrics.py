@@ -150,11 +150,12 @@ class _Tally:
                 self._add_carefully(start, a, e, x, y)
                 return
             self.n_small += d.size
-            self._add_sums(dd, ee + 2 * dy + dd, ee, ee + dy)
-            unlike = 0
-            if dd:
-                bits = d.view(np.int64 if d.itemsize == 8 else np.int32)
-                unlike = int(np.count_nonzero(bits))
+            aa, ae = ee + 2 * dy + dd, ee + dy
+            if aa < 0.01 * ee:  # what is left of larger numbers: not exact
+                aa, ae = _dot(x, x), _dot(x, y)
+            self._add_sums(dd, aa, ee, ae)
+            np.abs(d, out=d)
+            unlike = int(np.count_nonzero(d.view(np.int64 if d.itemsize == 8 else np.int32)))
             if not unlike:
                 self._add_equal(d.size)
                 return
@@ -192,6 +193,7 @@ class _Tally:
         xs, ys, ds = x[within_range], y[within_range], d[within_range]
         self._add_sums(*(float(np.dot(p, q)) for p, q in ((ds, ds), (xs, xs), (ys, ys), (xs, ys))))
         before = self.index, self.max_abs
+        np.abs(d, out=d)
         self._add_differences(start, d, y, int(np.count_nonzero(unlike)))
         if before != (self.index, self.max_abs) and self.index is not None and not finite.all():
             self.index = start + int(places[self.index - start])
@@ -205,10 +207,9 @@ class _Tally:
         self.ae += ae
 
     def _add_differences(self, start: int, d: Array, y: Array, unlike: int) -> None:
-        """`d` is spent: it becomes the relative error."""
+        """`d`, the size of the differences, is spent: it becomes the relative error."""
         self.n_finite += d.size
         self.mismatched += unlike
-        np.abs(d, out=d)
         at = int(d.argmax())
         if d[at] > self.max_abs:
             self.max_abs = float(d[at])
