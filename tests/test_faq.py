@@ -750,6 +750,9 @@ def test_002_2_4_dropout_can_be_judged_from_its_record(tmp_path: Path) -> None:
     assert dropped == pytest.approx(0.25, abs=0.02)
     kept = output.load() != 0
     assert torch.allclose(output.load()[kept], source[kept] / 0.75)
+    # and so is the state of the generator: from there it drops the same values again
+    torch.set_rng_state(call.tensor("buffers.rng_state").load())
+    assert F.dropout(source, p=0.25).equal(output.load())
     # with one seed the two runs drew alike; recording itself draws nothing
     assert runs[1].call(call.name).tensor("output.0").digest == output.digest
 

@@ -96,7 +96,8 @@ def test_exactly_the_programs_operators_are_recorded(tmp_path: Path) -> None:
         train()
     capture = record(tmp_path, train, level="L2")
     operators = [c.op for c in capture.calls if not c.name.startswith("Optimizer.")]
-    assert operators == log.ops
+    # what profilers are told makes no tensor content
+    assert operators == [op for op in log.ops if not op.startswith("torch.ops.profiler.")]
 
 
 def test_two_recorders_do_not_see_each_others_work(tmp_path: Path) -> None:
@@ -333,13 +334,28 @@ def test_inputs_of_in_place_ops_are_those_before_them(tmp_path: Path, level: str
     assert calls[7].tensor("input.0").load().equal(torch.full((1 << 16,), 7.0))
 
 
-def test_batch_norm_statistics_are_those_before_the_update(tmp_path: Path) -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_running_statistics_are_those_before_each_update(tmp_path: Path, level: str) -> None:
+    """Kernels write them behind autograd's back, and micro-batches do so twice in a step."""
     norm = nn.BatchNorm1d(2)
-    capture = record(tmp_path, lambda: norm(torch.tensor([[1.0, 5.0], [3.0, 7.0]])))
-    module = capture.call("Module.BatchNorm1d.forward.0")
-    assert module.tensor("buffers.running_mean").load().equal(torch.zeros(2))
-    call = capture.call("Functional.batch_norm.0.forward")
-    assert call.tensor("input.1").load().equal(torch.zeros(2))
+    x = torch.tensor([[1.0, 5.0], [3.0, 7.0]])
+    expected: list[torch.Tensor] = []
+
+    def program() -> None:
+        for _ in range(3):
+            expected.append(norm.running_mean.clone())
+            norm(x)
+
+    capture = record(tmp_path, program, level=level)
+    if level in ("L0", "mix"):
+        calls = capture.calls(name="Module.BatchNorm1d.forward")
+        seen = [call.tensor("buffers.running_mean").load() for call in calls]
+        assert [a.equal(b) for a, b in zip(seen, expected, strict=True)] == [True] * 3
+    if level != "L0":
+        calls = capture.calls(op="*batch_norm*")
+        place = "input.3" if level == "L2" else "input.1"
+        seen = [call.tensor(place).load() for call in calls]
+        assert [a.equal(b) for a, b in zip(seen, expected, strict=True)] == [True] * 3
 
 
 def test_parameters_are_those_before_the_optimizer_and_after_it(tmp_path: Path) -> None:

@@ -174,6 +174,7 @@ def test_missing_pieces_are_named_with_their_settings(tmp_path: Path) -> None:
     assert incident["op_type"] is None
     assert incident["case"] is None
     assert incident["node"] == "L2Loss"
+    assert "too little is known" in incident["conclusion"]
 
 
 def test_a_dynamic_shape_explains_a_missing_dump(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def conclude(
     bits: tuple[ErrorBit, ...],
     place: Place | None,
     producers: list[str],
+    has_case: bool,
 ) -> tuple[Branch, str, tuple[str, ...]]:
     """Branch, conclusion in a sentence, and what to do next."""
     looked = [report for report in values if report.role == "input"]
@@ -67,7 +68,11 @@ def conclude(
             "could not tell: it reproduces alone, but no input data is there to look at",
             ("give the dump with --dump, or make the next run leave one (see missing)",),
         )
-    return _not_run(looked, abnormal, found, wrong, data_bit, bits)
+    text, steps = _not_run(looked, abnormal, found, wrong, data_bit, bits)
+    if not has_case:
+        text = "could not tell: too little is known for a case (see missing)"
+        steps = ("make the next run leave what is missing, and come back with it",)
+    return "could not tell", text, steps
 
 
 def _not_run(
@@ -77,7 +82,7 @@ def _not_run(
     wrong: list[AddressCheck],
     data_bit: ErrorBit | None,
     bits: tuple[ErrorBit, ...],
-) -> tuple[Branch, str, tuple[str, ...]]:
+) -> tuple[str, tuple[str, ...]]:
     """Before the case was run: what the leftovers alone make likely."""
     if abnormal:
         hint = f"abnormal input: {found}"
@@ -91,7 +96,6 @@ def _not_run(
     else:
         hint = "no input data to look at"
     return (
-        "could not tell",
         f"could not tell: the case has not been run yet. So far: {hint}",
         (
             "run the case on a machine with the card: python3.7 main.py",

@@ -227,7 +227,4 @@ def decode(raw: Array, dtype: str, count: int) -> Array:
 
 def widened(array: Array) -> Array:
     """An exact array in a dtype that every npy reader knows; unchanged when it already is."""
-    if array.dtype == ml_dtypes.bfloat16:
-        # The upper half of a float32: shifting is 4 times as fast as ml_dtypes' conversion.
-        return (array.view("<u2").astype("<u4") << 16).view("<f4")
     return array.astype(_npy_dtype(array.dtype), copy=False)

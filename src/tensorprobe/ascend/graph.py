@@ -109,7 +109,8 @@ _COMPILER_KEYS = re.compile(
     r"dst_index|src_name|src_index|input_i|output_i|input_name|is_input_const|id|stream_id|"
     r"workspace.*|op_func_name|op_file_path|has_out_attr|dynamic_.*|slice_info.*|"
     r"globalworkspace_.*|opt_module.*|fusion_.*|INPUT_OUTPUT_.*|memory_.*|ub_atomic.*|"
-    r"core_type_value|input_para_type_list|optionalInputMode|tbe_op_.*|wspMode|LxFusion.*)$"
+    r"core_type_value|input_para_type_list|optionalInputMode|tbe_op_.*|wspMode|LxFusion.*|op_def|"
+    r"node_def|framework_type|original_type)$"
 )
 
 

@@ -208,27 +208,33 @@ class _Investigation:
         node = op.name if op is not None else self._node_name()
         op_type = op.type if op is not None else (fault.node.type if fault.node else None)
         function = self._function(op)
-        kernel = self._kernel(function, op)
+        kernel = self._kernel(op)
         dump = self._dump(node, op_type)
         if op_type is None:
             op_type = self._type_from_names(dump, function)
         tensors = self._tensors(op, kernel, dump)
         bits = _bits(fault.core_errors)
-        values = self._values(tensors, dump)
+        values = self._values(tensors)
         attributes = op.own_attributes if op is not None else {}
         reference = self._reference(op_type, tensors, attributes)
         memory = DeviceMemory(self.facts.allocations, fault.pid, fault.order)
         addresses = tuple(self._addresses(tensors, memory))
         place = self._place(kernel, bits)
         self._check_hashes(op, kernel, function)
-        self._check_pieces(kernel, tensors, addresses, memory)
-        given = Given(bool(self.graphs), bool(self.folder.files), bool(self.dumps))
+        self._check_pieces(kernel, tensors, addresses)
+        given = Given(bool(self.graphs), bool(self.evidence.kernel_meta), bool(self.dumps))
         missing = missing_pieces(
             fault, op, kernel, place, has_dump=dump is not None, has_allocations=memory.is_known,
             given=given,
         )  # fmt: skip
         branch, conclusion, steps = conclude(
-            self.evidence.reproduced, values, addresses, bits, place, _producers(op)
+            self.evidence.reproduced,
+            values,
+            addresses,
+            bits,
+            place,
+            _producers(op),
+            op_type is not None and bool(tensors),
         )
         return Incident(
             fault, node, op_type, op, function, kernel, bits, tensors, attributes, dump, values,
@@ -256,10 +262,10 @@ class _Investigation:
         for function in names:
             found = find_ops(self.graphs, name=node, kernel=function)
             if found:
-                return self._chosen(found, node, function)
+                return self._chosen(found)
         return None
 
-    def _chosen(self, found: list[Op], node: str | None, function: str | None) -> Op:
+    def _chosen(self, found: list[Op]) -> Op:
         if len(found) > 1:
             names = ", ".join(op.name for op in found[:5])
             self.warnings.append(f"{len(found)} ops of the graph fit: {names}; the first is shown")
@@ -289,7 +295,7 @@ class _Investigation:
 
     # -- files --
 
-    def _kernel(self, function: str | None, op: Op | None) -> Kernel | None:
+    def _kernel(self, op: Op | None) -> Kernel | None:
         names = [*self.fault.functions]
         if op is not None and op.kernel is not None:
             names.append(op.kernel)
@@ -380,10 +386,10 @@ class _Investigation:
         tensors: list[CaseTensor] = []
         for role in ("input", "output"):
             descs = () if op is None else op.inputs if role == "input" else op.outputs
+            node = self.fault.node
             logged: dict[int, LoggedTensor] = {}
-            if self.fault.node is not None:
-                side = self.fault.node.inputs if role == "input" else self.fault.node.outputs
-                logged = side
+            if node is not None:
+                logged = node.inputs if role == "input" else node.outputs
             dumped = _dumped(dump, role)
             built = _supported(kernel, role)
             count = len(descs) or max(
@@ -428,7 +434,7 @@ class _Investigation:
         shapes = [
             desc.shape if desc is not None else None,
             logged.shape if logged is not None else None,
-            dumped.shape if dumped is not None and known else None,
+            dumped.shape if dumped is not None and (known or dumped.shape) else None,
         ]
         stated = [shape for shape in shapes if shape is not None]
         fixed = [shape for shape in stated if all(size >= 0 for size in shape)]
@@ -461,9 +467,7 @@ class _Investigation:
             _nbytes(shape, dtype) if dtype != "undefined" else None,
         )  # fmt: skip
 
-    def _values(
-        self, tensors: tuple[CaseTensor, ...], dump: Dump | None
-    ) -> tuple[TensorReport, ...]:
+    def _values(self, tensors: tuple[CaseTensor, ...]) -> tuple[TensorReport, ...]:
         reports: list[TensorReport] = []
         for at, tensor in enumerate(tensors):
             if tensor.data is None:
@@ -545,7 +549,6 @@ class _Investigation:
         kernel: Kernel | None,
         tensors: tuple[CaseTensor, ...],
         addresses: tuple[AddressCheck, ...],
-        memory: DeviceMemory,
     ) -> None:
         fault = self.fault
         counts = [sum(t.role == role for t in tensors) for role in ("input", "output")]

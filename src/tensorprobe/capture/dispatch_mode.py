@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tensorprobe.capture.naming import ApiName, CallNames, call_name, operator_name
+from tensorprobe.capture.hidden_state import written_arguments
+from tensorprobe.capture.naming import (
+    ApiName,
+    CallNames,
+    call_name,
+    is_noise,
+    operator_name,
+)
 from tensorprobe.capture.tape import Tape
 from tensorprobe.records import Direction
+
+
+class _Operator(NamedTuple):
+    api: ApiName
+    random: bool
+    writes: frozenset[str]
+
+
+def _look_up(func: Any) -> _Operator | None:
+    namespace, _, name = func._schema.name.partition("::")
+    api = operator_name(namespace, name, func._overloadname)
+    if is_noise(api):
+        return None
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    return _Operator(api, random, written_arguments(func._schema))
 
 
 class OpMode(TorchDispatchMode):
@@ -18,8 +40,7 @@ class OpMode(TorchDispatchMode):
     def __init__(self, tape: Tape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
-        self._names: dict[Any, ApiName] = {}
-        self._writes: dict[Any, frozenset[str]] = {}
+        self._operators: dict[Any, _Operator | None] = {}  # None: makes no tensor content
         # sequence number of the graph node a forward op was making -> that op's call
         self._made: dict[int, str] = {}
 
@@ -33,16 +54,17 @@ class OpMode(TorchDispatchMode):
         tape = self._tape
         if not tape.recording:
             return func(*args, **kwargs)
-        api = self._names.get(func)
-        if api is None:
-            namespace, _, name = func._schema.name.partition("::")
-            api = self._names[func] = operator_name(namespace, name, func._overloadname)
-            self._writes[func] = _written_arguments(func._schema)
+        if func not in self._operators:
+            self._operators[func] = _look_up(func)
+        operator = self._operators[func]
+        if operator is None:
+            return func(*args, **kwargs)
+        api, random, writes = operator
         node = torch._C._current_autograd_node()
         number = tape.counter.next(api)
         direction: Direction = "forward" if node is None else "backward"
         names = CallNames(api, call_name(api, number, direction), tape.place.module, direction)
-        if not (tape.selection.everything or tape.selection.decide(names)):
+        if not tape.wants(names):
             return func(*args, **kwargs)
         parent = tape.place.parent
         if node is None:
@@ -50,12 +72,9 @@ class OpMode(TorchDispatchMode):
             self._made.setdefault(torch._C._autograd._get_sequence_nr() - 1, names.name)
         else:
             parent = self._made.get(node._sequence_nr(), node.name())
-        call = tape.begin(names, args, kwargs, depth=2, direction=direction, parent=parent)
+        call = tape.begin(names, args, kwargs, depth=2, parent=parent, random=random, writes=writes)
         if call is None:
             return func(*args, **kwargs)
-        written = self._writes[func]
-        if written:  # autograd moves the version of a tensor only after the op below it has run
-            call.writes += tuple(path for _, path in call.inputs if path[0] in written)
         try:
             result = func(*args, **kwargs)
         except BaseException as error:
@@ -65,12 +84,3 @@ class OpMode(TorchDispatchMode):
             return result
         tape.end(call, result)
         return result
-
-
-def _written_arguments(schema: Any) -> frozenset[str]:
-    """The arguments an op writes to, by position and by name."""
-    written: set[str] = set()
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written |= {str(position), argument.name}
-    return frozenset(written)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,8 +20,13 @@ MAX_TEXT = 2000
 _INT_BOUND = 1 << 63
 
 
-def encode(value: Any, tensor: TensorEncoder, path: tuple[str, ...] = ()) -> Any:
-    """The tree of one value; `tensor` is called for every tensor in it, with its path."""
+def encode(
+    value: Any, tensor: TensorEncoder, path: tuple[str, ...] = (), around: tuple[int, ...] = ()
+) -> Any:
+    """The tree of one value; `tensor` is called for every tensor in it, with its path.
+
+    `around` are the containers it is in, by identity.
+    """
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -32,20 +37,18 @@ def encode(value: Any, tensor: TensorEncoder, path: tuple[str, ...] = ()) -> Any
         return encoder(value)
     if len(path) > MAX_DEPTH:
         return _special("unsupported", f"nested deeper than {MAX_DEPTH}: {_type_name(kind)}")
+    if id(value) in around:
+        return _special("unsupported", f"{_type_name(kind)} inside itself")
     if kind is list or kind is tuple:
-        return _sequence(value, tensor, path)
+        return _sequence(value, tensor, path, around)
     if isinstance(value, Mapping) or dataclasses.is_dataclass(value):
-        return _named(value, tensor, path)
+        return _named(value, tensor, path, around)
     if isinstance(value, tuple):
         if hasattr(value, "_fields"):
-            names = value._fields
-            fields = {
-                name: encode(item, tensor, (*path, name))
-                for name, item in zip(names, value, strict=True)
-            }
+            pairs = zip(value._fields, value, strict=True)
+            fields = _fields(pairs, tensor, path, (*around, id(value)))
             return {"fields": ["namedtuple", _type_name(kind), fields]}
-        if not isinstance(value, torch.Size):
-            return _sequence(value, tensor, path)  # torch.return_types.max and its like
+        return _sequence(value, tensor, path, around)  # torch.return_types.max and its like
     return _other(value)
 
 
@@ -88,25 +91,33 @@ def as_arguments(leaves: Mapping[tuple[str, ...], Any]) -> tuple[list[Any], dict
         top: below[()] if () in below else nest(below, always=True) for top, below in tops.items()
     }
     numbers = [int(top) for top in trees if top.isdigit()]
+    if max(numbers, default=0) > MAX_ITEMS:  # keys of a dict, not positions
+        return [], trees
     args = [trees.get(str(i)) for i in range(max(numbers, default=-1) + 1)]
     return args, {top: tree for top, tree in trees.items() if not top.isdigit()}
 
 
-def _sequence(value: Any, tensor: TensorEncoder, path: tuple[str, ...]) -> Any:
+def _sequence(
+    value: Any, tensor: TensorEncoder, path: tuple[str, ...], around: tuple[int, ...]
+) -> Any:
     if len(value) > MAX_ITEMS and not isinstance(value[0], torch.Tensor):
         return _special("unsupported", f"{type(value).__name__} of {len(value)} items")
-    items = [encode(item, tensor, (*path, str(i))) for i, item in enumerate(value)]
+    around = (*around, id(value))
+    items = [encode(item, tensor, (*path, str(i)), around) for i, item in enumerate(value)]
     return items if type(value) is list else {"tuple": items}
 
 
-def _named(value: Any, tensor: TensorEncoder, path: tuple[str, ...]) -> Any:
+def _named(
+    value: Any, tensor: TensorEncoder, path: tuple[str, ...], around: tuple[int, ...]
+) -> Any:
     if isinstance(value, type):
         return _special("unsupported", f"type {_type_name(value)}")
     kind = type(value)
+    around = (*around, id(value))
     if kind is dict:
         return {
             "dict": [
-                [encode(key, tensor, path), encode(item, tensor, (*path, str(key)))]
+                [_key(key), encode(item, tensor, (*path, str(key)), around)]
                 for key, item in value.items()
             ]
         }
@@ -118,8 +129,25 @@ def _named(value: Any, tensor: TensorEncoder, path: tuple[str, ...]) -> Any:
         pairs = [
             (field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)
         ]
-    fields = {name: encode(item, tensor, (*path, name)) for name, item in pairs}
-    return {"fields": [how, _type_name(kind), fields]}
+    return {"fields": [how, _type_name(kind), _fields(pairs, tensor, path, around)]}
+
+
+def _fields(
+    pairs: Iterable[tuple[str, Any]],
+    tensor: TensorEncoder,
+    path: tuple[str, ...],
+    around: tuple[int, ...],
+) -> dict[str, Any]:
+    return {name: encode(item, tensor, (*path, name), around) for name, item in pairs}
+
+
+def _key(key: Any) -> Any:
+    """A key of a dict: a plain value, or its text; a reader must be able to look it up again."""
+    if type(key) is tuple:
+        return {"tuple": [_key(part) for part in key]}
+    if type(key) in _PLAIN or type(key) in (int, float, str):
+        return encode(key, lambda tensor, _: None)
+    return _special("key", str(key))
 
 
 def _float(value: float) -> Any:
@@ -153,6 +181,8 @@ def _other(value: Any) -> Any:
         shape = getattr(value, "shape", None)
         text = f"{value.dtype}{list(shape)}" if shape else str(value)
         return _special("numpy", text)
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return _special("symbol", str(value))
     if isinstance(value, torch.nn.Module):
         return _special("module", _type_name(kind))
     if isinstance(value, torch.Generator):

@@ -9,29 +9,31 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from tensorprobe.capture.mode_stack import enter_missing
+
 
 class EngineEntry:
-    """Keeps `mode` on while backward runs.
+    """Keeps `modes` on while backward runs, and calls `on_end` when the outermost one is over.
 
-    `on_begin` is called with the tensors that a backward begins from, `on_end` when the outermost
-    one is over.
+    `on_begin` is given the tensors that backward starts from.
     """
 
     def __init__(
-        self, mode: Any, on_begin: Callable[[Any], None], on_end: Callable[[], None]
+        self,
+        modes: Sequence[Any],
+        on_begin: Callable[[Any], None],
+        on_end: Callable[[], None],
     ) -> None:
-        self._mode = mode
-        self._on_begin = on_begin
+        self._modes = modes
         self._on_end = on_end
+        self._on_begin = on_begin
         self._depth = 0
         self._lock = threading.Lock()
-        self._installed = False
-        self._original: Callable[..., Any] | None = None
         self._wrapper: Callable[..., Any] | None = None
 
     def install(self) -> None:
@@ -39,29 +41,24 @@ class EngineEntry:
 
         @functools.wraps(original)
         def run_backward(*args: Any, **kwargs: Any) -> Any:
-            if not self._installed:
+            if self._wrapper is not run_backward:  # removed while another wrapper was around it
                 return original(*args, **kwargs)
             return self._run(original, args, kwargs)
 
-        self._original, self._wrapper = original, run_backward
-        self._installed = True
-        self._put(run_backward)
+        run_backward._entry = self  # type: ignore[attr-defined]
+        self._wrapper = run_backward
+        _put(run_backward)
 
     def remove(self) -> None:
         """Restore the function; where someone wrapped ours meanwhile, ours just passes on."""
-        self._installed = False
-        if torch.autograd.graph._engine_run_backward is self._wrapper and self._original:
-            self._put(self._original)
-
-    @staticmethod
-    def _put(function: Callable[..., Any]) -> None:
-        torch.autograd.graph._engine_run_backward = function
-        torch.autograd._engine_run_backward = function  # type: ignore[attr-defined]
+        self._wrapper = None
+        function = torch.autograd.graph._engine_run_backward
+        while (entry := getattr(function, "_entry", None)) and entry._wrapper is not function:
+            function = function.__wrapped__  # type: ignore[attr-defined]
+        _put(function)
 
     def _run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        enter = self._mode not in torch.overrides._get_current_function_mode_stack()
-        if enter:
-            self._mode.__enter__()
+        entered = enter_missing(self._modes)
         with self._lock:
             self._depth += 1
         before = self._mode.dispatch_depth
@@ -70,11 +67,21 @@ class EngineEntry:
             self._on_begin(args[0] if args else ())
             return original(*args, **kwargs)
         finally:
+<<<<<<< HEAD
             self._mode.dispatch_depth = before
             if enter:
                 self._mode.__exit__(None, None, None)
+=======
+            while entered:
+                entered.pop().__exit__(None, None, None)
+>>>>>>> main
             with self._lock:
                 self._depth -= 1
                 outermost = self._depth == 0
             if outermost:
                 self._on_end()
+
+
+def _put(function: Callable[..., Any]) -> None:
+    torch.autograd.graph._engine_run_backward = function
+    torch.autograd._engine_run_backward = function  # type: ignore[attr-defined]

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from tensorprobe.capture import compiled
 from tensorprobe.capture.naming import ApiName, Namer, is_noise
 from tensorprobe.capture.steps import optimizers_in_round
 from tensorprobe.capture.tape import Tape
 
 # Calls that tell the recorder something even where calls are not recorded.
 _SCALER_UPDATE = "_amp_update_scale_"
+_DISPATCH_DEPTH = 12  # frames between a __torch_dispatch__ and the operators it calls
+
+
+def _below_backward() -> bool:
+    """Whether a dispatch mode or tensor subclass calls an operator on behalf of backward.
+
+    Forward calls take our mode off the stack, so what happens below them is not seen; backward
+    does not, and torch tells nobody how deep in its dispatcher a call is made.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_DISPATCH_DEPTH):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "__torch_dispatch__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 class CallMode(TorchFunctionMode):
@@ -32,15 +54,17 @@ class CallMode(TorchFunctionMode):
         self._on_scaler_update = on_scaler_update
         self._namer = Namer(resolve_name)
         self._plans: dict[Any, ApiName | None] = {}
+<<<<<<< HEAD
         self.dispatch_depth = 0  # dispatch modes on the stack while backward runs
+=======
+        self._runs = compiled.Runs()
+>>>>>>> main
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if (
-            torch.compiler.is_compiling()
-        ):  # dynamo traces this very line: leave no mark in the graph
+        if torch.compiler.is_compiling():  # dynamo traces this line: leave no mark in its graph
             return func(*args, **kwargs)
         if self.dispatch_depth > torch._C._len_torch_dispatch_stack():
             # Inside the handler of a dispatch mode that came by in backward: what a simulated
@@ -52,11 +76,16 @@ class CallMode(TorchFunctionMode):
             api = self._plan(func)
         except TypeError:  # a callable without a hash
             api = self._namer(func)
-        if api is None:
+        if api is None or (api.prefix == "Aten" and _below_backward()):
             return func(*args, **kwargs)
-        if not (self._record and self._tape.recording):
+        if not (self._record and self._tape.recording) or compiled.in_backward():
+            result = func(*args, **kwargs)
+        elif (run := compiled.running()) is not None:
+            if self._runs.is_new(run) and not run.has_node:
+                self._record_compiled(run)
             result = func(*args, **kwargs)
         else:
+            self._runs.outside()
             result = self._recorded(api, func, args, kwargs)
         if api.api == _SCALER_UPDATE:
             self._on_scaler_update(optimizers_in_round())
@@ -68,13 +97,26 @@ class CallMode(TorchFunctionMode):
         self._plans[func] = plan
         return plan
 
+    def _record_compiled(self, run: compiled.Run) -> None:
+        """Write down, as one call, a compiled part that has begun to run."""
+        name = compiled.name_of(run)
+        api = ApiName("Compiled", name, name)
+        names = self._tape.select(api, self._tape.counter.next(api), self._tape.place.module)
+        if names is None or not names.wanted:
+            return
+        call = self._tape.begin(names, run.entry.f_locals.get("args", ()), depth=3)
+        if call is not None:
+            call.notes.append(compiled.NOTE)
+            self._tape.end(call, None)
+
     def _recorded(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         tape = self._tape
         names = tape.select(api, tape.counter.next(api), tape.place.module)
         if names is None:
             return func(*args, **kwargs)
         grad = torch.is_grad_enabled() and not torch._C._functorch.peek_interpreter_stack()
-        call = tape.begin(names, args, kwargs, depth=2, grad=grad)
+        shown = args[:1] if api.api == "__deepcopy__" else args  # the rest is copy's own memo
+        call = tape.begin(names, shown, kwargs, depth=2, grad=grad)
         if call is None:
             return func(*args, **kwargs)
         try:

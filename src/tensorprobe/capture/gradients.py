@@ -8,7 +8,7 @@ in, a hook on a node at the boundary sees the gradient the call sends to an inpu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -29,20 +29,24 @@ class InputEdges:
         self.start: int = torch._C._autograd._get_sequence_nr()
         self.edges: dict[Edge, Path] = {}
         self.leaves: dict[int, tuple[torch.Tensor, Path]] = {}
-        self.views: list[tuple[torch.Tensor, Path]] = []
+        # views by identity; their path where they require a gradient, and their version
+        self.views: dict[int, tuple[torch.Tensor, Path | None, int]] = {}
         self.aliases: dict[Path, Path] = {}
         self.functions: list[tuple[torch.Tensor, Any]] = []  # made by a custom autograd.Function
 
     def add(self, tensor: torch.Tensor, path: Path) -> None:
-        if not tensor.requires_grad:
+        """Note one input; where it is a view, a write to it may give it a gradient later."""
+        needs_gradient = tensor.requires_grad
+        if tensor._is_view() and not tensor.is_inference():
+            view = (tensor, path if needs_gradient else None, tensor._version)
+            self.views.setdefault(id(tensor), view)
+        if not needs_gradient:
             return
         node = tensor.grad_fn
         if node is None:
             first = self.leaves.setdefault(id(tensor), (tensor, path))[1]
         else:
             first = self.edges.setdefault((node, tensor.output_nr), path)
-            if tensor._is_view():
-                self.views.append((tensor, path))
             if isinstance(node, BackwardCFunction):
                 self.functions.append((tensor, node))
         if first is not path:
@@ -64,22 +68,24 @@ class InputEdges:
 class Window:
     """A view written in place: its share of the gradient of its base, as CopySlices carries it."""
 
-    __slots__ = ("offset", "size", "stride")
+    __slots__ = ("_base_size", "_base_stride", "_offset", "_size", "_stride")
 
-    def __init__(self, view: torch.Tensor) -> None:
-        self.size, self.stride = view.size(), view.stride()
-        self.offset = view.storage_offset()
-
-    @staticmethod
-    def of(view: torch.Tensor) -> Window | None:
-        """None where the gradient cannot be cut out: the base is not dense from its first byte."""
-        base = view._base
-        if base is None or base.storage_offset() or not base.is_contiguous():
-            return None
-        return Window(view)
+    def __init__(self, view: torch.Tensor, base: torch.Tensor) -> None:
+        self._size, self._stride = view.size(), view.stride()
+        self._offset = view.storage_offset() - base.storage_offset()
+        self._base_size, self._base_stride = base.size(), base.stride()
 
     def cut(self, base_gradient: torch.Tensor) -> torch.Tensor:
-        return base_gradient.contiguous().as_strided(self.size, self.stride, self.offset)
+        """The part of a gradient of the base that belongs to the view."""
+        if base_gradient.stride() != self._base_stride:
+            strided = base_gradient.new_empty_strided(self._base_size, self._base_stride)
+            base_gradient = strided.copy_(base_gradient)
+        offset = base_gradient.storage_offset() + self._offset
+        return base_gradient.as_strided(self._size, self._stride, offset)
+
+
+# A place to listen at: output number or input position of a node, what it belongs to, its share.
+Spot = tuple[int, Path, Window | None]
 
 
 class Trace:
@@ -88,19 +94,31 @@ class Trace:
     __slots__ = ("boundary", "gaps", "notes", "outputs")
 
     def __init__(self) -> None:
-        # node -> [(its output number or input position, path, window)]
-        self.outputs: dict[Any, list[tuple[int, Path, Window | None]]] = {}
-        self.boundary: dict[Any, list[tuple[int, Path, Window | None]]] = {}
+        self.outputs: dict[Any, list[Spot]] = {}
+        self.boundary: dict[Any, list[Spot]] = {}
         self.notes: list[str] = []
         self.gaps: list[str] = []
 
     def contributions(self) -> dict[Path, int]:
-        """How many nodes send a gradient to each input."""
+        """How many times a gradient is sent to each input."""
         counts: dict[Path, int] = {}
-        for places in self.boundary.values():
-            for _, path, _ in places:
+        for spots in self.boundary.values():
+            for _, path, _ in spots:
                 counts[path] = counts.get(path, 0) + 1
         return counts
+
+    def output_edges(self) -> set[Edge]:
+        """The edges that lead to outputs."""
+        return {(node, spot[0]) for node, spots in self.outputs.items() for spot in spots}
+
+    def note_shared(self, shared: set[Edge]) -> None:
+        """These outputs have users inside the call as well."""
+        for node, number in shared:
+            for spot_number, path, window in self.outputs[node]:
+                if spot_number == number and window is None:
+                    self.notes.append(
+                        f"output.{'.'.join(path)} is also used inside: its gradient includes that"
+                    )
 
 
 def output_nodes(
@@ -109,35 +127,67 @@ def output_nodes(
     """Note the nodes this call made for its outputs; tensors merely handed through have none."""
     for tensor, path in outputs:
         node = tensor.grad_fn
-        if node is None:
+        if node is None and id(tensor) not in inputs.leaves:
             continue
-        if (node, tensor.output_nr) in inputs.edges or node._sequence_nr() < inputs.start:
+        edge = (node, tensor.output_nr)
+        if node is None or edge in inputs.edges or node._sequence_nr() < inputs.start:
             trace.notes.append(f"output.{'.'.join(path) or '0'} is handed through")
-            continue
-        trace.outputs.setdefault(node, []).append((tensor.output_nr, path, None))
+        elif id(tensor) not in inputs.views or not _view_write(tensor, path, inputs, trace):
+            trace.outputs.setdefault(node, []).append((tensor.output_nr, path, None))
 
 
-def trace_call(outputs: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges) -> Trace | None:
-    """The graph of one operator call; None when it has no part in backward."""
+def _view_write(view: torch.Tensor, path: Path, inputs: InputEdges, trace: Trace) -> bool:
+    """Whether this call wrote to a view in place: both its gradients are windows of the base's.
+
+    The write is a CopySlices node of the base, below the node through which the view reads it, so
+    what comes in there is the gradient from all users of the written part, the base's and the
+    view's. Writes to several views of one base follow each other.
+    """
+    writes = []
+    node = view.grad_fn
+    while node is not None and inputs.start <= node._sequence_nr() < LEAF:
+        if node.name().endswith("CopySlices"):
+            writes.append(node)
+        elif writes:
+            break
+        node = node.next_functions[0][0] if node.next_functions else None
+    base = view._base
+    if not writes or base is None:
+        return False
+    window = Window(view, base)
+    trace.outputs.setdefault(writes[0], []).append((0, path, window))
+    input_path = inputs.views[id(view)][1]
+    nothing_between = node is None or not inputs.start <= node._sequence_nr() < LEAF
+    if input_path is not None and nothing_between:
+        trace.boundary.setdefault(writes[-1], []).append((0, input_path, window))
+    return True
+
+
+def trace_call(outputs: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges) -> Trace:
+    """The graph of one operator call; it has no outputs when backward does not pass here."""
     trace = Trace()
     output_nodes(outputs, inputs, trace)
     if not trace.outputs:
-        return None
+        return trace
     seen = set(trace.outputs)
     todo = list(trace.outputs)
+    inner_edges = set()
     while todo:
         node = todo.pop()
-        if inputs.views and node.name() == "CopySlices":
-            _trace_view_write(node, inputs, trace)
-        for position, (after, number) in enumerate(node.next_functions):
+        for position, edge in enumerate(node.next_functions):
+            after, number = edge
             if after is None:
                 continue
             path = inputs.find(after, number)
             if path is not None:
                 trace.boundary.setdefault(node, []).append((position, path, None))
-            elif after not in seen and inputs.start <= after._sequence_nr() < LEAF:
-                seen.add(after)
-                todo.append(after)
+            elif inputs.start <= after._sequence_nr() < LEAF:
+                inner_edges.add(edge)
+                if after not in seen:
+                    seen.add(after)
+                    todo.append(after)
+    if inner_edges:
+        trace.note_shared(inner_edges & trace.output_edges())
     return trace
 
 
@@ -154,7 +204,7 @@ def trace_function(node: Any) -> Trace:
     return trace
 
 
-def trace_saved(tensors: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges) -> Trace | None:
+def trace_saved(tensors: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges) -> Trace:
     """Where the whole gradient of each of these tensors comes by, whoever uses them."""
     trace = Trace()
     for tensor, path in tensors:
@@ -164,33 +214,15 @@ def trace_saved(tensors: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges
     return trace
 
 
-def _trace_view_write(node: Any, inputs: InputEdges, trace: Trace) -> None:
-    """An in-place write to a view: both its gradients are windows of the base's."""
-    tensor, path = inputs.views[0]
-    if len(inputs.views) > 1:
-        written = [item for item in inputs.views if item[0].grad_fn not in _nodes(inputs)]
-        tensor, path = written[0] if written else inputs.views[0]
-    window = Window.of(tensor)
-    if window is None:
-        trace.gaps.append("gradient of an in-place write to a view of a strided base")
-        return
-    trace.outputs.clear()
-    trace.outputs[node] = [(0, ("0",), window)]
-    trace.boundary.setdefault(node, []).append((0, path, window))
-
-
-def _nodes(inputs: InputEdges) -> set[Any]:
-    return {node for node, _ in inputs.edges}
-
-
 class Region:
     """The graph nodes that a module call made; once it returns, only the edges that leave it."""
 
-    __slots__ = ("frontier", "parent")
+    __slots__ = ("frontier", "parent", "used")
 
     def __init__(self) -> None:
         self.parent: Region | None = None
         self.frontier: dict[Edge, list[tuple[Any, int]]] = {}
+        self.used: set[Edge] = set()  # edges inside that lead to outputs of the call, or a child's
 
     def top(self) -> Region:
         region = self
@@ -203,7 +235,7 @@ def trace_module(
     outputs: Iterable[tuple[torch.Tensor, Path]],
     inputs: InputEdges,
     owners: dict[int, Region],
-) -> Trace | None:
+) -> Trace:
     """The graph of one module call, in time linear in its nodes however deep modules nest.
 
     `owners` says which region a node (by sequence number) belongs to, for all module calls since
@@ -212,13 +244,24 @@ def trace_module(
     trace = Trace()
     output_nodes(outputs, inputs, trace)
     if not trace.outputs:
-        return None
+        return trace
+    output_edges = trace.output_edges()
+    own = _walk(list(trace.outputs), inputs, output_edges, owners)
+    for edge, places in own.frontier.items():
+        path = inputs.find(*edge)
+        if path is not None:
+            for node, position in places:
+                trace.boundary.setdefault(node, []).append((position, path, None))
+    trace.note_shared(own.used & output_edges)
+    _note_lost_views(inputs, trace)
+    return trace
+
+
+def _walk(
+    todo: list[Any], inputs: InputEdges, output_edges: set[Edge], owners: dict[int, Region]
+) -> Region:
+    """The region of the call whose outputs come from the nodes `todo`."""
     own = Region()
-    output_edges = {
-        (node, number) for node, places in trace.outputs.items() for number, _, _ in places
-    }
-    todo = list(trace.outputs)
-    shared = False
     while todo:
         node = todo.pop()
         sequence = node._sequence_nr()
@@ -228,56 +271,72 @@ def trace_module(
             continue
         if region is None:
             owners[sequence] = own
-            leaving: Iterable[tuple[Edge, list[tuple[Any, int]]]] = (
+            leaving = [
                 (edge, [(node, position)])
                 for position, edge in enumerate(node.next_functions)
                 if edge[0] is not None
-            )
+            ]
         else:
             region.parent = own
-            leaving = region.frontier.items()
+            own.used |= region.used
+            leaving = list(region.frontier.items())
+            region.frontier, region.used = {}, set()
         for edge, places in leaving:
-            shared = shared or edge in output_edges
+            if edge in output_edges:
+                own.used.add(edge)
             if inputs.start <= edge[0]._sequence_nr() < LEAF and edge not in inputs.edges:
                 todo.append(edge[0])
             else:
                 own.frontier.setdefault(edge, []).extend(places)
-        if region is not None:
-            region.frontier = {}
-    for edge, places in own.frontier.items():
-        path = inputs.find(*edge)
-        if path is not None:
-            for node, position in places:
-                trace.boundary.setdefault(node, []).append((position, path, None))
-    if shared:
-        trace.notes.append("an output is also used inside: its gradient includes that use")
-    return trace
+    return own
+
+
+def _note_lost_views(inputs: InputEdges, trace: Trace) -> None:
+    """A module that writes to a view it was given: the view's own edge is gone from the graph."""
+    found = {path for spots in trace.boundary.values() for _, path, _ in spots}
+    for tensor, path, version in inputs.views.values():
+        if path is not None and path not in found and tensor._version != version:
+            trace.gaps.append(
+                f"input.{'.'.join(path)} is a view written in place inside: its gradient is not "
+                "followed"
+            )
+
+
+class LeafListener(NamedTuple):
+    """A hook on the node of a leaf, which some programs keep for ever: to be removed in time."""
+
+    node: Any  # held: a leaf that nothing uses yet forgets its node
+    handle: Any
 
 
 def listen(
     trace: Trace,
-    incoming: Callable[[list[tuple[int, Path, Window | None]], Gradients], None],
-    outgoing: Callable[[list[tuple[int, Path, Window | None]], Gradients], None],
-) -> None:
+    incoming: Callable[[list[Spot], Gradients], None],
+    outgoing: Callable[[list[Spot], Gradients], None],
+) -> list[LeafListener]:
     """Call `incoming` and `outgoing` when backward comes by. Neither may return a gradient."""
-    for node, places in trace.outputs.items():
-        node.register_prehook(_Prehook(places, incoming))
-    for node, places in trace.boundary.items():
-        node.register_hook(_Hook(places, outgoing))
+    leaves = []
+    for node, spots in trace.outputs.items():
+        handle = node.register_prehook(_Prehook(spots, incoming))
+        if node._sequence_nr() == LEAF:
+            leaves.append(LeafListener(node, handle))
+    for node, spots in trace.boundary.items():
+        node.register_hook(_Hook(spots, outgoing))
+    return leaves
 
 
 class _Prehook:
-    __slots__ = ("places", "receive")
+    __slots__ = ("receive", "spots")
 
-    def __init__(self, places: Any, receive: Any) -> None:
-        self.places, self.receive = places, receive
+    def __init__(self, spots: list[Spot], receive: Callable[[list[Spot], Gradients], None]) -> None:
+        self.spots, self.receive = spots, receive
 
     def __call__(self, gradients: Gradients) -> None:
-        self.receive(self.places, gradients)
+        self.receive(self.spots, gradients)
 
 
 class _Hook(_Prehook):
     __slots__ = ()
 
     def __call__(self, gradients: Gradients, incoming: Gradients = ()) -> None:
-        self.receive(self.places, gradients)
+        self.receive(self.spots, gradients)

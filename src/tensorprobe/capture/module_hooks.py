@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -21,7 +21,8 @@ from torch.nn.modules.module import (
 
 from tensorprobe.capture.calls import OpenCall
 from tensorprobe.capture.gradients import InputEdges, Path, Region, Trace, trace_module
-from tensorprobe.capture.naming import ApiName, module_name
+from tensorprobe.capture.mode_stack import enter_missing
+from tensorprobe.capture.naming import ApiName, CallNames, module_name
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.tape import Tape
 
@@ -82,19 +83,21 @@ class ModulePaths:
 class _Entry:
     """A module call under way, and the place to go back to."""
 
-    __slots__ = ("call", "module", "place")
+    __slots__ = ("buffers", "call", "frame", "module", "place")
 
-    def __init__(self, module: nn.Module, place: tuple[Any, ...]) -> None:
+    def __init__(self, module: nn.Module, frame: FrameType, place: tuple[Any, ...]) -> None:
         self.module = module
+        self.frame = frame
         self.place = place
         self.call: OpenCall | None = None
+        self.buffers: dict[str, tuple[int, int]] = {}
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
         self.owners: dict[int, Region] = {}
-        self.entered_mode = False
+        self.entered_modes: list[Any] = []
 
 
 class ModuleHooks:
@@ -105,23 +108,25 @@ class ModuleHooks:
         tape: Tape,
         *,
         record: bool,
-        mode: Any,
+        modes: Sequence[Any],
         on_root: Callable[[nn.Module], None],
     ) -> None:
         self.paths = ModulePaths()
         self._tape = tape
         self._record = record
-        self._mode = mode
+        self._modes = modes
         self._on_root = on_root
         self._thread = _Thread()
         self._owner_thread = 0
         self._handles: list[Any] = []
+        self._around: FrameType | None = None  # of the module whose forward we were started in
         # modules called in this step whose parameters may get a gradient
         self._trained: dict[int, tuple[weakref.ref[nn.Module], ApiName, str]] = {}
         self._grads_seen: dict[int, tuple[int, int]] = {}
 
     def install(self) -> None:
         self._owner_thread = threading.get_ident()
+        self._find_around()
         self._handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -133,8 +138,31 @@ class ModuleHooks:
         self._handles = []
         self._thread.entries.clear()
         self._thread.owners.clear()
+        self._forget_around()
+
+    def _find_around(self) -> None:
+        """Started inside a module's forward: the modules around it name those that it calls."""
+        frames = []
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code is nn.Module._call_impl.__code__:
+                frames.append(frame)
+            frame = frame.f_back
+        if frames:
+            self._around = frames[0]
+            path = None
+            for frame in reversed(frames):
+                path = self.paths.path(frame.f_locals["self"], path)
+            self._tape.place.module = path or ""
+
+    def _forget_around(self) -> None:
+        if self._around is not None:
+            self._around = None
+            self._tape.place.module = ""
 
     def begin_step(self) -> None:
+        if self._around is not None and not _is_below(self._around, sys._getframe()):
+            self._forget_around()
         self._trained.clear()
         self._grads_seen.clear()
 
@@ -145,6 +173,8 @@ class ModuleHooks:
             return
         tape = self._tape
         thread = self._thread
+        frame = sys._getframe(1)
+        self._drop_left(frame)
         if not thread.entries:
             self._on_root(module)  # not below: it may end the program, or the recording
             if not self._handles:
@@ -152,12 +182,13 @@ class ModuleHooks:
         elif not tape.recording:  # only roots count steps and give names
             return
         try:
+            if self._around is not None and not _is_below(self._around, frame):
+                self._forget_around()
             if not thread.entries:
                 self._enter_root()
-            frame = sys._getframe(1)
             place = tape.place
-            entry = _Entry(module, (place.module, place.parent, place.frame, place.stack))
-            parent = place.module if thread.entries else None
+            entry = _Entry(module, frame, (place.module, place.parent, place.frame, place.stack))
+            parent = place.module if thread.entries or self._around else None
             thread.entries.append(entry)
             path = self.paths.path(module, parent)
             if self._record and tape.recording:
@@ -171,14 +202,28 @@ class ModuleHooks:
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             tape.gap(f"Module.{type(module).__name__}", error)
 
+    def _drop_left(self, frame: FrameType) -> None:
+        """Forget calls that were left by a KeyboardInterrupt or the like, which runs no hook."""
+        entries = self._thread.entries
+        while entries and not _is_below(entries[-1].frame, frame):
+            self._pop(entries.pop())
+
+    def _pop(self, entry: _Entry) -> None:
+        """Go back to where the call of `entry` was made; it left by an exception."""
+        self._go_back(entry)
+        if entry.call is not None:
+            self._tape.raised(entry.call, RuntimeError("left by an exception"))
+
+    def _go_back(self, entry: _Entry) -> None:
+        place = self._tape.place
+        place.module, place.parent, place.frame, place.stack = entry.place
+
     def _enter_root(self) -> None:
         self._thread.owners.clear()
         if threading.get_ident() == self._owner_thread:
             return
-        if self._mode not in torch.overrides._get_current_function_mode_stack():
-            # function modes are not inherited by threads: bring ours along while a module runs
-            self._mode.__enter__()
-            self._thread.entered_mode = True
+        # modes are not inherited by threads: bring ours along while a module runs
+        self._thread.entered_modes = enter_missing(self._modes)
 
     def _begin(self, entry: _Entry, path: str, args: tuple[Any, ...], frame: FrameType) -> None:
         module, tape = entry.module, self._tape
@@ -199,32 +244,28 @@ class ModuleHooks:
             parameters=_present(module._parameters),
             buffers=_present(module._buffers),
         )
-        tape.place.parent = names.name
+        if names.wanted:
+            tape.place.parent = names.name
         if entry.call is not None:
+            entry.buffers = {name: _state_of(buffer) for name, buffer in _present(module._buffers)}
             if getattr(module, "_compiled_call_impl", None) or kind.__name__ == "OptimizedModule":
                 entry.call.notes.append("compiled: the calls inside are not visible")
-            if not module._modules:
-                entry.call.notes.extend(_making(module))
             if module._parameters:
                 self._trained[id(module)] = (weakref.ref(module), api, path)
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        entries = self._thread.entries
-        if not self._tape.recording and entries and entries[-1].module is not module:
-            return
         try:
-            while entries:
-                # calls that left by an exception nobody told us of are on top
-                entry = entries.pop()
-                place = self._tape.place
-                place.module, place.parent, place.frame, place.stack = entry.place
-                if entry.module is module:
-                    self._end(entry, result)
-                    break
-                if entry.call is not None:
-                    self._tape.raised(entry.call, RuntimeError("left by an exception"))
+            entries = self._thread.entries
+            if not any(entry.module is module for entry in entries):
+                return  # it was entered before the recording began
+            while (entry := entries.pop()).module is not module:
+                self._pop(entry)  # calls that left by an exception nobody told us of
+            self._go_back(entry)
+            # torch calls this hook from another function when the module has raised
+            raised = sys._getframe(1).f_code is nn.Module._call_impl.__code__
+            self._end(entry, result, sys.exc_info()[1] if raised else None)
             if not entries:
                 self._leave_root()
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
@@ -232,23 +273,31 @@ class ModuleHooks:
 
     def _leave_root(self) -> None:
         self._thread.owners.clear()
-        if self._thread.entered_mode:
-            self._thread.entered_mode = False
-            self._mode.__exit__(None, None, None)
+        while self._thread.entered_modes:
+            self._thread.entered_modes.pop().__exit__(None, None, None)
 
-    def _end(self, entry: _Entry, result: Any) -> None:
+    def _end(self, entry: _Entry, result: Any, error: BaseException | None) -> None:
         if entry.call is None:
             return
-        error = sys.exc_info()[1]
-        if result is None and error is not None:
+        if error is not None:
             self._tape.raised(entry.call, error)
             return
         owners = self._thread.owners
 
-        def tracer(outputs: list[tuple[torch.Tensor, Path]], edges: InputEdges) -> Trace | None:
+        def tracer(outputs: list[tuple[torch.Tensor, Path]], edges: InputEdges) -> Trace:
             return trace_module(outputs, edges, owners)
 
-        self._tape.end(entry.call, result, tracer)
+        self._tape.end(entry.call, result, tracer, self._changed_buffers(entry))
+
+    def _changed_buffers(self, entry: _Entry) -> list[tuple[str, torch.Tensor]]:
+        """Buffers that the call wrote to, as they are now; named `running_mean.after`."""
+        module, changed = entry.module, []
+        for name, buffer in _present(module._buffers):
+            silent = module.training and name in ("running_mean", "running_var")
+            if silent or entry.buffers.get(name) != _state_of(buffer):
+                changed.append((f"{name}.after", buffer))
+        self._tape.forget(buffer for _, buffer in changed)
+        return changed
 
     # Gradients of parameters
 
@@ -256,28 +305,31 @@ class ModuleHooks:
         """Write down the gradients that parameters of this step's modules have now."""
         for reference, api, path in list(self._trained.values()):
             module = reference()
-            if module is None:
-                continue
-            with Quiet():
-                fresh = list(self._fresh_gradients(module))
-            if fresh:
-                grads = api._replace(api=f"{api.api}.parameters_grad")
-                names = self._tape.select(grads, self._tape.counter.next(grads), path)
-                if names is None:
-                    continue
-                names = names._replace(name=f"Module.{grads.api}.{_last(names.name)}")
-                call = self._tape.begin(
-                    names, direction="backward", parent="", parameter_grads=fresh
-                )
-                if call is not None:
-                    self._tape.end(call, None)
+            if module is not None:
+                try:
+                    self._record_gradients_of(module, api, path)
+                except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+                    self._tape.gap(f"Module.{api.api}.parameters_grad", error)
+
+    def _record_gradients_of(self, module: nn.Module, api: ApiName, path: str) -> None:
+        tape = self._tape
+        with Quiet():
+            fresh = list(self._fresh_gradients(module))
+        if not fresh:
+            return
+        api = api._replace(api=f"{api.api}.parameters_grad")
+        names = CallNames(api, f"{api.stem}.{tape.counter.next(api)}", path, "backward")
+        if tape.wants(names):
+            call = tape.begin(names, parent="", parameter_grads=fresh)
+            if call is not None:
+                tape.end(call, None)
 
     def _fresh_gradients(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in module._parameters.items():
             grad = parameter.grad if parameter is not None else None
             if grad is None:
                 continue
-            state = (id(grad), -1 if grad.is_inference() else grad._version)
+            state = _state_of(grad)
             if self._grads_seen.get(id(parameter)) != state:
                 self._grads_seen[id(parameter)] = state
                 yield name, grad
@@ -287,16 +339,13 @@ def _present(tensors: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
     return [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
 
 
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
+def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """What changes when another tensor takes its place, or it is written to."""
+    return id(tensor), -1 if tensor.is_inference() else tensor._version
 
 
-def _making(module: nn.Module) -> list[str]:
-    """How to make a module without children again, as torch.nn's own print themselves."""
-    try:
-        with Quiet():
-            text = module.extra_repr()
-    except Exception:  # noqa: BLE001 recording a call: a user's repr must not become its gap
-        return []
-    notes = [f"made as {type(module).__name__}({text})"[:300]]
-    return notes if module.training else [*notes, "eval"]
+def _is_below(outer: FrameType, frame: FrameType | None) -> bool:
+    """Whether `outer` is among the callers of `frame`."""
+    while frame is not None and frame is not outer:
+        frame = frame.f_back
+    return frame is not None

@@ -35,6 +35,7 @@ class CallNames(NamedTuple):
     name: str  # as call_name() gives it
     module: str = ""  # path of the module the call runs in; of the module itself for its own calls
     direction: Direction = "forward"
+    wanted: bool = True  # False: only the backward of this call is
 
 
 # Python's operators to the op that runs. `a + b` and `a.add(b)` are one op; which of the two names
@@ -321,7 +322,8 @@ _NOISE_GROUPS = {
     "bookkeeping of autograd; backward shows as the backward calls it runs": """
         Tensor.requires_grad_ Tensor.register_hook Tensor.register_post_accumulate_grad_hook
         Tensor.retain_grad Tensor.backward Torch.autograd.backward Torch.autograd.grad
-        Torch._set_grad_enabled Torch.set_grad_enabled Torch._set_fwd_grad_enabled""",
+        Torch._set_grad_enabled Torch.set_grad_enabled Torch._set_fwd_grad_enabled
+        Torch._set_view_replay_enabled""",
     "pickling: the content goes through the storage": """
         Tensor.__reduce_ex__ Tensor._reduce_ex_internal Tensor.__setstate__""",
 }

@@ -76,6 +76,9 @@ class OptimizerHooks:
             if names is None:
                 return None
             parameters = list(self._parameters(optimizer))
+            grads = [(name, p.grad) for name, p in parameters if p.grad is not None]
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                tape.forget(grad for _, grad in grads)  # collectives move no version
             settings = [
                 {key: value for key, value in group.items() if key != "params"}
                 for group in optimizer.param_groups
@@ -85,7 +88,7 @@ class OptimizerHooks:
                 settings,
                 depth=3,
                 parameters=parameters,
-                parameter_grads=[(n, p.grad) for n, p in parameters if p.grad is not None],
+                parameter_grads=grads,
             )
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             tape.gap(f"Optimizer.{type(optimizer).__name__}.step", error)
@@ -98,7 +101,7 @@ class OptimizerHooks:
             reference, call = self._open.pop()
             if reference() is optimizer:
                 if call is not None:
-                    self._tape.end(call, dict(self._parameters(optimizer)))
+                    self._end(optimizer, call)
                 break
         if not self._open:
             self._inside = True
@@ -106,6 +109,14 @@ class OptimizerHooks:
                 self._on_step(optimizer)
             finally:
                 self._inside = False
+
+    def _end(self, optimizer: Optimizer, call: OpenCall) -> None:
+        try:
+            parameters = dict(self._parameters(optimizer))
+            self._tape.forget(parameters.values())  # many optimizers write to p.data
+            self._tape.end(call, parameters)
+        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+            self._tape.gap(call.names.name, error)
 
     def _parameters(self, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         names = self._parameter_names()

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from tensorprobe.capture.backward import Backward, BackwardRun
 from tensorprobe.capture.calls import OpenCall
-from tensorprobe.capture.encode import encode, nest
+from tensorprobe.capture.encode import encode, map_tensors, nest
 from tensorprobe.capture.gradients import (
     InputEdges,
+    LeafListener,
     Path,
     Trace,
     listen,
@@ -22,19 +24,21 @@ from tensorprobe.capture.gradients import (
     trace_function,
     trace_saved,
 )
+from tensorprobe.capture.hidden_state import generator_of, may_draw, silently_written
 from tensorprobe.capture.naming import ApiName, CallNames, Counter, call_name
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.stacks import Stacks
 from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig
-from tensorprobe.records import Direction, Role
+from tensorprobe.records import Role
 from tensorprobe.store.lines import CallLine, EndLine, GapLine, StackLine, TensorLine
 from tensorprobe.store.writer import CaptureWriter
 
-_DTYPE_NAMES: dict[torch.dtype, str] = {}
+# Their sizes are plain numbers; those of other subclasses need not be.
+_PLAIN_TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
 # Reads the graph of a call that has ended: of an operator's, or of a module's.
-Tracer = Callable[[list[tuple[torch.Tensor, Path]], InputEdges], Trace | None]
+Tracer = Callable[[list[tuple[torch.Tensor, Path]], InputEdges], Trace]
 _SECTIONS: dict[Role, str] = {
     "input": "input",
     "output": "output",
@@ -44,6 +48,12 @@ _SECTIONS: dict[Role, str] = {
 }
 # What an asynchronous collective returns; torch without distributed has none.
 _WORK: tuple[type, ...] = tuple(filter(None, (getattr(torch.distributed, "Work", None),)))
+_ROLES: dict[str, Role] = {
+    "parameters": "parameter",
+    "parameter_grads": "parameter_grad",
+    "buffers": "buffer",
+}
+_IN_BACKWARD = "inside backward"
 _OUTPUT_IS_ARGUMENTS = "outputs are the arguments after the call"
 
 
@@ -55,6 +65,7 @@ class Place(threading.local):
         self.parent: str | None = None
         self.frame: FrameType | None = None
         self.stack = 0
+        self.thread = threading.current_thread().name
 
 
 class Tape:
@@ -75,21 +86,33 @@ class Tape:
         self.writer = writer
         self.place = Place()
         self.counter = Counter()
-        self.step = 0
+        self.step = -1
         self.recording = False  # this step is wanted, and the recorder is on
-        self.n_steps = 0
+        self._steps: set[int] = set()
         self._open = False
         self._opening = threading.Lock()
         self._values = values
         self.ids = itertools.count()
         self._stacks = Stacks(self._write_stack)
         self._early_stacks: list[StackLine] = []  # of modules entered before the first call
-        self.running: dict[tuple[int, int], BackwardRun] = {}
-        self._functions: set[int] = set()  # nodes of custom Functions already written down
+        # passes of backward under way; None: not wanted
+        self.running: dict[tuple[int, int], BackwardRun | None] = {}
+        # nodes of custom Functions already written down, by thread and sequence number
+        self._functions: set[tuple[int, int]] = set()
+        self._leaf_listeners: list[LeafListener] = []
         self._pending_work: list[tuple[OpenCall, list[Any], list[tuple[torch.Tensor, Path]]]] = []
+        self._dtypes: dict[torch.dtype, tuple[str, bool]] = {}  # name, and whether it is wanted
+        self._sees_functions = config.level in ("L1", "mix")
         self.wants_input = selection.wants_side("input")
         self.wants_output = selection.wants_side("output")
+        self._forward = selection.wants_direction("forward")
         self._backward = selection.wants_direction("backward")
+        self._everything = selection.everything and self._forward and self._backward
+
+    @property
+    def n_steps(self) -> int:
+        """Steps of which anything was recorded."""
+        return len(self._steps)
 
     @property
     def nbytes(self) -> int:
@@ -99,71 +122,74 @@ class Tape:
     # Steps
 
     def begin_step(self, step: int, wanted: bool) -> None:
+        """Go to another step; or on with this one, after a pause, where its numbers stand."""
         self.end_step()
-        self.step = step
         self.recording = wanted
-        self.counter.reset()
-        self.selection.begin_step()
         self.writer.end_step()
         self._open = False
+        if step == self.step:
+            return
+        self.step = step
+        self.counter.reset()
+        self.selection.begin_step()
         if wanted:
             self._values.begin_step()
             self._early_stacks.clear()
             self._stacks.reset()
             self._functions.clear()
 
-    def end_step(self) -> None:
-        """Close what is open: the step is over."""
-        self.finish_backwards()
-        if self._pending_work:
-            with Quiet():
-                self._finish_work(last=True)
-
     def open_step(self) -> None:
         """A step gets its folder with its first call, so that one nobody ran leaves no trace."""
         if self._open:
             return
-        with self._opening:  # a thread that goes on too early would have nowhere to write
-            if self._open:
-                return
-            self.n_steps += 1
-            self.writer.begin_step(self.step)
-            for line in self._early_stacks:
-                self.writer.stack(line)
-            self._early_stacks.clear()
-            self._open = True
+        with self._opening:  # or a second thread's first call would find no file yet
+            if not self._open:
+                self._steps.add(self.step)
+                self.writer.begin_step(self.step)
+                for line in self._early_stacks:
+                    self.writer.stack(line)
+                self._early_stacks.clear()
+                self._open = True
 
     # Calls
 
+    def wants(self, names: CallNames) -> bool:
+        """Whether this call is wanted. Asked once for every call, in order."""
+        return self._everything or self.selection.decide(names)
+
     def select(self, api: ApiName, number: int, module: str) -> CallNames | None:
-        """The names of this call if it is wanted. Asked once for every call, in order."""
+        """The names of this forward call, if it or its backward is wanted."""
         names = CallNames(api, call_name(api, number), module)
-        if self.selection.everything:
+        if self.wants(names):
             return names
-        if self.selection.decide(names) or self.selection.may_want_backward(names):
-            return names
+        if self.selection.may_want_backward(names):
+            return names._replace(wanted=False)
         return None
 
     def begin(
         self,
         names: CallNames,
-        args: Iterable[Any] = (),
+        args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
         depth: int = 0,
         grad: bool = False,
         parent: str | None = None,
-        direction: Direction = "forward",
+        random: bool | None = None,
+        writes: frozenset[str] | None = None,
         **named: Iterable[tuple[str, torch.Tensor]],
     ) -> OpenCall | None:
         """Write down a call before it runs. `named`: parameters, parameter_grads, buffers."""
         try:
-            self.open_step()
+            kwargs = kwargs or {}
             call = OpenCall(names, self.selection.keep_for(names), self.step)
             if grad:
                 call.edges = InputEdges()
+            if not names.wanted:
+                return self._watch(call, args, kwargs)
+            self.open_step()
+            place = self.place
             if self.config.stacks:
-                place = self.place
                 call.stack = self._stacks.current(depth + 1, place.frame, place.stack)
             with Quiet():
                 if self._pending_work:
@@ -174,51 +200,117 @@ class Tape:
                     name=names.name,
                     op=names.api.op,
                     module=names.module,
-                    direction=direction,
-                    parent=parent if parent is not None else self.place.parent,
+                    direction=names.direction,
+                    parent=place.parent if parent is None else parent,
                     stack=call.stack,
                     args=[encode(arg, encoder, (str(i),)) for i, arg in enumerate(args)],
-                    kwargs={k: encode(v, encoder, (k,)) for k, v in (kwargs or {}).items()},
-                    thread=threading.current_thread().name,
-                    notes=_state_notes(),
-                    **self._named(call, named),
+                    kwargs={k: encode(v, encoder, (k,)) for k, v in kwargs.items()},
+                    thread=place.thread,
+                    notes=_state_notes(grad),
                 )
-                for tensor, path in call.inputs:
-                    call.versions.append(_version(tensor))
-                    if call.edges is not None:
-                        call.edges.add(tensor, path)
-                if call.edges is not None and call.edges.functions:
+                for section, tensors in named.items():
+                    setattr(line, section, self._named(call, section, tensors))
+                self._note_inputs(call)
+                if call.edges is not None and call.edges.functions and self._sees_functions:
                     self._record_functions(call.edges.functions)
-                call.id = line.id = next(self.ids)
+                call.writes = (
+                    silently_written(names.api, args, kwargs) if writes is None else writes
+                )
+                if call.keep == "tensors" and (may_draw(names.api) if random is None else random):
+                    self._note_generator(call, args, kwargs)
+                line.id = next(self.ids)  # after the Functions that made the inputs
                 self.writer.call(line)
+            call.id = line.id
             return call
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self.gap(names.name, error)
             return None
 
-    def end(self, call: OpenCall, result: Any, tracer: Tracer = trace_call) -> None:
+    def end(
+        self,
+        call: OpenCall,
+        result: Any,
+        tracer: Tracer = trace_call,
+        buffers: Iterable[tuple[str, torch.Tensor]] = (),
+    ) -> None:
         """Write down what a call returned, and listen to its backward."""
         try:
             outputs: list[tuple[torch.Tensor, Path]] = []
             with Quiet():
                 mutated = self._mutated(call)
+                if not call.written:
+                    map_tensors(
+                        result, lambda tensor, path: outputs.append((tensor, path or ("0",)))
+                    )
+                    self._trace(call, outputs or mutated, tracer)
+                    return
                 encoder = _Encoder(self, call, "output", self.wants_output, outputs)
-                tree = encode(result, encoder)
-                written: dict[str, TensorLine] = {}
+                line = EndLine(id=call.id, outputs=encode(result, encoder), notes=call.notes)
                 if mutated and not outputs:
-                    tree = self._arguments_after(call, mutated, outputs)
+                    line.outputs = self._arguments_after(call, mutated, outputs)
                     call.notes.append(_OUTPUT_IS_ARGUMENTS)
                 elif mutated:
-                    written = self._written(call, mutated, outputs)
-                if call.edges is not None and self._backward:
-                    trace = tracer(outputs, call.edges)
-                    if trace is not None:
-                        self._follow(call, trace, call.edges.aliases)
-                self.writer.end(
-                    EndLine(id=call.id, outputs=tree, buffers=written, notes=call.notes)
-                )
+                    line.buffers = self._written(call, mutated, outputs)
+                if call.draws is not None:
+                    line.buffers |= self._drawn(call, *call.draws)
+                for name, tensor in buffers:
+                    line.buffers[name] = self.line(tensor, call, "buffer", name, self.wants_output)
+                self._trace(call, outputs, tracer)
+                self.writer.end(line)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self.gap(call.names.name, error)
+            if call.written:
+                self.writer.end(EndLine(id=call.id, notes=["what it returned is not recorded"]))
+
+    def _watch(self, call: OpenCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpenCall:
+        """Begin a call of which only the backward is wanted."""
+
+        def note(tensor: torch.Tensor, path: Path) -> None:
+            call.inputs.append((tensor, path))
+
+        with Quiet():
+            for i, arg in enumerate(args):
+                encode(arg, note, (str(i),))
+            for name, arg in kwargs.items():
+                encode(arg, note, (name,))
+            self._note_inputs(call)
+        return call
+
+    def _note_inputs(self, call: OpenCall) -> None:
+        edges = call.edges
+        for tensor, path in call.inputs:
+            call.versions.append(_version(tensor))
+            if edges is not None:
+                edges.add(tensor, path)
+
+    def _note_generator(
+        self, call: OpenCall, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        generator = generator_of(args, kwargs)
+        if generator is not None:
+            call.draws = (generator, generator.get_state())
+
+    def _drawn(
+        self, call: OpenCall, generator: torch.Generator, before: torch.Tensor
+    ) -> dict[str, TensorLine]:
+        """The state that a random call started from, by which it can be repeated."""
+        if torch.equal(before, generator.get_state()):
+            return {}
+        line = self.line(before, call, "buffer", "rng_state", False)
+        line.value = self._values.of(
+            before, _Label(call.names.name, "buffer", "rng_state"), "tensors"
+        )
+        return {"rng_state": line}
+
+    def _trace(
+        self, call: OpenCall, outputs: list[tuple[torch.Tensor, Path]], tracer: Tracer
+    ) -> None:
+        if call.edges is None or not self._backward:
+            return
+        trace = tracer(outputs, call.edges)
+        call.notes.extend(trace.notes)
+        if trace.outputs:
+            self._follow(call, trace, call.edges.aliases)
 
     def save(self, name: str, value: Any) -> None:
         """Write down a value given by hand, as the output of a call of that name."""
@@ -233,7 +325,9 @@ class Tape:
 
     def raised(self, call: OpenCall, error: BaseException) -> None:
         """The call did not return."""
-        text = f"{type(error).__name__}: {error}"
+        if not call.written:
+            return
+        text = _error_text(error)
         if type(error).__name__ == "_StopRecomputationError":
             # not a failure: torch.utils.checkpoint has all it needs and leaves by raising
             self.writer.end(EndLine(id=call.id, notes=["recomputation ended here"]))
@@ -241,7 +335,7 @@ class Tape:
         self.writer.end(EndLine(id=call.id, status="raised", error=text[:2000]))
 
     def gap(self, name: str, reason: BaseException | str) -> None:
-        text = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
+        text = reason if isinstance(reason, str) else _error_text(reason)
         self.open_step()
         self.writer.gap(GapLine(name=name, reason=text[:2000]))
 
@@ -249,40 +343,39 @@ class Tape:
         self, tensor: torch.Tensor, call: OpenCall, role: Role, label: str, wanted: bool = True
     ) -> TensorLine:
         """One tensor of a call; its content is numbered and kept where the selection wants it."""
-        dtype = _DTYPE_NAMES.get(tensor.dtype)
-        if dtype is None:
-            dtype = _DTYPE_NAMES[tensor.dtype] = str(tensor.dtype).removeprefix("torch.")
+        known = self._dtypes.get(tensor.dtype)
+        if known is None:
+            name = str(tensor.dtype).removeprefix("torch.")
+            known = self._dtypes[tensor.dtype] = (name, self.selection.wants_tensor(name))
+        dtype, wants_dtype = known
+        line = TensorLine(dtype=dtype, shape=(), grad=tensor.requires_grad)
         try:
-            line = TensorLine(dtype=dtype, shape=tuple(tensor.shape), grad=tensor.requires_grad)
+            plain = type(tensor) in _PLAIN_TENSORS
+            line.shape = tuple(tensor.shape if plain else map(_length, tensor.shape))
             if not tensor.is_contiguous():
-                line.stride = tensor.stride()
-        except (RuntimeError, NotImplementedError) as error:  # nested and sparse tensors
-            line = TensorLine(dtype=dtype, shape=(), gap=f"no shape or stride: {error}"[:200])
-            line.shape = _shape_of(tensor)
+                line.stride = tuple(tensor.stride() if plain else map(_length, tensor.stride()))
+        except (RuntimeError, NotImplementedError):
+            pass  # sparse tensors have no stride, nested ones not even a shape
         if not tensor.is_cpu:
             line.device = str(tensor.device)
-        if wanted and self.selection.wants_tensor(dtype):
+        if wanted and wants_dtype and call.keep != "structure":
             line.value = self._values.of(tensor, _Label(call.names.name, role, label), call.keep)
         return line
 
     # After the call
 
     def _named(
-        self, call: OpenCall, named: Mapping[str, Iterable[tuple[str, torch.Tensor]]]
-    ) -> dict[str, Any]:
-        roles: dict[str, Role] = {
-            "parameters": "parameter",
-            "parameter_grads": "parameter_grad",
-            "buffers": "buffer",
-        }
-        lines = {}
-        for section, tensors in named.items():
-            role = roles[section]
-            wanted = self.selection.wants_side(role)
-            lines[section] = {
-                name: self.line(tensor, call, role, name, wanted) for name, tensor in tensors
-            }
-        return lines
+        self, call: OpenCall, section: str, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> dict[str, TensorLine]:
+        role = _ROLES[section]
+        wanted = self.selection.wants_side(role)
+        return {name: self.line(tensor, call, role, name, wanted) for name, tensor in tensors}
+
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These were perhaps written to in a way that moves no version."""
+        with Quiet():
+            for tensor in tensors:
+                self._values.forget(tensor)
 
     def _mutated(self, call: OpenCall) -> list[tuple[torch.Tensor, Path]]:
         """Inputs that the call wrote to. Collectives write without moving the version."""
@@ -293,7 +386,7 @@ class Tape:
         found = [
             item
             for item, before in zip(call.inputs, call.versions, strict=True)
-            if _version(item[0]) != before or item[1] in call.writes
+            if _version(item[0]) != before or item[1][0] in call.writes
         ]
         for tensor, _ in found:
             # an alias made by .data has a version of its own: drop all that is known of the storage
@@ -329,66 +422,85 @@ class Tape:
 
     def _follow(self, call: OpenCall, trace: Trace, aliases: dict[Path, Path]) -> None:
         """Record the backward of this call when it runs."""
-        call.notes.extend(trace.notes)
         backward = Backward(self, call, trace, aliases)
         for reason in trace.gaps:
             self.gap(backward.name, reason)
-        listen(trace, backward.incoming, backward.outgoing)
+        self._leaf_listeners += listen(trace, backward.incoming, backward.outgoing)
 
     def _record_functions(self, functions: list[tuple[torch.Tensor, Any]]) -> None:
         """Custom autograd.Functions: `apply` is no torch call, but their node is in the graph."""
         for tensor, node in functions:
-            sequence = node._sequence_nr()
-            if sequence in self._functions:
+            made = (threading.get_ident(), node._sequence_nr())
+            if made in self._functions:
                 continue
-            self._functions.add(sequence)
+            self._functions.add(made)
             kind = getattr(type(node), "_forward_cls", type(node))
             api = ApiName("Function", kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
             names = self.select(api, self.counter.next(api), self.place.module)
             if names is None:
                 continue
             call = OpenCall(names, self.selection.keep_for(names), self.step)
-            call.id = next(self.ids)
-            notes = ["seen by its graph node: the inputs are not visible"]
-            if "CompiledFunction" in kind.__qualname__:
-                notes.append("compiled: the calls inside are not visible")
-            self.writer.call(
-                CallLine(
-                    id=call.id,
-                    name=names.name,
-                    op=api.op,
-                    module=names.module,
-                    parent=self.place.parent,
-                    notes=notes,
-                )
-            )
-            path = (str(tensor.output_nr),)
-            line = self.line(tensor, call, "output", path[0], self.wants_output)
+            if names.wanted:
+                self._write_function(call, tensor)
             if self._backward:
                 self._follow(call, trace_function(node), {})
-            self.writer.end(EndLine(id=call.id, outputs=nest({path: {"tensor": line}})))
+
+    def _write_function(self, call: OpenCall, tensor: torch.Tensor) -> None:
+        """Write down a custom Function that has run, as far as one of its results shows it."""
+        self.open_step()
+        call.id = next(self.ids)
+        api = call.names.api
+        notes = ["seen by its graph node: the inputs are not visible"]
+        if api.api == "CompiledFunction":
+            notes.append("compiled: the calls inside are not visible")
+        self.writer.call(
+            CallLine(
+                id=call.id,
+                name=call.names.name,
+                op=api.op,
+                module=call.names.module,
+                parent=self.place.parent,
+                thread=self.place.thread,
+                notes=notes,
+            )
+        )
+        path = (str(tensor.output_nr),)
+        line = self.line(tensor, call, "output", path[0], self.wants_output)
+        self.writer.end(EndLine(id=call.id, outputs=nest({path: {"tensor": line}})))
 
     # Backward
 
     def begin_backward(self, roots: Iterable[Any]) -> None:
-        """Write down the custom Functions whose output backward begins from: no call took it."""
+        """Backward starts: a loss may come from a custom Function that no other call has used."""
         try:
             with Quiet():
-                found = InputEdges()
-                for root in roots:
-                    if isinstance(root, torch.Tensor):
-                        found.add(root, ())
-                self._record_functions(found.functions)
+                nodes = [(root, root.grad_fn) for root in roots if isinstance(root, torch.Tensor)]
+                self._record_functions(
+                    [(root, node) for root, node in nodes if isinstance(node, BackwardCFunction)]
+                )
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self.gap("backward", error)
 
     def finish_backwards(self) -> None:
         """Close what backward calls are open: the backward pass has ended."""
-        if self.running:
-            with Quiet():
-                for run in list(self.running.values()):
+        runs = list(self.running.values())
+        self.running.clear()
+        with Quiet():
+            for run in filter(None, runs):
+                try:
                     run.finish()
-            self.running.clear()
+                except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+                    self.gap("backward", error)
+
+    def end_step(self) -> None:
+        """Close what is open: the step is over, or the recording."""
+        self.finish_backwards()
+        if self._pending_work:
+            with Quiet():
+                self._finish_work(last=True)
+        for listener in self._leaf_listeners:
+            listener.handle.remove()
+        self._leaf_listeners.clear()
 
     # Collectives that run on after they return
 
@@ -496,25 +608,36 @@ def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+def _length(length: Any) -> int:
+    """A size or stride as a number; -1 for one that differs inside a ragged tensor."""
+    return length if type(length) is int else -1
+
+
+def _error_text(error: BaseException) -> str:
     try:
-        return tuple(tensor.shape)
-    except (RuntimeError, NotImplementedError):
-        return ()
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 the text of an exception is the program's own code
+        return type(error).__name__
 
 
-def _state_notes() -> list[str]:
+def _state_notes(grad: bool) -> list[str]:
     """What about the surroundings changes how a call computes."""
-    notes = [f"autocast {device} {torch.get_autocast_dtype(device)}" for device in _autocasts_on()]
+    notes = []
+    if torch._C._is_any_autocast_enabled():
+        notes += [
+            f"autocast {device} {torch.get_autocast_dtype(device)}"
+            for device in ("cpu", "cuda", "npu")
+            if _autocasts(device)
+        ]
     if torch._C._current_graph_task_id() != -1:
-        notes.append("inside backward")
+        notes.append("inside backward: recomputation" if grad and _recomputes() else _IN_BACKWARD)
     return notes
 
 
-def _autocasts_on() -> list[str]:
-    if not torch._C._is_any_autocast_enabled():
-        return []
-    return [device for device in ("cpu", "cuda", "npu") if _autocasts(device)]
+def _recomputes() -> bool:
+    """Whether it is not a custom Function's backward that runs, but a checkpoint's forward."""
+    node = torch._C._current_autograd_node()
+    return not isinstance(node, BackwardCFunction) or "Checkpoint" in node.name()
 
 
 def _autocasts(device: str) -> bool:

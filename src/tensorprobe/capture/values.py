@@ -25,6 +25,11 @@ class Values:
     The output of one call is the input of the next, so most tensors are met several times. Content
     is known by its live storage and version, never by an address: a weak reference is held to every
     storage met, so that no other storage can take its place while it is remembered.
+
+    What moves no version is not seen by itself: a write through `.data` in a call that is not
+    recorded, through numpy, or by a kernel of one's own. Then the content met first in the step is
+    shown again. Where such writes are known (collectives, running statistics, optimizers) `forget`
+    is called.
     """
 
     def __init__(self, writer: CaptureWriter, summarizer: Summarizer) -> None:
@@ -67,8 +72,7 @@ class Values:
         )
         known = self._known.get(storage._cdata)
         if known is None:
-            known = (StorageWeakRef(storage), {})
-            self._known[storage._cdata] = known
+            known = self._known.setdefault(storage._cdata, (StorageWeakRef(storage), {}))
         number = known[1].get(view)
         if number is None:
             number = known[1][view] = self._new(tensor, name, tensors)
@@ -88,9 +92,13 @@ class Values:
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """The storage, where it and the version say what a tensor holds."""
-    if tensor.layout is not torch.strided or tensor.is_inference() or tensor.is_meta:
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
         return None
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.is_conj():
+    if tensor.is_inference():  # keeps no version
+        return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    if tensor.is_conj() or tensor.is_neg():  # the same memory stands for other numbers
         return None
     try:
         return tensor.untyped_storage()

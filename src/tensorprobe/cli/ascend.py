@@ -70,7 +70,9 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", help="put blocked formats in order: ND, NCHW, NHWC, HWCN...")
     parser.add_argument("--shape", type=_shape, help="the original shape, where the dump has none")
     parser.add_argument("--index", type=int, help="only the inputs and outputs of this number")
-    parser.add_argument("-j", "--jobs", type=int, help="processes; default: one a core")
+    parser.add_argument(
+        "-j", "--jobs", type=int, help="processes; default: one a core for 2 GiB and more"
+    )
 
 
 def _convert(args: argparse.Namespace) -> int:

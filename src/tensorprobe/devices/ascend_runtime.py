@@ -37,11 +37,17 @@ def saturates() -> bool:
 
 def overflow_is_flagged() -> bool:
     """Whether a float overflow happened since the flag was cleared."""
-    return bool(_required("the overflow flag")._C._check_overflow_npu())
+    return bool(_flag_call("get_npu_overflow_flag", "_check_overflow_npu")())
 
 
 def clear_overflow_flag() -> None:
-    _required("the overflow flag")._C._clear_overflow_npu()
+    _flag_call("clear_npu_overflow_flag", "_clear_overflow_npu")()
+
+
+def _flag_call(name: str, old_name: str) -> Any:
+    """A call of torch_npu.npu.utils, or what stood for it in torch_npu._C before."""
+    module = _required("the overflow flag")
+    return getattr(module.npu.utils, name, None) or getattr(module._C, old_name)
 
 
 @contextmanager
@@ -93,7 +99,7 @@ def settings() -> dict[str, Any]:
     if module is None:
         return {}
     found: dict[str, Any] = {"inf_nan_mode": bool(module._C._npu_is_support_inf_nan())}
-    is_compiled = getattr(getattr(module.npu, "utils", None), "is_jit_compile_false", None)
-    if callable(is_compiled):
-        found["jit_compile"] = not is_compiled()
+    is_compiled_ahead = getattr(module.npu, "is_jit_compile_false", None)
+    if callable(is_compiled_ahead):
+        found["jit_compile"] = not is_compiled_ahead()
     return found

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch_npu
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from tensorprobe.devices import (
     accelerator,
@@ -36,7 +40,7 @@ def test_the_row() -> None:
     event.synchronize()
     assert npu.current_stream() is not None
     assert npu.versions() == {"torch_npu": torch_npu.__version__, "device": "Simulated NPU"}
-    assert npu.settings() == {"inf_nan_mode": True}
+    assert npu.settings() == {"inf_nan_mode": True, "jit_compile": False}
     assert check_environment("npu", {}) == []
 
 
@@ -63,6 +67,36 @@ def test_mixed_up_names_are_explained() -> None:
     with pytest.raises(RuntimeError) as mixed:
         torch.ones(2, device="npu") + torch.ones(2)
     assert "move the second with .to('npu:0')" in str(explain(mixed.value))
+
+
+def test_own_work_hides_from_modes() -> None:
+    """What a recorder does with tensors of the device, while its own modes are on."""
+    seen: list[str] = []
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                args[0].detach().abs().amax().cpu()
+            seen.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    class Kernels(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(3, device="npu")
+    with Functions(), Kernels():
+        x.exp()
+    assert seen == ["exp", "aten.exp.default"]
+
+
+def test_the_examples_of_the_page_run() -> None:
+    page = Path(__file__).parents[3] / "docs" / "devices.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(block, {"tensor": torch.ones(2, device="npu")})
 
 
 def test_installing_again_changes_nothing_and_uninstalling_takes_back() -> None:

@@ -177,6 +177,7 @@ def read(content: bytes) -> tuple[Any, list[np.ndarray[Any, Any]], list[np.ndarr
         (torch.ones(3).to(torch.float8_e4m3fn), 35),
         (torch.ones(2, dtype=torch.complex64), 16),
         (torch.zeros(0, 4), 1),
+        (torch.arange(8.0).as_strided((1, 1), (5, 3), 2), 1),
     ],
     ids=lambda value: str(value.dtype) if isinstance(value, torch.Tensor) else None,
 )

@@ -118,6 +118,14 @@ def test_indexing() -> None:
     assert len(x) == 6
 
 
+def test_complex_numbers() -> None:
+    x = torch.tensor([1 + 2j, 3 - 1j], device="npu")
+    assert torch.view_as_real(x.conj()).tolist() == [[1, -2], [3, 1]]
+    assert x.conj().imag.tolist() == [-2, 1]
+    signal = torch.randn(8)
+    assert torch.equal(torch.fft.hfft(signal.npu()).cpu(), torch.fft.hfft(signal))
+
+
 def test_host_and_device_do_not_mix() -> None:
     x = torch.ones(2, device="npu")
     with pytest.raises(RuntimeError, match=r"at least two devices, npu:0 and cpu! .* of add\)"):
@@ -223,6 +231,10 @@ def test_what_is_missing_is_named() -> None:
     assert not hasattr(torch.npu, "nccl")
     with pytest.raises(NotImplementedError, match="sparse_coo"):
         torch.ones(2, 2, device="npu").to_sparse()
+    with pytest.raises(
+        NotImplementedError, match=r"aten\.bincount\.default is not on the simulated"
+    ):
+        torch.bincount(torch.ones(2, device="npu", dtype=torch.float16).to(torch.complex64))
     with pytest.raises(NotImplementedError, match="getNewGenerator"):
         torch.Generator("npu")
 
@@ -265,6 +277,11 @@ def test_modes_see_the_users_calls_and_no_more() -> None:
         y = F.linear(x, weight)
         y.relu_()
     assert functions.seen == ["torch.nn.functional.linear", "torch.Tensor.relu_"]
+    with _Functions() as functions, _Kernels() as kernels:
+        torch.ones(2).to("npu").to(torch.float16).cpu().to(torch.float32)
+    to_half = ["torch.ones", "torch.Tensor.to", "torch.Tensor.to", "torch.Tensor.cpu"]
+    assert functions.seen == [*to_half, "torch.Tensor.to"]
+    assert kernels.seen == ["aten.ones.default", *["aten._to_copy.default"] * 4]
     with _Kernels() as kernels:
         F.linear(x, weight).sum().backward()
     assert kernels.seen == [

@@ -74,6 +74,20 @@ def test_recurrent_networks(kind: Any) -> None:
         torch.testing.assert_close(one.grad.cpu(), other.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_packed_sequences() -> None:
+    host = nn.LSTM(2, 3, batch_first=True)
+    npu = copy.deepcopy(host).npu()
+    x, lengths = torch.randn(2, 4, 2), torch.tensor([4, 2])
+    results = []
+    for model, batch in ((host, x), (npu, x.npu())):
+        packed = nn.utils.rnn.pack_padded_sequence(batch, lengths, batch_first=True)
+        padded, _ = nn.utils.rnn.pad_packed_sequence(model(packed)[0], batch_first=True)
+        padded.sum().backward()
+        results.append(padded.cpu())
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(npu.weight_ih_l0.grad.cpu(), host.weight_ih_l0.grad)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast(dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3)).npu()

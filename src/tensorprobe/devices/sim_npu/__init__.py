@@ -103,8 +103,8 @@ def noise(ulps: int = 1, *, share: float = 0.5, seed: int = 0) -> Noise:
     """Round as another healthy chip would, until the returned noise is removed.
 
     A `share` of the numbers that a kernel with rounding freedom gives (matmul, softmax, norms,
-    reductions, exp and its like; not +, -, *, copies) moves by up to `ulps` units
-    in the last place.
+    reductions, exp and its like; not +, -, *, copies) moves by up to `ulps` units in the last
+    place.
     """
     return CHIP.faults.noise(ulps, share, seed)
 
@@ -151,9 +151,9 @@ def _register_backend() -> None:
     npu = new_library("npu", "DEF")
     for table in torch_npu.TABLES:
         table.register(npu)
-    _LIBRARIES.extend([everything, aten, npu])
     engine.check_backward()
     CHIP.has_context = False
+    _LIBRARIES.extend([everything, aten, npu])
 
 
 def _overload(name: str) -> Any:

@@ -38,18 +38,23 @@ _OP_TYPES = {
 }  # fmt: skip
 
 
+# They reserve memory or look at it differently; nothing runs on the device for them.
+_NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
+              "empty_with_format", "_unsafe_view"}  # fmt: skip
+
+
 class AclDump:
     """Writes `{dump_path}/{time}/{device}/{model}/{OpType}.{OpName}.{task}.{stream}.{us}`."""
 
-    def __init__(self, config: Path) -> None:
-        self.sides, self._root, self._is_on = _read_config(config)
-        self._folder = self._root / time.strftime("%Y%m%d%H%M%S") / "0" / "0"
+    def __init__(self, config: Path, device: int = 0) -> None:
+        self.sides, root, self._is_on = _read_config(config)
+        self._folder = root / time.strftime("%Y%m%d%H%M%S") / str(device) / "0"
         self._task = 0
         self._names: dict[str, int] = {}
 
     def write(self, func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         """One kernel's inputs and outputs, as one file."""
-        if not self._is_on:
+        if not self._is_on or not outputs or _name(func) in _NO_KERNEL:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         kind = op_type(func)
@@ -71,11 +76,15 @@ class AclDump:
 
 def op_type(func: Any) -> str:
     """The vendor's name for the kernel behind `func`: ReduceSum, MatMulV2, Gelu."""
-    name = str(func._schema.name).split("::")[1]
+    name = _name(func)
     if name in _OP_TYPES:
         return _OP_TYPES[name]
     words = name.removeprefix("npu_").strip("_").replace("backward", "grad").split("_")
     return "".join(word[:1].upper() + word[1:] for word in words)
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name).split("::")[1]
 
 
 def encode(
@@ -117,8 +126,12 @@ def _tensor(tensor: torch.Tensor, nbytes: int, *, shape: int, size: int, origina
 
 
 def _content(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    if not tensor.numel():
+        return b""
+    dense = tensor.detach().contiguous()
+    # One element counts as contiguous whatever its strides, but cannot be seen as bytes then.
+    flat = dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def _varint(number: int) -> bytes:

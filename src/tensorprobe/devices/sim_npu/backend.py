@@ -9,28 +9,19 @@ from typing import Any
 
 import torch
 
+from tensorprobe.devices.ranks import local_rank
 from tensorprobe.devices.sim_npu import amp as amp
 from tensorprobe.devices.sim_npu import status_calls as utils
+from tensorprobe.devices.sim_npu import streams
 from tensorprobe.devices.sim_npu.acl_dump import AclDump
 from tensorprobe.devices.sim_npu.chip import CHIP
-from tensorprobe.devices.sim_npu.streams import (
-    Event as Event,
-)
-from tensorprobe.devices.sim_npu.streams import (
-    Stream as Stream,
-)
-from tensorprobe.devices.sim_npu.streams import (
-    current_stream as current_stream,
-)
-from tensorprobe.devices.sim_npu.streams import (
-    default_stream as default_stream,
-)
-from tensorprobe.devices.sim_npu.streams import (
-    set_stream as set_stream,
-)
-from tensorprobe.devices.sim_npu.streams import (
-    stream as stream,
-)
+
+Event = streams.Event
+Stream = streams.Stream
+current_stream = streams.current_stream
+default_stream = streams.default_stream
+set_stream = streams.set_stream
+stream = streams.stream
 
 _initialized = True  # torch.utils.checkpoint asks before it keeps the device's random state
 _TOTAL_NBYTES = 64 * 2**30
@@ -154,6 +145,10 @@ def set_compile_mode(jit_compile: bool = False) -> None:
     set_option({"jit_compile": jit_compile})
 
 
+def is_jit_compile_false() -> bool:
+    return not _OPTIONS.get("jit_compile", False)
+
+
 # ---- random numbers ----------------------------------------------------------------------------
 
 
@@ -245,7 +240,7 @@ def init_dump() -> None:
 
 def set_dump(cfg_file: str) -> None:
     """From here on every kernel writes a file, as `cfg_file` (a dump.json) says."""
-    CHIP.dump = AclDump(Path(cfg_file))
+    CHIP.dump = AclDump(Path(cfg_file), local_rank())
 
 
 def finalize_dump() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from tensorprobe.devices.ranks import local_rank
 from tensorprobe.devices.sim_npu.acl_dump import AclDump
 from tensorprobe.devices.sim_npu.faults import Faults
 from tensorprobe.devices.sim_npu.overflow import FloatStatus
@@ -92,7 +92,7 @@ class Chip:
         Under a launcher each process has the one device its local rank names, so that number is
         accepted as well; its tensors are on npu:0 all the same.
         """
-        if index not in (None, 0, int(os.environ.get("LOCAL_RANK", "0"))):
+        if index not in (None, 0, local_rank()):
             raise RuntimeError(
                 f"Invalid NPU device ID {index}: a process has one simulated NPU, npu:0. "
                 "Start one process a device (torchrun), or use npu:0"

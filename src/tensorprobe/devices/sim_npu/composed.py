@@ -98,6 +98,10 @@ def kernels() -> dict[Any, Any]:
         aten._thnn_fused_gru_cell.default: gru_cell,
         aten._thnn_fused_gru_cell_backward.default: gru_cell_backward,
         aten.histc.default: histc,
+        # On the CPU these are flags on a tensor, which the outer one could not show.
+        aten._conj.default: torch.conj_physical,
+        aten._neg_view.default: torch.neg,
+        aten._efficientzerotensor.default: torch.zeros,
         # Asked before a module's tensors are replaced; a change of device is never in place.
         aten._has_compatible_shallow_copy_type.default: lambda one, other: False,
     }

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import get_alias_info
 
 from tensorprobe.devices.sim_npu.chip import CHIP
 from tensorprobe.devices.sim_npu.tensor import NpuTensor, follow_raw, wrap
@@ -18,9 +18,11 @@ KERNELS: dict[Any, Callable[..., Any]] = {}
 # Ops that move data between devices, and those that take indices from the host, as CUDA does.
 _MIXES_DEVICES = {
     "_has_compatible_shallow_copy_type", "copy_", "_to_copy", "_foreach_copy_", "_copy_from",
-    "set_", "index", "index_put",
-    "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put",
+    "set_", "index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index",
+    "_unsafe_index_put", "_pack_padded_sequence", "_pack_padded_sequence_backward",
 }  # fmt: skip
+# Results that stay on the host on every device: (op, number of the result).
+_HOST_RESULTS = {("_pack_padded_sequence", 1)}
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,8 @@ _PLANS: dict[Any, Plan] = {}
 
 def _read_plan(func: Any) -> Plan:
     """The plan of an op, read off its schema."""
-    info = get_alias_info(func)
     schema = func._schema
-    views: list[int | None] = [None] * len(schema.returns)
-    for argument, result in info.read_only_alias_match_indexes:
-        views[result] = argument
+    arguments = [argument.alias_info for argument in schema.arguments]
     name = schema.name.split("::")[1]
     takes_device = any(argument.name == "device" for argument in schema.arguments)
     return Plan(
@@ -65,14 +64,27 @@ def _read_plan(func: Any) -> Plan:
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
         makes_tensor=takes_device,
         mixes_devices=takes_device or name in _MIXES_DEVICES,
-        view_of=tuple(views),
+        view_of=tuple(_viewed(arguments, result.alias_info) for result in schema.returns),
         written=tuple(
-            (position, argument.name or "")
-            for position, argument in enumerate(info.args)
-            if argument.is_write
+            (position, schema.arguments[position].name)
+            for position, alias in enumerate(arguments)
+            if alias is not None and alias.is_write
         ),
-        returns_written=info.outs_write_aliases is not None,
+        returns_written=any(
+            r.alias_info is not None and r.alias_info.is_write for r in schema.returns
+        ),
     )
+
+
+def _viewed(arguments: list[Any], result: Any) -> int | None:
+    """Which argument a result is a view of; `Tensor(a -> *)` says: all results are."""
+    for position, alias in enumerate(arguments):
+        if alias is None or alias.is_write:
+            continue
+        shares = result is not None and alias.before_set & result.before_set
+        if shares or "*" in alias.after_set:
+            return position
+    return None
 
 
 def execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -103,19 +115,15 @@ def _compute(func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any
     """The kernel's result, as the chip's faults and float status leave it."""
     faults = CHIP.faults.of(func)
     dump = None if plan.is_view else CHIP.dump
-    inputs = [tensor.clone() for tensor in tensors_in((args, kwargs))] if dump else []
+    inputs = [tensor.clone() for tensor in _dense_in((args, kwargs))] if dump else []
     for fault in faults:
         fault.before(func)
-    kernel = KERNELS.get(func, func)
-    if plan.is_random:
-        with CHIP.random.drawing():
-            result = kernel(*args, **kwargs)
-    else:
-        result = kernel(*args, **kwargs)
+    with CHIP.random.drawing() if plan.is_random else nullcontext():
+        result = _run_kernel(func, args, kwargs)
     if plan.is_view or not (faults or dump or CHIP.status.mode == "saturation"):
         return result
     written = plan.written_in(args, kwargs)
-    outputs = tensors_in(written if written else result)
+    outputs = _dense_in(written if written else result)
     changed = outputs
     for fault in faults:
         changed = fault.after(changed)
@@ -126,6 +134,19 @@ def _compute(func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any
     if dump:
         dump.write(func, inputs, outputs)
     return result
+
+
+def _run_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    kernel = KERNELS.get(func)
+    if kernel is not None:
+        return kernel(*args, **kwargs)
+    try:
+        return func(*args, **kwargs)
+    except NotImplementedError as error:
+        raise NotImplementedError(
+            f"{func} is not on the simulated NPU for these arguments: the CPU, which does its "
+            f"work, says {error}"
+        ) from error
 
 
 def _unwrap(value: Any, strangers: list[torch.Tensor]) -> Any:
@@ -149,6 +170,10 @@ def _refuse_host_tensors(plan: Plan, strangers: list[torch.Tensor]) -> None:
                 "Expected all tensors to be on the same device, but found at least two devices, "
                 f"npu:0 and {tensor.device}! (when checking the arguments of {plan.name})"
             )
+
+
+def _dense_in(value: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_in(value) if tensor.layout is torch.strided]
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -177,7 +202,8 @@ def _wrap_result(
         return _wrap_one(result, plan.view_of[0], args)
     if isinstance(result, tuple):
         return tuple(
-            _wrap_one(part, of, args) for part, of in zip(result, plan.view_of, strict=True)
+            part if (plan.name, number) in _HOST_RESULTS else _wrap_one(part, of, args)
+            for number, (part, of) in enumerate(zip(result, plan.view_of, strict=True))
         )
     return result
 

@@ -43,7 +43,8 @@ class Planted:
         self._faults = faults
         self._calls = calls
         self._output = output
-        self._stale: list[torch.Tensor | None] = []
+        self._due = False  # whether the execution under way is one to spoil
+        self._stale: list[torch.Tensor] = []
         self._spoil = effect if callable(effect) else _effect(effect)
 
     def __enter__(self) -> Planted:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from tensorprobe.devices.sim_npu import backend, status_calls
-from tensorprobe.devices.sim_npu.acl_dump import AclDump as AclDump
 from tensorprobe.devices.sim_npu.detection_ops import OPS as DETECTION_OPS
 from tensorprobe.devices.sim_npu.fused_ops import OPS as FUSED_OPS
 from tensorprobe.devices.sim_npu.library import OpTable

@@ -1,0 +1,59 @@
+"""What every test leaves behind: no mode, no hook, no patch, no filter."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+_ENGINE = torch.autograd.graph._engine_run_backward
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_forward_hooks_always_called",
+    "_global_forward_hooks_with_kwargs",
+)
+_OPTIMIZER_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+
+
+def installed() -> dict[str, Any]:
+    """Everything in this process that a recorder puts somewhere and has to take away again."""
+    return {
+        "function modes": list(_get_current_function_mode_stack()),
+        "dispatch modes": list(_get_current_dispatch_mode_stack()),
+        "module hooks": {name: list(getattr(modules, name)) for name in _GLOBAL_HOOKS},
+        "optimizer hooks": {name: list(getattr(optimizers, name)) for name in _OPTIMIZER_HOOKS},
+        "engine": (torch.autograd.graph._engine_run_backward, torch.autograd._engine_run_backward),
+        # ours by its text: what tests import adds filters of its own
+        "warning filters": [f for f in warnings.filters if "global hooks" in str(f[1])],
+        "grad mode": torch.is_grad_enabled(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_installed() -> Iterator[None]:
+    """Fails the test after which a mode, hook, patch or warnings filter is still there."""
+    before = installed()
+    assert before["engine"] == (_ENGINE, _ENGINE)
+    yield
+    after = installed()
+    assert after == before
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Each test draws the same numbers, whichever tests ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
