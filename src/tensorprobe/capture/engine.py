@@ -61,20 +61,18 @@ class EngineEntry:
         entered = enter_missing(self._modes)
         with self._lock:
             self._depth += 1
-        before = self._mode.dispatch_depth
-        self._mode.dispatch_depth = torch._C._len_torch_dispatch_stack()
+        calls = [mode for mode in self._modes if hasattr(mode, "dispatch_depth")]
+        before = [mode.dispatch_depth for mode in calls]
+        for mode in calls:
+            mode.dispatch_depth = torch._C._len_torch_dispatch_stack()
         try:
             self._on_begin(args[0] if args else ())
             return original(*args, **kwargs)
         finally:
-<<<<<<< HEAD
-            self._mode.dispatch_depth = before
-            if enter:
-                self._mode.__exit__(None, None, None)
-=======
+            for mode, depth in zip(calls, before, strict=True):
+                mode.dispatch_depth = depth
             while entered:
                 entered.pop().__exit__(None, None, None)
->>>>>>> main
             with self._lock:
                 self._depth -= 1
                 outermost = self._depth == 0

@@ -54,11 +54,8 @@ class CallMode(TorchFunctionMode):
         self._on_scaler_update = on_scaler_update
         self._namer = Namer(resolve_name)
         self._plans: dict[Any, ApiName | None] = {}
-<<<<<<< HEAD
         self.dispatch_depth = 0  # dispatch modes on the stack while backward runs
-=======
         self._runs = compiled.Runs()
->>>>>>> main
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
