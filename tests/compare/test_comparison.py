@@ -220,9 +220,10 @@ def test_a_missing_shard_leaves_statistics(tmp_path: Path) -> None:
 
 def test_missing_ranks_are_said(tmp_path: Path) -> None:
     a, e = run(tmp_path / "a"), run(tmp_path / "e")
-    shutil.copytree(a / "rank0", a / "rank1")
+    for rank in range(1, 5):
+        shutil.copytree(a / "rank0", a / f"rank{rank}")
     verdict = tp.compare(a, e).verdict
-    assert "ranks 1 exist on one side only" in str(verdict)
+    assert "ranks 1, 2, 3, 4 exist on one side only" in str(verdict)
     assert verdict.verdict == "match"
 
 

@@ -16,6 +16,7 @@ from tensorprobe.compare.judge import (
     ROUNDING,
     distance,
     moved_values,
+    number_text,
     pair_roundoff,
     reduction,
     rms_size,
@@ -375,7 +376,9 @@ class Blame:
             size = "does not have the values that its inputs give"
         else:
             share = _percent(own.relative)
-            size = f"is off by {share} of its size, {score:.3g} times what rounding explains"
+            size = (
+                f"is off by {share} of its size, {number_text(score)} times what rounding explains"
+            )
         reason = (
             f"replayed in float64 on its own inputs, the {side} {what} {own.name} {size}; "
             f"the {other} side's is within rounding"
@@ -689,7 +692,7 @@ class Blame:
         kind: CulpritKind = "output" if node.call.direction == "forward" else "gradient"
         reason = (
             f"only in {name}; replayed in float64 on its own inputs, its {own.name} is off by "
-            f"{_percent(own.relative)}, {own.size:.3g} times what rounding explains"
+            f"{_percent(own.relative)}, {number_text(own.size)} times what rounding explains"
         )
         row = next((row for row in node.outputs if row.name == own.name), None)
         return self._culprit(node, kind, reason, own.size, row=row, side=name, proof="replayed")
@@ -1019,13 +1022,14 @@ def _digest_reason(row: TensorPair) -> str:
 def _percent(relative: float) -> str:
     if math.isinf(relative) or relative > 10:
         return "more than its whole size" if math.isinf(relative) else f"{relative:.3g} times"
-    return f"{100 * relative:.2g} %"
+    percent = 100 * relative
+    return f"{percent:.0f} %" if percent >= 10 else f"{percent:.2g} %"
 
 
 def _magnitude(d: float) -> str:
     if math.isinf(d):
         return "altogether"
-    return f"by {d:.3g} roundings of its size"
+    return f"by {number_text(d)} roundings of its size"
 
 
 def _metrics(row: TensorPair | None) -> dict[str, Any]:

@@ -247,7 +247,7 @@ def _judge(
         culprits=[],
         facts=fact_differences(actual.facts, expected.facts),
     )
-    if aligned * 2 < max(n_actual, n_expected):
+    if aligned * 2 < _common_calls(pairs):
         verdict.verdict = "incomparable"
         verdict.reason = _why_incomparable(actual, expected, pairs, aligned)
         return Comparison(actual, expected, pairs, verdict)
@@ -268,6 +268,17 @@ def _judge(
         verdict.verdict = "diverged"
     verdict.notes = _notes(verdict, findings, actual, expected)
     return Comparison(actual, expected, pairs, verdict, structure)
+
+
+def _common_calls(pairs: Sequence[CallPair]) -> int:
+    """How many calls could align: of the ranks and steps that both sides have, the larger side."""
+    counts: dict[tuple[int, int], list[int]] = {}
+    for pair in pairs:
+        unit = counts.setdefault((pair.call.rank, pair.call.step), [0, 0])
+        unit[0] += pair.pair.actual is not None
+        unit[1] += pair.pair.expected is not None
+    common = [unit for unit in counts.values() if all(unit)] or list(counts.values())
+    return max(sum(unit[side] for unit in common) for side in (0, 1))
 
 
 def _torch_is_there(verdict: Verdict) -> bool:

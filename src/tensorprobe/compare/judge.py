@@ -148,3 +148,12 @@ def _ratio(a: float, b: float) -> float:
     if a == 0:
         return 0.0
     return a / b if b else math.inf
+
+
+def number_text(value: float) -> str:
+    """A size for a person to read: 4.07, 8,388, 1.68e+07."""
+    if math.isinf(value):
+        return "infinite"
+    if 100 <= abs(value) < 1e6:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from tensorprobe.compare.judge import number_text
 
 if TYPE_CHECKING:
     from tensorprobe.compare.blame import Culprit
@@ -50,7 +51,8 @@ def _diverged(verdict: Verdict) -> Iterator[str]:
         place += f", {first.stack[0]}"
     yield place
     yield f"  {first.reason}"
-    size = f"  own error {_number(first.own_error)}, inherited {_number(first.inherited_error)} "
+    own, inherited = number_text(first.own_error), number_text(first.inherited_error)
+    size = f"  own error {own}, inherited {inherited} "
     size += f"(1 = one rounding); {_fault(first)}; {first.affected} later calls affected"
     yield size
     others = verdict.culprits[1:]
@@ -87,12 +89,6 @@ def _fault(culprit: Culprit) -> str:
     if culprit.side is None:
         return "no side is proven wrong"
     return f"the {culprit.side} side is wrong"
-
-
-def _number(value: float) -> str:
-    if math.isinf(value):
-        return "infinite"
-    return f"{value:.3g}"
 
 
 def next_command(verdict: Verdict, culprit: Culprit) -> str:

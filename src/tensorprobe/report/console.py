@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from tensorprobe.compare.comparison import Comparison, Verdict
-from tensorprobe.compare.judge import distance
+from tensorprobe.compare.judge import distance, number_text
 from tensorprobe.compare.measure import CallPair
 
 _CULPRITS = 8
@@ -54,13 +53,21 @@ def _errors(pair: CallPair) -> tuple[str, str]:
     for row in pair.tensors:
         key = "out" if row.role == "output" else "in"
         found[key] = max(found[key], distance(row))
-    return _number(found["in"]), _number(found["out"])
+    return number_text(found["in"]), number_text(found["out"])
 
 
 def _culprits(verdict: Verdict) -> Iterator[str]:
     rows = [("", "culprit", "kind", "step", "rank", "own error", "affected")]
     rows += [
-        (str(n), c.name, c.kind, str(c.step), str(c.rank), _number(c.own_error), str(c.affected))
+        (
+            str(n),
+            c.name,
+            c.kind,
+            str(c.step),
+            str(c.rank),
+            number_text(c.own_error),
+            str(c.affected),
+        )
         for n, c in enumerate(verdict.culprits[:_CULPRITS], 1)
     ]
     yield from _table(rows, right=(3, 4, 5, 6))
@@ -96,12 +103,6 @@ def _structure(comparison: Comparison) -> Iterator[str]:
         yield f"  {text}"
     if len(comparison.structure) > _STRUCTURE:
         yield f"  and {len(comparison.structure) - _STRUCTURE} more"
-
-
-def _number(value: float) -> str:
-    if math.isinf(value):
-        return "infinite"
-    return f"{value:.3g}"
 
 
 def _table(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> Iterator[str]:
