@@ -36,6 +36,8 @@ Side = Literal["actual", "expected"]
 FAINT = 4.8
 # What may come out of a call that is not replayed, per unit that went in: it may amplify.
 _AMPLIFIES = 4.0
+# Where the random numbers of a call began: no number of the program's.
+_RANDOM_STATE = "buffers.rng_state"
 
 
 class Culprit(msgspec.Struct, kw_only=True):
@@ -143,8 +145,9 @@ class Blame:
     # Distances
 
     def _node(self, i: int, pair: CallPair, container: bool) -> _Node:
-        inputs = [row for row in pair.tensors if _is_input(row)]
-        outputs = [row for row in pair.tensors if not _is_input(row)]
+        rows = [row for row in pair.tensors if not row.name.endswith(_RANDOM_STATE)]
+        inputs = [row for row in rows if _is_input(row)]
+        outputs = [row for row in rows if not _is_input(row)]
         if not pair.call.name.startswith("Module.") and kind_of(pair.call) == "uninitialised":
             outputs = []  # torch.empty: whatever was there
         node = _Node(i, pair, container, inputs, outputs)
