@@ -21,8 +21,9 @@ FLOORS = [
     {"ptdbg_ascend", "msprobe", "cli"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-# Lazily, inside a function: a record loads its own content, and __init__ offers everything.
-ALLOWED = {("records", "store")}
+# Lazily, inside a function: a record loads its own content, a comparison writes its own report, and
+# __init__ offers everything.
+ALLOWED = {("records", "store"), ("compare", "report")}
 
 
 def imports_of(path: Path) -> set[str]:

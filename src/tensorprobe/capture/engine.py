@@ -67,10 +67,16 @@ class EngineEntry:
         self._thread.depth += 1
         with self._lock:
             self._depth += 1
+        calls = [mode for mode in self._modes if hasattr(mode, "dispatch_depth")]
+        before = [mode.dispatch_depth for mode in calls]
+        for mode in calls:
+            mode.dispatch_depth = torch._C._len_torch_dispatch_stack()
         try:
             self._on_begin(args[0] if args else ())
             return original(*args, **kwargs)
         finally:
+            for mode, depth in zip(calls, before, strict=True):
+                mode.dispatch_depth = depth
             while entered:
                 entered.pop().__exit__(None, None, None)
             self._thread.depth -= 1

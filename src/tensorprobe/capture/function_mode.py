@@ -55,6 +55,7 @@ class CallMode(TorchFunctionMode):
         self._on_scaler_update = on_scaler_update
         self._namer = Namer(resolve_name)
         self._plans: dict[Any, ApiName | None] = {}
+        self.dispatch_depth = 0  # dispatch modes on the stack while backward runs
         self._runs = compiled.Runs()
 
     def __torch_function__(
@@ -62,6 +63,10 @@ class CallMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():  # dynamo traces this line: leave no mark in its graph
+            return func(*args, **kwargs)
+        if self.dispatch_depth > torch._C._len_torch_dispatch_stack():
+            # Inside the handler of a dispatch mode that came by in backward: what a simulated
+            # device, or another tool, does is not the program's call. In forward it is hidden too.
             return func(*args, **kwargs)
         try:
             api = self._plans[func]

@@ -262,8 +262,6 @@ class ModuleHooks:
             entry.buffers = {name: _state_of(buffer) for name, buffer in _present(module._buffers)}
             if getattr(module, "_compiled_call_impl", None) or kind.__name__ == "OptimizedModule":
                 entry.call.notes.append("compiled: the calls inside are not visible")
-            if not module._modules:
-                entry.call.notes.extend(_making(module))
             if module._parameters:
                 self._trained[id(module)] = (weakref.ref(module), api, path)
 

@@ -16,6 +16,7 @@ from tensorprobe.errors import BadUsage, TensorprobeError
 VERBS: dict[str, str] = {
     "demo": "the whole story on built-in data, no accelerator needed",
     "run": "record a script without editing it",
+    "compare": "align two runs, name the call that made them differ",
     "show": "what was recorded: calls, stacks, statistics",
     "check": "each recorded call alone against a high-precision reference",
     "repro": "a script and its tensors that show one call alone",

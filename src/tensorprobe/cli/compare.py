@@ -1,0 +1,77 @@
+"""`tensorprobe compare`: two captures, the call that made them differ, and the tables behind it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+_STATUS = {"match": 0, "diverged": 3, "incomparable": 1}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("actual", metavar="ACTUAL", help="the run in question")
+    parser.add_argument("expected", metavar="EXPECTED", help="the run that is trusted")
+    parser.add_argument("-o", "--output", metavar="OUT", help="folder for the report")
+    parser.add_argument("--step", type=int, metavar="N", help="this step only")
+    parser.add_argument("--rank", type=int, metavar="N", help="this rank only")
+    parser.add_argument(
+        "--noise", nargs="+", default=[], metavar="RUN",
+        help="further runs of the expected side: what they differ by is noise",
+    )  # fmt: skip
+    parser.add_argument("--mapping", metavar="FILE", help="which calls or modules are the same")
+    parser.add_argument(
+        "--references", metavar="FILE", help="Python file with @tensorprobe.reference functions"
+    )
+    parser.add_argument(
+        "--columns", choices=("native", "ptdbg", "msprobe"), default="native",
+        help="columns of comparison.csv",
+    )  # fmt: skip
+    parser.add_argument("--xlsx", action="store_true", help="write comparison.xlsx too")
+    parser.add_argument("--processes", type=int, metavar="N", help="default: one a core")
+    parser.add_argument(
+        "--replay-seconds", type=float, default=120.0, metavar="S",
+        help="time for replaying suspects in float64; 0: none (default 120)",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    from tensorprobe.compare.comparison import compare
+    from tensorprobe.compare.measure import TerminalProgress
+    from tensorprobe.errors import BadUsage
+    from tensorprobe.report.console import render
+    from tensorprobe.store.loading import load
+
+    if args.xlsx and args.output is None:
+        raise BadUsage("--xlsx needs a folder to write to: -o OUT")
+    if args.processes is not None and args.processes < 1:
+        raise BadUsage(f"--processes {args.processes}: expected 1 or more")
+    if args.references is not None:
+        from pathlib import Path
+
+        from tensorprobe.replay.references import run_file
+
+        run_file(Path(args.references))
+    actual, expected = load(args.actual), load(args.expected)
+    progress = None
+    if sys.stderr.isatty():
+        progress = TerminalProgress(len(actual.calls))
+    try:
+        comparison = compare(
+            actual,
+            expected,
+            noise=args.noise,
+            mapping=args.mapping,
+            step=args.step,
+            rank=args.rank,
+            processes=args.processes,
+            seconds=args.replay_seconds,
+            progress=progress,
+        )
+    finally:
+        if progress is not None:
+            progress.stop()
+    sys.stdout.write(render(comparison) + "\n")
+    if args.output is not None:
+        paths = comparison.save(args.output, columns=args.columns, xlsx=args.xlsx)
+        sys.stdout.write(f"\nwritten: {', '.join(str(path) for path in paths)}\n")
+    return _STATUS[comparison.verdict.verdict]

@@ -1,0 +1,404 @@
+"""Two captures become a comparison: paired calls, measured tensors, and a verdict."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from tensorprobe.compare.align import NO_MAPPING, Pair, align
+from tensorprobe.compare.align import Mapping as CallMapping
+from tensorprobe.compare.blame import Blame, Culprit, Findings
+from tensorprobe.compare.facts import fact_differences
+from tensorprobe.compare.judge import Mode, content_mode, distance
+from tensorprobe.compare.mapping import read_mapping
+from tensorprobe.compare.measure import CallPair, Progress, TensorPair, measure, pair_tensors
+from tensorprobe.errors import BadUsage, UnreadableCapture
+from tensorprobe.records import Call, Capture
+from tensorprobe.store.loading import load
+
+FORMAT = 1
+VERDICT_FILE = "verdict.json"
+Outcome = Literal["match", "diverged", "incomparable"]
+Source = str | os.PathLike[str] | Capture
+
+
+class RankResult(msgspec.Struct):
+    """One line of the table of ranks and steps."""
+
+    rank: int
+    step: int
+    verdict: Outcome
+    aligned: int
+    only_actual: int
+    only_expected: int
+    diverged: int
+    culprit: str | None = None
+
+
+class Verdict(msgspec.Struct, kw_only=True):
+    """The answer, in the form of verdict.json; as text, the few lines that a person reads."""
+
+    format: int = FORMAT
+    verdict: Outcome
+    actual: str
+    expected: str
+    mode: Mode
+    counts: dict[str, int]
+    culprits: list[Culprit]
+    reason: str | None = None  # why the runs are incomparable
+    notes: list[str] = []  # what weakens or explains the verdict
+    facts: list[str] = []  # versions and numeric switches that differ
+    ranks: list[RankResult] = []
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values; NaN and infinities as text, which strict JSON does not have."""
+        tree = _plain(msgspec.to_builtins(self))
+        assert isinstance(tree, dict)
+        return tree
+
+    def __str__(self) -> str:
+        from tensorprobe.compare.words import describe
+
+        return "\n".join(describe(self))
+
+
+class Comparison:
+    """What two captures have in common and where they part.
+
+    comparison = tp.compare("runs/npu", "runs/cpu")
+    print(comparison.verdict)
+    comparison.save("report/")
+    """
+
+    def __init__(
+        self,
+        actual: Capture,
+        expected: Capture,
+        pairs: Sequence[CallPair],
+        verdict: Verdict,
+        structure: Sequence[str] = (),
+    ) -> None:
+        self.actual = actual
+        self.expected = expected
+        self.pairs = pairs
+        self.verdict = verdict
+        self.structure = structure  # differences that changed no values
+
+    @property
+    def rows(self) -> Iterator[tuple[CallPair, TensorPair]]:
+        """Every tensor of every call, in execution order."""
+        for pair in self.pairs:
+            for row in pair.tensors:
+                yield pair, row
+
+    @property
+    def one_sided(self) -> list[tuple[Call, str]]:
+        """The calls that only one side has, each with the paired call it follows."""
+        found, before = [], "the start"
+        for pair in self.pairs:
+            if pair.is_paired:
+                before = pair.call.name
+            else:
+                found.append((pair.call, before))
+        return found
+
+    def save(
+        self, folder: str | os.PathLike[str], *, columns: str = "native", xlsx: bool = False
+    ) -> list[Path]:
+        """Write verdict.json and comparison.csv into a folder, with `xlsx` a workbook too."""
+        from tensorprobe.report.saving import save
+
+        return save(self, Path(folder), columns=columns, xlsx=xlsx)
+
+    def __repr__(self) -> str:
+        return f"<Comparison {self.verdict.verdict}: {len(self.verdict.culprits)} culprits>"
+
+
+def compare(
+    actual: Source,
+    expected: Source,
+    *,
+    noise: Sequence[Source] = (),
+    mapping: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    step: int | None = None,
+    rank: int | None = None,
+    processes: int | None = None,
+    replay: bool = True,
+    seconds: float = 120.0,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Compare two captures and name the call that made them differ.
+
+    `noise` are further runs of the expected side: what they differ by is no divergence. `mapping`
+    is a file, or a dict, that says which calls or modules are the same. `seconds` bounds the time
+    spent on replaying suspects; 0 or `replay=False` leaves it out.
+    """
+    ours, theirs = _opened(actual), _opened(expected)
+    known = NO_MAPPING if mapping is None else read_mapping(mapping)
+    with _no_garbage():
+        pairs = [pair_tensors(pair) for pair in _align(ours, theirs, known, step, rank)]
+        measure(pairs, processes=processes, progress=progress)
+        floors = _floors(theirs, noise, step, rank, processes) if noise else {}
+        return _judge(ours, theirs, pairs, floors, replay and seconds > 0, seconds)
+
+
+@contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Inside, Python does not look for garbage: many objects are made here, and all are kept."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _opened(source: Source) -> Capture:
+    return source if isinstance(source, Capture) else load(source)
+
+
+def _units(
+    capture: Capture, step: int | None, rank: int | None
+) -> dict[tuple[int, int], list[Call]]:
+    """The calls of each rank and step."""
+    units: dict[tuple[int, int], list[Call]] = {}
+    for call in capture.calls:
+        if (step is None or call.step == step) and (rank is None or call.rank == rank):
+            units.setdefault((call.rank, call.step), []).append(call)
+    return units
+
+
+def _align(
+    actual: Capture, expected: Capture, mapping: CallMapping, step: int | None, rank: int | None
+) -> list[Pair]:
+    ours, theirs = _units(actual, step, rank), _units(expected, step, rank)
+    for side, units, capture in (("actual", ours, actual), ("expected", theirs, expected)):
+        if not units:
+            raise UnreadableCapture(
+                f"nothing to compare: {side} '{capture.path}' has no calls"
+                + (f" of step {step}" if step is not None else "")
+                + (f" of rank {rank}" if rank is not None else "")
+                + f"; it has steps {list(capture.steps)} and ranks {list(capture.ranks)}"
+            )
+    if len(ours) == len(theirs) == 1:  # one step each: the same, whatever its number
+        ((_, calls),) = ours.items()
+        ((_, others),) = theirs.items()
+        return align(calls, others, mapping)
+    pairs: list[Pair] = []
+    for key in sorted({*ours, *theirs}, key=lambda key: (key[0], key[1])):
+        pairs += align(ours.get(key, []), theirs.get(key, []), mapping)
+    return pairs
+
+
+def _floors(
+    expected: Capture,
+    noise: Sequence[Source],
+    step: int | None,
+    rank: int | None,
+    processes: int | None,
+) -> dict[str, float]:
+    """How far repeated runs of the expected side are apart, for each of its tensors."""
+    floors: dict[str, float] = {}
+    for source in noise:
+        pairs = [pair_tensors(p) for p in _align(_opened(source), expected, NO_MAPPING, step, rank)]
+        measure(pairs, processes=processes)
+        for pair in pairs:
+            for row in pair.tensors:
+                if row.expected is not None and (found := distance(row)) and math.isfinite(found):
+                    key = f"{pair.call.rank}/{pair.call.step}/{row.expected.name}"
+                    floors[key] = max(floors.get(key, 0.0), found)
+    return floors
+
+
+def _judge(
+    actual: Capture,
+    expected: Capture,
+    pairs: list[CallPair],
+    floors: Mapping[str, float],
+    replay: bool,
+    seconds: float,
+) -> Comparison:
+    n_actual = sum(pair.pair.actual is not None for pair in pairs)
+    n_expected = sum(pair.pair.expected is not None for pair in pairs)
+    aligned = sum(pair.is_paired for pair in pairs)
+    counts = {
+        "calls_actual": n_actual,
+        "calls_expected": n_expected,
+        "aligned": aligned,
+        "only_actual": n_actual - aligned,
+        "only_expected": n_expected - aligned,
+        "diverged": 0,
+        "gaps": len(actual.gaps) + len(expected.gaps),
+    }
+    verdict = Verdict(
+        verdict="match",
+        actual=str(actual.path),
+        expected=str(expected.path),
+        mode=_mode(pairs),
+        counts=counts,
+        culprits=[],
+        facts=fact_differences(actual.facts, expected.facts),
+    )
+    if aligned * 2 < _common_calls(pairs):
+        verdict.verdict = "incomparable"
+        verdict.reason = _why_incomparable(actual, expected, pairs, aligned)
+        return Comparison(actual, expected, pairs, verdict)
+    structure: list[str] = []
+    findings: list[Findings] = []
+    ranks = sorted({pair.call.rank for pair in pairs})
+    if replay and verdict.mode == "tensors":
+        replay = _torch_is_there(verdict)
+    for rank in ranks:
+        mine = [pair for pair in pairs if pair.call.rank == rank]
+        found = Blame(mine, replay=replay, seconds=seconds / len(ranks), floors=floors).run()
+        findings.append(found)
+        structure += found.structure
+        verdict.ranks += _rank_results(rank, mine, found)
+    verdict.culprits = _merged([c for found in findings for c in found.culprits])
+    counts["diverged"] = sum(sum(found.diverged.values()) for found in findings)
+    if verdict.culprits:
+        verdict.verdict = "diverged"
+    verdict.notes = _notes(verdict, findings, actual, expected)
+    return Comparison(actual, expected, pairs, verdict, structure)
+
+
+def _common_calls(pairs: Sequence[CallPair]) -> int:
+    """How many calls could align: of the ranks and steps that both sides have, the larger side."""
+    counts: dict[tuple[int, int], list[int]] = {}
+    for pair in pairs:
+        unit = counts.setdefault((pair.call.rank, pair.call.step), [0, 0])
+        unit[0] += pair.pair.actual is not None
+        unit[1] += pair.pair.expected is not None
+    common = [unit for unit in counts.values() if all(unit)] or list(counts.values())
+    return max(sum(unit[side] for unit in common) for side in (0, 1))
+
+
+def _torch_is_there(verdict: Verdict) -> bool:
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        verdict.notes.append("torch is not installed: suspects were not replayed")
+        return False
+    return True
+
+
+def _rank_results(rank: int, pairs: list[CallPair], found: Findings) -> Iterator[RankResult]:
+    """A line a step, up to the first that has a culprit: later ones inherit from it."""
+    for step in sorted({pair.call.step for pair in pairs}):
+        unit = [pair for pair in pairs if pair.call.step == step]
+        culprit = next((c.name for c in found.culprits if c.step == step), None)
+        yield RankResult(
+            rank,
+            step,
+            "diverged" if culprit else "match",
+            sum(pair.is_paired for pair in unit),
+            sum(pair.pair.expected is None for pair in unit),
+            sum(pair.pair.actual is None for pair in unit),
+            found.diverged.get(step, 0),
+            culprit,
+        )
+        if culprit:
+            return
+
+
+def _merged(culprits: list[Culprit]) -> list[Culprit]:
+    """Of all ranks: the earliest step first, faint ones last; within a rank the order stands."""
+    return sorted(culprits, key=lambda culprit: (culprit.weak, culprit.step))
+
+
+def _mode(pairs: Sequence[CallPair]) -> Mode:
+    """By what most tensors were compared."""
+    counts: dict[Mode, int] = {}
+    for pair in pairs:
+        for row in pair.tensors:
+            mode = content_mode(row)
+            counts[mode] = counts.get(mode, 0) + 1
+    if not counts or counts.keys() == {"structure"}:
+        return "structure"
+    counts.pop("structure", None)
+    return max(counts, key=lambda mode: counts[mode])
+
+
+def _why_incomparable(
+    actual: Capture, expected: Capture, pairs: Sequence[CallPair], aligned: int
+) -> str:
+    total = max(
+        sum(pair.pair.actual is not None for pair in pairs),
+        sum(pair.pair.expected is not None for pair in pairs),
+    )
+    starts = [next(iter(capture.calls), None) for capture in (actual, expected)]
+    text = f"{aligned} of {total} calls align"
+    if all(starts):
+        text += f"; actual starts {starts[0].name}, expected starts {starts[1].name}"  # type: ignore[union-attr]
+    levels = [_level(capture) for capture in (actual, expected)]
+    if levels[0] and levels[1] and levels[0] != levels[1]:
+        text += (
+            f": one was recorded at {levels[0]}, the other at {levels[1]}. "
+            "Record both at the same level"
+        )
+    else:
+        text += ". Compare runs of one program, or say what is the same: --mapping FILE"
+    return text
+
+
+def _level(capture: Capture) -> str | None:
+    config = capture.facts.get("config") or capture.facts.get("configuration")
+    if isinstance(config, dict) and isinstance(config.get("level"), str):
+        return str(config["level"])
+    return None
+
+
+def _notes(
+    verdict: Verdict, findings: Sequence[Findings], actual: Capture, expected: Capture
+) -> list[str]:
+    notes = list(verdict.notes)
+    if verdict.mode in ("stats", "digest") and verdict.culprits:
+        notes.append("only statistics were kept: the verdict is weaker than one from tensors")
+    if verdict.mode == "structure":
+        notes.append("no values were kept: only the set and order of calls were compared")
+    left = sum(found.n_left for found in findings)
+    if left:
+        notes.append(
+            f"{left} suspects were not replayed for lack of time; --replay-seconds gives more"
+        )
+    bits = next((found.first_bits for found in findings if found.first_bits), None)
+    if verdict.verdict == "match" and bits:
+        notes.append(f"bits differ from {bits} on, within what rounding explains")
+    missing = [
+        sorted({*a} ^ {*e})
+        for a, e in ((actual.ranks, expected.ranks), (actual.steps, expected.steps))
+    ]
+    for what, numbers in zip(("ranks", "steps"), missing, strict=True):
+        if numbers and not (what == "steps" and len(actual.steps) == len(expected.steps) == 1):
+            notes.append(f"{what} {', '.join(map(str, numbers))} exist on one side only")
+    if verdict.counts["gaps"]:
+        notes.append(
+            f"{verdict.counts['gaps']} gaps in the recordings: tensorprobe show RUN --gaps"
+        )
+    return notes
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def require_folder(path: Path) -> Path:
+    """The folder to write into, made if need be."""
+    if path.exists() and not path.is_dir():
+        raise BadUsage(f"'{path}' is a file; -o takes a folder")
+    path.mkdir(parents=True, exist_ok=True)
+    return path

@@ -1,0 +1,102 @@
+"""Who made what: the call that gave each tensor, known by content, and what lies inside what."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from tensorprobe.compare.align import forward_of
+from tensorprobe.compare.measure import CallPair
+from tensorprobe.records import Call, TensorRecord
+
+_INPUTS = ("input", "parameter", "buffer")
+
+
+def content(record: TensorRecord) -> Hashable | None:
+    """What tells one content from another; None where nothing does."""
+    if record.digest is not None:
+        return record.digest
+    s = record.summary
+    if s is None or s.norm is None:
+        return None
+    return (s.min, s.max, s.mean, s.norm, s.zero_count, record.numel)
+
+
+def is_constant(record: TensorRecord) -> bool:
+    """All of one number: many calls make the same one."""
+    s = record.summary
+    return s is not None and s.min == s.max and not s.nan_count
+
+
+def find_containers(pairs: Sequence[CallPair]) -> list[bool]:
+    """Which calls have others inside them: modules at `mix`, optimizer steps beside their ops."""
+    parents: set[tuple[int, int, str]] = set()
+    for pair in pairs:
+        for call in _calls(pair):
+            if call.parent:
+                parents.add((call.rank, call.step, call.parent))
+    found = []
+    for i, pair in enumerate(pairs):
+        call = pair.call
+        name = forward_of(call.name) if call.direction == "backward" else call.name
+        # at L2 the parent of a backward operator is its forward one, which it is not inside of
+        inside = name.startswith("Module.") and (call.rank, call.step, name) in parents
+        if call.name.startswith("Optimizer.") and i + 1 < len(pairs):
+            following = pairs[i + 1].call
+            inside = following.step == call.step and not following.name.startswith(
+                ("Module.", "Optimizer.")
+            )
+        found.append(inside)
+    return found
+
+
+class Dataflow:
+    """For each side, which pair made the content that an input has."""
+
+    def __init__(self, pairs: Sequence[CallPair], containers: Sequence[bool]) -> None:
+        self.pairs = pairs
+        # (side, pair, tensor name) -> the pair that made it
+        self.producer: dict[tuple[int, int, str], int] = {}
+        self.consumers: dict[int, list[int]] = {}
+        self.forward: dict[int, int] = {}  # a backward pair -> its forward pair
+        for side in (0, 1):
+            self._trace(side, containers)
+        names: dict[tuple[int, int, str], int] = {}
+        for i, pair in enumerate(pairs):
+            call = pair.call
+            if call.direction == "forward":
+                names.setdefault((call.rank, call.step, call.name), i)
+            elif (at := names.get((call.rank, call.step, forward_of(call.name)))) is not None:
+                self.forward[i] = at
+
+    def _trace(self, side: int, containers: Sequence[bool]) -> None:
+        made: dict[Hashable, int] = {}
+        for i, pair in enumerate(self.pairs):
+            call = pair.pair[side]
+            if call is None:
+                continue
+            outputs = []
+            for row in pair.tensors:
+                record = row.actual if side == 0 else row.expected
+                if record is None or (key := content(record)) is None:
+                    continue
+                if record.role == "parameter_grad":
+                    made.setdefault(key, i)  # what the engine has added up, seen here first
+                elif record.role == "output" or row.name.startswith("buffers.input."):
+                    outputs.append(key)
+                elif key in made:
+                    self.producer[side, i, row.name] = made[key]
+                    self.consumers.setdefault(made[key], []).append(i)
+            if containers[i]:
+                continue
+            for key in outputs:
+                before = made.get(key)
+                # A call of both sides is the better witness than one that only one side has.
+                if before is None or pair.is_paired or not self.pairs[before].is_paired:
+                    made[key] = i
+
+    def producers(self, i: int, name: str) -> tuple[int | None, int | None]:
+        return self.producer.get((0, i, name)), self.producer.get((1, i, name))
+
+
+def _calls(pair: CallPair) -> list[Call]:
+    return [call for call in (pair.pair.actual, pair.pair.expected) if call is not None]

@@ -1,0 +1,288 @@
+"""Pairs the tensors of paired calls and measures them, in processes, in bounded memory."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import IO, Any
+
+import msgspec
+
+from tensorprobe.compare.align import Pair
+from tensorprobe.errors import TensorprobeError
+from tensorprobe.numerics.metrics import (
+    FRACTION_BITS,
+    PairMetrics,
+    equal_metrics,
+    measure_pair,
+)
+from tensorprobe.records import Call, TensorRecord
+from tensorprobe.store.arrays import read_blob
+
+# Below this it is over before processes have started.
+_IN_PROCESS_NBYTES = 96 << 20
+_BATCH_NBYTES = 64 << 20
+_BATCH = 256
+
+Progress = Callable[[int, int], None]  # bytes done, of how many
+
+
+class TensorPair(msgspec.Struct, gc=False):
+    """One tensor of a pair of calls: its two records, and how far they are apart."""
+
+    name: str  # without the call: "input.0"
+    actual: TensorRecord | None
+    expected: TensorRecord | None
+    metrics: PairMetrics | None = None
+    problem: str | None = None  # why there are no metrics where there could be some
+    distance: float | None = None  # judge's, kept once it is known
+
+    @property
+    def role(self) -> str:
+        record = self.actual or self.expected
+        assert record is not None
+        return record.role
+
+
+class CallPair(msgspec.Struct, gc=False):
+    """A pair of calls, or a call of one side, with its tensors."""
+
+    pair: Pair
+    tensors: list[TensorPair]
+
+    @property
+    def call(self) -> Call:
+        call = self.pair.actual or self.pair.expected
+        assert call is not None
+        return call
+
+    @property
+    def is_paired(self) -> bool:
+        return self.pair.actual is not None and self.pair.expected is not None
+
+
+def pair_tensors(pair: Pair) -> CallPair:
+    """The tensors of a pair, by name; where an argument is given by position on one side and by
+    keyword on the other, by order and shape."""
+    ours = _by_suffix(pair.actual)
+    theirs = _by_suffix(pair.expected)
+    if ours.keys() == theirs.keys() or not ours or not theirs:
+        names: Iterable[str] = ours or theirs
+        return CallPair(pair, [TensorPair(n, ours.get(n), theirs.get(n)) for n in names])
+    rows = []
+    free = [record for name, record in theirs.items() if name not in ours]
+    for name, record in ours.items():
+        other = theirs.get(name)
+        if other is None:
+            same = [r for r in free if r.role == record.role and r.shape == record.shape]
+            if same:
+                other = same[0]
+                free.remove(other)
+        rows.append(TensorPair(name, record, other))
+    prefix = pair.expected.name + "." if pair.expected else ""
+    rows += [TensorPair(record.name.removeprefix(prefix), None, record) for record in free]
+    return CallPair(pair, rows)
+
+
+def _by_suffix(call: Call | None) -> dict[str, TensorRecord]:
+    if call is None:
+        return {}
+    start = len(call.name) + 1
+    prefix = call.name + "."
+    return {
+        record.name[start:] if record.name.startswith(prefix) else record.name: record
+        for record in call.tensors
+    }
+
+
+def measure(
+    pairs: Iterable[CallPair], *, processes: int | None = None, progress: Progress | None = None
+) -> None:
+    """Fill in the metrics of every tensor whose content both sides kept."""
+    jobs: dict[tuple[Any, ...], list[TensorPair]] = {}
+    for row in (row for pair in pairs for row in pair.tensors):
+        a, e = row.actual, row.expected
+        if a is None or e is None or a.blob is None or e.blob is None:
+            continue
+        if a.shape != e.shape:
+            row.problem = f"shapes differ: {list(a.shape)} and {list(e.shape)}"
+        elif a.digest is not None and a.digest == e.digest and a.dtype == e.dtype:
+            norm = e.summary.norm if e.summary else None
+            row.metrics = equal_metrics(e.numel, norm, e.dtype in FRACTION_BITS)
+        else:
+            jobs.setdefault((a.blob, e.blob, a.dtype, e.dtype), []).append(row)
+    rows = [(group[0].actual, group[0].expected) for group in jobs.values()]
+    for group, result in zip(jobs.values(), _results(rows, processes, progress), strict=True):
+        for row in group:
+            if isinstance(result, str):
+                row.problem = result
+            else:
+                row.metrics = result
+
+
+Work = tuple[TensorRecord, TensorRecord]
+
+
+def _results(
+    work: list[Any], processes: int | None, progress: Progress | None
+) -> Iterator[PairMetrics | str]:
+    """The metrics of each, or why there are none, in order."""
+    nbytes = [_nbytes(item) for item in work]
+    total = sum(nbytes)
+    n = processes or len(os.sched_getaffinity(0))
+    n = min(n, len(work))
+    if n <= 1 or (processes is None and total < _IN_PROCESS_NBYTES):
+        done = 0
+        for item, size in zip(work, nbytes, strict=True):
+            yield measure_records(*item)
+            done += size
+            if progress:
+                progress(done, total)
+        return
+    yield from _in_processes(work, nbytes, n, progress)
+
+
+def _nbytes(item: Work) -> int:
+    return sum(record.blob.nbytes for record in item if record.blob)
+
+
+def measure_records(actual: TensorRecord, expected: TensorRecord) -> PairMetrics | str:
+    """The metrics of two stored tensors, or why they cannot be had."""
+    try:
+        return measure_pair(read_blob(actual), read_blob(expected))
+    except (TensorprobeError, OSError, ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _batches(nbytes: list[int]) -> Iterator[range]:
+    start = size = 0
+    for i, n in enumerate(nbytes):
+        size += n
+        if size >= _BATCH_NBYTES or i - start >= _BATCH - 1:
+            yield range(start, i + 1)
+            start, size = i + 1, 0
+    if start < len(nbytes):
+        yield range(start, len(nbytes))
+
+
+def _in_processes(
+    work: list[Any], nbytes: list[int], n: int, progress: Progress | None
+) -> Iterator[PairMetrics | str]:
+    """Plain child processes that run this module, not multiprocessing's: those would import the
+    user's script again, which has no `__main__` guard."""
+    batches = list(_batches(nbytes))
+    results: list[PairMetrics | str | None] = [None] * len(work)
+    todo: queue.SimpleQueue[range] = queue.SimpleQueue()
+    for batch in batches:
+        todo.put(batch)
+    done: queue.SimpleQueue[tuple[range, list[PairMetrics | str]]] = queue.SimpleQueue()
+    threads = [
+        threading.Thread(target=_feed, args=(work, todo, done), daemon=True)
+        for _ in range(min(n, len(batches)))
+    ]
+    for thread in threads:
+        thread.start()
+    total, finished = sum(nbytes), 0
+    for _ in batches:
+        batch, found = done.get()
+        for i, result in zip(batch, found, strict=True):
+            results[i] = result
+        finished += sum(nbytes[i] for i in batch)
+        if progress:
+            progress(finished, total)
+    for thread in threads:
+        thread.join()
+    for found_result in results:
+        assert found_result is not None
+        yield found_result
+
+
+def _feed(
+    work: list[Any],
+    todo: queue.SimpleQueue[range],
+    done: queue.SimpleQueue[tuple[range, list[PairMetrics | str]]],
+) -> None:
+    """One child process and its batches; what a dead child leaves is measured here."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    alive = True
+    with child:
+        while True:
+            try:
+                batch = todo.get_nowait()
+            except queue.Empty:
+                break
+            items = [work[i] for i in batch]
+            found: list[PairMetrics | str] = []
+            if alive:
+                try:
+                    pickle.dump(items, child.stdin, protocol=pickle.HIGHEST_PROTOCOL)
+                    child.stdin.flush()
+                    found = pickle.load(child.stdout)
+                except (OSError, EOFError, pickle.UnpicklingError):
+                    alive = False
+            done.put((batch, found or [measure_records(*item) for item in items]))
+        if alive:
+            child.stdin.close()
+
+
+def serve(stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None) -> None:
+    """The child: batches in, metrics out, until the parent closes the pipe or is gone."""
+    source, sink = stdin or sys.stdin.buffer, stdout or sys.stdout.buffer
+    while True:
+        try:
+            items = pickle.load(source)
+        except EOFError:
+            return
+        pickle.dump([measure_records(*item) for item in items], sink, protocol=5)
+        sink.flush()
+
+
+class TerminalProgress:
+    """A bar on a terminal: gigabytes, and how long it will take."""
+
+    def __init__(self, n_calls: int) -> None:
+        self._n_calls = n_calls
+        self._bar: Any = None
+        self._task: Any = None
+        self._begun = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._bar is None:
+            if time.monotonic() - self._begun < 0.5:
+                return
+            self._start(total)
+        self._bar.update(self._task, completed=done)
+
+    def _start(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        text = TextColumn("comparing {task.fields[calls]} calls")
+        columns = (text, BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._bar.add_task("", total=total, calls=self._n_calls)
+        self._bar.start()
+
+    def stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()

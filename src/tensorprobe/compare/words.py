@@ -1,0 +1,102 @@
+"""A verdict in about five lines: what, where, how large, whose fault, what to type next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from tensorprobe.compare.judge import number_text
+
+if TYPE_CHECKING:
+    from tensorprobe.compare.blame import Culprit
+    from tensorprobe.compare.comparison import Verdict
+
+_KINDS = {
+    "output": "its result is wrong",
+    "gradient": "its gradient is wrong",
+    "argument": "it was called with other arguments",
+    "parameter": "a parameter differs",
+    "input": "its input data differs",
+    "structure": "the runs do not make the same calls",
+    "nonfinite": "it makes NaN or infinity",
+}
+_FACTS = 6
+
+
+def describe(verdict: Verdict) -> Iterator[str]:
+    """The lines of a verdict."""
+    counts = verdict.counts
+    if verdict.verdict == "incomparable":
+        yield f"incomparable: {verdict.reason}"
+    elif verdict.verdict == "match":
+        yield (
+            f"match: {counts['aligned']} calls aligned, no call differs by more than rounding "
+            f"explains ({_basis(verdict)})"
+        )
+        yield from _sides(verdict)
+    else:
+        yield from _diverged(verdict)
+    yield from (f"  note: {note}" for note in verdict.notes)
+    if verdict.facts:
+        more = f"; and {len(verdict.facts) - _FACTS} more" if len(verdict.facts) > _FACTS else ""
+        yield f"  the runs also differ in: {'; '.join(verdict.facts[:_FACTS])}{more}"
+
+
+def _diverged(verdict: Verdict) -> Iterator[str]:
+    first = verdict.culprits[0]
+    where = f"step {first.step}, rank {first.rank}"
+    yield f"diverged at {first.name} ({where}): {_KINDS[first.kind]}"
+    place = f"  in {first.module or 'the program'}, {first.op}"
+    if first.stack:
+        place += f", {first.stack[0]}"
+    yield place
+    yield f"  {first.reason}"
+    own, inherited = number_text(first.own_error), number_text(first.inherited_error)
+    size = f"  own error {own}, inherited {inherited} "
+    size += f"(1 = one rounding); {_fault(first)}; {first.affected} later calls affected"
+    yield size
+    others = verdict.culprits[1:]
+    if others:
+        names = ", ".join(culprit.name for culprit in others[:3])
+        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+        yield f"  {len(others)} further, independent: {names}{more}"
+    yield from _sides(verdict)
+    yield f"  next: {next_command(verdict, first)}"
+
+
+def _sides(verdict: Verdict) -> Iterator[str]:
+    counts = verdict.counts
+    parts = [
+        f"{counts[key]} only in {side}"
+        for key, side in (("only_actual", "actual"), ("only_expected", "expected"))
+        if counts[key]
+    ]
+    if parts:
+        total = counts["aligned"] + counts["only_actual"] + counts["only_expected"]
+        yield f"  of {total} calls {', '.join(parts)}"
+
+
+def _basis(verdict: Verdict) -> str:
+    return {
+        "tensors": "tensors compared",
+        "digest": "digests and statistics compared",
+        "stats": "statistics compared",
+        "structure": "no values were kept",
+    }[verdict.mode]
+
+
+def _fault(culprit: Culprit) -> str:
+    if culprit.side is None:
+        return "no side is proven wrong"
+    return f"the {culprit.side} side is wrong"
+
+
+def next_command(verdict: Verdict, culprit: Culprit) -> str:
+    """What settles it, or shows it alone."""
+    if verdict.mode in ("stats", "digest"):
+        options = f"--keep tensors --calls {culprit.name} --steps {culprit.step}"
+        return f"record both sides again with: tensorprobe run {options} ..., and compare"
+    if culprit.kind in ("output", "gradient", "nonfinite"):
+        path = verdict.expected if culprit.side == "expected" else verdict.actual
+        return f"tensorprobe repro {path} {culprit.name} -o repro"
+    return f"tensorprobe show {verdict.actual} {culprit.name}"

@@ -1,0 +1,1 @@
+"""Renders a comparison: text, csv, workbook."""

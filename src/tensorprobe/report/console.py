@@ -1,0 +1,115 @@
+"""A comparison for the terminal: the verdict, then short tables of what stands behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tensorprobe.compare.comparison import Comparison, Verdict
+from tensorprobe.compare.judge import distance, number_text
+from tensorprobe.compare.measure import CallPair
+
+_CULPRITS = 8
+_ONE_SIDED = 6
+_STRUCTURE = 4
+_RANKS = 16
+
+
+def render(comparison: Comparison) -> str:
+    """What `tensorprobe compare` prints."""
+    verdict = comparison.verdict
+    parts = [[str(verdict)]]
+    if verdict.culprits:
+        parts.append(list(_around(comparison)))
+    if len(verdict.culprits) > 1:
+        parts.append(list(_culprits(verdict)))
+    if len({(r.rank, r.step) for r in verdict.ranks}) > 1:
+        parts.append(list(_ranks(verdict)))
+    if comparison.one_sided and verdict.verdict != "incomparable":
+        parts.append(list(_one_sided(comparison)))
+    if comparison.structure:
+        parts.append(list(_structure(comparison)))
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _around(comparison: Comparison) -> Iterator[str]:
+    """The first culprit and its neighbours: error in, error out."""
+    first = comparison.verdict.culprits[0]
+    pairs = [p for p in comparison.pairs if (p.call.rank, p.call.step) == (first.rank, first.step)]
+    at = next((i for i, pair in enumerate(pairs) if pair.call.name == first.name), None)
+    if at is None:
+        return
+    rows = [("", "call", "module", "error in", "error out")]
+    for pair in pairs[max(0, at - 3) : at + 4]:
+        mark = ">" if pair.call.name == first.name else ""
+        rows.append((mark, pair.call.name, pair.call.module, *_errors(pair)))
+    yield from _table(rows, right=(3, 4))
+
+
+def _errors(pair: CallPair) -> tuple[str, str]:
+    if not pair.is_paired:
+        side = "actual" if pair.pair.actual is not None else "expected"
+        return f"only in {side}", ""
+    found = {"in": 0.0, "out": 0.0}
+    for row in pair.tensors:
+        key = "out" if row.role == "output" else "in"
+        found[key] = max(found[key], distance(row))
+    return number_text(found["in"]), number_text(found["out"])
+
+
+def _culprits(verdict: Verdict) -> Iterator[str]:
+    rows = [("", "culprit", "kind", "step", "rank", "own error", "affected")]
+    rows += [
+        (
+            str(n),
+            c.name,
+            c.kind,
+            str(c.step),
+            str(c.rank),
+            number_text(c.own_error),
+            str(c.affected),
+        )
+        for n, c in enumerate(verdict.culprits[:_CULPRITS], 1)
+    ]
+    yield from _table(rows, right=(3, 4, 5, 6))
+    if len(verdict.culprits) > _CULPRITS:
+        yield f"{len(verdict.culprits) - _CULPRITS} more in verdict.json"
+
+
+def _ranks(verdict: Verdict) -> Iterator[str]:
+    rows = [("rank", "step", "verdict", "aligned", "diverged", "first culprit")]
+    rows += [
+        (str(r.rank), str(r.step), r.verdict, str(r.aligned), str(r.diverged), r.culprit or "")
+        for r in verdict.ranks[:_RANKS]
+    ]
+    yield from _table(rows, right=(0, 1, 3, 4))
+    if len(verdict.ranks) > _RANKS:
+        yield f"{len(verdict.ranks) - _RANKS} more in verdict.json"
+
+
+def _one_sided(comparison: Comparison) -> Iterator[str]:
+    found = comparison.one_sided
+    yield "calls of one side only:"
+    only_actual = {id(pair.pair.actual) for pair in comparison.pairs if pair.pair.expected is None}
+    for call, before in found[:_ONE_SIDED]:
+        side = "actual" if id(call) in only_actual else "expected"
+        yield f"  {call.name} only in {side}, after {before}"
+    if len(found) > _ONE_SIDED:
+        yield f"  and {len(found) - _ONE_SIDED} more, in comparison.csv"
+
+
+def _structure(comparison: Comparison) -> Iterator[str]:
+    yield "differences that changed no values:"
+    for text in comparison.structure[:_STRUCTURE]:
+        yield f"  {text}"
+    if len(comparison.structure) > _STRUCTURE:
+        yield f"  and {len(comparison.structure) - _STRUCTURE} more"
+
+
+def _table(rows: Sequence[tuple[str, ...]], right: tuple[int, ...] = ()) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()

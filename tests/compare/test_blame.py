@@ -1,0 +1,172 @@
+"""Who is blamed, in small programs that can be followed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from planting import Device, Fault, gain, one_value
+
+import tensorprobe as tp
+from recorded import record
+from tensorprobe.compare.comparison import Verdict
+
+
+def verdict(
+    folder: Path, actual: Callable[[], Any], expected: Callable[[], Any] | None = None,
+    *faults: Fault, noise: bool = False, **options: Any,
+) -> Verdict:  # fmt: skip
+    def on_device() -> None:
+        torch.manual_seed(0)
+        with Device(noise):
+            for fault in faults:
+                Device(False, fault).__enter__()
+            try:
+                actual()
+            finally:
+                for _ in faults:
+                    torch.utils._python_dispatch._pop_mode()
+
+    def plainly() -> None:
+        torch.manual_seed(0)
+        (expected or actual)()
+
+    captures = [record(folder / n, f, **options) for n, f in (("a", on_device), ("e", plainly))]
+    return tp.compare(*captures).verdict
+
+
+def names(found: Verdict) -> list[tuple[str, str]]:
+    return [(culprit.name, culprit.kind) for culprit in found.culprits]
+
+
+def test_a_subtraction_that_cancels_is_acquitted(tmp_path: Path) -> None:
+    def program() -> None:
+        x, w = torch.randn(32, 64), torch.randn(64, 64)
+        y = torch.mm(x, w)
+        (y - y.double().float().add(1e-6)).mul(1e6)
+        torch.sub(torch.mm(x, w), torch.matmul(x, w))
+
+    found = verdict(tmp_path, program, noise=True)
+    assert found.culprits == [], str(found)
+
+
+def test_a_softmax_of_huge_logits_is_acquitted(tmp_path: Path) -> None:
+    def program() -> None:
+        x, w = torch.randn(32, 64), torch.randn(64, 64)
+        F.softmax(torch.mm(x, w) * 3000, -1).mul(2)
+
+    found = verdict(tmp_path, program, noise=True)
+    assert found.culprits == [], str(found)
+
+
+def test_two_faults_are_two_culprits_in_order(tmp_path: Path) -> None:
+    def program() -> None:
+        x, y, w = torch.randn(32, 64), torch.randn(32, 64), torch.randn(64, 64)
+        left, right = torch.mm(x, w), torch.tanh(y)
+        (left + right).sum()
+
+    faults = (Fault("mm", 0, gain(1.001)), Fault("tanh", 0, gain(1.001)))
+    found = verdict(tmp_path, program, None, *faults)
+    assert names(found) == [("Torch.mm.0.forward", "output"), ("Torch.tanh.0.forward", "output")]
+    assert [culprit.affected for culprit in found.culprits] == [2, 2]
+
+
+def test_an_infinity_of_a_mask_is_no_fault(tmp_path: Path) -> None:
+    def program() -> None:
+        x = torch.randn(4, 8).masked_fill(torch.arange(8) > 5, -torch.inf)
+        F.softmax(x, -1)
+
+    assert verdict(tmp_path, program, noise=True).culprits == []
+
+
+def test_nan_is_traced_to_where_it_is_born(tmp_path: Path) -> None:
+    def program() -> None:
+        x = torch.exp(torch.randn(8, 8))
+        torch.relu(x * 2).sum()
+
+    found = verdict(tmp_path, program, None, Fault("exp", 0, one_value(float("nan"))))
+    assert names(found) == [("Torch.exp.0.forward", "nonfinite")]
+    assert found.culprits[0].side == "actual"
+
+
+def test_an_overflow_is_blamed_on_what_made_its_input_large(tmp_path: Path) -> None:
+    def program() -> None:
+        x = torch.mul(torch.ones(8, 8) + torch.rand(8, 8), 3.0).half()
+        torch.exp(x).sum()
+
+    found = verdict(tmp_path, program, None, Fault("mul", 0, gain(5.0)))
+    assert names(found)[0] == ("Torch.mul.0.forward", "output")
+
+
+def mixed_precision() -> None:
+    linear, norm = torch.nn.Linear(64, 64), torch.nn.LayerNorm(64)
+    net = torch.nn.Sequential(linear, norm, torch.nn.Linear(64, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = net(torch.randn(16, 64)).float().square().mean()
+    loss.backward()
+
+
+def test_autocast_is_rounding(tmp_path: Path) -> None:
+    def program() -> None:
+        net = torch.nn.Sequential(
+            torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 8)
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = net(torch.randn(16, 64)).float().square().mean()
+        loss.backward()
+
+    assert verdict(tmp_path, program, noise=True).culprits == []
+
+
+def test_a_fault_under_autocast_is_found(tmp_path: Path) -> None:
+    def program() -> None:
+        net = torch.nn.Sequential(
+            torch.nn.Linear(64, 64), torch.nn.LayerNorm(64), torch.nn.Linear(64, 8)
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = net(torch.randn(16, 64)).float().square().mean()
+        loss.backward()
+
+    found = verdict(tmp_path, program, None, Fault("addmm", 1, gain(1.1)), noise=True)
+    assert names(found) == [("Functional.linear.1.forward", "output")], str(found)
+
+
+def test_bfloat16_against_float32_is_rounding(tmp_path: Path) -> None:
+    def program(dtype: torch.dtype) -> None:
+        net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+        net = net.to(dtype)
+        net(torch.randn(16, 64).to(dtype)).float().square().mean().backward()
+
+    found = verdict(tmp_path, lambda: program(torch.bfloat16), lambda: program(torch.float32))
+    assert found.culprits == [], str(found)
+
+
+def test_other_wiring_is_a_structural_difference(tmp_path: Path) -> None:
+    def program(first: bool) -> None:
+        x = torch.randn(8, 8)
+        a, b = torch.tanh(x), torch.sigmoid(x)
+        torch.relu(a if first else b).sum()
+
+    found = verdict(tmp_path, lambda: program(True), lambda: program(False))
+    assert names(found) == [("Torch.relu.0.forward", "structure")]
+    assert "comes from Torch.tanh.0.forward in actual" in found.culprits[0].reason
+
+
+def test_a_custom_operator_takes_a_reference(tmp_path: Path) -> None:
+    library = torch.library.Library("tpblame", "FRAGMENT")
+    library.define("double(Tensor x) -> Tensor")
+    library.impl("double", lambda x: x * 2, "CPU")
+
+    @tp.reference("tpblame::double")
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+    def program() -> None:
+        torch.ops.tpblame.double(torch.tanh(torch.randn(8, 32)))
+
+    found = verdict(tmp_path, program, None, Fault("double", 0, gain(1.001)))
+    assert names(found) == [("Ops.tpblame.double.0.forward", "output")]
+    assert (found.culprits[0].proof, found.culprits[0].side) == ("replayed", "actual")

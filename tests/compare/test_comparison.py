@@ -1,0 +1,333 @@
+"""Two captures from end to end: verdicts, files, exit codes, and bad input."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import openpyxl
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tensorprobe as tp
+from recorded import record, run_script
+from tensorprobe.cli.main import main
+from tensorprobe.errors import BadUsage, TensorprobeError, UnreadableCapture
+
+
+class Net(torch.nn.Module):
+    def __init__(self, eps: float = 1e-5, scale: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(16, 32)
+        self.norm = torch.nn.LayerNorm(32, eps=eps)
+        self.second = torch.nn.Linear(32, 8)
+        self.scale = scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(F.gelu(self.norm(self.first(x)))) * self.scale
+
+
+def run(
+    folder: Path, *, steps: int = 1, data: float = 1.0, net: Net | None = None, **options: Any
+) -> Path:
+    net = net or Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4, 16, generator=generator) * data
+    with tp.Recorder(folder, **{"keep": "tensors", **options}) as recorder:
+        for _ in range(steps):
+            net(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step()
+    return folder
+
+
+def test_equal_runs_match(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, e = run(tmp_path / "a"), run(tmp_path / "e")
+    assert main(["compare", str(a), str(e), "-o", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.startswith("match: ")
+    verdict = json.loads((tmp_path / "out" / "verdict.json").read_text())
+    assert (verdict["format"], verdict["verdict"], verdict["mode"]) == (1, "match", "tensors")
+    assert verdict["culprits"] == []
+    assert verdict["counts"]["aligned"] == verdict["counts"]["calls_actual"] > 10
+
+
+def test_a_divergence_exits_3_and_is_written_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, e = run(tmp_path / "a", net=Net(eps=1e-2)), run(tmp_path / "e")
+    out = tmp_path / "out"
+    assert main(["compare", str(a), str(e), "-o", str(out), "--xlsx"]) == 3
+    text = capsys.readouterr().out
+    assert text.startswith("diverged at Functional.layer_norm.0.forward (step 0, rank 0): ")
+    assert "eps: 0.01 here, 1e-05 expected" in text
+    assert "test_comparison.py" in text or "normalization.py" in text
+    (culprit,) = json.loads((out / "verdict.json").read_text())["culprits"]
+    keys = ("name", "kind", "direction", "step", "rank", "module")
+    assert {key: culprit[key] for key in keys} == {
+        "name": "Functional.layer_norm.0.forward", "kind": "argument", "direction": "forward",
+        "step": 0, "rank": 0, "module": "norm",
+    }  # fmt: skip
+    assert culprit["affected"] > 3
+    assert culprit["op"] == "torch.nn.functional.layer_norm"
+    book = openpyxl.load_workbook(out / "comparison.xlsx")
+    assert book.sheetnames == ["verdict", "comparison"]
+    assert book["comparison"].freeze_panes == "A2"
+    with (out / "comparison.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == book["comparison"].max_row - 1
+    marked = [row for row in rows if row["note"].startswith("culprit")]
+    assert [row["actual"] for row in marked] == ["Functional.layer_norm.0.forward.output.0"]
+
+
+def test_the_verdict_as_text_is_about_five_lines(tmp_path: Path) -> None:
+    found = tp.compare(run(tmp_path / "a", data=1.01), run(tmp_path / "e"))
+    lines = str(found.verdict).splitlines()
+    assert lines[0] == "diverged at Module.Net.forward.0 (step 0, rank 0): its input data differs"
+    assert lines[-1] == f"  next: tensorprobe show {tmp_path / 'a'} Module.Net.forward.0"
+    assert 4 <= len(lines) <= 6
+    assert found.verdict.culprits[0].kind == "input"
+
+
+def test_the_function_and_the_room_have_one_name(tmp_path: Path) -> None:
+    a = run(tmp_path / "a")
+    import tensorprobe.compare.comparison
+
+    assert callable(tp.compare)
+    assert tp.compare(a, a).verdict.verdict == "match"
+    assert tensorprobe.compare.comparison.compare(a, a).verdict.verdict == "match"
+
+
+def test_the_first_step_that_differs_comes_first(tmp_path: Path) -> None:
+    nets = [Net(), Net()]
+    nets[0].first.register_forward_hook(_after_a_while)
+    found = tp.compare(
+        *(run(tmp_path / n, steps=3, net=net) for n, net in zip("ae", nets, strict=True))
+    )
+    first = found.verdict.culprits[0]
+    assert (first.step, first.kind) == (1, "structure")
+    assert [(r.step, r.verdict) for r in found.verdict.ranks] == [(0, "match"), (1, "diverged")]
+
+
+def _after_a_while(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
+    module.n = getattr(module, "n", 0) + 1
+    return out * 1.01 if module.n == 2 else out
+
+
+def test_an_argument_without_effect_is_listed_and_not_blamed(tmp_path: Path) -> None:
+    captures = [
+        record(tmp_path / name, lambda i=i: torch.relu(torch.ones(3).clamp(min=-5.0 - i)))
+        for i, name in enumerate("ae")
+    ]
+    found = tp.compare(*captures)
+    assert found.verdict.verdict == "match"
+    assert found.structure == ["Tensor.clamp.0.forward: min: -5.0 here, -6.0 expected"]
+
+
+@pytest.mark.parametrize("keep", ["stats", "digest", "structure"])
+def test_less_than_tensors(keep: str, tmp_path: Path) -> None:
+    a, e = (run(tmp_path / n, keep=keep, net=Net(scale=s)) for n, s in (("a", 1.5), ("e", 1.0)))
+    verdict = tp.compare(a, e).verdict
+    assert verdict.mode == keep
+    if keep == "structure":
+        assert verdict.verdict == "match"
+        assert "no values were kept" in str(verdict)
+    else:
+        assert (verdict.culprits[0].name, verdict.culprits[0].kind) == (
+            "Tensor.mul.0.forward", "argument",
+        )  # fmt: skip
+        assert "weaker" in str(verdict)
+
+
+def test_noise_runs_raise_the_floor(tmp_path: Path) -> None:
+    a, e, other = (run(tmp_path / n, data=d) for n, d in (("a", 1.001), ("e", 1.0), ("o", 0.999)))
+    assert tp.compare(a, e).verdict.verdict == "diverged"
+    floored = tp.compare(a, e, noise=[other], seconds=0)
+    assert all(c.kind == "input" for c in floored.verdict.culprits)
+
+
+def test_a_mapping_file_pairs_modules(tmp_path: Path) -> None:
+    (tmp_path / "map.yaml").write_text(
+        "first: first\nFunctional.gelu.0.forward: Functional.gelu.0.forward\n"
+    )
+    a = run(tmp_path / "a")
+    found = tp.compare(a, a, mapping=tmp_path / "map.yaml")
+    hows = {pair.call.name: pair.pair.how for pair in found.pairs}
+    assert hows["Functional.gelu.0.forward"] == "mapped"
+    (tmp_path / "bad.yaml").write_text("- 1\n")
+    with pytest.raises(BadUsage, match="holds a list"):
+        tp.compare(a, a, mapping=tmp_path / "bad.yaml")
+
+
+# Bad input
+
+
+def test_no_capture_and_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = run(tmp_path / "a")
+    (tmp_path / "empty").mkdir()
+    for wrong in (tmp_path / "nothing", tmp_path / "empty"):
+        assert main(["compare", str(a), str(wrong)]) == 1
+        assert "capture" in capsys.readouterr().err
+    assert main(["compare", str(a), str(a), "--xlsx"]) == 2
+    assert "-o OUT" in capsys.readouterr().err
+    assert main(["compare", str(a), str(a), "--step", "7"]) == 1
+    assert "has no calls of step 7; it has steps [0]" in capsys.readouterr().err
+
+
+def test_another_format_version(tmp_path: Path) -> None:
+    a = run(tmp_path / "a")
+    b = shutil.copytree(a, tmp_path / "b")
+    for file in b.rglob("*.json"):
+        file.write_text(file.read_text().replace('"format": 1', '"format": 9'))
+    with pytest.raises(UnreadableCapture, match="format 9"):
+        tp.compare(a, b)
+
+
+def test_different_levels_are_incomparable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, e = run(tmp_path / "a", level="L2"), run(tmp_path / "e", level="L0")
+    assert main(["compare", str(a), str(e)]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("incomparable: ")
+    assert "calls align; actual starts" in out
+
+
+def test_a_truncated_capture_is_compared_as_far_as_it_goes(tmp_path: Path) -> None:
+    a, e = run(tmp_path / "a"), run(tmp_path / "e")
+    log = next(a.rglob("calls.jsonl"))
+    log.write_bytes(log.read_bytes()[: -log.stat().st_size // 8])
+    verdict = tp.compare(a, e).verdict
+    assert verdict.verdict == "match"
+    assert verdict.counts["gaps"] > 0
+    assert "gaps in the recordings" in str(verdict)
+
+
+def test_a_missing_shard_leaves_statistics(tmp_path: Path) -> None:
+    a, e = run(tmp_path / "a", net=Net(eps=1e-2)), run(tmp_path / "e")
+    next(a.rglob("*.safetensors")).unlink()
+    verdict = tp.compare(a, e).verdict
+    assert verdict.verdict == "diverged"
+    assert verdict.culprits[0].name == "Functional.layer_norm.0.forward"
+
+
+def test_missing_ranks_are_said(tmp_path: Path) -> None:
+    a, e = run(tmp_path / "a"), run(tmp_path / "e")
+    for rank in range(1, 5):
+        shutil.copytree(a / "rank0", a / f"rank{rank}")
+    verdict = tp.compare(a, e).verdict
+    assert "ranks 1, 2, 3, 4 exist on one side only" in str(verdict)
+    assert verdict.verdict == "match"
+
+
+def test_nan_everywhere_on_both_sides_is_no_difference(tmp_path: Path) -> None:
+    a, e = run(tmp_path / "a", data=math.nan), run(tmp_path / "e", data=math.nan)
+    assert tp.compare(a, e).verdict.verdict == "match"
+
+
+def test_shapes_that_differ_are_a_row_and_a_culprit(tmp_path: Path) -> None:
+    captures = [
+        record(tmp_path / name, lambda n=n: torch.relu(torch.ones(n, 3)) * 2)
+        for name, n in (("a", 4), ("e", 5))
+    ]
+    found = tp.compare(*captures)
+    found.save(tmp_path / "out")
+    text = (tmp_path / "out" / "comparison.csv").read_text()
+    assert "shapes differ" in text
+    assert found.verdict.verdict == "diverged"
+    assert found.verdict.culprits[0].name == "Torch.ones.0.forward"
+
+
+# Files
+
+
+def test_no_cell_is_a_formula(tmp_path: Path) -> None:
+    evil = '=HYPERLINK("http://x")'
+
+    def program() -> None:
+        with tp.Recorder(tmp_path / "a", keep="tensors") as recorder:
+            recorder.save(evil, torch.ones(2))
+            recorder.save("@cmd", torch.tensor([-math.inf, 1.0]))
+
+    program()
+    found = tp.compare(tmp_path / "a", tmp_path / "a")
+    found.save(tmp_path / "out", xlsx=True)
+    with (tmp_path / "out" / "comparison.csv").open() as file:
+        cells = [cell for row in csv.reader(file) for cell in row]
+    assert not any(cell.startswith(("=", "@", "+", "-inf")) for cell in cells)
+    book = openpyxl.load_workbook(tmp_path / "out" / "comparison.xlsx")
+    assert all(cell.data_type != "f" for row in book["comparison"].iter_rows() for cell in row)
+
+
+def test_columns_of_ptdbg(tmp_path: Path) -> None:
+    a, e = run(tmp_path / "a", net=Net(scale=-1.0)), run(tmp_path / "e")
+    tp.compare(a, e).save(tmp_path / "out", columns="ptdbg")
+    with (tmp_path / "out" / "comparison.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0])[:8] == [
+        "NPU Name", "Bench Name", "NPU Tensor Dtype", "Bench Tensor Dtype", "NPU Tensor Shape",
+        "Bench Tensor Shape", "Cosine", "MaxAbsErr",
+    ]  # fmt: skip
+    by_name = {row["NPU Name"]: row for row in rows}
+    good = by_name["Functional_linear_0_forward_output"]
+    assert (good["Cosine"], good["MaxAbsErr"], good["Accuracy Reached or Not"]) == (
+        "1.0", "0.000000", "Yes",
+    )  # fmt: skip
+    bad = by_name["Tensor_mul_0_forward_output"]
+    assert (bad["Cosine"], bad["Accuracy Reached or Not"]) == ("-1.000000", "No")
+    assert bad["NPU Tensor Dtype"] == "torch.float32"
+
+
+@pytest.mark.parametrize("keep", ["tensors", "stats", "digest"])
+def test_columns_of_msprobe(keep: str, tmp_path: Path) -> None:
+    a, e = run(tmp_path / "a", keep=keep, net=Net(scale=1.01)), run(tmp_path / "e", keep=keep)
+    tp.compare(a, e).save(tmp_path / "out", columns="msprobe")
+    with (tmp_path / "out" / "comparison.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    columns = {
+        "tensors": ["Cosine", "EucDist", "MaxAbsErr", "MaxRelativeErr", "One Thousandth Err Ratio"],
+        "stats": ["Max diff", "Min diff", "Mean diff", "L2norm diff", "MaxRelativeErr"],
+        "digest": ["NPU MD5", "BENCH MD5", "Requires_grad Consistent", "Result", "Err_message"],
+    }
+    assert list(rows[0])[8:13] == columns[keep]
+    bad = next(row for row in rows if row["NPU Name"] == "Tensor.mul.0.forward.output.0")
+    assert bad["Result"] == "error"
+    if keep == "stats":
+        assert float(bad["MaxRelativeErr"].rstrip("%")) == pytest.approx(1.0, rel=1e-4)
+        assert bad["MaxRelativeErr"].endswith("%")
+        good = next(row for row in rows if row["NPU Name"] == "Functional.gelu.0.forward.output.0")
+        assert (good["Max diff"], good["MaxRelativeErr"]) == ("0", "0")
+
+
+def test_unknown_columns_leave_nothing_behind(tmp_path: Path) -> None:
+    a = run(tmp_path / "a")
+    with pytest.raises(TensorprobeError, match="native, ptdbg, msprobe"):
+        tp.compare(a, a).save(tmp_path / "out", columns="excel")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_script_without_a_main_guard_compares_in_processes(tmp_path: Path) -> None:
+    a, e = run(tmp_path / "a", net=Net(eps=1e-2)), run(tmp_path / "e")
+    done = run_script(
+        tmp_path,
+        "import multiprocessing\n"
+        "multiprocessing.set_start_method('spawn')\n"
+        "print('begun')\n"
+        "import tensorprobe as tp\n"
+        f"found = tp.compare({str(a)!r}, {str(e)!r}, processes=2)\n"
+        "print(found.verdict.culprits[0].name)\n",
+    )
+    assert done.stdout.split() == ["begun", "Functional.layer_norm.0.forward"], done.stderr
+
+
+def test_processes_and_one_process_measure_the_same(tmp_path: Path) -> None:
+    a, e = run(tmp_path / "a", data=1.01), run(tmp_path / "e")
+    ones, twos = (tp.compare(a, e, processes=n, seconds=0) for n in (1, 2))
+    assert [row.metrics for _, row in ones.rows] == [row.metrics for _, row in twos.rows]
