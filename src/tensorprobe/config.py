@@ -44,7 +44,7 @@ class RecordConfig(msgspec.Struct, frozen=True, kw_only=True):
     modules: tuple[str, ...] = ()
     names: tuple[str, ...] = ()  # a part of the call's name, anywhere in it
     keep_tensors: tuple[str, ...] = ()  # likewise: these calls keep tensors, whatever `keep` says
-    dtypes: Dtypes = "all"  # float: no integer and bool tensors, no scalars
+    dtypes: Dtypes = "all"  # float: nothing is kept of integer and bool tensors
     stacks: bool = True
     flush: Flush = "queue"
     max_disk: int | None = None  # bytes

@@ -708,3 +708,19 @@ def test_recording_inside_one_module_only(level: str, tmp_path: Path) -> None:
     ]
     if level == "mix":
         assert {c.module for c in capture.calls(name="Tensor.exp")} == {"1"}
+
+
+@pytest.mark.parametrize("level", ["L1", "L2"])
+def test_modules_of_other_threads_are_recorded(level: str, tmp_path: Path) -> None:
+    model = nn.Linear(3, 3)
+
+    def work() -> None:
+        model(torch.ones(2, 3)).sum().backward()
+
+    with tp.Recorder(tmp_path / "run", level=level, log=lambda text: None):
+        thread = threading.Thread(target=work, name="worker")
+        thread.start()
+        thread.join()
+    calls = [call for call in tp.load(tmp_path / "run").calls if call.thread == "worker"]
+    assert {call.direction for call in calls} == {"forward", "backward"}
+    assert any("linear" in call.name or "addmm" in call.name for call in calls)

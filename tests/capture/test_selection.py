@@ -269,8 +269,6 @@ def test_inside_a_call() -> None:
     dtypes = [*floats, "int64", "uint8", "bool", "qint8", "quint4x2", "bits8"]
     assert [d for d in dtypes if selection(dtypes="float").wants_tensor(d)] == floats
     assert [d for d in dtypes if selection().wants_tensor(d)] == dtypes
-    assert selection().wants_scalars
-    assert not selection(dtypes="float").wants_scalars
 
 
 def test_some_calls_keep_tensors() -> None:

@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from tensorprobe.capture.mode_stack import enter_missing
+
 
 class EngineEntry:
-    """Keeps `mode` on while backward runs, and calls `on_end` when the outermost one is over.
+    """Keeps `modes` on while backward runs, and calls `on_end` when the outermost one is over.
 
     `on_begin` is given the tensors that backward starts from.
     """
 
     def __init__(
         self,
-        mode: Any,
+        modes: Sequence[Any],
         on_begin: Callable[[Any], None],
         on_end: Callable[[], None],
     ) -> None:
-        self._mode = mode
+        self._modes = modes
         self._on_end = on_end
         self._on_begin = on_begin
         self._depth = 0
@@ -56,17 +58,15 @@ class EngineEntry:
         _put(function)
 
     def _run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        enter = self._mode not in torch.overrides._get_current_function_mode_stack()
-        if enter:
-            self._mode.__enter__()
+        entered = enter_missing(self._modes)
         with self._lock:
             self._depth += 1
         try:
             self._on_begin(args[0] if args else ())
             return original(*args, **kwargs)
         finally:
-            if enter:
-                self._mode.__exit__(None, None, None)
+            while entered:
+                entered.pop().__exit__(None, None, None)
             with self._lock:
                 self._depth -= 1
                 outermost = self._depth == 0

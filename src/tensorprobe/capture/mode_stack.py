@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -16,6 +17,16 @@ def add_function_mode(mode: Any) -> None:
 def add_dispatch_mode(mode: Any) -> None:
     """Put `mode` on top of this thread's stack."""
     mode.__enter__()
+
+
+def enter_missing(modes: Iterable[Any]) -> list[Any]:
+    """Put those of `modes` on this thread's stacks that are not there; gives them back."""
+    function_modes = _get_current_function_mode_stack()
+    dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
+    missing = [mode for mode in modes if mode not in (*function_modes, *dispatch_modes)]
+    for mode in missing:
+        mode.__enter__()
+    return missing
 
 
 def remove_function_mode(mode: Any) -> bool:

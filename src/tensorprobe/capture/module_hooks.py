@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.nn.modules.module import (
 
 from tensorprobe.capture.calls import OpenCall
 from tensorprobe.capture.gradients import InputEdges, Path, Region, Trace, trace_module
+from tensorprobe.capture.mode_stack import enter_missing
 from tensorprobe.capture.naming import ApiName, CallNames, module_name
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.tape import Tape
@@ -96,7 +97,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
         self.owners: dict[int, Region] = {}
-        self.entered_mode = False
+        self.entered_modes: list[Any] = []
 
 
 class ModuleHooks:
@@ -107,13 +108,13 @@ class ModuleHooks:
         tape: Tape,
         *,
         record: bool,
-        mode: Any,
+        modes: Sequence[Any],
         on_root: Callable[[nn.Module], None],
     ) -> None:
         self.paths = ModulePaths()
         self._tape = tape
         self._record = record
-        self._mode = mode
+        self._modes = modes
         self._on_root = on_root
         self._thread = _Thread()
         self._owner_thread = 0
@@ -221,10 +222,8 @@ class ModuleHooks:
         self._thread.owners.clear()
         if threading.get_ident() == self._owner_thread:
             return
-        if self._mode not in torch.overrides._get_current_function_mode_stack():
-            # function modes are not inherited by threads: bring ours along while a module runs
-            self._mode.__enter__()
-            self._thread.entered_mode = True
+        # modes are not inherited by threads: bring ours along while a module runs
+        self._thread.entered_modes = enter_missing(self._modes)
 
     def _begin(self, entry: _Entry, path: str, args: tuple[Any, ...], frame: FrameType) -> None:
         module, tape = entry.module, self._tape
@@ -274,9 +273,8 @@ class ModuleHooks:
 
     def _leave_root(self) -> None:
         self._thread.owners.clear()
-        if self._thread.entered_mode:
-            self._thread.entered_mode = False
-            self._mode.__exit__(None, None, None)
+        while self._thread.entered_modes:
+            self._thread.entered_modes.pop().__exit__(None, None, None)
 
     def _end(self, entry: _Entry, result: Any, error: BaseException | None) -> None:
         if entry.call is None:

@@ -218,16 +218,17 @@ class Recorder:
             tape, record=level in ("L1", "mix"), on_scaler_update=self._watch.scaler_updated
         )
         self._op_mode = OpMode(tape) if level == "L2" else None
+        modes = [self._mode] if self._op_mode is None else [self._mode, self._op_mode]
         self._modules = ModuleHooks(
             tape,
             record=level in ("L0", "mix"),
-            mode=self._mode,
+            modes=modes,
             on_root=self._watch.root_called,
         )
         self._optimizers = OptimizerHooks(
             tape, self._modules.paths.parameter_names, self._optimizer_stepped
         )
-        self._engine = EngineEntry(self._mode, self._backward_begins, self._backward_ended)
+        self._engine = EngineEntry(modes, self._backward_begins, self._backward_ended)
         atexit.register(self.close)
         _stop_in_children(self)
         return True

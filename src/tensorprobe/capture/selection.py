@@ -146,11 +146,6 @@ class Selection:
         """Whether tensors of this dtype ("int64", "bfloat16") are recorded."""
         return not (self._only_float and _NOT_FLOAT.fullmatch(dtype_name))
 
-    @property
-    def wants_scalars(self) -> bool:
-        """Whether numbers among the arguments are recorded."""
-        return not self._only_float
-
     # The end.
 
     @property
