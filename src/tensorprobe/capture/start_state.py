@@ -32,7 +32,7 @@ from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.tape import Tape
 from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig, format_numbers
-from tensorprobe.devices import current_rank
+from tensorprobe.devices import current_rank, device_layer, device_types
 from tensorprobe.errors import BadUsage, NothingRecorded, UnreadableCapture
 from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.records import Call, Capture, TensorRecord
@@ -42,8 +42,8 @@ from tensorprobe.store.writer import CaptureWriter
 
 _WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module"}
 _WRAPPERS["OptimizedModule"] = "_orig_mod"  # what torch.compile makes
-_DEVICE_TYPES = ("cuda", "npu", "xpu")
 _RNG = "rng"
+_OF_THE_HOST = ("python", "numpy", "torch")  # whose random states are always there
 _NAMES_SHOWN = 6
 
 
@@ -446,9 +446,8 @@ def _random_states() -> dict[str, Any]:
         "numpy": (kind, keys.tolist(), *rest),
         "torch": torch.get_rng_state(),
     }
-    for name in _DEVICE_TYPES:
-        if _in_use(name):
-            states[name] = list(getattr(torch, name).get_rng_state_all())
+    for name in filter(_in_use, device_types()):
+        states[name] = list(getattr(torch, name).get_rng_state_all())
     return states
 
 
@@ -457,8 +456,8 @@ def _restore_random_states(states: Mapping[str, Any]) -> None:
     kind, keys, *rest = states["numpy"]
     np.random.set_state((kind, np.array(keys, np.uint32), *rest))
     torch.set_rng_state(states["torch"].load())
-    saved = [name for name in _DEVICE_TYPES if name in states]
-    here = [name for name in _DEVICE_TYPES if _in_use(name)]
+    saved = [name for name in states if name not in _OF_THE_HOST]
+    here = list(filter(_in_use, device_types()))
     for name in here:
         if name in saved:
             getattr(torch, name).set_rng_state_all([record.load() for record in states[name]])
@@ -471,7 +470,7 @@ def _restore_random_states(states: Mapping[str, Any]) -> None:
 
 
 def _in_use(device_type: str) -> bool:
-    module = getattr(torch, device_type, None)
+    module = device_layer(device_type).find_module()  # None for the host
     return module is not None and hasattr(module, "is_initialized") and module.is_initialized()
 
 

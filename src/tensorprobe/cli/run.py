@@ -267,9 +267,10 @@ class _Session:
         if isinstance(end, WriteFailed):
             self._problem = end
         if self._problem is not None:
-            with contextlib.suppress(TensorprobeError):  # the first problem is the one to tell
-                if self._recorder is not None:
-                    self._recorder.close()
+            for part in (self._start, self._recorder):
+                with contextlib.suppress(TensorprobeError):  # the first problem is the one to tell
+                    if part is not None:
+                        part.close()
             raise self._problem
         problem = self._close()
         if isinstance(end, KeyboardInterrupt):

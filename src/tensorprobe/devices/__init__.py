@@ -9,26 +9,25 @@ from tensorprobe.devices.table import (
     accelerator,
     autocast_dtypes,
     device_layer,
+    device_types,
     rng_kept,
     rows,
 )
-from tensorprobe.devices.vendor_ops import VendorOp, vendor_op
 
 __all__ = [
     "Device",
     "FusedOps",
     "OverflowFlag",
-    "VendorOp",
     "accelerator",
     "autocast_dtypes",
     "check_environment",
     "check_kernel_dump",
     "current_rank",
     "device_layer",
+    "device_types",
     "explain",
     "local_rank",
     "rng_kept",
     "rows",
-    "vendor_op",
     "world_size",
 ]

@@ -232,11 +232,15 @@ def rows() -> tuple[Device, ...]:
     return tuple(_ROWS.values())
 
 
+def device_types() -> tuple[str, ...]:
+    """The kinds of devices a program may use here: those with a row, and this build's own."""
+    present = torch.accelerator.current_accelerator()
+    return tuple(dict.fromkeys([*_ROWS, *([present.type] if present is not None else [])]))
+
+
 def autocast_dtypes() -> dict[str, torch.dtype]:
     """The dtype of autocast for each kind of device where it is on now."""
-    present = torch.accelerator.current_accelerator()
-    kinds = dict.fromkeys([*_ROWS, *([present.type] if present is not None else [])])
-    return {kind: torch.get_autocast_dtype(kind) for kind in kinds if _autocasts(kind)}
+    return {kind: torch.get_autocast_dtype(kind) for kind in device_types() if _autocasts(kind)}
 
 
 def _autocasts(kind: str) -> bool:
