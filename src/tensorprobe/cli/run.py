@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     session = _Session(args, config, step_on, output, notes)
     if args.sim_npu:
         import_before("torch_npu", "torch")
-    session.seed()
+    session.prepare()
     end = Launch(program, words[1:]).run(session.torch_imported)
     _explain(end)
     return session.finish(end)
@@ -218,12 +218,13 @@ class _Session:
         self._start: StartState | None = None
         self._problem: TensorprobeError | None = None
 
-    def seed(self) -> None:
+    def prepare(self) -> None:
+        """What has to be there before the program's first line; it imports torch."""
+        self._simulate()  # a device that comes later would not be seeded
         if self._args.seed is None and not self._args.deterministic:
             return
         from tensorprobe.capture.seeding import seed_all
 
-        self._simulate()  # a device that comes later would not be seeded
         seed = DEFAULT_SEED if self._args.seed is None else self._args.seed
         seed_all(seed, deterministic=self._args.deterministic)
 
@@ -244,7 +245,6 @@ class _Session:
     def _record(self) -> None:
         from tensorprobe.capture.recorder import Recorder, say
 
-        self._simulate()
         recorder = Recorder(self._output, step_on=self._step_on, **self._config.as_arguments())
         for note in self._notes:
             say(note)

@@ -48,7 +48,7 @@ def _diverged(verdict: Verdict) -> Iterator[str]:
     yield f"diverged at {first.name} ({where}): {_KINDS[first.kind]}"
     place = f"  in {first.module or 'the program'}, {first.op}"
     if first.stack:
-        place += f", {first.stack[0]}"
+        place += f", {_users_line(first.stack)}"
     yield place
     yield f"  {first.reason}"
     own, inherited = number_text(first.own_error), number_text(first.inherited_error)
@@ -100,3 +100,8 @@ def next_command(verdict: Verdict, culprit: Culprit) -> str:
         path = verdict.expected if culprit.side == "expected" else verdict.actual
         return f"tensorprobe repro {path} {culprit.name} -o repro"
     return f"tensorprobe show {verdict.actual} {culprit.name}"
+
+
+def _users_line(stack: tuple[str, ...]) -> str:
+    """The innermost line that is not torch's own; the whole stack is in verdict.json."""
+    return next((line for line in stack if "/torch/" not in line), stack[0])
