@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     _tell("\n2. The same on an NPU, simulated, with one broken kernel. The loss looks well:\n")
     _type([*record, str(npu), "--sim-npu", str(SCRIPTS / "train_npu.py")])
     _tell("\n3. Which call did it, and is the error its own?\n")
-    _type(["compare", str(npu), str(cpu), "-o", str(report)], ends_in=3, lines=7)
+    _type(["compare", str(npu), str(cpu), "-o", str(report)], ends_in=3, lines=6)
     culprit = json.loads((report / "verdict.json").read_text())["culprits"][0]["name"]
     _tell("\n4. That call alone, in a script that needs nothing but torch:\n")
     _type(["repro", str(npu), culprit, "-o", str(repro)])
@@ -66,7 +66,7 @@ def _type(words: Sequence[str], *, ends_in: int = 0, lines: int | None = None) -
     assert process.stdout is not None
     for number, line in enumerate(process.stdout):
         if lines is None or number < lines:
-            _tell(f"   {line.rstrip()}")
+            _tell(f"   {line.rstrip()}".rstrip())
     if process.wait() != ends_in:
         raise TensorprobeError(f"the demo ended early: that command exited {process.returncode}")
 
