@@ -68,8 +68,12 @@ class ModulePaths:
     def _root_name(self, module: nn.Module) -> str:
         self._forget_dead()
         name = type(module).__name__
+        taken = set(self._roots)
+        first = self._roots[""]() if "" in taken else None
+        if first is not None:
+            taken.add(type(first).__name__)  # its own call goes by that
         numbered = (f"{name}_{number}" if number else name for number in itertools.count())
-        found = "" if "" not in self._roots else next(n for n in numbered if n not in self._roots)
+        found = "" if "" not in taken else next(n for n in numbered if n not in taken)
         self._roots[found] = weakref.ref(module)
         return found
 
@@ -262,6 +266,8 @@ class ModuleHooks:
             entry.buffers = {name: _state_of(buffer) for name, buffer in _present(module._buffers)}
             if getattr(module, "_compiled_call_impl", None) or kind.__name__ == "OptimizedModule":
                 entry.call.notes.append("compiled: the calls inside are not visible")
+            if not module._modules:
+                entry.call.notes.extend(_making(module))
             if module._parameters:
                 self._trained[id(module)] = (weakref.ref(module), api, path)
 

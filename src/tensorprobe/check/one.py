@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -13,6 +12,7 @@ from tensorprobe.check.benchmark import hold_against
 from tensorprobe.check.chance import judge_dropout, judge_random
 from tensorprobe.check.judge import judge, same_choice
 from tensorprobe.check.row import Judgement, Row, Verdict, row_for
+from tensorprobe.devices import device_layer
 from tensorprobe.errors import NotReplayable
 from tensorprobe.records import Call
 from tensorprobe.replay.generate import load_or_generate
@@ -78,7 +78,7 @@ def _by_chance(call: Call) -> bool:
 
 def _repeatable(call: Call, device: torch.device) -> bool:
     """Random numbers can be drawn again only on the kind of device whose state was recorded."""
-    return device.type == "cpu" and rng_state(call, "cpu") is not None
+    return device_layer(device).is_host and rng_state(call, "cpu") is not None
 
 
 def _references(
@@ -127,12 +127,9 @@ def _judge_all(
 
 def _device_roundoff(replayed: Replayed, found: torch.Tensor, device: torch.device) -> float | None:
     """TF32 keeps eleven bits of float32; cuDNN uses it unless told not to."""
-    if device.type != "cuda" or found.dtype != torch.float32 or replayed.kind != "product":
+    if found.dtype != torch.float32 or replayed.kind != "product":
         return None
-    backends: Any = torch.backends
-    if backends.cuda.matmul.allow_tf32 or backends.cudnn.allow_tf32:
-        return 2.0**-11
-    return None
+    return 2.0**-11 if device_layer(device).uses_tf32() else None
 
 
 def _judge_chance(

@@ -6,14 +6,16 @@ import importlib.util
 
 import torch
 
+from tensorprobe.devices import rows
 from tensorprobe.errors import BadUsage, DeviceUnusable
 
 
 def find_device(name: str) -> torch.device:
     """The device of this name, tried out; a vendor's package is imported where it is needed."""
-    kind = name.partition(":")[0]
-    if kind == "npu" and not hasattr(torch, "npu") and importlib.util.find_spec("torch_npu"):
-        importlib.import_module("torch_npu")
+    for row in rows():
+        vendor = row.fused_ops.module if row.fused_ops else None
+        if vendor and name.partition(":")[0] == row.type and importlib.util.find_spec(vendor):
+            importlib.import_module(vendor)
     try:
         device = torch.device(name)
     except RuntimeError as error:

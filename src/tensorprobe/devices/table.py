@@ -52,6 +52,7 @@ class Device:
     find_module: Callable[[], Any]  # torch.cuda, torch.npu; None: the host needs none
     launch_blocking: str | None = None  # set to 1, an error names the call that made it
     log_folder: str | None = None  # the variable that says where the driver writes its log
+    uses_tf32: Callable[[], bool] = lambda: False  # float32 products keep eleven bits
     fused_ops: FusedOps | None = None
     overflow_flag: OverflowFlag | None = None
     kernel_dump: Callable[[Path], AbstractContextManager[None]] | None = None  # of a dump.json
@@ -170,6 +171,11 @@ def _cuda_flags() -> None:
     torch.backends.cudnn.benchmark = False
 
 
+def _cuda_tf32() -> bool:
+    backends: Any = torch.backends
+    return bool(backends.cuda.matmul.allow_tf32 or backends.cudnn.allow_tf32)
+
+
 _ROWS = {
     row.type: row
     for row in (
@@ -178,6 +184,7 @@ _ROWS = {
             type="cuda",
             find_module=lambda: torch.cuda,
             launch_blocking="CUDA_LAUNCH_BLOCKING",
+            uses_tf32=_cuda_tf32,
             deterministic_variables={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
             set_deterministic_flags=_cuda_flags,
         ),
