@@ -18,7 +18,7 @@ FLOORS = [
     {"capture", "replay", "ascend"},
     {"guard", "check", "compare"},
     {"report"},
-    {"ptdbg_ascend", "msprobe", "cli"},
+    {"ptdbg_ascend", "msprobe", "cli", "demo"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # Lazily, inside a function: a record loads its own content, a comparison writes its own report, and
