@@ -203,7 +203,6 @@ def _cuda_facts(torch: Any) -> dict[str, Any]:
     facts = _read(
         {
             "runtime": lambda: torch.version.cuda or torch.version.hip,
-            "cudnn": lambda: torch.backends.cudnn.version(),
             "nccl": lambda: ".".join(map(str, cuda.nccl.version())),
             "driver": _nvidia_driver,
             "devices": _nvidia_devices,
@@ -215,6 +214,7 @@ def _cuda_facts(torch: Any) -> dict[str, Any]:
         facts |= _read(
             {
                 "devices": lambda: [cuda.get_device_name(index) for index in count],
+                "cudnn": lambda: torch.backends.cudnn.version(),  # asking initialises CUDA
                 "capability": lambda: [list(cuda.get_device_capability(index)) for index in count],
                 "blas": lambda: torch.backends.cuda.preferred_blas_library(),
                 "linalg": lambda: torch.backends.cuda.preferred_linalg_library(),
