@@ -10,7 +10,13 @@ from typing import Any, Literal
 import msgspec
 
 from tensorprobe.compare import arguments
-from tensorprobe.compare.dataflow import Dataflow, content, find_containers, is_constant
+from tensorprobe.compare.dataflow import (
+    Dataflow,
+    content,
+    find_containers,
+    is_constant,
+    is_written,
+)
 from tensorprobe.compare.evidence import Evidence, OwnError, matters, own_error
 from tensorprobe.compare.judge import (
     ROUNDING,
@@ -896,8 +902,7 @@ def _summed_size(node: _Node, row: TensorPair) -> float:
 
 
 def _is_input(row: TensorPair) -> bool:
-    # what a call wrote to in place is kept as a buffer named after the argument
-    return row.role not in ("output",) and not row.name.startswith("buffers.input.")
+    return not is_written(row)
 
 
 def _place(call: Call, record: TensorRecord) -> str:

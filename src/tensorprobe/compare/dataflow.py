@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from tensorprobe.compare.align import forward_of
-from tensorprobe.compare.measure import CallPair
+from tensorprobe.compare.measure import CallPair, TensorPair
 from tensorprobe.records import Call, TensorRecord
 
 _INPUTS = ("input", "parameter", "buffer")
@@ -81,7 +81,7 @@ class Dataflow:
                     continue
                 if record.role == "parameter_grad":
                     made.setdefault(key, i)  # what the engine has added up, seen here first
-                elif record.role == "output" or row.name.startswith("buffers.input."):
+                elif is_written(row):
                     outputs.append(key)
                 elif key in made:
                     self.producer[side, i, row.name] = made[key]
@@ -100,3 +100,14 @@ class Dataflow:
 
 def _calls(pair: CallPair) -> list[Call]:
     return [call for call in (pair.pair.actual, pair.pair.expected) if call is not None]
+
+
+def is_written(row: TensorPair) -> bool:
+    """Whether a call made this content: an output, or an argument or buffer it wrote to in place.
+
+    The latter are kept as `buffers.input.1`, named after the argument, and as
+    `buffers.running_mean.after`.
+    """
+    if row.role == "buffer":
+        return row.name.startswith("buffers.input.") or row.name.endswith(".after")
+    return row.role == "output"
