@@ -5,6 +5,7 @@ What is saved is a capture like any other: `tensorprobe show DIR` lists it.
 
 from __future__ import annotations
 
+import abc
 import copy
 import os
 import random
@@ -51,7 +52,7 @@ class _Depth(threading.local):
     modules = 0
 
 
-class StartState:
+class StartState(abc.ABC):
     """Meets the program where its data enters: calls of root modules, and calls outside of modules
     that bring data together with what was computed (a loss and its targets).
 
@@ -80,18 +81,21 @@ class StartState:
 
     # What a run does with what it meets
 
+    @abc.abstractmethod
     def _first_call(self) -> None:
         """Nothing has been computed by a module yet."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _over(self) -> bool:
-        raise NotImplementedError
+        """Whether nothing more is to be met."""
 
+    @abc.abstractmethod
     def _root_called(self, api: ApiName, number: int, module: nn.Module, data: _Data) -> None:
-        raise NotImplementedError
+        """A root module is about to be called with this data."""
 
+    @abc.abstractmethod
     def _data_met(self, api: ApiName, number: int, data: _Data) -> None:
-        raise NotImplementedError
+        """A call outside of modules brings this data."""
 
     # Where it is met
 
