@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import shutil
 import statistics
 import subprocess
@@ -74,12 +73,31 @@ def timed(step, count: int, device: str) -> list[float]:
     return seconds
 
 
+def reset_peak(device: str) -> None:
+    """Begin to measure the peak of memory anew."""
+    import torch
+
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the high-water mark falls to now
+
+
+def peak_mbytes(device: str) -> float:
+    """Peak of memory since: the device's, or resident memory on the CPU."""
+    import torch
+
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e6
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1e3
+
+
 def folder_nbytes(path: Path) -> int:
     return sum(f.stat().st_blocks * 512 for f in path.rglob("*") if f.is_file())
 
 
 def measure_ours(args: argparse.Namespace, size: dict[str, int]) -> list[dict[str, object]]:
-    import torch
 
     import tensorprobe as tp
 
@@ -91,9 +109,10 @@ def measure_ours(args: argparse.Namespace, size: dict[str, int]) -> list[dict[st
             if keep == "tensors" and level not in args.tensor_levels:
                 continue
             folder = Path(tempfile.mkdtemp(dir=args.scratch))
+            reset_peak(args.device)
             bare = timed(step, args.steps, args.device)
-            if args.device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
+            bare_peak = peak_mbytes(args.device)
+            reset_peak(args.device)
             messages: list[str] = []
             recorder = tp.Recorder(
                 folder / "run", level=level, keep=keep, stacks=args.stacks, log=messages.append
@@ -108,6 +127,7 @@ def measure_ours(args: argparse.Namespace, size: dict[str, int]) -> list[dict[st
                 waited = recorder._writer.waited_s
                 seconds = timed(recorded_step, args.recorded, args.device)
                 waited = recorder._writer.waited_s - waited
+            peak = peak_mbytes(args.device)
             calls = recorder._writer.n_calls / (args.recorded + 1)
             after = timed(step, args.steps, args.device)
             base = statistics.median(bare + after)
@@ -123,9 +143,8 @@ def measure_ours(args: argparse.Namespace, size: dict[str, int]) -> list[dict[st
                     "us_per_call": (middle - base) / calls * 1e6,
                     "mbytes_per_step": folder_nbytes(folder) / (args.recorded + 1) / 1e6,
                     "waited_s": waited / args.recorded,
-                    "peak_gpu_mb": (
-                        torch.cuda.max_memory_allocated() / 1e6 if args.device == "cuda" else 0
-                    ),
+                    "bare_peak_mb": bare_peak,
+                    "peak_mb": peak,
                 }
             )
             shutil.rmtree(folder)
@@ -211,6 +230,7 @@ def peer_child(spec: dict[str, object]) -> None:
 def table(ours: list[dict[str, object]], peer: list[dict[str, object]]) -> str:
     known = {(row["level"], row["keep"]): row for row in peer}
     titles = ["level", "keep", "no tool", "recorded", "ratio", "per call", "MB a step", "waited"]
+    titles += ["peak, no tool", "peak"]
     titles += ["msprobe", "its MB"]
     lines = [f"| {' | '.join(titles)} |", f"|{' --- |' * len(titles)}"]
     for row in ours:
@@ -224,6 +244,8 @@ def table(ours: list[dict[str, object]], peer: list[dict[str, object]]) -> str:
             f"{row['us_per_call']:.0f} us",
             f"{row['mbytes_per_step']:.1f}",
             f"{row['waited_s']:.2f} s",
+            f"{row['bare_peak_mb']:.0f} MB",
+            f"{row['peak_mb']:.0f} MB",
             f"{other['ratio']:.2f}x" if other else "-",
             f"{other['mbytes_per_step']:.1f}" if other else "-",
         ]
@@ -261,8 +283,6 @@ def main() -> None:
     print(f"torch {torch.__version__}, ", end="")
     print(f"python {platform.python_version()}, {os.cpu_count()} cores, stacks {args.stacks}")
     print(table(ours, peer))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    print(f"peak resident memory of the whole benchmark: {peak:.0f} MB")
     if args.json:
         Path(args.json).write_text(json.dumps({"ours": ours, "peer": peer}, indent=1))
 
