@@ -160,3 +160,37 @@ def test_a_start_has_each_rank_s_batches(tmp_path: Path) -> None:
             for name in "ab"
         )
         assert a == b
+
+
+BUFFERS = """
+import torch
+import torch.distributed as dist
+import tensorprobe as tp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(rank)
+model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+parallel = DistributedDataParallel(model)
+live = []
+model[1].register_forward_pre_hook(lambda norm, args: live.append(norm.running_mean.clone()))
+with tp.Recorder("buffers", level="mix", keep="tensors", log=lambda text: None):
+    for _ in range(3):
+        parallel(torch.randn(4, 3)).sum().backward()
+capture = tp.load(f"buffers/rank{rank}")
+for number, mean in enumerate(live):
+    module = capture.call(f"Module.module.1.BatchNorm1d.forward.{number}")
+    call = capture.call(f"Functional.batch_norm.{number}.forward")
+    assert torch.equal(module.tensor("buffers.running_mean").load(), mean), (rank, number)
+    assert torch.equal(call.tensor("input.1").load(), mean), (rank, number)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_buffers_that_ddp_broadcasts_within_a_step(tmp_path: Path) -> None:
+    (tmp_path / "buffers.py").write_text(BUFFERS)
+    done = torchrun(tmp_path, "buffers.py")
+    assert done.returncode == 0, done.stderr
