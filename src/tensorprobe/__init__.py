@@ -16,11 +16,22 @@ if TYPE_CHECKING:
     from tensorprobe.capture.seeding import seed_all
     from tensorprobe.check.run import check
     from tensorprobe.compare.comparison import compare
+    from tensorprobe.guard.reroute import reroute
     from tensorprobe.replay.references import reference
     from tensorprobe.replay.repro import repro
     from tensorprobe.store.loading import load
 
-__all__ = ["Recorder", "__version__", "check", "compare", "load", "reference", "repro", "seed_all"]
+__all__ = [
+    "Recorder",
+    "__version__",
+    "check",
+    "compare",
+    "load",
+    "reference",
+    "repro",
+    "reroute",
+    "seed_all",
+]
 
 _HOMES = {
     "Recorder": "tensorprobe.capture.recorder",
@@ -29,6 +40,7 @@ _HOMES = {
     "load": "tensorprobe.store.loading",
     "reference": "tensorprobe.replay.references",
     "repro": "tensorprobe.replay.repro",
+    "reroute": "tensorprobe.guard.reroute",
     "seed_all": "tensorprobe.capture.seeding",
 }
 
