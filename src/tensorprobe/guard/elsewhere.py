@@ -100,6 +100,7 @@ class _Copy(NamedTuple):
     original: torch.Tensor
     there: torch.Tensor
     version: int | None  # None: the copy keeps none
+    node: Any  # the copy's place in the graph before the call
 
 
 class _Journey:
@@ -164,7 +165,7 @@ class _Journey:
             # the cast comes second: it is a kernel too, and belongs where the call runs
             there = there.to(self._raised(tensor.dtype))
         version = None if there.is_inference() else there._version
-        self._copies[id(tensor)] = _Copy(tensor, there, version)
+        self._copies[id(tensor)] = _Copy(tensor, there, version, there.grad_fn)
         return there
 
     def _raised(self, dtype: torch.dtype) -> torch.dtype:
@@ -215,18 +216,17 @@ class _Journey:
         given = {**{str(i): arg for i, arg in enumerate(call.args)}, **call.kwargs}
         named = {id(t) for name in silent & given.keys() for t in _tensors(given[name])}
         returned = {id(tensor) for tensor in _tensors(result)}
-        for original, there, version in list(self._copies.values()):
+        for original, there, version, node in list(self._copies.values()):
             if there is original:
                 continue
-            if id(original) in named:
-                with torch.no_grad():
+            if version is not None:
+                was_written = there._version != version
+            else:
+                was_written = id(there) in returned or self._is_named_as_written(original)
+            if id(original) in named or (was_written and writes is None):
+                # written without a trace in the graph, as torch.nn.init does: so be it here
+                with torch.set_grad_enabled(there.grad_fn is not node and torch.is_grad_enabled()):
                     _write(original, there)
-            elif writes is None and (
-                there._version != version
-                if version is not None
-                else id(there) in returned or self._is_named_as_written(original)
-            ):
-                _write(original, there)
 
     def _is_named_as_written(self, tensor: torch.Tensor) -> bool:
         call = self._call
