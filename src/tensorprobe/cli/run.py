@@ -203,8 +203,8 @@ def _reroute_rules(args: argparse.Namespace) -> dict[str, str]:
         if args.no_record:
             raise BadUsage("--no-record without --reroute: there would be nothing to do")
         return {}
-    if args.no_record and (args.save_start or args.load_start):
-        raise BadUsage("--no-record with --save-start or --load-start: a start needs the recorder")
+    if args.no_record and args.save_start:
+        raise BadUsage("--no-record with --save-start: what is saved is a recording")
     from tensorprobe.guard.targets import parse_options, parse_rules
 
     rules = parse_options(args.reroute)
@@ -307,6 +307,7 @@ class _Session:
 
             self._reroute = Reroute(self._rules, step_on=self._step_on).start()
         if self._args.no_record:
+            self._start = self._start_state(None)
             return
         from tensorprobe.capture.recorder import Recorder, say
 
@@ -316,7 +317,7 @@ class _Session:
         self._start = self._start_state(recorder)
         self._recorder = recorder.start()
 
-    def _start_state(self, recorder: Recorder) -> StartState | None:
+    def _start_state(self, recorder: Recorder | None) -> StartState | None:
         args = self._args
         if not (args.save_start or args.load_start):
             return None
@@ -324,6 +325,7 @@ class _Session:
 
         if args.load_start:
             return LoadStart(Path(args.load_start))
+        assert recorder is not None  # --no-record was refused
         return SaveStart(Path(args.save_start), recorder, args.start_batches)
 
     def finish(self, end: BaseException | None) -> int:
@@ -357,8 +359,10 @@ class _Session:
             sys.stderr.write("tensorprobe run: nothing was rerouted: torch was never imported\n")
             return 2
         if self._args.reroute_report:
-            report = {"counts": self._reroute.counts, "failed": self._reroute.failed}
+            report = {"calls": self._reroute.calls, "failed": self._reroute.failed}
             Path(self._args.reroute_report).write_text(json.dumps(report))
+            self._reroute.stop()
+            return 0  # names without calls are for the reader of the report to judge
         try:
             self._reroute.close()
         except BadUsage as error:
