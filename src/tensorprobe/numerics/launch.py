@@ -17,12 +17,13 @@ from triton.errors import TritonError
 
 from tensorprobe.numerics import host, memory, rows
 from tensorprobe.numerics import triton_kernels as kernels
-from tensorprobe.numerics.backends import KernelBackend
+from tensorprobe.numerics.backends import KernelBackend, TorchBackend
 from tensorprobe.numerics.digest import CHUNK_NBYTES, WEIGHTS
 from tensorprobe.numerics.queue import Arrival, Bank
 
-BLOCK = 2048
-MAX_ROWS = 1024  # programs a tensor is spread over: enough to fill every multiprocessor
+LANES = 256  # threads of a program that tallies floats
+BLOCK = 2048  # elements that a program takes at once elsewhere
+MAX_ROWS = 528  # programs a tensor is spread over: four fill a multiprocessor of an H100
 WARPS = 8
 
 # How each dtype is handed to a kernel, and what the kernel makes of it.
@@ -50,9 +51,23 @@ _UNITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.int64}
 FAILURES = (TritonError, RuntimeError, OSError, subprocess.CalledProcessError)
 
 
-def rows_for(count: int) -> int:
+def _tile(name: str) -> int:
+    """Elements of this dtype that a program takes at once."""
+    return LANES * _vector(name) if name in memory.WITH_FRACTION else BLOCK
+
+
+def _vector(name: str) -> int:
+    """Elements in 16 bytes, the widest load there is; of complex ones, their parts."""
+    bits: int = READS[name][0].primitive_bitwidth
+    return 128 // bits
+
+
+_TILES = {name: _tile(name) for name in READS}
+
+
+def rows_for(name: str, count: int) -> int:
     """How many rows the tallies of `count` elements take."""
-    return min(MAX_ROWS, -(-count // BLOCK))
+    return min(MAX_ROWS, -(-count // _TILES[name]))
 
 
 class Kernel:
@@ -67,7 +82,7 @@ class Kernel:
         self._function = function
         self._warps = warps
         self._constants = constants
-        self._compiled: dict[Hashable, tuple[Any, tuple[object, ...]]] = {}
+        self._compiled: dict[Hashable, tuple[Any, Any, tuple[object, ...]]] = {}
 
     def __call__(
         self,
@@ -80,11 +95,10 @@ class Kernel:
     ) -> None:
         known = self._compiled.get(key)
         if known is not None:
-            compiled, values = known
-            addresses = [tensor.data_ptr() for tensor in tensors]
-            compiled.run(
+            compiled, run, values = known
+            run(
                 programs, 1, 1, stream, compiled.function, compiled.packed_metadata,
-                None, None, None, *addresses, *numbers, *values,
+                None, None, None, *[tensor.data_ptr() for tensor in tensors], *numbers, *values,
             )  # fmt: skip
             return
         constants = {**constants, **self._constants}
@@ -92,7 +106,7 @@ class Kernel:
             *tensors, *numbers, **constants, num_warps=self._warps
         )
         if compiled is not None and _starts_directly():
-            self._compiled[key] = (compiled, tuple(constants.values()))
+            self._compiled[key] = (compiled, compiled.run, tuple(constants.values()))
 
 
 def _starts_directly() -> bool:
@@ -113,7 +127,7 @@ class Launcher:
         self.constants = [source.to(device, non_blocking=True) for source in self._sources]
         self._weights, *tables = self.constants
         self._tables = dict(zip(names, tables, strict=True))
-        self._floats = Kernel(kernels.tally_floats, WARPS, FIELDS=rows.FIELDS, BLOCK=BLOCK)
+        self._floats = Kernel(kernels.tally_floats, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES)
         self._integers = Kernel(kernels.tally_integers, WARPS, FIELDS=rows.FIELDS, BLOCK=BLOCK)
         self._digest = Kernel(kernels.digest_chunks, WARPS, BLOCK=BLOCK)
         self._reduce = Kernel(kernels.reduce_rows, 4, FIELDS=rows.FIELDS, BLOCK=128)
@@ -127,14 +141,17 @@ class Launcher:
         key = (name, tensor.data_ptr() % 16 == 0, count < 1 << 31)
         x = triton.reinterpret(tensor, read)
         numbers = (count, row, slot)
+        programs = rows_for(name, count)
         if name in memory.WITH_FRACTION:
             table = self._tables.get(name, self._weights)
             wide = name in ("float64", "complex128")
             floats = (x, table, bank.rows, bank.meta)
-            self._floats(key, rows_for(count), stream, floats, numbers, KIND=kind, WIDE=wide)
+            self._floats(
+                key, programs, stream, floats, numbers, KIND=kind, WIDE=wide, VECTOR=_vector(name)
+            )
         else:
             integers = (x, bank.rows, bank.meta)
-            self._integers(key, rows_for(count), stream, integers, numbers, KIND=kind)
+            self._integers(key, programs, stream, integers, numbers, KIND=kind)
 
     def digest(self, tensor: torch.Tensor, nbytes: int, bank: Bank, slot: int, stream: int) -> None:
         """Digest a contiguous tensor."""
@@ -149,7 +166,7 @@ class Launcher:
     def reduce(self, bank: Bank, stream: int) -> None:
         """Make one row of the rows of each slot."""
         tensors = (bank.rows, bank.meta, bank.digests, bank.out)
-        self._reduce(None, len(bank.takers), stream, tensors)
+        self._reduce(None, len(bank.tickets), stream, tensors)
 
 
 def _common_unit(address: int, nbytes: int) -> int:
@@ -199,7 +216,7 @@ class CudaPort:
             for tensor in (bank.rows, bank.meta, bank.digests, bank.out):
                 tensor.record_stream(self._side)
             self._launcher.reduce(bank, self._side.cuda_stream)
-            used = len(bank.takers)
+            used = len(bank.tickets)
             bank.host[:used].copy_(bank.out[:used], non_blocking=True)
             landed = torch.cuda.Event()
             landed.record(self._side)
@@ -223,4 +240,5 @@ def cuda_backend(device: torch.device, *, stats: bool, digest: bool) -> KernelBa
         stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
         launcher.tally(trial.digests, "int64", 1, trial, 0, 0, stream)
         port = CudaPort(device, launcher)
-    return KernelBackend(launcher, port, new_bank, stats=stats, digest=digest)
+    spare = TorchBackend(device, stats=stats, digest=digest)
+    return KernelBackend(launcher, port, new_bank, spare, stats=stats, digest=digest)
