@@ -103,7 +103,7 @@ class KernelBackend:
                     bank, stream = queue.bank(wanted_rows)
                     slot, row = bank.take(wanted_rows)
                     if self._stats:
-                        launcher.tally(source, name, count, bank, slot, row, stream)
+                        launcher.tally(source, name, count, wanted_rows, bank, slot, row, stream)
                     if self._digest:
                         launcher.digest(logical, nbytes, bank, slot, stream)
                     bank.tickets[slot] = ticket

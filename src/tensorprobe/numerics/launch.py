@@ -82,31 +82,27 @@ class Kernel:
         self._function = function
         self._warps = warps
         self._constants = constants
-        self._compiled: dict[Hashable, tuple[Any, Any, tuple[object, ...]]] = {}
+        self._compiled: dict[Hashable, tuple[Any, Any, Any, tuple[object, ...]]] = {}
 
-    def __call__(
-        self,
-        key: Hashable,
-        programs: int,
-        stream: int,
-        tensors: tuple[Any, ...],
-        numbers: tuple[int, ...] = (),
-        **constants: object,
-    ) -> None:
+    def start(self, key: Hashable, programs: int, stream: int, *arguments: int) -> bool:
+        """Start the compiled form for this key, given addresses and numbers; False without one."""
         known = self._compiled.get(key)
-        if known is not None:
-            compiled, run, values = known
-            run(
-                programs, 1, 1, stream, compiled.function, compiled.packed_metadata,
-                None, None, None, *[tensor.data_ptr() for tensor in tensors], *numbers, *values,
-            )  # fmt: skip
-            return
+        if known is None:
+            return False
+        run, function, metadata, constants = known
+        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *constants)
+        return True
+
+    def compile_and_start(
+        self, key: Hashable, programs: int, *arguments: Any, **constants: object
+    ) -> None:
+        """Let Triton find out what it depends on, and keep the compiled form."""
         constants = {**constants, **self._constants}
-        compiled = self._function[(programs,)](
-            *tensors, *numbers, **constants, num_warps=self._warps
-        )
+        compiled = self._function[(programs,)](*arguments, **constants, num_warps=self._warps)
         if compiled is not None and _starts_directly():
-            self._compiled[key] = (compiled, compiled.run, tuple(constants.values()))
+            values = tuple(constants.values())
+            form = (compiled.run, compiled.function, compiled.packed_metadata, values)
+            self._compiled[key] = form
 
 
 def _starts_directly() -> bool:
@@ -126,6 +122,7 @@ class Launcher:
         self._sources = [torch.from_numpy(array.copy()) for array in arrays]
         self.constants = [source.to(device, non_blocking=True) for source in self._sources]
         self._weights, *tables = self.constants
+        self._weights_at = self._weights.data_ptr()
         self._tables = dict(zip(names, tables, strict=True))
         self._floats = Kernel(kernels.tally_floats, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES)
         self._integers = Kernel(kernels.tally_integers, WARPS, FIELDS=rows.FIELDS, BLOCK=BLOCK)
@@ -133,25 +130,33 @@ class Launcher:
         self._reduce = Kernel(kernels.reduce_rows, 4, FIELDS=rows.FIELDS, BLOCK=128)
 
     def tally(
-        self, tensor: torch.Tensor, name: str, count: int, bank: Bank, slot: int, row: int,
-        stream: int,
+        self, tensor: torch.Tensor, name: str, count: int, programs: int, bank: Bank, slot: int,
+        row: int, stream: int,
     ) -> None:  # fmt: skip
         """Tally `count` elements that lie in one piece from the tensor's first on."""
-        read, kind = READS[name]
-        key = (name, tensor.data_ptr() % 16 == 0, count < 1 << 31)
-        x = triton.reinterpret(tensor, read)
-        numbers = (count, row, slot)
-        programs = rows_for(name, count)
+        address = tensor.data_ptr()
+        key = (name, address % 16 == 0, count < 1 << 31)
         if name in memory.WITH_FRACTION:
             table = self._tables.get(name, self._weights)
+            if self._floats.start(
+                key, programs, stream, address, table.data_ptr(), bank.rows_at, bank.meta_at,
+                count, row, slot,
+            ):  # fmt: skip
+                return
+            read, kind = READS[name]
             wide = name in ("float64", "complex128")
-            floats = (x, table, bank.rows, bank.meta)
-            self._floats(
-                key, programs, stream, floats, numbers, KIND=kind, WIDE=wide, VECTOR=_vector(name)
-            )
-        else:
-            integers = (x, bank.rows, bank.meta)
-            self._integers(key, programs, stream, integers, numbers, KIND=kind)
+            self._floats.compile_and_start(
+                key, programs, triton.reinterpret(tensor, read), table, bank.rows, bank.meta,
+                count, row, slot, KIND=kind, WIDE=wide, VECTOR=_vector(name),
+            )  # fmt: skip
+        elif not self._integers.start(
+            key, programs, stream, address, bank.rows_at, bank.meta_at, count, row, slot
+        ):
+            read, kind = READS[name]
+            self._integers.compile_and_start(
+                key, programs, triton.reinterpret(tensor, read), bank.rows, bank.meta,
+                count, row, slot, KIND=kind,
+            )  # fmt: skip
 
     def digest(self, tensor: torch.Tensor, nbytes: int, bank: Bank, slot: int, stream: int) -> None:
         """Digest a contiguous tensor."""
@@ -159,14 +164,24 @@ class Launcher:
         unit = _common_unit(address, nbytes)
         units = nbytes // unit
         key = (unit, address % 16 == 0, units < 1 << 31)
-        tensors = (triton.reinterpret(tensor, _UNITS[unit]), self._weights, bank.digests)
         programs = -(-nbytes // CHUNK_NBYTES)
-        self._digest(key, programs, stream, tensors, (units, slot), UNIT=unit)
+        if not self._digest.start(
+            key, programs, stream, address, self._weights_at, bank.digests_at, units, slot
+        ):
+            x = triton.reinterpret(tensor, _UNITS[unit])
+            self._digest.compile_and_start(
+                key, programs, x, self._weights, bank.digests, units, slot, UNIT=unit
+            )
 
     def reduce(self, bank: Bank, stream: int) -> None:
         """Make one row of the rows of each slot."""
-        tensors = (bank.rows, bank.meta, bank.digests, bank.out)
-        self._reduce(None, len(bank.tickets), stream, tensors)
+        programs = len(bank.tickets)
+        if not self._reduce.start(
+            None, programs, stream, bank.rows_at, bank.meta_at, bank.digests_at, bank.out_at
+        ):
+            self._reduce.compile_and_start(
+                None, programs, bank.rows, bank.meta, bank.digests, bank.out
+            )
 
 
 def _common_unit(address: int, nbytes: int) -> int:
@@ -238,7 +253,7 @@ def cuda_backend(device: torch.device, *, stats: bool, digest: bool) -> KernelBa
         # Tried on a bank that is not used: Triton wants a C compiler, which many machines lack.
         trial = Bank(device, pinned=False)
         stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-        launcher.tally(trial.digests, "int64", 1, trial, 0, 0, stream)
+        launcher.tally(trial.digests, "int64", 1, 1, trial, 0, 0, stream)
         port = CudaPort(device, launcher)
     spare = TorchBackend(device, stats=stats, digest=digest)
     return KernelBackend(launcher, port, new_bank, spare, stats=stats, digest=digest)

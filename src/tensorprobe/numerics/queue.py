@@ -59,6 +59,9 @@ class Bank:
         self.out = torch.empty((SLOTS, rows.FIELDS), dtype=torch.int64, device=device)
         self.host = torch.empty((SLOTS, rows.FIELDS), dtype=torch.int64, pin_memory=pinned)
         self.numbers = self.host.numpy()
+        self.rows_at, self.meta_at, self.digests_at, self.out_at = (
+            tensor.data_ptr() for tensor in (self.rows, self.meta, self.digests, self.out)
+        )
         self.born: Any = None
         self.tickets: list[Ticket | None] = []  # of each slot; None: its kernels did not start
         self.used_rows = 0
