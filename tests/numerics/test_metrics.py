@@ -123,6 +123,20 @@ def test_the_worst_place_is_found_beyond_one_chunk() -> None:
     assert (m.index, m.mismatched, m.max_abs) == (2 * CHUNK + 7, 2, 8.0)
 
 
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, 1e25, 1e35, 1e-30, math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, BF16, np.float16])
+def test_chunks_of_equal_bits(value: float, dtype: Any) -> None:
+    with np.errstate(over="ignore"):
+        x = np.full(CHUNK + 5, value, np.float32).astype(dtype)
+    m = measure_pair(x, x.copy())
+    assert (m.mismatched, m.nonfinite_disagree, m.index, m.ulp_max) == (0, 0, None, 0)
+    assert (m.max_abs, m.max_rel, m.rms_error, m.euclidean) == (0.0, 0.0, 0.0, 0.0)
+    wide = x.astype(np.float64)
+    if math.isfinite(value) and abs(wide[0]) < 1e30:
+        assert m.rms_expected == pytest.approx(abs(float(wide[0])), rel=1e-5)
+        assert (m.cosine, m.within_1_1000) == (pytest.approx(1.0, abs=1e-15), 1.0)
+
+
 def test_shapes_must_agree() -> None:
     with pytest.raises(ValueError, match="shapes differ"):
         measure_pair(np.zeros((2, 3)), np.zeros((3, 2)))
