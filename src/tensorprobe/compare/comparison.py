@@ -14,7 +14,8 @@ import msgspec
 
 from tensorprobe.compare.align import NO_MAPPING, Pair, align
 from tensorprobe.compare.align import Mapping as CallMapping
-from tensorprobe.compare.blame import Blame, Culprit, Findings
+from tensorprobe.compare.blame import Findings, blame
+from tensorprobe.compare.culprit import Culprit
 from tensorprobe.compare.facts import fact_differences
 from tensorprobe.compare.judge import Mode, content_mode, distance
 from tensorprobe.compare.mapping import read_mapping
@@ -258,7 +259,7 @@ def _judge(
         replay = _torch_is_there(verdict)
     for rank in ranks:
         mine = [pair for pair in pairs if pair.call.rank == rank]
-        found = Blame(mine, replay=replay, seconds=seconds / len(ranks), floors=floors).run()
+        found = blame(mine, replay=replay, seconds=seconds / len(ranks), floors=floors)
         findings.append(found)
         structure += found.structure
         verdict.ranks += _rank_results(rank, mine, found)

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from tensorprobe.compare.blame import Culprit
 from tensorprobe.compare.comparison import Comparison
+from tensorprobe.compare.culprit import Culprit
 from tensorprobe.compare.judge import ROUNDING, distance, same_bits
 from tensorprobe.compare.measure import CallPair, TensorPair
 from tensorprobe.errors import BadUsage
