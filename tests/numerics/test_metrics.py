@@ -56,6 +56,13 @@ def test_shares_of_ulps() -> None:
     assert (m.ulp_over_1, m.ulp_over_4, m.ulp_over_16) == (4 / 8, 3 / 8, 2 / 8)
 
 
+def test_a_zero_that_is_not_there_is_kept_apart() -> None:
+    m = metrics([1.0, 2.0, 0.5, 0.0], [1.0, 4.0, 0.0, 0.0])
+    assert (m.max_rel, m.max_rel_nonzero, m.max_abs_at_zero) == (math.inf, 0.5, 0.5)
+    assert m.max_rel_with(0.25) == 2.0
+    assert m.within_1_1000 == 0.5
+
+
 def test_nan_and_infinity_agree_or_not() -> None:
     nan, inf = math.nan, math.inf
     m = metrics([nan, inf, -inf, 1.0], [nan, inf, -inf, 1.5])

@@ -38,7 +38,9 @@ class PairMetrics(msgspec.Struct, frozen=True, gc=False):
 
     `ulp_*` count steps between neighbouring numbers of the coarser of the two dtypes; they are
     None for integers and bools. `index` is where the largest error is, in row-major order.
-    `rms_error` and `rms_expected` leave out numbers beyond 1e30, as masks have them.
+    `rms_error` and `rms_expected` leave out numbers beyond 1e30, as masks have them. `max_rel` is
+    infinite where zero was expected and is not there; `max_rel_nonzero` leaves those out, and
+    `max_abs_at_zero` is the largest of them.
     """
 
     numel: int
@@ -58,6 +60,12 @@ class PairMetrics(msgspec.Struct, frozen=True, gc=False):
     nonfinite_disagree: int = 0
     rms_error: float = 0.0
     rms_expected: float = 0.0
+    max_rel_nonzero: float = 0.0
+    max_abs_at_zero: float = 0.0
+
+    def max_rel_with(self, epsilon: float) -> float:
+        """The largest relative error where `epsilon` stands in for a zero that was expected."""
+        return max(self.max_rel_nonzero, self.max_abs_at_zero / epsilon)
 
     @property
     def is_equal(self) -> bool:
@@ -152,6 +160,7 @@ class _Tally:
         self.dd = self.aa = self.ee = self.ae = 0.0
         self.n_finite = self.n_small = 0
         self.max_abs = self.max_rel = -1.0
+        self.max_rel_nonzero = self.max_abs_at_zero = 0.0
         self.index: int | None = None
         self.mismatched = self.within_1 = self.within_5 = self.disagree = 0
         self.ulp_max = 0
@@ -213,6 +222,9 @@ class _Tally:
         if n_bad and self.max_abs < math.inf:
             self.max_abs = math.inf
             self.index = start + int(np.argmin(alike))
+        n_alike = int(np.count_nonzero(alike & ~finite))
+        self.within_1 += n_alike
+        self.within_5 += n_alike
         if not finite.all():
             (places,) = np.nonzero(finite)
             a, e, x, y = a[places], e[places], x[places], y[places]
@@ -257,6 +269,12 @@ class _Tally:
             np.abs(ratio, out=ratio)
         self.within_1 += n if most < 0.001 else int(np.count_nonzero(ratio < 0.001))
         self.within_5 += n if most < 0.005 else int(np.count_nonzero(ratio < 0.005))
+        if most == math.inf:
+            zero = y == 0
+            at_zero = float(np.abs(d[zero]).max(initial=0.0))
+            self.max_abs_at_zero = max(self.max_abs_at_zero, at_zero)
+            most = float(ratio[~zero].max(initial=0.0))
+        self.max_rel_nonzero = max(self.max_rel_nonzero, most)
 
     def _add_ulps(self, a: Array, e: Array) -> None:
         """Bits as integers: right where both numbers have one sign; where not, a huge number."""
@@ -323,6 +341,8 @@ class _Tally:
             nonfinite_disagree=self.disagree,
             rms_error=math.sqrt(self.dd / small),
             rms_expected=math.sqrt(self.ee / small),
+            max_rel_nonzero=self.max_rel_nonzero,
+            max_abs_at_zero=self.max_abs_at_zero,
         )
 
 
