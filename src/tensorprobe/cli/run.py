@@ -73,6 +73,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_manner(parser.add_argument_group("how"))
     _add_guard(parser.add_argument_group("watching instead of recording, or beside it"))
     _add_start(parser.add_argument_group("the same start for two runs"))
+    parse = parser.parse_known_args
+
+    def parse_joined(args: Any = None, namespace: Any = None) -> Any:
+        words = sys.argv[1:] if args is None else args
+        return parse(_join_between(parser, list(words)), namespace)
+
+    parser.parse_known_args = parse_joined  # type: ignore[method-assign]
+
+
+def _join_between(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
+    """`--between FIRST LAST` as `--between FIRST,LAST`; what follows the script is not ours."""
+    i = 0
+    while i < len(words) and words[i].startswith("-") and words[i] != "-m":
+        if words[i] == "--between" and i + 2 < len(words) and "," not in words[i + 1]:
+            words[i + 1 : i + 3] = [",".join(words[i + 1 : i + 3])]
+        action = parser._option_string_actions.get(words[i])
+        i += 1 if action is None or action.nargs == 0 else 2
+    return words
 
 
 def _add_selection(group: argparse._ArgumentGroup) -> None:
@@ -87,7 +105,7 @@ def _add_selection(group: argparse._ArgumentGroup) -> None:
     add("--sides", metavar="S", text="input or output (default: both)")
     several: dict[str, Any] = {"action": "append", "metavar": "NAME,..."}
     add("--calls", "--call", dest="calls", text="these calls, by their full names", **several)
-    add("--between", nargs=2, metavar=("FIRST", "LAST"), text="from one call to another")
+    add("--between", metavar="FIRST,LAST", text="from one call to another, both included")
     add("--apis", "--api", dest="apis", text="these functions: relu, F.linear, *norm*", **several)
     add("--modules", "--module", dest="modules", text="inside modules: '*.attn*'", **several)
     add("--names", "--name", dest="names", text="calls with this in their name", **several)
