@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tensorprobe.capture.seeding import seed_all
     from tensorprobe.check.run import check
     from tensorprobe.guard.guard import Guard
+    from tensorprobe.guard.reroute import reroute
     from tensorprobe.replay.references import reference
     from tensorprobe.replay.repro import repro
     from tensorprobe.report.saving import compare
@@ -30,6 +31,7 @@ __all__ = [
     "load",
     "reference",
     "repro",
+    "reroute",
     "seed_all",
 ]
 
@@ -41,6 +43,7 @@ _HOMES = {
     "load": "tensorprobe.store.loading",
     "reference": "tensorprobe.replay.references",
     "repro": "tensorprobe.replay.repro",
+    "reroute": "tensorprobe.guard.reroute",
     "seed_all": "tensorprobe.capture.seeding",
 }
 
