@@ -1,1 +1,1 @@
-"""Watching a program for overflows and errors, and running one of its ops elsewhere."""
+"""Overflow, NaN and errors caught at the call that makes them; one operator run elsewhere."""
