@@ -139,7 +139,7 @@ def test_a_check_that_passes_leaves_nothing_to_find(tmp_path: Path) -> None:
     done = tensorprobe(tmp_path, "bisect", "--check", "grep -q fine", "--", "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout == (
-        "nothing to find: the check passes as it is. 1 probes; runs/bisect/bisect.json\n"
+        "nothing to find: the check passes as it is. 1 probe; runs/bisect/bisect.json\n"
     )
 
 
