@@ -46,6 +46,7 @@ READS: dict[str, tuple[tl.dtype, int]] = {
     "bool": (tl.uint8, kernels.BOOL),
     **dict.fromkeys(host.FLOAT8, (tl.uint8, kernels.TABLE)),
 }
+_IN_WORDS = frozenset(["float32", "float16", "bfloat16"])
 _UNITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.int64}
 # What Triton raises where a kernel cannot be built or loaded.
 FAILURES = (TritonError, RuntimeError, OSError, subprocess.CalledProcessError)
@@ -68,6 +69,16 @@ _TILES = {name: _tile(name) for name in READS}
 def rows_for(name: str, count: int) -> int:
     """How many rows the tallies of `count` elements take."""
     return min(MAX_ROWS, -(-count // _TILES[name]))
+
+
+def takes_both(name: str, tensor: torch.Tensor, nbytes: int) -> bool:
+    """Whether one kernel gives the digest and the tallies of this contiguous tensor."""
+    return name in _IN_WORDS and not (nbytes % 8 or tensor.data_ptr() % 16)
+
+
+def rows_for_both(nbytes: int) -> int:
+    """How many rows the tallies take that come with a digest: one for 64 KB, up to a limit."""
+    return min(MAX_ROWS, -(-nbytes // CHUNK_NBYTES))
 
 
 class Kernel:
@@ -127,6 +138,9 @@ class Launcher:
         self._floats = Kernel(kernels.tally_floats, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES)
         self._integers = Kernel(kernels.tally_integers, WARPS, FIELDS=rows.FIELDS, BLOCK=BLOCK)
         self._digest = Kernel(kernels.digest_chunks, WARPS, BLOCK=BLOCK)
+        self._both = Kernel(
+            kernels.digest_and_tally_floats, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES
+        )
         self._reduce = Kernel(kernels.reduce_rows, 4, FIELDS=rows.FIELDS, BLOCK=128)
 
     def tally(
@@ -172,6 +186,25 @@ class Launcher:
             self._digest.compile_and_start(
                 key, programs, x, self._weights, bank.digests, units, slot, UNIT=unit
             )
+
+    def digest_and_tally(
+        self, tensor: torch.Tensor, name: str, nbytes: int, programs: int, bank: Bank, slot: int,
+        row: int, stream: int,
+    ) -> None:  # fmt: skip
+        """Both at once, of a tensor that `takes_both` says yes to."""
+        address, words = tensor.data_ptr(), nbytes // 8
+        key = (name, words < 1 << 31)
+        if self._both.start(
+            key, programs, stream, address, address, self._weights_at, bank.rows_at, bank.meta_at,
+            bank.digests_at, words, row, slot,
+        ):  # fmt: skip
+            return
+        read, kind = READS[name]
+        self._both.compile_and_start(
+            key, programs, triton.reinterpret(tensor, tl.int64), triton.reinterpret(tensor, read),
+            self._weights, bank.rows, bank.meta, bank.digests, words, row, slot,
+            KIND=kind, UNIT=tensor.element_size(),
+        )  # fmt: skip
 
     def reduce(self, bank: Bank, stream: int) -> None:
         """Make one row of the rows of each slot."""
