@@ -182,6 +182,8 @@ def run(args: argparse.Namespace) -> int:
     _check_start(args)
     recorded = args.guard is None or bool(args.output or args.config or _given(args))
     records = recorded and not args.no_record
+    if args.save_start and not records:
+        raise BadUsage("--save-start saves what is recorded, and nothing is: give -o, say")
     rules = _reroute_rules(args)
 
     from tensorprobe.capture.launcher import Launch, default_output, import_before
@@ -272,11 +274,9 @@ def _check_start(args: argparse.Namespace) -> None:
 def _reroute_rules(args: argparse.Namespace) -> dict[str, str]:
     """What to run elsewhere; a wrong target is told before the program runs."""
     if not (args.reroute or args.reroute_file):
-        if args.no_record:
-            raise BadUsage("--no-record without --reroute: there would be nothing to do")
+        if args.no_record and args.guard is None:
+            raise BadUsage("--no-record without --reroute or --guard: nothing would be done")
         return {}
-    if args.no_record and (args.save_start or args.load_start):
-        raise BadUsage("--no-record with --save-start or --load-start: a start needs the recorder")
     from tensorprobe.guard.targets import parse_options, parse_rules
 
     rules = parse_options(args.reroute)
@@ -387,6 +387,7 @@ class _Session:
         from tensorprobe.capture.recorder import Recorder, say
 
         if self._output is None:
+            self._start = self._start_state(None)
             self._start_guard()
             return
         recorder = Recorder(self._output, step_on=self._step_on, **self._config.as_arguments())
@@ -404,7 +405,7 @@ class _Session:
         guard = Guard(recorder=self._recorder, step_on=self._step_on, **self._guard_options)
         self._guard = guard.start()
 
-    def _start_state(self, recorder: Recorder) -> StartState | None:
+    def _start_state(self, recorder: Recorder | None) -> StartState | None:
         args = self._args
         if not (args.save_start or args.load_start):
             return None
@@ -412,6 +413,7 @@ class _Session:
 
         if args.load_start:
             return LoadStart(Path(args.load_start))
+        assert recorder is not None  # refused before the program ran
         return SaveStart(Path(args.save_start), recorder, args.start_batches)
 
     def finish(self, end: BaseException | None) -> int:
@@ -427,10 +429,10 @@ class _Session:
                         part.close()
             raise self._problem
         problem = self._close()
+        status = self._end_reroute() or int(problem)
         if isinstance(end, GuardStopped):
             sys.stderr.write(f"tensorprobe run: {end}\n")
             return 3
-        status = self._end_reroute() or int(problem)
         if isinstance(end, KeyboardInterrupt):
             # shown already; Python gives the status of a program ended by Ctrl-C
             sys.excepthook = lambda *_: None
@@ -451,8 +453,10 @@ class _Session:
             sys.stderr.write("tensorprobe run: nothing was rerouted: torch was never imported\n")
             return 2
         if self._args.reroute_report:
-            report = {"counts": self._reroute.counts, "failed": self._reroute.failed}
+            report = {"calls": self._reroute.calls, "failed": self._reroute.failed}
             Path(self._args.reroute_report).write_text(json.dumps(report))
+            self._reroute.stop()
+            return 0  # names without calls are for the reader of the report to judge
         try:
             self._reroute.close()
         except BadUsage as error:
