@@ -105,6 +105,7 @@ class OverflowWatch:
         try:
             self._sight.look()
             self._settle(certain=True)
+            self._sight.look_at_parameters()
             if error is None:
                 self._stop_if_due()
         finally:

@@ -111,6 +111,10 @@ class Sight:
         self._pass_case: Case | None = None  # of the backward that runs
         self._functions: set[tuple[int, int]] = set()
         self._uninitialised: dict[int, StorageWeakRef] = {}
+        # gradients of leaves that were looked at in backward; the optimizer is given the same
+        self._seen_gradients: dict[int, tuple[StorageWeakRef, int]] = {}
+        # optimizers that stepped in this step and the one before, and the case their gradients had
+        self._stepped: list[tuple[weakref.ref[Optimizer], Sighting, Case | None]] = []
         self._latent = Latent(watcher.warn)
         self._flag: OverflowFlag | None = None
         self._flags_needed: bool | None = None
@@ -130,10 +134,12 @@ class Sight:
     def begin_step(self, step: int) -> None:
         """A new step: what is still bad counts anew."""
         self._step = step
+        self._stepped = [each for each in self._stepped if each[1].step >= step - 1]
         self.taint.begin_step()
         self._pass_case = None
         self._functions.clear()
         self._uninitialised.clear()
+        self._seen_gradients.clear()
         self._ring.clear()
         self._hindsight.begin_step()
 
@@ -240,6 +246,8 @@ class Sight:
     def _look_at(self, glance: _Glance, result: Any, outputs: Tensors) -> None:
         late: list[tuple[str, torch.Tensor]] = []
         bad = near = on_device = False
+        if self._is_harmless(glance, outputs):
+            return
         for tensor, path in outputs:
             content = readable(tensor)
             on_device = on_device or not tensor.is_cpu
@@ -262,6 +270,16 @@ class Sight:
         if on_device and self._clamped(outputs):
             self._suspect_clamped(glance, result, outputs)
 
+    def _is_harmless(self, glance: _Glance, outputs: Tensors) -> bool:
+        """Whether it is a cast to a dtype that holds more, or to its own: most are."""
+        if glance.plan.kind is not Kind.CASTS or self.taint or not (glance.inputs and outputs):
+            return False
+        source, target = glance.inputs[0][0], outputs[0][0]
+        if source.dtype not in LIMITS or target.dtype not in LIMITS:
+            return True
+        same_place = source.is_cpu == target.is_cpu
+        return same_place and LIMITS[source.dtype] <= LIMITS[target.dtype]
+
     def _sighting(self, glance: _Glance) -> Sighting:
         trail = glance.trail or trail_here(1)
         return Sighting(glance.plan, glance.number, self._tape.place.module, self._step, trail)
@@ -282,7 +300,7 @@ class Sight:
         plan = glance.plan
         inputs = look_at(_labelled(tensors_in(glance.args, glance.kwargs), "input"))
         returned = look_at(_labelled(outputs, "output"))
-        case = self._case_behind(inputs)
+        case = self._case_behind(inputs) or self._optimizer_behind(inputs)
         if case is not None:
             case.carry(Sighting(plan, glance.number, "", self._step, ()).name())
             self._spoil(returned, case)
@@ -314,6 +332,55 @@ class Sight:
             if case is not None and (each.bits or any_value or each.top >= each.limit):
                 return case
         return None
+
+    def _optimizer_behind(self, inputs: list[Seen]) -> Case | None:
+        """An optimizer that left a parameter bad, which shows when it is next used: parameters are
+        not looked at after every step, that would read all of them once more."""
+        for each in inputs:
+            if each.bits and (found := self._writer_of(each.tensor)) is not None:
+                sighting, case = found
+                if case is None:
+                    return self._blame_optimizer(sighting, [each])
+        return None
+
+    def _writer_of(self, content: torch.Tensor) -> tuple[Sighting, Case | None] | None:
+        key = content.untyped_storage()._cdata
+        for reference, sighting, case in reversed(self._stepped):
+            optimizer = reference()
+            for parameter in _parameters(optimizer) if optimizer is not None else ():
+                held = readable(parameter)
+                if held is not None and held.untyped_storage()._cdata == key:
+                    return sighting, case
+        return None
+
+    def _blame_optimizer(self, sighting: Sighting, bad: list[Seen]) -> Case | None:
+        if self._watcher.is_full:
+            return None
+        shape = "x".join(str(length) for length in bad[0].facts["shape"])
+        count = bad[0].facts["nan"] + bad[0].facts["inf"]
+        reason = (
+            f"the gradients are finite, and {count} numbers of a parameter ({shape}, "
+            f"{bad[0].facts['dtype']}) are not after it"
+        )
+        metrics = {f"parameter.{n}": each.facts for n, each in enumerate(bad)}
+        case = Case(sighting, "forward", reason, metrics, None)
+        self._spoil(bad, case)
+        self._watcher.add(case, pending=False)
+        return case
+
+    def look_at_parameters(self) -> None:
+        """The watch ends: nothing will use the parameters any more."""
+        with Quiet():
+            for reference, sighting, case in self._stepped:
+                optimizer = reference()
+                if optimizer is None or case is not None or sighting.step < self._step - 1:
+                    continue
+                tensors = [(p, (str(n),)) for n, p in enumerate(_parameters(optimizer))]
+                contents = [(t, p) for t, p in tensors if self._looks_now(t)]
+                bad = [each for each in contents if extent_now(_content(each[0])).bits]
+                if bad and self.taint.case_of(_content(bad[0][0])) is None:
+                    self._blame_optimizer(sighting, look_at(_labelled(bad[:8], "parameter")))
+        self._stepped.clear()
 
     def _reading(self, plan: Plan, inputs: list[Seen]) -> str | None:
         """Why NaN that is there already is this call's to be reported: it is the first to use it.
@@ -466,18 +533,24 @@ class Sight:
             number = self._tape.counter.next(api)
             plan = plan_for(api)
             sighting = Sighting(plan, number, self._tape.place.module, self._step, trail_here(2))
-            self._listen(trace_function(node), sighting, None)
+            self._listen(trace_function(node), sighting, None, frozenset())
 
     def _watch_backward(self, glance: _Glance, outputs: Tensors) -> None:
         assert glance.edges is not None
         trace = trace_call(outputs, glance.edges)
         if trace.boundary:
             glance.trail = glance.trail or trail_here(1)
-            remembered = _Remembered(glance)
-            self._listen(trace, self._sighting(glance), remembered)
+            leaves = frozenset(path for _, path in glance.edges.leaves.values())
+            self._listen(trace, self._sighting(glance), _Remembered(glance), leaves)
 
-    def _listen(self, trace: Trace, sighting: Sighting, forward: _Remembered | None) -> None:
-        listener = _Listener(self, sighting, forward)
+    def _listen(
+        self,
+        trace: Trace,
+        sighting: Sighting,
+        forward: _Remembered | None,
+        leaves: frozenset[Path],
+    ) -> None:
+        listener = _Listener(self, sighting, forward, leaves)
         boundary = trace.boundary
         for node, spots in trace.outputs.items():
             if node not in boundary:
@@ -510,6 +583,10 @@ class Sight:
                 late.append((label, content))
                 continue
             extent = extent_now(content)
+            if not extent.bits and path in listener.leaves:
+                storage = content.untyped_storage()
+                seen = (StorageWeakRef(storage), _version(content))
+                self._seen_gradients[storage._cdata] = seen
             if extent.bits:
                 bad = True
             elif extent.top >= _NEAR[content.dtype]:
@@ -574,15 +651,18 @@ class Sight:
         sighting = Sighting(plan_for(api), number, "", self._step, trail_here(1))
         if getattr(optimizer, "found_inf", None) is not None:
             return sighting, True  # a fused optimizer under a GradScaler: it looks itself
-        return sighting, self._look_at_group(optimizer, sighting, "gradients")
+        bad = self._look_at_group(optimizer, sighting, "gradients")
+        if bad and self._watcher.is_due:
+            self._watcher.optimizer_begins(optimizer)
+        return sighting, bad
 
     def optimizer_ended(self, optimizer: Optimizer, sighting: Sighting, was_bad: bool) -> None:
-        """Look at the parameters it wrote."""
-        self._look_at_group(optimizer, sighting, "parameters", was_bad)
+        """Parameters were written; on a device they are looked at, on the host when next used."""
+        case = self._pass_case if was_bad else None
+        self._stepped.append((weakref.ref(optimizer), sighting, case))
+        self._look_at_group(optimizer, sighting, "parameters")
 
-    def _look_at_group(
-        self, optimizer: Optimizer, sighting: Sighting, what: str, was_bad: bool = False
-    ) -> bool:
+    def _look_at_group(self, optimizer: Optimizer, sighting: Sighting, what: str) -> bool:
         bad: Tensors = []
         event: Event | None = None
         with Quiet():
@@ -594,32 +674,35 @@ class Sight:
                 if not self._is_immediate(content):
                     event = event or Event(sighting, note=what)
                     self._ring.hold(event, f"{what}.{number}", content)
-                elif extent_now(content).bits:
+                elif what == "gradients" and self._is_bad_gradient(content):
                     bad.append((tensor, (str(number),)))
             if event is not None:
                 self._ring.add(event)
             if bad:
-                self._suspect_group(optimizer, sighting, what, was_bad, bad)
+                self._suspect_gradients(sighting, bad)
         return bool(bad)
 
-    def _suspect_group(
-        self, optimizer: Optimizer, sighting: Sighting, what: str, was_bad: bool, bad: Tensors
-    ) -> None:
+    def _is_bad_gradient(self, content: torch.Tensor) -> bool:
+        """Not looked at again where backward sent it just so."""
+        known = self._seen_gradients.get(content.untyped_storage()._cdata)
+        if known is not None and known[1] == _version(content):
+            return False
+        return extent_now(content).bits != 0
+
+    def _suspect_gradients(self, sighting: Sighting, bad: Tensors) -> None:
         case = self._pass_case
         if case is None:
             found = [self.taint.case_of(content) for content in _contents(bad)]
             case = next((each for each in found if each is not None), None)
-        if case is None and not was_bad and not self._watcher.is_full:
-            seen = look_at(_labelled(bad[:8], what))
-            if what == "gradients":
-                why = "no call of backward made them: another rank, a hook, or their sum"
-                reason = f"{len(bad)} gradients it is given are not finite, and {why}"
-            else:
-                reason = f"the gradients are finite, and {len(bad)} parameters are not after it"
+        if case is None and not self._watcher.is_full:
+            seen = look_at(_labelled(bad[:8], "gradients"))
+            why = "no call of backward made them: another rank, a hook, or their sum"
+            reason = f"{len(bad)} gradients it is given are not finite, and {why}"
             case = Case(sighting, "forward", reason, {s.label: s.facts for s in seen}, None)
             self._watcher.add(case, pending=False)
         if case is not None:
-            case.reached = f"{len(bad)} {what}"
+            self._pass_case = case
+            case.reached = f"{len(bad)} gradients of parameters"
             for content in _contents(bad):
                 self.taint.add(content, case)
 
@@ -684,10 +767,17 @@ class _Remembered:
 class _Listener:
     """Follows one call into backward; it holds no node of the graph."""
 
-    __slots__ = ("forward", "left", "nodes", "received", "sight", "sighting", "waits")
+    __slots__ = ("forward", "leaves", "left", "nodes", "received", "sight", "sighting", "waits")
 
-    def __init__(self, sight: Sight, sighting: Sighting, forward: _Remembered | None) -> None:
+    def __init__(
+        self,
+        sight: Sight,
+        sighting: Sighting,
+        forward: _Remembered | None,
+        leaves: frozenset[Path],
+    ) -> None:
         self.sight, self.sighting, self.forward = sight, sighting, forward
+        self.leaves = leaves  # inputs that are parameters, or other leaves
         self.waits = False  # for gradients that come in at another node than they leave from
         self.received: dict[Path, torch.Tensor] = {}
         self.nodes = self.left = 0
@@ -769,6 +859,12 @@ def _sent(spots: list[Spot], grads: Gradients) -> Tensors:
         if grad is not None:
             found.append((grad if window is None else window.cut(grad), path))
     return found
+
+
+def _content(tensor: torch.Tensor) -> torch.Tensor:
+    content = readable(tensor)
+    assert content is not None
+    return content
 
 
 def _contents(tensors: Tensors) -> list[torch.Tensor]:
