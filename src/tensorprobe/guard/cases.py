@@ -53,6 +53,7 @@ class Case:
         self.travelled: list[str] = []
         self.reached = ""
         self.told = False
+        self.pending = False  # a GradScaler may deal with it
 
     @property
     def name(self) -> str:
@@ -109,6 +110,10 @@ class Taint:
         """The case that spoiled this memory in the step before, such as a parameter's."""
         found = self._before.get(content.untyped_storage()._cdata)
         return found[1] if found is not None else None
+
+    def is_alive(self, case: Case) -> bool:
+        """Whether memory that this case spoiled is still in use."""
+        return any(known is case and not ref.expired() for ref, known in self._cases.values())
 
     def begin_step(self) -> None:
         """A step of its own: what is still bad counts anew."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from tensorprobe.guard.cases import Case, Sighting
-from tensorprobe.guard.kinds import ADDS, Kind
+from tensorprobe.guard.kinds import ADDS, DIVIDES, LOGARITHMS, Kind
 from tensorprobe.guard.latent import Latent
-from tensorprobe.guard.ring import Event, Held
+from tensorprobe.guard.ring import Event, Held, Ring
 from tensorprobe.numerics.finiteness import FINE, INFINITE, LIMITS, NAN, NEGATIVE, Extent
 
 _WORDS = {1: "NaN", 2: "inf", 4: "-inf"}
@@ -27,10 +27,12 @@ class Hindsight:
         self._cases: dict[int, Case] = {}
         self._pass_case: Case | None = None
         self._gradients_bad = False
+        self._asleep: list[Case] = []  # infinite, perhaps at a pole: told when it does harm
 
     def begin_step(self) -> None:
         self._held.clear()
         self._cases.clear()
+        self._asleep.clear()
         self._pass_case = None
 
     def forgive(self, cases: Sequence[Case]) -> None:
@@ -75,6 +77,8 @@ class Hindsight:
         if case is not None:
             case.carry(sighting.name(event.direction))
             self._spoil(outputs, case)
+            if event.direction == "backward" or _join(extent for _, extent in outputs) & NAN:
+                self._wake(case)
             return
         reason = self._reason(event, outputs)
         if reason is not None:
@@ -84,7 +88,12 @@ class Hindsight:
         assert event.sighting is not None
         metrics = {held.label: _facts(held, extent) for held, extent in outputs}
         case = Case(event.sighting, event.direction, reason, metrics, None)
-        if not self._found(case, event.scaler):
+        case.pending = event.scaler
+        name = event.sighting.plan.api.api.rpartition(".")[2]
+        may_be_pole = event.direction == "forward" and name in (*DIVIDES, *LOGARITHMS)
+        if may_be_pole and outputs and not _join(extent for _, extent in outputs) & NAN:
+            self._asleep.append(case)
+        elif not self._found(case, event.scaler):
             return
         for _, storage in event.inputs:
             if self._held.get(storage, FINE).bits & NAN:
@@ -92,6 +101,17 @@ class Hindsight:
         self._spoil(outputs, case)
         if event.direction == "backward":
             self._pass_case = case
+
+    def _wake(self, case: Case) -> None:
+        if case in self._asleep:
+            self._asleep.remove(case)
+            self._found(case, case.pending)
+
+    def wake_living(self, ring: Ring) -> None:
+        """The step ends: an infinity that is still there was not thrown away."""
+        for storage, case in self._cases.items():
+            if case in self._asleep and ring.is_alive(storage):
+                self._wake(case)
 
     def _reason(self, event: Event, outputs: list[tuple[Held, Extent]]) -> str | None:
         assert event.sighting is not None
@@ -140,6 +160,7 @@ class Hindsight:
         if case is not None:
             case.reached = "the loss"
             self._pass_case = case
+            self._wake(case)
 
     def _suspect_group(self, event: Event, outputs: list[tuple[Held, Extent]]) -> None:
         """Gradients before an optimizer's step, or parameters after it."""
@@ -160,6 +181,7 @@ class Hindsight:
                 case = None
         self._gradients_bad = event.note == "gradients"
         if case is not None:
+            self._wake(case)
             case.reached = f"{len(bad)} {event.note}"
             self._spoil(bad, case)
 

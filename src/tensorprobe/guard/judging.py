@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tensorprobe.guard.kinds import ADDS, DIVIDES, Kind, Plan
+from tensorprobe.guard.kinds import ADDS, DIVIDES, LOGARITHMS, Kind, Plan
 from tensorprobe.numerics.finiteness import (
     INFINITE,
     LIMITS,
@@ -102,6 +102,26 @@ def fault(plan: Plan, inputs: list[Seen], outputs: list[Seen], told: int) -> str
     return _inf_reason(plan, inputs, outputs)
 
 
+def is_pole(plan: Plan, inputs: list[Seen], outputs: list[Seen]) -> bool:
+    """Whether the call is right to give infinity: the logarithm of zero, or a division by it.
+
+    Programs do that on purpose, and take other numbers instead where it happens.
+    """
+    name = plan.api.api.rpartition(".")[2]
+    if bits_of(outputs) & NAN or bits_of(inputs) or name not in (*DIVIDES, *LOGARITHMS):
+        return False
+    zeros = [each.tensor == 0 for each in inputs]
+    for output in outputs:
+        if not zeros or not _fit(zeros, output.tensor):
+            return False
+        new = torch.isinf(output.tensor)
+        for zero in zeros:
+            new = new & ~zero
+        if bool(new.any()):
+            return False
+    return True
+
+
 def _nan_reason(plan: Plan, inputs: list[Seen], outputs: list[Seen], given: int) -> str:
     made = _made(outputs, "nan", "NaN")
     if not given:
@@ -118,7 +138,7 @@ def _inf_reason(plan: Plan, inputs: list[Seen], outputs: list[Seen]) -> str:
     name = plan.api.api.rpartition(".")[2]
     if name in DIVIDES and any(_has_zero(each) for each in inputs):
         return f"it divides by zero, {made}"
-    if name in ("log", "log2", "log10") and any(_has_zero(each) for each in inputs):
+    if name in LOGARITHMS and any(_has_zero(each) for each in inputs):
         return f"it takes the logarithm of zero, {made}"
     return f"its inputs are finite{_range(inputs)}, {made}"
 
@@ -171,7 +191,8 @@ def _infinite(seen: Seen) -> torch.Tensor:
 
 
 def _is_zero_or_one(tensor: torch.Tensor) -> bool:
-    return bool(((tensor == 0) | (tensor == 1)).all())
+    ones = tensor == 1
+    return bool(((tensor == 0) | ones).all()) and bool(ones.any())
 
 
 def _has_zero(seen: Seen) -> bool:

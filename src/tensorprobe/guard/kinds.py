@@ -78,6 +78,8 @@ _UNINITIALISED_NAMES = frozenset(_UNINITIALISED.split())
 ADDS = frozenset(["add", "add_", "sub", "sub_", "rsub", "addmm", "baddbmm", "addcmul"])
 DIVIDES = frozenset(["div", "div_", "true_divide", "__rtruediv__", "reciprocal", "rsqrt"])
 
+LOGARITHMS = frozenset(["log", "log2", "log10", "log_", "log2_", "log10_", "xlogy"])
+
 
 def plan_for(api: ApiName) -> Plan:
     """What to do about the calls of this API."""

@@ -68,6 +68,7 @@ class OverflowWatch:
         self._cases: list[Case] = []  # certain, of this step
         self._pending: list[Case] = []  # until it is known whether a scaler skips the step
         self._scaler_round = False  # gradients were unscaled, the scale was not updated yet
+        self._round_step = 0
         self._skipped: list[int] = []
         self._warnings: list[dict[str, Any]] = []
         self._patience = PATIENCE
@@ -104,6 +105,7 @@ class OverflowWatch:
         self._modules.remove()
         try:
             self._sight.look()
+            self._sight.wake_living()
             self._settle(certain=True)
             self._sight.look_at_parameters()
             if error is None:
@@ -182,6 +184,8 @@ class OverflowWatch:
 
     def unscaled(self) -> None:
         """A GradScaler has looked for infinity in the gradients."""
+        if not self._scaler_round:
+            self._round_step = self._step  # a fused optimizer ends the step before the update
         self._scaler_round = True
 
     def scale_updated(self, found: bool, optimizers: Iterable[int]) -> None:
@@ -191,7 +195,7 @@ class OverflowWatch:
         if found:
             self._sight.forgive(self._pending)
             self._pending.clear()
-            self._skipped.append(self._step)
+            self._skipped.append(self._round_step)
             self._note("skipped_steps", self._skipped)
         self._steps.scaler_updated(optimizers)
 
@@ -233,6 +237,7 @@ class OverflowWatch:
             self._step += 1
             return
         self._sight.look()
+        self._sight.wake_living()
         self._settle(certain=not self._scaler_round)
         try:
             self._stop_if_due()

@@ -63,6 +63,11 @@ class Ring:
         """A new step: nothing is known of what is in memory."""
         self._known.clear()
 
+    def is_alive(self, storage: int) -> bool:
+        """Whether this memory is still in use."""
+        known = self._known.get(storage)
+        return known is not None and not known[0].expired()
+
     @property
     def is_due(self) -> bool:
         if self._look_every is not None and len(self._events) >= self._look_every:

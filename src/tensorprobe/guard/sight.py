@@ -35,7 +35,7 @@ from tensorprobe.devices import OverflowFlag, device_layer
 from tensorprobe.guard.cases import Case, Sighting, Taint, tensors_in, tensors_out
 from tensorprobe.guard.evidence import write_backward, write_forward
 from tensorprobe.guard.hindsight import Hindsight
-from tensorprobe.guard.judging import Seen, bits_of, fault, look_at, scalar_bits
+from tensorprobe.guard.judging import Seen, bits_of, fault, is_pole, look_at, scalar_bits
 from tensorprobe.guard.kinds import Kind, Plan, plan_for
 from tensorprobe.guard.latent import Latent
 from tensorprobe.guard.ring import Event, Ring
@@ -43,6 +43,7 @@ from tensorprobe.guard.trail import Trail, trail_here
 from tensorprobe.numerics.finiteness import LIMITS, NAN, extent_now, readable
 
 _NEAR = {dtype: limit / 2 for dtype, limit in LIMITS.items()}
+_MOST_ASLEEP = 64
 _SCALER_FILE = "grad_scaler.py"
 # Their backward computes nothing either.
 _NO_BACKWARD = (Kind.PASSES, Kind.MAKES)
@@ -111,6 +112,7 @@ class Sight:
         self._pass_case: Case | None = None  # of the backward that runs
         self._functions: set[tuple[int, int]] = set()
         self._uninitialised: dict[int, StorageWeakRef] = {}
+        self._asleep: list[Case] = []  # infinite at a pole, such as 1 / 0: many programs mask that
         # gradients of leaves that were looked at in backward; the optimizer is given the same
         self._seen_gradients: dict[int, tuple[StorageWeakRef, int]] = {}
         # optimizers that stepped in this step and the one before, and the case their gradients had
@@ -138,6 +140,7 @@ class Sight:
         self.taint.begin_step()
         self._pass_case = None
         self._functions.clear()
+        self._asleep.clear()
         self._uninitialised.clear()
         self._seen_gradients.clear()
         self._ring.clear()
@@ -208,16 +211,17 @@ class Sight:
         return glance
 
     def _copy_written(self, glance: _Glance) -> None:
-        """Keep what the first argument holds: the call writes to it."""
+        """Keep what the first argument holds: the call writes to it, and may read it elsewhere."""
         first = glance.args[0] if glance.args else None
-        if isinstance(first, torch.Tensor):
-            if self._looks_now(first):
-                glance.written[("0",)] = first
-                glance.args = (_copied(first), *glance.args[1:])
-        elif isinstance(first, list | tuple):  # torch._foreach_add_ and its like
-            for tensor, path in tensors_in((first,), {}):
-                glance.written[path] = tensor
-            glance.args = (_copied(first), *glance.args[1:])
+        tensors = tensors_in((first,), {})
+        contents = [readable(tensor) for tensor, _ in tensors]
+        if not any(each is not None and self._is_immediate(each) for each in contents):
+            return
+        storages = {each.untyped_storage()._cdata for each in contents if each is not None}
+        for tensor, path in tensors:
+            glance.written[path] = tensor
+        glance.args = tuple(_copied(arg, storages) for arg in glance.args)
+        glance.kwargs = {key: _copied(value, storages) for key, value in glance.kwargs.items()}
 
     def _looks_now(self, tensor: torch.Tensor) -> bool:
         content = readable(tensor)
@@ -237,11 +241,20 @@ class Sight:
                 if plan.uninitialised:
                     self._note_uninitialised(outputs)
                     return
+                if not outputs and self._asleep:
+                    self._read_out(glance)
                 self._look_at(glance, result, outputs)
                 if glance.edges:
                     self._watch_backward(glance, outputs)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self._watcher.trouble(plan.api.stem, error)
+
+    def _read_out(self, glance: _Glance) -> None:
+        """A value leaves torch, as by item()."""
+        for each in look_at(_labelled(glance.inputs, "input")):
+            case = self.taint.case_of(each.tensor) if each.bits else None
+            if case is not None:
+                self._wake(case)
 
     def _look_at(self, glance: _Glance, result: Any, outputs: Tensors) -> None:
         late: list[tuple[str, torch.Tensor]] = []
@@ -304,11 +317,13 @@ class Sight:
         if case is not None:
             case.carry(Sighting(plan, glance.number, "", self._step, ()).name())
             self._spoil(returned, case)
+            if bits_of(returned) & NAN:
+                self._wake(case)
             return
-        reason = self._reading(plan, inputs) or fault(
-            plan, [each for each in inputs if not each.bits & NAN], returned,
-            scalar_bits(glance.args, glance.kwargs),
-        )  # fmt: skip
+        if bits_of(inputs) & NAN:
+            reason = self._reading(plan, inputs)
+        else:
+            reason = fault(plan, inputs, returned, scalar_bits(glance.args, glance.kwargs))
         if reason is not None:
             self._open(glance, result, reason, inputs, returned)
 
@@ -413,19 +428,53 @@ class Sight:
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward:
             reason += "; it runs inside backward"
-        names, frames = sighting.names(), _frames(sighting)
-        args, kwargs, written = glance.args, glance.kwargs, glance.written
-
-        def write() -> bool:
-            write_forward(self._tape, names, frames, args, kwargs, result, written)
-            return True
-
+        sleeps = is_pole(glance.plan, inputs, returned)
+        write = self._forward_writer(glance, sighting, result, weakly=sleeps)
         metrics = {each.label: each.facts for each in (*inputs, *returned)}
         case = Case(sighting, "forward", reason, metrics, write)
+        case.pending = in_backward or _made_by_scaler(sighting.trail)
         self._spoil([each for each in inputs if each.bits & NAN], case)
         self._spoil(returned, case, any_value=any_value)
-        pending = in_backward or _made_by_scaler(sighting.trail)
-        self._watcher.add(case, pending=pending)
+        if sleeps:
+            self._asleep.append(case)
+            del self._asleep[:-_MOST_ASLEEP]
+            return
+        if in_backward:
+            self._pass_case = case
+        self._watcher.add(case, pending=case.pending)
+
+    def _forward_writer(
+        self, glance: _Glance, sighting: Sighting, result: Any, *, weakly: bool
+    ) -> Callable[[], bool]:
+        """What puts a call into the capture; `weakly`: it keeps nothing alive that the call made,
+        for that it goes away is a sign that all is well."""
+        names, frames = sighting.names(), _frames(sighting)
+        args, kwargs = glance.args, glance.kwargs
+        made, written = _weaken(result) if weakly else result, {} if weakly else glance.written
+
+        def write() -> bool:
+            try:
+                returned = _recover(made)
+            except LookupError:
+                returned = None
+            write_forward(self._tape, names, frames, args, kwargs, returned, written)
+            return True
+
+        return write
+
+    def _wake(self, case: Case) -> None:
+        """An infinity that may have been meant has done harm."""
+        if case in self._asleep:
+            self._asleep.remove(case)
+            if not self._watcher.is_full:
+                self._watcher.add(case, pending=case.pending)
+
+    def wake_living(self) -> None:
+        """The step ends: an infinity that is still there was not thrown away."""
+        for case in list(self._asleep):
+            if self.taint.is_alive(case):
+                self._wake(case)
+        self._hindsight.wake_living(self._ring)
 
     def _spoil(self, tensors: list[Seen], case: Case, *, any_value: bool = False) -> None:
         for each in tensors:
@@ -520,6 +569,7 @@ class Sight:
                 if case is not None:
                     case.reached = "the loss"
                     self._pass_case = case
+                    self._wake(case)
 
     def _watch_functions(self, functions: list[tuple[torch.Tensor, Any]]) -> None:
         """Custom autograd.Functions: `apply` is no torch call, but their node is in the graph."""
@@ -617,13 +667,18 @@ class Sight:
         clamped: bool,
     ) -> None:
         sighting = listener.sighting
+        sent = {path: tensor for tensor, path in _sent(spots, grads)}
         case = self._pass_case
+        if case is None and self.taint:
+            known = [self.taint.case_of(content) for content in _contents(_sent(spots, grads))]
+            case = next((each for each in known if each is not None), None)
         if case is not None:
+            self._pass_case = case
             case.carry(sighting.name("backward"))
+            self._wake(case)
             return
         if self._watcher.is_full:
             return
-        sent = {path: tensor for tensor, path in _sent(spots, grads)}
         seen = look_at(_labelled([(t, p) for p, t in sent.items()], "output"))
         came = look_at(_labelled([(t, p) for p, t in received.items()], "input"))
         reason = _backward_reason(seen, came, clamped)
@@ -879,11 +934,16 @@ def _live(glance: _Glance) -> Tensors:
     return [(tensor, path) for path, tensor in glance.written.items()]
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, storages: set[int] | None = None) -> Any:
+    """A copy of the tensors in an argument; of those in these storages, where some are given."""
     if isinstance(value, torch.Tensor):
+        if storages is not None:
+            content = readable(value)
+            if content is None or content.untyped_storage()._cdata not in storages:
+                return value
         return value.detach().clone()
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(item) for item in value)
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item, storages) for item in value)
     return value
 
 
