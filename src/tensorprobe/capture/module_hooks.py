@@ -123,7 +123,9 @@ class ModuleHooks:
         record: bool,
         modes: Sequence[Any],
         on_root: Callable[[nn.Module], None],
+        stacks: bool = True,
     ) -> None:
+        self._stacks = stacks and tape.config.stacks
         self.paths = ModulePaths()
         self._tape = tape
         self._record = record
@@ -213,7 +215,7 @@ class ModuleHooks:
             if self._record and tape.recording:
                 self._begin(entry, path, args, frame)
             place.module = path
-            if tape.config.stacks and tape.recording:
+            if self._stacks and tape.recording:
                 place.stack = (
                     entry.call.stack if entry.call and entry.call.stack else (tape.stack_number(1))
                 )

@@ -286,6 +286,48 @@ def tally_integers(
         tl.store(meta + slot * _META + 2, 0)
 
 
+@triton.jit(do_not_specialize=["n", "slot"])
+def flag_floats(
+    x, table, flags, n, slot, KIND: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Join to a slot: bits for NaN (1), +inf (2), -inf (4), and the largest finite magnitude."""
+    n = n.to(tl.int64)
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    lane = tl.arange(0, BLOCK)
+    narrow = tl.float64 if WIDE else tl.float32
+    bits = tl.zeros([BLOCK], tl.int32)
+    top = tl.zeros([BLOCK], narrow)
+    steps = tl.cdiv(n, programs * BLOCK)
+    at = pid.to(tl.int64) * BLOCK + lane
+    for _ in range(steps):
+        inside = at < n
+        if KIND == _BFLOAT16:
+            raw = tl.load(x + at, mask=inside, other=0).to(tl.int32) << 16
+            value = raw.to(tl.float32, bitcast=True)
+        elif KIND == _TABLE:
+            value = tl.load(table + tl.load(x + at, mask=inside, other=0).to(tl.int32))
+            value = tl.where(inside, value, 0.0)
+        else:
+            value = tl.load(x + at, mask=inside, other=0.0).to(narrow)
+        nan = value != value
+        plus = value == float("inf")
+        minus = value == float("-inf")
+        bits = bits | nan.to(tl.int32) | (plus.to(tl.int32) << 1) | (minus.to(tl.int32) << 2)
+        top = tl.maximum(top, tl.where(nan | plus | minus, 0.0, tl.abs(value)))
+        at += programs * BLOCK
+    nans = tl.max(bits & 1, 0)
+    pluses = tl.max(bits & 2, 0)
+    minuses = tl.max(bits & 4, 0)
+    found = nans | pluses | minuses
+    # A magnitude has no sign bit, so its bits compare as integers do; as float32 for one word.
+    largest = tl.max(top, 0).to(tl.float32).to(tl.int32, bitcast=True)
+    to = flags + slot.to(tl.int64) * 2
+    if found != 0:
+        tl.atomic_or(to, found)
+    tl.atomic_max(to + 1, largest)
+
+
 @triton.jit
 def _shift_right(value, bits: tl.constexpr):
     return (value.to(tl.uint64, bitcast=True) >> bits).to(tl.int64, bitcast=True)
