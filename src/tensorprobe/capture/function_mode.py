@@ -47,9 +47,15 @@ class CallMode(TorchFunctionMode):
     """
 
     def __init__(
-        self, tape: Tape, *, record: bool, on_scaler_update: Callable[[Iterable[int]], None]
+        self,
+        tape: Tape,
+        *,
+        record: bool,
+        on_scaler_update: Callable[[Iterable[int]], None],
+        on_passed_error: Callable[[ApiName, Any, Any, Exception], None] | None = None,
     ) -> None:
         super().__init__()
+        self._on_passed_error = on_passed_error  # of calls that are too small to be recorded
         self._tape = tape
         self._record = record
         self._on_scaler_update = on_scaler_update
@@ -75,7 +81,9 @@ class CallMode(TorchFunctionMode):
         except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
             api = None
         if api is None or (api.prefix == "Aten" and _below_backward()):
-            return func(*args, **kwargs)
+            if self._on_passed_error is None:
+                return func(*args, **kwargs)
+            return self._tell_error(func, args, kwargs)
         if not (self._record and self._tape.recording) or compiled.in_backward():
             result = self._passed(api, func, args, kwargs)
         elif (run := compiled.running()) is not None:
@@ -94,6 +102,14 @@ class CallMode(TorchFunctionMode):
         plan = None if is_noise(api) else api
         self._plans[func] = plan
         return plan
+
+    def _tell_error(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            assert self._on_passed_error is not None
+            self._on_passed_error(self._namer(func), args, kwargs, error)
+            raise
 
     def _passed(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A call that is not recorded; what it writes to may be recorded later in the step."""
