@@ -214,7 +214,7 @@ class WatchTape(Tape):
             made = (threading.get_ident(), node._sequence_nr())
             if made in self._functions:
                 continue
-            self._functions.add(made)
+            self._functions[made] = None
             kind = getattr(type(node), "_forward_cls", type(node))
             call = self.new_function(kind, depth=4)
             node.metadata[self.key] = Stamp(call, None)
