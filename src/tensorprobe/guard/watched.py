@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -211,10 +210,8 @@ class WatchTape(Tape):
     def note_functions(self, functions: Iterable[tuple[torch.Tensor, Any]]) -> None:
         """Custom autograd.Functions: `apply` is no torch call, but their node is in the graph."""
         for _, node in functions:
-            made = (threading.get_ident(), node._sequence_nr())
-            if made in self._functions:
+            if self.key in node.metadata:  # seen before, or made by an operator of torch.library
                 continue
-            self._functions[made] = None
             kind = getattr(type(node), "_forward_cls", type(node))
             call = self.new_function(kind, depth=4)
             node.metadata[self.key] = Stamp(call, None)
