@@ -102,7 +102,9 @@ def test_a_shape_error_names_call_module_line_and_arguments(tmp_path: Path) -> N
         f"Functional.linear.0.forward failed (step 0, rank 0): RuntimeError: {error}"
     )
     written = json.loads((tmp_path / "findings.json").read_text())
-    assert written["findings"][0]["repro"] == str(tmp_path / "repro" / "Functional.linear.0")
+    assert written["findings"][0]["repro"] == str(
+        tmp_path / "repro" / "step0" / "Functional.linear.0"
+    )
 
 
 def test_the_exception_is_the_same_object_with_its_traceback(tmp_path: Path) -> None:
@@ -139,7 +141,7 @@ def test_an_index_out_of_range_is_reproduced_alone(tmp_path: Path) -> None:
     assert isinstance(error, IndexError)
     assert finding.name == "Functional.embedding.0.forward"
     assert finding.metrics["alone"] == "reproduced"
-    folder = tmp_path / "repro" / "Functional.embedding.0"
+    folder = tmp_path / "repro" / "step0" / "Functional.embedding.0"
     assert finding.repro == str(folder)
     assert said[1].splitlines() == [
         "Functional.embedding.0.forward: the call alone, on cpu, raises the same error",

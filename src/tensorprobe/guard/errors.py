@@ -23,6 +23,7 @@ from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.recorder import say
 from tensorprobe.capture.steps import StepOn, StepWatch
 from tensorprobe.devices import block_launches, current_rank
+from tensorprobe.errors import TensorprobeError
 from tensorprobe.guard.backward_watch import BackwardWatch
 from tensorprobe.guard.failures import Failures
 from tensorprobe.guard.kept import Kept
@@ -49,12 +50,14 @@ class ErrorWatch:
 
     The inputs of recent calls are held, within `inputs_budget`, for a backward that fails long
     after its forward. `calls` and `steps` name those to hold instead, however large they are: the
-    second run, where the budget was too small.
+    second run, where the budget was too small. The inputs of failed calls go to a capture in
+    `folder`, which all ranks share, their repros to `place`, which is this rank's own.
     """
 
     def __init__(
         self,
         folder: Path,
+        place: Path,
         report: Callable[..., None],
         *,
         step_on: StepOn = "auto",
@@ -70,7 +73,7 @@ class ErrorWatch:
         inputs = SavedInputs(folder / "inputs", current_rank())
         self._tape = WatchTape(inputs.writer, self._kept, calls, steps, self._forward_failed)
         self._failures = Failures(
-            folder, inputs, self._tape.troubles, report, log, rerun, check_timeout(alone_timeout_s)
+            place, inputs, self._tape.troubles, report, log, rerun, check_timeout(alone_timeout_s)
         )
         self._pace = StepWatch(step_on, self._advance)
         self._mode = CallMode(
@@ -246,6 +249,8 @@ class ErrorWatch:
     ) -> None:
         """Report one failure; whatever goes wrong here is said, and never the program's problem."""
         self._remember(error)
+        if isinstance(error, TensorprobeError):  # another guard stops the program, or a recorder
+            return
         try:
             self._failures.add(call, direction, error, node)
         except Exception as problem:  # noqa: BLE001 recording one call: the program's own goes first

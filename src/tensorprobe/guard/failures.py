@@ -44,7 +44,7 @@ class Failures:
 
     def __init__(
         self,
-        folder: Path,
+        place: Path,
         inputs: SavedInputs,
         troubles: Mapping[str, str],
         report: Callable[..., None],
@@ -52,7 +52,7 @@ class Failures:
         rerun: str | None,
         timeout_s: float,
     ) -> None:
-        self._folder = folder
+        self._place = place
         self._inputs = inputs
         self._troubles = troubles  # of calls that could not be noted
         self._report = report
@@ -105,7 +105,7 @@ class Failures:
 
     def _try_alone(self, failure: _Failure, *, is_caught: bool) -> None:
         finding = failure.finding
-        folder = self._folder / "repro" / failure.call
+        folder = self._place / "repro" / f"step{finding.step}" / failure.call
         if finding.name.startswith("Function."):
             written: Path | str = _CUSTOM
         else:
@@ -161,7 +161,7 @@ class Failures:
             notes.append("the device had failed before this call began: an earlier one is guilty")
         log = row.find_log()
         if log is not None:
-            out = shlex.quote(str(self._folder / "incident"))
+            out = shlex.quote(str(self._place / "incident"))
             notes.append(f"the log of the device is in {log} ({row.log_folder} says where)")
             notes.append(f"to read it: tensorprobe ascend incident --log {log} -o {out}")
         return notes

@@ -187,7 +187,7 @@ class Guard:
         if name == "overflow":
             watch = module.OverflowWatch(self.folder, self.report, self.note, **self._options)
         else:
-            watch = module.ErrorWatch(self.folder, self.report, **self._error_options)
+            watch = module.ErrorWatch(self.folder, self._place, self.report, **self._error_options)
         return watch
 
     def _write(self) -> None:
@@ -214,12 +214,11 @@ class Guard:
 
 def _move_earlier(place: Path) -> None:
     """What an earlier run found must be neither mixed with ours nor lost."""
-    old = place / FILE
-    if not old.exists():
+    old = [place / name for name in (FILE, "repro") if (place / name).exists()]
+    if not old:
         return
-    for number in itertools.count(1):
-        target = place / "earlier" / str(number) / FILE
-        if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            old.rename(target)
-            return
+    numbers = (place / "earlier" / str(number) for number in itertools.count(1))
+    target = next(folder for folder in numbers if not (folder / FILE).exists())
+    target.mkdir(parents=True, exist_ok=True)
+    for path in old:
+        path.rename(target / path.name)
