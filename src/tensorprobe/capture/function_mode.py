@@ -74,8 +74,12 @@ class UserCalls(TorchFunctionMode):
         except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
             api = None
         if api is None or (api.prefix == "Aten" and below_backward()):
-            return func(*args, **kwargs)
+            return self.passed_on(func, args, kwargs)
         return self.called(api, func, args, kwargs)
+
+    def passed_on(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A call too small to have a name: a property, a size."""
+        return func(*args, **kwargs)
 
     def _plan(self, func: Any) -> ApiName | None:
         api = self._namer(func)
@@ -88,9 +92,15 @@ class CallMode(UserCalls):
     """Records each call."""
 
     def __init__(
-        self, tape: Tape, *, record: bool, on_scaler_update: Callable[[Iterable[int]], None]
+        self,
+        tape: Tape,
+        *,
+        record: bool,
+        on_scaler_update: Callable[[Iterable[int]], None],
+        on_passed_error: Callable[[ApiName, Any, Any, Exception], None] | None = None,
     ) -> None:
         super().__init__()
+        self._on_passed_error = on_passed_error  # of calls that are too small to be recorded
         self._tape = tape
         self._record = record
         self._on_scaler_update = on_scaler_update
@@ -109,6 +119,14 @@ class CallMode(UserCalls):
         if api.api == SCALER_UPDATE:
             self._on_scaler_update(optimizers_in_round())
         return result
+
+    def passed_on(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            if self._on_passed_error is not None:
+                self._on_passed_error(self._namer(func), args, kwargs, error)
+            raise
 
     def _passed(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A call that is not recorded; what it writes to may be recorded later in the step."""

@@ -148,6 +148,20 @@ def _add_guard(group: argparse._ArgumentGroup) -> None:
         help="look at what a device found every N calls (host: 1; devices: each step)",
     )
     group.add_argument(
+        "--inputs-budget",
+        metavar="SIZE",
+        default="1G",
+        help="for errors: hold so much of what recent calls were given (1G). With --calls NAME "
+        "the inputs of that call are held, and no others",
+    )
+    group.add_argument(
+        "--alone-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=120.0,
+        help="how long a call that failed may run alone (120); 0: write its repro, do not run it",
+    )
+    group.add_argument(
         "--keep-last",
         metavar="K",
         default=argparse.SUPPRESS,
@@ -196,12 +210,13 @@ def run(args: argparse.Namespace) -> int:
         _check_output(output if records else Path(args.guard_out))
     session = _Session(args, config, step_on, output if records else None, notes, rules)
     if args.guard is not None:
-        session.guard_with(_guard_options(args, words))
+        session.guard_with(_guard_options(args, words, config))
     if args.sim_npu:
         import_before("torch_npu", "torch")
     session.prepare()
     end = Launch(program, words[1:]).run(session.torch_imported)
-    _explain(end)
+    if not session.explains(end):
+        _explain(end)
     return session.finish(end)
 
 
@@ -210,9 +225,16 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name in _FIELDS}
 
 
-def _guard_options(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
+def _guard_options(
+    args: argparse.Namespace, words: list[str], config: RecordConfig
+) -> dict[str, Any]:
     """The arguments of tp.Guard; made before the program runs, so that mistakes show then."""
-    from tensorprobe.guard.names import check_numbers, check_watches
+    from tensorprobe.guard.names import (
+        check_budget,
+        check_numbers,
+        check_timeout,
+        check_watches,
+    )
 
     start: list[str] = ["--sim-npu"] if args.sim_npu else []
     for option in ("step_on", "seed", "load_start"):
@@ -228,6 +250,10 @@ def _guard_options(args: argparse.Namespace, words: list[str]) -> dict[str, Any]
         "watch": check_watches(args.guard),
         "overflow_nums": args.overflow_nums,
         "look_every": args.look_every,
+        "inputs_budget": check_budget(args.inputs_budget),
+        "alone_timeout_s": check_timeout(args.alone_timeout),
+        "calls": config.calls,
+        "steps": config.steps,
         "rerun": shlex.join([*start, *program]),
     }
 
@@ -355,6 +381,10 @@ class _Session:
         """Watch the program with a tp.Guard of these arguments."""
         self._guard_options = options
 
+    @property
+    def _watches_errors(self) -> bool:
+        return self._guard_options is not None and "errors" in self._guard_options["watch"]
+
     def prepare(self) -> None:
         """What has to be there before the program's first line; it imports torch."""
         self._simulate()  # a device that comes later would not be seeded
@@ -375,8 +405,10 @@ class _Session:
 
     def _simulate(self) -> None:
         if self._args.sim_npu:
-            from tensorprobe.devices import sim_npu
+            from tensorprobe.devices import block_launches, sim_npu
 
+            if self._watches_errors:
+                block_launches()  # before there is a device: the guard comes after it
             sim_npu.install()
 
     def _record(self) -> None:
@@ -415,6 +447,11 @@ class _Session:
             return LoadStart(Path(args.load_start))
         assert recorder is not None  # refused before the program ran
         return SaveStart(Path(args.save_start), recorder, args.start_batches)
+
+    def explains(self, end: BaseException | None) -> bool:
+        """Whether the guard has said what there is to say about an error of a device."""
+        found = self._guard.findings if self._guard is not None else ()
+        return end is not None and any(finding.kind == "error" for finding in found)
 
     def finish(self, end: BaseException | None) -> int:
         """Close the recording and give the program's own exit status, or leave as it left."""
