@@ -49,7 +49,7 @@ def plain_path(module: str) -> str:
 
 def stem(name: str) -> str:
     """A call's name without number and direction: "Functional.linear"."""
-    plain = native_name(name)
+    plain = native_name(name) if "__" in name else name
     if plain.startswith("Module."):
         kind = next((k for k in (".forward", ".backward", ".parameters_grad") if k in plain), "")
         head = plain.rpartition(kind)[0] if kind else plain

@@ -56,7 +56,6 @@ class Dataflow:
         self.pairs = pairs
         # (side, pair, tensor name) -> the pair that made it
         self.producer: dict[tuple[int, int, str], int] = {}
-        self.consumers: dict[int, list[int]] = {}
         self.forward: dict[int, int] = {}  # a backward pair -> its forward pair
         for side in (0, 1):
             self._trace(side, containers)
@@ -71,21 +70,20 @@ class Dataflow:
     def _trace(self, side: int, containers: Sequence[bool]) -> None:
         made: dict[Hashable, int] = {}
         for i, pair in enumerate(self.pairs):
-            call = pair.pair[side]
-            if call is None:
+            if pair.pair[side] is None:
                 continue
             outputs = []
             for row in pair.tensors:
                 record = row.actual if side == 0 else row.expected
                 if record is None or (key := content(record)) is None:
                     continue
-                if record.role == "parameter_grad":
+                role = record.role
+                if role == "parameter_grad":
                     made.setdefault(key, i)  # what the engine has added up, seen here first
-                elif is_written(row):
+                elif role == "output" or (role == "buffer" and is_written(row)):
                     outputs.append(key)
-                elif key in made:
-                    self.producer[side, i, row.name] = made[key]
-                    self.consumers.setdefault(made[key], []).append(i)
+                elif (at := made.get(key)) is not None:
+                    self.producer[side, i, row.name] = at
             if containers[i]:
                 continue
             for key in outputs:

@@ -223,6 +223,8 @@ class Walk:
         """A call that cannot be replayed, or whose tensors were not kept."""
         if node.taint or not node.outputs or node.is_random == "random":
             return None
+        if node.d_out <= FAINT and not node.same_in:
+            return None
         if node.evidence is not None and not any(found.problem for found in node.evidence):
             scores = [score(node, worst(node, found)) for found in node.evidence]
             if min(scores) <= ROUNDING:
