@@ -5,26 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from tensorprobe.compare.align import forward_of
+from tensorprobe.compare.content import content
 from tensorprobe.compare.measure import CallPair, TensorPair
-from tensorprobe.records import Call, TensorRecord
+from tensorprobe.records import Call
 
 _INPUTS = ("input", "parameter", "buffer")
-
-
-def content(record: TensorRecord) -> Hashable | None:
-    """What tells one content from another; None where nothing does."""
-    if record.digest is not None:
-        return record.digest
-    s = record.summary
-    if s is None or s.norm is None:
-        return None
-    return (s.min, s.max, s.mean, s.norm, s.zero_count, record.numel)
-
-
-def is_constant(record: TensorRecord) -> bool:
-    """All of one number: many calls make the same one."""
-    s = record.summary
-    return s is not None and s.min == s.max and not s.nan_count
 
 
 def find_containers(pairs: Sequence[CallPair]) -> list[bool]:

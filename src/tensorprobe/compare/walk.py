@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from tensorprobe.compare import arguments
+from tensorprobe.compare.content import content
 from tensorprobe.compare.culprit import (
     Culprit,
     CulpritKind,
@@ -15,7 +16,6 @@ from tensorprobe.compare.culprit import (
     magnitude,
     proof_of,
 )
-from tensorprobe.compare.dataflow import content
 from tensorprobe.compare.evidence import matters
 from tensorprobe.compare.judge import ROUNDING, distance, moved_values, pair_roundoff
 from tensorprobe.compare.measure import TensorPair
