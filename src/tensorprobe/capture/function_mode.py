@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from tensorprobe.capture import compiled
 from tensorprobe.capture.hidden_state import writes_in_place
 from tensorprobe.capture.naming import ApiName, Namer, is_noise
+from tensorprobe.capture.spelling import Spelling
 from tensorprobe.capture.steps import optimizers_in_round
 from tensorprobe.capture.tape import Tape
 
@@ -55,6 +56,7 @@ class CallMode(TorchFunctionMode):
         self._on_scaler_update = on_scaler_update
         self._namer = Namer(resolve_name)
         self._plans: dict[Any, ApiName | None] = {}
+        self._spell = Spelling() if tape.config.operators == "dunder" else None
         self.dispatch_depth = 0  # dispatch modes on the stack while backward runs
         self._runs = compiled.Runs()
 
@@ -76,7 +78,7 @@ class CallMode(TorchFunctionMode):
             api = None
         if api is None or (api.prefix == "Aten" and below_backward()):
             return func(*args, **kwargs)
-        if not (self._record and self._tape.recording) or compiled.in_backward():
+        if not self._is_wanted() or compiled.in_backward():
             result = self._passed(api, func, args, kwargs)
         elif (run := compiled.running()) is not None:
             if self._runs.is_new(run) and not run.has_node:
@@ -88,6 +90,9 @@ class CallMode(TorchFunctionMode):
         if api.api == SCALER_UPDATE:
             self._on_scaler_update(optimizers_in_round())
         return result
+
+    def _is_wanted(self) -> bool:
+        return self._record and self._tape.recording and self._tape.only is None
 
     def _plan(self, func: Any) -> ApiName | None:
         api = self._namer(func)
@@ -116,6 +121,8 @@ class CallMode(TorchFunctionMode):
 
     def _recorded(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         tape = self._tape
+        if self._spell is not None and api.prefix == "Tensor":
+            api = self._spell(api, func, args, sys._getframe(2))
         names = tape.select(api, tape.counter.next(api), tape.place.module)
         if names is None:
             return self._passed(api, func, args, kwargs)
