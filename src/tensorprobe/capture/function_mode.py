@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from tensorprobe.capture import compiled
 from tensorprobe.capture.hidden_state import writes_in_place
 from tensorprobe.capture.naming import ApiName, Namer, is_noise
+from tensorprobe.capture.spelling import Spelling
 from tensorprobe.capture.steps import optimizers_in_round
 from tensorprobe.capture.tape import Tape
 
@@ -105,9 +106,10 @@ class CallMode(UserCalls):
         self._record = record
         self._on_scaler_update = on_scaler_update
         self._runs = compiled.Runs()
+        self._spell = Spelling() if tape.config.operators == "dunder" else None
 
     def called(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        if not (self._record and self._tape.recording) or compiled.in_backward():
+        if not self._is_wanted() or compiled.in_backward():
             result = self._passed(api, func, args, kwargs)
         elif (run := compiled.running()) is not None:
             if self._runs.is_new(run) and not run.has_node:
@@ -127,6 +129,9 @@ class CallMode(UserCalls):
             if self._on_passed_error is not None:
                 self._on_passed_error(self._namer(func), args, kwargs, error)
             raise
+
+    def _is_wanted(self) -> bool:
+        return self._record and self._tape.recording and self._tape.only is None
 
     def _passed(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A call that is not recorded; what it writes to may be recorded later in the step."""
@@ -149,6 +154,8 @@ class CallMode(UserCalls):
 
     def _recorded(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         tape = self._tape
+        if self._spell is not None and api.prefix == "Tensor":
+            api = self._spell(api, func, args, sys._getframe(2))
         names = tape.select(api, tape.counter.next(api), tape.place.module)
         if names is None:
             return self._passed(api, func, args, kwargs)

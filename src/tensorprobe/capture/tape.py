@@ -89,6 +89,8 @@ class Tape:
         self.counter = Counter()
         self.step = -1
         self.recording = False  # this step is wanted, and the recorder is on
+        # where given: nothing but these modules, by identity, under these names
+        self.only: dict[int, str] | None = None
         self._steps: set[int] = set()
         self._open = False
         self._opening = threading.Lock()
