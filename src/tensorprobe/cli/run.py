@@ -5,18 +5,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensorprobe.config import RecordConfig, from_msprobe_config
-from tensorprobe.errors import BadUsage, NothingRecorded, TensorprobeError, WriteFailed
+from tensorprobe.errors import (
+    BadUsage,
+    GuardStopped,
+    NothingRecorded,
+    TensorprobeError,
+    WriteFailed,
+)
 
 if TYPE_CHECKING:
     from tensorprobe.capture.launcher import Program
     from tensorprobe.capture.recorder import Recorder
     from tensorprobe.capture.start_state import StartState
+    from tensorprobe.guard.guard import Guard
 
 DEFAULT_SEED = 1234
 
@@ -25,6 +33,7 @@ examples:
   tensorprobe run --level mix --keep stats --steps 0-1 -o runs/a train.py --lr 0.1
   tensorprobe run --keep tensors --modules '*.attn*' -o runs/b -m mypackage.train
   torchrun --nproc-per-node 2 -m tensorprobe run -o runs/c train.py
+  tensorprobe run --guard overflow train.py
 
 Options come before the script; everything after it is the script's own.
 A step ends when the first optimizer steps (or a GradScaler skips it), and in inference with
@@ -62,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_selection(parser.add_argument_group("what to record"))
     _add_manner(parser.add_argument_group("how"))
+    _add_guard(parser.add_argument_group("watching instead of recording, or beside it"))
     _add_start(parser.add_argument_group("the same start for two runs"))
 
 
@@ -97,6 +107,37 @@ def _add_manner(group: argparse._ArgumentGroup) -> None:
     add("--on-write-error", "continue (default) or stop, when the disk refuses", metavar="HOW")
 
 
+def _add_guard(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--guard",
+        metavar="WHAT",
+        help="overflow, errors or both (overflow,errors): say which call does it. Records only "
+        "where -o, --keep-last or something to select is given",
+    )
+    group.add_argument(
+        "--guard-out", metavar="DIR", default="guard", help="where findings go (guard)"
+    )
+    group.add_argument(
+        "--overflow-nums",
+        type=int,
+        metavar="N",
+        default=1,
+        help="end the program at the N-th overflow (1); -1: never",
+    )
+    group.add_argument(
+        "--look-every",
+        type=int,
+        metavar="N",
+        help="look at what a device found every N calls (host: 1; devices: each step)",
+    )
+    group.add_argument(
+        "--keep-last",
+        metavar="K",
+        default=argparse.SUPPRESS,
+        help="of what is recorded keep the last K steps, until the guard finds something",
+    )
+
+
 def _add_start(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--seed", type=int, metavar="N", help="seed every generator first")
     group.add_argument(
@@ -122,6 +163,7 @@ def run(args: argparse.Namespace) -> int:
     config, dump_path, notes = _configuration(args)
     step_on = _step_on(args.step_on)
     _check_start(args)
+    records = args.guard is None or bool(args.output or args.config or _given(args))
 
     from tensorprobe.capture.launcher import Launch, default_output, import_before
 
@@ -129,8 +171,10 @@ def run(args: argparse.Namespace) -> int:
     if program is None:
         return 1
     output = Path(args.output or dump_path or default_output(program))
-    _check_output(output)
-    session = _Session(args, config, step_on, output, notes)
+    _check_output(output if records else Path(args.guard_out))
+    session = _Session(args, config, step_on, output if records else None, notes)
+    if args.guard is not None:
+        session.guard_with(_guard_options(args, words))
     if args.sim_npu:
         import_before("torch_npu", "torch")
     session.prepare()
@@ -139,9 +183,36 @@ def run(args: argparse.Namespace) -> int:
     return session.finish(end)
 
 
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """The options given that say what to record."""
+    return {name: value for name, value in vars(args).items() if name in _FIELDS}
+
+
+def _guard_options(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
+    """The arguments of tp.Guard; made before the program runs, so that mistakes show then."""
+    from tensorprobe.guard.names import check_numbers, check_watches
+
+    start: list[str] = ["--sim-npu"] if args.sim_npu else []
+    for option in ("step_on", "seed", "load_start"):
+        value = getattr(args, option)
+        if value is not None and (option, value) != ("step_on", "auto"):
+            start += [f"--{option.replace('_', '-')}", str(value)]
+    if args.deterministic:
+        start.append("--deterministic")
+    program = ["-m", *words] if args.module_words is not None else words
+    check_numbers(args.overflow_nums, args.look_every)
+    return {
+        "folder": args.guard_out,
+        "watch": check_watches(args.guard),
+        "overflow_nums": args.overflow_nums,
+        "look_every": args.look_every,
+        "rerun": shlex.join([*start, *program]),
+    }
+
+
 def _configuration(args: argparse.Namespace) -> tuple[RecordConfig, str | None, tuple[str, ...]]:
     """The file's configuration, with the options given on top."""
-    given = {name: value for name, value in vars(args).items() if name in _FIELDS}
+    given = _given(args)
     for name in ("calls", "apis", "modules", "names", "keep_tensors"):
         if name in given:
             given[name] = [part for text in given[name] for part in text.split(",") if part]
@@ -199,14 +270,14 @@ def _load(word: str, *, is_module: bool) -> Program | None:
 
 
 class _Session:
-    """The recorder of this run, made when torch is there."""
+    """The recorder and the guard of this run, made when torch is there."""
 
     def __init__(
         self,
         args: argparse.Namespace,
         config: RecordConfig,
         step_on: Any,
-        output: Path,
+        output: Path | None,  # None: nothing is recorded, the guard is alone
         notes: tuple[str, ...],
     ) -> None:
         self._args = args
@@ -217,6 +288,12 @@ class _Session:
         self._recorder: Recorder | None = None
         self._start: StartState | None = None
         self._problem: TensorprobeError | None = None
+        self._guard_options: dict[str, Any] | None = None
+        self._guard: Guard | None = None
+
+    def guard_with(self, options: dict[str, Any]) -> None:
+        """Watch the program with a tp.Guard of these arguments."""
+        self._guard_options = options
 
     def prepare(self) -> None:
         """What has to be there before the program's first line; it imports torch."""
@@ -245,11 +322,23 @@ class _Session:
     def _record(self) -> None:
         from tensorprobe.capture.recorder import Recorder, say
 
+        if self._output is None:
+            self._start_guard()
+            return
         recorder = Recorder(self._output, step_on=self._step_on, **self._config.as_arguments())
         for note in self._notes:
             say(note)
         self._start = self._start_state(recorder)
         self._recorder = recorder.start()
+        self._start_guard()
+
+    def _start_guard(self) -> None:
+        if self._guard_options is None:
+            return
+        from tensorprobe.guard.guard import Guard
+
+        guard = Guard(recorder=self._recorder, step_on=self._step_on, **self._guard_options)
+        self._guard = guard.start()
 
     def _start_state(self, recorder: Recorder) -> StartState | None:
         args = self._args
@@ -264,6 +353,7 @@ class _Session:
     def finish(self, end: BaseException | None) -> int:
         """Close the recording and give the program's own exit status, or leave as it left."""
         self._problem = self._problem or (self._start.problem if self._start else None)
+        end = self._close_guard(end)
         if isinstance(end, WriteFailed):
             self._problem = end
         if self._problem is not None:
@@ -273,6 +363,9 @@ class _Session:
                         part.close()
             raise self._problem
         problem = self._close()
+        if isinstance(end, GuardStopped):
+            sys.stderr.write(f"tensorprobe run: {end}\n")
+            return 3
         if isinstance(end, KeyboardInterrupt):
             # shown already; Python gives the status of a program ended by Ctrl-C
             sys.excepthook = lambda *_: None
@@ -281,13 +374,27 @@ class _Session:
             raise end
         if end is not None and not isinstance(end, SystemExit):
             return 1
+        if self._guard is not None and self._guard.findings:
+            return 3
         return 1 if problem else 0
+
+    def _close_guard(self, end: BaseException | None) -> BaseException | None:
+        """What the program left by; the guard may find its last overflow only here."""
+        if self._guard is None:
+            return end
+        try:
+            self._guard.close(end)
+        except GuardStopped as stopped:
+            return end or stopped
+        return end
 
     def _close(self) -> bool:
         """Whether something is wrong with the recording; it has been said."""
         try:
             if self._start is not None:
                 self._start.close()
+            if self._output is None and self._guard is not None:
+                return False
             if self._recorder is None:
                 raise NothingRecorded("nothing was recorded: the program never imported torch")
             self._recorder.close()
