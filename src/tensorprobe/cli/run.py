@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tensorprobe.cli.doors import open_doors, read_names
 from tensorprobe.config import RecordConfig, from_msprobe_config
 from tensorprobe.errors import (
     BadUsage,
@@ -34,6 +35,7 @@ examples:
   tensorprobe run --keep tensors --modules '*.attn*' -o runs/b -m mypackage.train
   torchrun --nproc-per-node 2 -m tensorprobe run -o runs/c train.py
   tensorprobe run --guard overflow train.py
+  tensorprobe run --as ptdbg_ascend,msprobe train.py
 
 Options come before the script; everything after it is the script's own.
 A step ends when the first optimizer steps (or a GradScaler skips it), and in inference with
@@ -57,6 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", metavar="DIR", help="where the recording goes (runs/NAME of the script)"
     )
     parser.add_argument("--config", metavar="FILE", help="a config.json in msprobe's form")
+    parser.add_argument(
+        "--as",
+        dest="doors",
+        metavar="NAME,...",
+        help="let the script's own `import ptdbg_ascend` or `import msprobe` find tensorprobe. The "
+        "script says what to record; more is recorded where -o or something to select is given",
+    )
     parser.add_argument(
         "--sim-npu",
         action="store_true",
@@ -163,7 +172,9 @@ def run(args: argparse.Namespace) -> int:
     config, dump_path, notes = _configuration(args)
     step_on = _step_on(args.step_on)
     _check_start(args)
-    records = args.guard is None or bool(args.output or args.config or _given(args))
+    doors = read_names(args.doors)
+    alone = args.guard is None and not doors
+    records = alone or bool(args.output or args.config or _given(args))
 
     from tensorprobe.capture.launcher import Launch, default_output, import_before
 
@@ -171,13 +182,15 @@ def run(args: argparse.Namespace) -> int:
     if program is None:
         return 1
     output = Path(args.output or dump_path or default_output(program))
-    _check_output(output if records else Path(args.guard_out))
+    if records or args.guard is not None:
+        _check_output(output if records else Path(args.guard_out))
     session = _Session(args, config, step_on, output if records else None, notes)
     if args.guard is not None:
         session.guard_with(_guard_options(args, words))
     if args.sim_npu:
         import_before("torch_npu", "torch")
     session.prepare()
+    open_doors(doors)
     end = Launch(program, words[1:]).run(session.torch_imported)
     _explain(end)
     return session.finish(end)
@@ -277,7 +290,7 @@ class _Session:
         args: argparse.Namespace,
         config: RecordConfig,
         step_on: Any,
-        output: Path | None,  # None: nothing is recorded, the guard is alone
+        output: Path | None,  # None: nothing is recorded, the guard or the script does it
         notes: tuple[str, ...],
     ) -> None:
         self._args = args
@@ -393,7 +406,7 @@ class _Session:
         try:
             if self._start is not None:
                 self._start.close()
-            if self._output is None and self._guard is not None:
+            if self._output is None:
                 return False
             if self._recorder is None:
                 raise NothingRecorded("nothing was recorded: the program never imported torch")

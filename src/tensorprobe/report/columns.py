@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from tensorprobe.compare.blame import Culprit
 from tensorprobe.compare.comparison import Comparison
@@ -14,25 +13,18 @@ from tensorprobe.compare.measure import CallPair, TensorPair
 from tensorprobe.errors import BadUsage
 from tensorprobe.numerics.metrics import PairMetrics
 from tensorprobe.records import Call, TensorRecord
+from tensorprobe.report.ptdbg_table import ptdbg_table
+from tensorprobe.report.rows import Cell, Row, Table
 
-Cell = str | int | float | bool | None
-Row = tuple[Cell, ...]
 # Of a number's text: beyond this, cosine is written as 1.0 by the peers.
 _ALMOST_ONE = 0.99999
-
-
-class Table(NamedTuple):
-    """A header, and for every row its cells and a colour word: "", "good", "warn" or "bad"."""
-
-    header: tuple[str, ...]
-    rows: Iterator[tuple[Row, str]]
 
 
 def table(comparison: Comparison, columns: str = "native") -> Table:
     """The rows of a comparison, in the columns of `native`, `ptdbg` or `msprobe`."""
     kinds: dict[str, Callable[[Comparison], Table]] = {
         "native": _native,
-        "ptdbg": _ptdbg,
+        "ptdbg": ptdbg_table,
         "msprobe": _msprobe,
     }
     if columns not in kinds:
@@ -172,79 +164,6 @@ def _over(difference: float | None, e: float | None) -> float | None:
     if difference == 0:
         return 0.0
     return abs(difference / e) if e else math.inf
-
-
-# ptdbg_ascend, the columns of its guide
-
-_PTDBG = (
-    "NPU Name", "Bench Name", "NPU Tensor Dtype", "Bench Tensor Dtype", "NPU Tensor Shape",
-    "Bench Tensor Shape", "Cosine", "MaxAbsErr", "NPU max", "NPU min", "NPU mean", "Bench max",
-    "Bench min", "Bench mean", "Accuracy Reached or Not", "Err_message",
-)  # fmt: skip
-
-
-def _ptdbg(comparison: Comparison) -> Table:
-    return Table(_PTDBG, _ptdbg_rows(comparison))
-
-
-def _ptdbg_rows(comparison: Comparison) -> Iterator[tuple[Row, str]]:
-    for pair, row in comparison.rows:
-        if row.actual is None or row.actual.role in ("parameter", "parameter_grad", "buffer"):
-            continue
-        a, e = row.actual, row.expected
-        cosine, error, accuracy, message = _ptdbg_result(row)
-        names = [_ptdbg_name(pair.pair.actual, a)]
-        names.append(_ptdbg_name(pair.pair.expected, e) if e is not None else "Nan")
-        cells = (
-            *names, f"torch.{a.dtype}", f"torch.{e.dtype}" if e else "Nan",
-            str(list(a.shape)), str(list(e.shape)) if e else "Nan", cosine, error,
-            *_classic_numbers(a)[:3], *_classic_numbers(e)[:3], accuracy, message,
-        )  # fmt: skip
-        yield cells, "bad" if accuracy == "No" else ""
-
-
-def _ptdbg_name(call: Call | None, record: TensorRecord) -> str:
-    assert call is not None
-    suffix = record.name.removeprefix(call.name + ".")
-    if suffix == "output.0" and sum(r.role == "output" for r in call.tensors) == 1:
-        suffix = "output"
-    return f"{call.name.replace('.', '_')}_{suffix}"
-
-
-def _ptdbg_result(row: TensorPair) -> tuple[str, str, str, str]:
-    a, e, m = row.actual, row.expected, row.metrics
-    assert a is not None
-    if e is None:
-        return "Nan", "Nan", "Nan", "no bench data to compare with"
-    if a.shape != e.shape:
-        return "shape unmatched", "shape unmatched", "Unmatched", "shapes differ; not compared"
-    if m is None:
-        return "Nan", "Nan", "Nan", row.problem or "no stored data"
-    if a.numel == 0:
-        return "1.0", "0.000000", "Yes", "empty data"
-    error = "nan" if _has_nan(a, e) else f"{m.max_abs:.6f}"
-    if a.numel == 1 and not a.shape:
-        return "1.0", error, "Yes", "a scalar: cosine says nothing"
-    if _has_nan(a, e) or m.cosine is None:
-        zero = next((side for side, r in (("npu", a), ("bench", e)) if _all_zero(r)), None)
-        reason = f"{side_text(zero)} is all zero" if zero else "the data has NaN or infinity"
-        return "Nan", error, "Nan", f"no cosine: {reason}"
-    cosine = "1.0" if m.cosine > _ALMOST_ONE else f"{m.cosine:.6f}"
-    wrong = m.cosine < 0.99 and m.max_abs > 0.001
-    return cosine, error, "No" if wrong else "Yes", ""
-
-
-def side_text(side: str) -> str:
-    """How the peers call a side."""
-    return {"npu": "npu data", "bench": "bench data"}[side]
-
-
-def _has_nan(*records: TensorRecord) -> bool:
-    return any(r.summary is not None and not r.summary.is_finite for r in records)
-
-
-def _all_zero(record: TensorRecord) -> bool:
-    return record.summary is not None and record.summary.zero_count == record.numel
 
 
 def _classic_numbers(record: TensorRecord | None) -> Row:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from tensorprobe.report.columns import Cell, Table
+from tensorprobe.report.rows import Cell, Table
 
 _STARTS_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "|", "%")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?%?")

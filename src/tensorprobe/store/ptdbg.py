@@ -214,7 +214,7 @@ class _IndexReader:
     def calls(self) -> list[Call]:
         for number, record in self._records():
             self._sort(number, record)
-        done = []
+        done: list[Call] = []
         for lines in self._calls:
             try:
                 done.append(self._call(len(done), lines))
@@ -400,7 +400,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 def _scalar(dtype: str, stats: Any) -> Any:
     value = stats[0] if isinstance(stats, list) and stats else None
-    if type(value) not in (int, float, bool):
+    if not isinstance(value, int | float):
         raise ValueError(f"{dtype} with the value {_outline(value)}")
     if dtype == "<class 'bool'>":
         return bool(value)

@@ -114,9 +114,9 @@ def _settle(part: Path, part_data: Path, index: Path) -> None:
 
 def _join(part: Path, part_data: Path, index: Path) -> None:
     data = index.with_suffix("")
-    for file in part_data.iterdir():
+    for tensor in part_data.iterdir():
         data.mkdir(exist_ok=True)
-        file.replace(data / file.name)
+        tensor.replace(data / tensor.name)
     part_data.rmdir()
     with index.open("a", encoding="utf-8") as file:
         file.write(part.read_text(encoding="utf-8"))
@@ -144,8 +144,8 @@ def make_room(index: Path) -> Path | None:
 class _Dump:
     """Writes the lines of one index, and the files they name."""
 
-    def __init__(self, index: TextIO, data: Path, style: Style) -> None:
-        self._index = index
+    def __init__(self, lines: TextIO, data: Path, style: Style) -> None:
+        self._lines = lines
         self._data = data
         self._style = style
         self._keywords: dict[str, dict[str, str]] = {}  # forward call -> keyword -> its place
@@ -227,7 +227,7 @@ class _Dump:
     def _line(self, fields: list[Any]) -> None:
         # ASCII with Python's NaN and Infinity: what their own reader takes
         fields[0] = file_name(fields[0])
-        self._index.write(json.dumps(fields) + "\n")
+        self._lines.write(json.dumps(fields) + "\n")
 
 
 def _walk(name: str, value: Any) -> Iterator[tuple[str, Any]]:

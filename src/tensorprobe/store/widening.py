@@ -44,9 +44,11 @@ def narrow(array: Array, dtype: str) -> Array:
         place = np.searchsorted(codes, bits, sorter=order).clip(max=255)
         found = order[place]
         if (codes[found] == bits).all():
-            return found.astype(np.uint8).view(target).reshape(shape)
+            exact: Array = found.astype(np.uint8).view(target)
+            return exact.reshape(shape)
     with np.errstate(over="ignore", invalid="ignore"):
-        return array.astype(target)
+        rounded: Array = array.astype(target)
+    return rounded
 
 
 @functools.cache
