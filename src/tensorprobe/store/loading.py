@@ -11,7 +11,7 @@ from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import Capture
 
 # Each is a module here. The order is that of asking whose a path is.
-LAYOUTS = ("native", "msprobe")
+LAYOUTS = ("native", "msprobe", "ptdbg")
 # Where a door keeps its recording until a step is over and turned into the files of its peer.
 UNFINISHED = ".tensorprobe"
 

@@ -7,12 +7,13 @@ with one .npy a tensor; above it rankN, in later releases stepN, and {tag}_v{rel
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import (
@@ -25,6 +26,9 @@ from tensorprobe.records import (
     TensorRecord,
     TensorSummary,
 )
+from tensorprobe.store.dtypes import itemsize_of
+from tensorprobe.store.foreign import Problem, confined, parse_lines, read_shape
+from tensorprobe.store.msprobe import LAST_NODE
 from tensorprobe.store.ptdbg_names import (
     Name,
     module_path,
@@ -33,7 +37,7 @@ from tensorprobe.store.ptdbg_names import (
     parse_name,
     stem_of,
 )
-from tensorprobe.store.ptdbg_writing import write
+from tensorprobe.store.ptdbg_writing import MARK, write
 
 __all__ = ["find", "read", "read_index", "recognises", "write"]
 
@@ -53,10 +57,8 @@ _ROLES: dict[str, Role] = {
     "parameters_grad": "parameter_grad",
 }
 _SCALARS = ("<class 'int'>", "<class 'float'>", "<class 'bool'>")
-_LONGEST_LINE = 16 * 2**20  # bytes; a stack of a thousand frames takes a hundred thousand
 _MOST_ARGUMENTS = 10_000
 _DEEPEST = 32
-_MOST_DIMENSIONS = 64
 # Keyword arguments, None, strings, dtypes and, with the filter on, numbers are in no dump: a call
 # run again without them would be another call.
 UNKNOWN = Special("unsupported", "what a ptdbg dump leaves out")
@@ -175,8 +177,6 @@ def read(path: Path) -> Capture:
 
 
 def _renumbered(call: Call, counts: dict[int, itertools.count[int]]) -> Call:
-    import msgspec
-
     index = next(counts.setdefault(call.rank, itertools.count()))
     return call if call.index == index else msgspec.structs.replace(call, index=index)
 
@@ -204,8 +204,11 @@ class _IndexReader:
     def __init__(self, path: Path, data: Path | None, step: int, rank: int) -> None:
         self._path = path
         self._data = data if data is not None and data.is_dir() else None
+        # One look at the folder, not one at each file; what leads out of it is not in it.
+        self._files = {path.name for path in self._data.iterdir()} if self._data else set()
         self._step = step
         self._rank = rank
+        self._ours = MARK in self._files
         self.gaps: list[Gap] = []
         self._calls: list[_Lines] = []
         self._last: dict[str, _Lines] = {}  # the latest call of each name
@@ -227,27 +230,11 @@ class _IndexReader:
         self.gaps.append(Gap(f"{self._path.name}:{number}", reason, self._step, self._rank))
 
     def _records(self) -> Iterator[tuple[int, Any]]:
-        decoder = json.JSONDecoder()
-        for number, line in _lines(self._path):
-            if isinstance(line, str):
-                self._gap(number, line)
-                continue
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            except UnicodeDecodeError as error:
-                self._gap(number, f"not UTF-8 at byte {error.start}: {error.reason}")
-                continue
-            place = 0
-            while place < len(text):
-                try:
-                    # Two records on one line are two processes that appended at once.
-                    record, place = decoder.raw_decode(text, place)
-                except (ValueError, RecursionError) as error:
-                    self._gap(number, f"column {place + 1}: {error}")
-                    break
+        for number, record in parse_lines(self._path.read_bytes()):
+            if isinstance(record, Problem):
+                self._gap(number, f"column {record.column}: {record.reason}")
+            else:
                 yield number, record
-                while place < len(text) and text[place] in " \t,":
-                    place += 1
 
     def _sort(self, number: int, record: Any) -> None:
         """Put a line to the call it belongs to."""
@@ -306,7 +293,11 @@ class _IndexReader:
             if isinstance(value, TensorRecord):
                 records.append(value)
             trees.setdefault(section, {})[path] = value
-        return _with_trees(call, trees, records, name)
+        made = _with_trees(call, trees, records, name)
+        if made.direction == "backward" and not self._ours and made.tensors:
+            # Theirs are what comes out of the autograd node of the output, whatever that is.
+            return msgspec.structs.replace(made, notes=(*made.notes, LAST_NODE))
+        return made
 
     def _value(self, name: str, role: Role, fields: list[Any], lines: _Lines) -> Any:
         """A tensor's record, or a Python number."""
@@ -316,7 +307,8 @@ class _IndexReader:
             return _scalar(dtype, stats)
         if not isinstance(dtype, str) or not dtype.startswith("torch."):
             raise ValueError(f"dtype {_outline(dtype)}: expected torch.float32 or the like")
-        shape = _shape(fields[4])
+        itemsize_of(dtype.removeprefix("torch."))
+        shape = read_shape(fields[4])
         digest = fields[2] if isinstance(fields[2], str) and fields[2] else None
         record = TensorRecord(
             name,
@@ -329,43 +321,16 @@ class _IndexReader:
         return self._with_content(record, fields[0], lines)
 
     def _with_content(self, record: TensorRecord, spelt: str, lines: _Lines) -> TensorRecord:
-        import msgspec
-
         if self._data is None:
             return record
         lost = self._lost.get(id(lines))
-        file = self._data / f"{spelt}.npy"
-        if lost is None and (file.parent != self._data or "\0" in spelt):
-            lost = "its name leads out of the dump's folder"
-        if lost is None and not _is_file(file):
+        if lost is None and f"{spelt}.npy" not in self._files:
             lost = f"{spelt[:80]}.npy is missing"
         if lost is not None:
             return msgspec.structs.replace(record, gap=lost)
-        blob = Blob(file, 0, file.stat().st_size, "npy")
+        file = confined(self._data, f"{spelt}.npy")
+        blob = Blob(file, 0, record.numel * itemsize_of(record.dtype), "npy")
         return msgspec.structs.replace(record, blob=blob)
-
-
-def _is_file(path: Path) -> bool:
-    """Whether it is a plain file: a pipe would be waited for without end."""
-    try:
-        return path.is_file()
-    except OSError:  # a name too long for the disk
-        return False
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes | str]]:
-    """The lines with their numbers, blank ones left out; for one that is too long, a reason."""
-    with path.open("rb") as file:
-        for number in itertools.count(1):
-            line = file.readline(_LONGEST_LINE + 1)
-            if not line:
-                return
-            if len(line) > _LONGEST_LINE:
-                yield number, f"a line of more than {_LONGEST_LINE} bytes"
-                while line and not line.endswith(b"\n"):
-                    line = file.readline(_LONGEST_LINE)
-            elif line.strip():
-                yield number, line
 
 
 def _outline(value: object) -> str:
@@ -387,15 +352,6 @@ def _frames(record: list[Any]) -> Iterator[tuple[str, ...]]:
         inside = inside and _OWN_FRAMES.search(path) is not None
         if not inside:
             yield path, line, function
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) > _MOST_DIMENSIONS:
-        raise ValueError(f"shape {_outline(value)}: expected a list of lengths")
-    for length in value:
-        if type(length) is not int or not 0 <= length < 2**48:
-            raise ValueError(f"shape {_outline(value)}: expected a list of lengths")
-    return tuple(value)
 
 
 def _scalar(dtype: str, stats: Any) -> Any:
@@ -448,8 +404,6 @@ def _number_or_none(value: Any) -> float | int | bool | None:
 def _with_trees(
     call: Call, trees: dict[str, dict[str, Any]], records: list[TensorRecord], name: Name
 ) -> Call:
-    import msgspec
-
     given = _nest(trees.get("input", {}))
     args = tuple(_filled({key: v for key, v in given.items() if key.isdigit()}))
     kwargs = {key: _plain(value) for key, value in given.items() if not key.isdigit()}

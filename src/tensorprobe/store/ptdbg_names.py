@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from tensorprobe.operators import NATIVE_NAMES
 from tensorprobe.records import Call, Direction, TensorRecord
+from tensorprobe.store.names import peer_name
 
 Separator = Literal["_", "."]
 
@@ -35,18 +36,7 @@ _DOTTED = re.compile(
 _MODULE = re.compile(
     r"(?P<api>.+)_(?P<number>\d+|abnormal)_(?P<direction>forward|backward)(?:_(?P<rest>.+))?"
 )
-# Operators that ptdbg_ascend knows by their dunder. What a record calls Tensor.add was most likely
-# a `+`: torch itself does not tell the two apart. In-place operators keep their method's name.
-DUNDERS = {
-    NATIVE_NAMES[f"__{stem}__"]: f"__{stem}__"
-    for stem in (
-        "add", "and", "eq", "ge", "gt", "lshift", "matmul", "mod", "mul", "or", "rshift", "sub",
-        "truediv", "xor",
-    )
-}  # fmt: skip
 _PARAMETER_GRADS = ".parameters_grad"
-_UNFIT = re.compile(r"[/\\\x00-\x1f\x7f]")
-_LONGEST_FILE_NAME = 200
 
 
 class Name(NamedTuple):
@@ -122,7 +112,7 @@ def stem_of(call: Call, number: str | None = None) -> str:
 
 def name_of(call: Call, number: str | None = None) -> Name:
     """A native call's name taken apart, with another number where one is given."""
-    kind, _, rest = call.name.partition(".")
+    kind, _, rest = peer_name(call.name).partition(".")
     direction = call.direction
     if kind in ("Module", "Optimizer"):
         api, _, own = rest.rpartition(".")
@@ -130,8 +120,6 @@ def name_of(call: Call, number: str | None = None) -> Name:
             api = api.removesuffix(f".{direction}")
     else:
         api, _, own = rest.removesuffix(f".{direction}").rpartition(".")
-        if kind == "Tensor":
-            api = DUNDERS.get(api, api)
     return Name(kind, api, own if number is None else number, direction, "", "_")
 
 
@@ -140,14 +128,3 @@ def tensor_suffix(call: Call, record: TensorRecord) -> str:
     suffix = record.name.removeprefix(call.name + ".")
     lone = isinstance(call.outputs, TensorRecord) and call.direction == "forward"
     return "output" if suffix == "output.0" and lone else suffix
-
-
-def file_name(name: str) -> str:
-    """The name as a file may have it: no path of its own, and not too long for the disk."""
-    fit = _UNFIT.sub("_", name)
-    if len(fit.encode("utf-8", "replace")) <= _LONGEST_FILE_NAME:
-        return fit
-    import hashlib
-
-    mark = hashlib.sha1(fit.encode("utf-8", "replace"), usedforsecurity=False).hexdigest()[:12]
-    return f"{fit[: _LONGEST_FILE_NAME // 4]}~{mark}"

@@ -18,7 +18,8 @@ import numpy as np
 
 from tensorprobe.errors import WriteFailed
 from tensorprobe.records import Call, Capture, Fields, TensorRecord, TensorSummary
-from tensorprobe.store.ptdbg_names import file_name, name_of
+from tensorprobe.store.foreign import file_name
+from tensorprobe.store.ptdbg_names import name_of
 from tensorprobe.store.widening import is_widened, widen
 
 Stacks = Literal["no", "yes", "only"]
@@ -32,6 +33,7 @@ _PEER_KINDS = (
 )  # fmt: skip
 _SCALARS = (bool, int, float)
 PART = ".part"  # of files that are being written
+MARK = ".tensorprobe"  # in the folder of a dump's tensors: its gradients are those of the inputs
 
 
 class Style(NamedTuple):
@@ -50,8 +52,8 @@ class Style(NamedTuple):
         return self.flag if self.flag is not None else (1 if self.release == "2.3" else 0)
 
 
-def write(capture: Capture, folder: Path) -> Path:
-    """Write a capture as a dump, and give the folder of its ranks.
+def write(capture: Capture, folder: Path) -> list[str]:
+    """Write a capture as a dump; says what this layout could not carry.
 
     One step is written as release 2.3 lays it out, several as 5.0 does: a folder for each.
     """
@@ -67,7 +69,44 @@ def write(capture: Capture, folder: Path) -> Path:
             if len(calls):
                 index = place / f"rank{rank}" / "api_stack_dump.pkl"
                 write_dump(calls, index, style)
-    return root
+    return _lost(capture)
+
+
+def _lost(capture: Capture) -> list[str]:
+    """What the layout has no place for, of what this capture has."""
+    lost = []
+    texts = sum(_is_lost(leaf) for call in capture.calls for leaf in _all_leaves(call))
+    if texts:
+        lost.append(f"{texts} arguments that are neither tensors nor numbers (None, text, dtypes)")
+    keywords = sum(bool(call.kwargs) for call in capture.calls)
+    if keywords:
+        lost.append(f"the names of keyword arguments of {keywords} calls: they are numbered on")
+    if any(call.module and not call.name.startswith("Module.") for call in capture.calls):
+        lost.append("the module each call ran in, devices, strides and requires_grad")
+    if capture.gaps:
+        lost.append(f"{len(capture.gaps)} gaps")
+    return lost
+
+
+def _all_leaves(call: Call) -> Iterator[Any]:
+    for value in (*call.args, *call.kwargs.values()):
+        yield from _values(value)
+
+
+def _values(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _values(part)
+    elif isinstance(value, dict | Fields):
+        parts = value.fields if isinstance(value, Fields) else value
+        for part in parts.values():
+            yield from _values(part)
+    else:
+        yield value
+
+
+def _is_lost(value: Any) -> bool:
+    return not isinstance(value, TensorRecord) and type(value) not in _SCALARS
 
 
 def write_dump(
@@ -106,6 +145,7 @@ def write_dump(
 
 def _settle(part: Path, part_data: Path, index: Path) -> None:
     if any(part_data.iterdir()):
+        (part_data / MARK).touch()
         part_data.rename(index.with_suffix(""))
     else:
         part_data.rmdir()
@@ -197,7 +237,8 @@ class _Dump:
 
     def _value(self, name: str, value: Any) -> None:
         if isinstance(value, TensorRecord):
-            if not (self._style.is_filtered and _is_dropped(value)):
+            is_unwanted = value.summary is None and value.blob is None and value.gap is None
+            if not (self._style.is_filtered and _is_dropped(value)) and not is_unwanted:
                 self._tensor(name, value)
         elif not self._style.is_filtered:
             stats = [value] * (3 if self._style.release == "2.3" else 4)
@@ -221,12 +262,12 @@ class _Dump:
             self._save(name, array)
 
     def _save(self, name: str, array: np.ndarray[Any, Any]) -> None:
-        with (self._data / f"{file_name(name)}.npy").open("wb") as file:
+        with (self._data / f"{file_name(name, '.npy')}").open("wb") as file:
             np.lib.format.write_array(file, np.asarray(array, order="C"), allow_pickle=False)
 
     def _line(self, fields: list[Any]) -> None:
         # ASCII with Python's NaN and Infinity: what their own reader takes
-        fields[0] = file_name(fields[0])
+        fields[0] = file_name(fields[0], "")
         self._lines.write(json.dumps(fields) + "\n")
 
 
