@@ -26,6 +26,7 @@ from tensorprobe.records import (
     TensorRecord,
     TensorSummary,
 )
+from tensorprobe.store import accuracy_checker
 from tensorprobe.store.dtypes import itemsize_of
 from tensorprobe.store.foreign import Problem, confined, parse_lines, read_shape
 from tensorprobe.store.msprobe import LAST_NODE
@@ -82,8 +83,11 @@ class DumpFile(NamedTuple):
 
 
 def recognises(path: Path) -> bool:
-    """Whether this is a dump of ptdbg_ascend, or a folder in or above one."""
-    return bool(find(path))
+    """Whether this is a dump of ptdbg_ascend, or a folder in or above one.
+
+    The records of api_accuracy_checker, its sister, count as such.
+    """
+    return bool(find(path)) or bool(accuracy_checker.find(path))
 
 
 def find(path: Path) -> list[DumpFile] | None:
@@ -161,6 +165,8 @@ def _is_index(path: Path) -> bool:
 def read(path: Path) -> Capture:
     """Everything at a path of a dump: one index, one rank, one step, or all of them."""
     dumps = find(path)
+    if not dumps and accuracy_checker.find(path):
+        return accuracy_checker.read(path)
     if not dumps:
         raise UnreadableCapture(f"'{path}' is no dump of ptdbg_ascend: it has no index (name.pkl)")
     calls: list[Call] = []
