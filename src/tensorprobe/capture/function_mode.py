@@ -17,11 +17,11 @@ from tensorprobe.capture.steps import optimizers_in_round
 from tensorprobe.capture.tape import Tape
 
 # Calls that tell the recorder something even where calls are not recorded.
-_SCALER_UPDATE = "_amp_update_scale_"
+SCALER_UPDATE = "_amp_update_scale_"
 _DISPATCH_DEPTH = 12  # frames between a __torch_dispatch__ and the operators it calls
 
 
-def _below_backward() -> bool:
+def below_backward() -> bool:
     """Whether a dispatch mode or tensor subclass calls an operator on behalf of backward.
 
     Forward calls take our mode off the stack, so what happens below them is not seen; backward
@@ -74,7 +74,7 @@ class CallMode(TorchFunctionMode):
             api = self._plan(func)
         except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
             api = None
-        if api is None or (api.prefix == "Aten" and _below_backward()):
+        if api is None or (api.prefix == "Aten" and below_backward()):
             return func(*args, **kwargs)
         if not (self._record and self._tape.recording) or compiled.in_backward():
             result = self._passed(api, func, args, kwargs)
@@ -85,7 +85,7 @@ class CallMode(TorchFunctionMode):
         else:
             self._runs.outside()
             result = self._recorded(api, func, args, kwargs)
-        if api.api == _SCALER_UPDATE:
+        if api.api == SCALER_UPDATE:
             self._on_scaler_update(optimizers_in_round())
         return result
 

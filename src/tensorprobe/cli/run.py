@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shlex
 import sys
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from tensorprobe.capture.recorder import Recorder
     from tensorprobe.capture.start_state import StartState
     from tensorprobe.guard.guard import Guard
+    from tensorprobe.guard.reroute import Reroute
 
 DEFAULT_SEED = 1234
 
@@ -36,6 +38,7 @@ examples:
   torchrun --nproc-per-node 2 -m tensorprobe run -o runs/c train.py
   tensorprobe run --guard overflow train.py
   tensorprobe run --as ptdbg_ascend,msprobe train.py
+  tensorprobe run --no-record --reroute torch.group_norm=cpu,F.softmax=float32 train.py
 
 Options come before the script; everything after it is the script's own.
 A step ends when the first optimizer steps (or a GradScaler skips it), and in inference with
@@ -82,6 +85,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_manner(parser.add_argument_group("how"))
     _add_guard(parser.add_argument_group("watching instead of recording, or beside it"))
     _add_start(parser.add_argument_group("the same start for two runs"))
+    _add_reroute(parser.add_argument_group("run calls elsewhere"))
+
+
+def _add_reroute(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--reroute",
+        action="append",
+        metavar="NAME=TARGET",
+        default=[],
+        help="run the calls of that name elsewhere: torch.group_norm=cpu, F.softmax=float32",
+    )
+    group.add_argument("--reroute-file", metavar="FILE", help="the same as JSON: {NAME: TARGET}")
+    group.add_argument("--reroute-report", metavar="FILE", help=argparse.SUPPRESS)
+    group.add_argument("--no-record", action="store_true", help="record nothing, only reroute")
 
 
 def _add_selection(group: argparse._ArgumentGroup) -> None:
@@ -96,7 +113,7 @@ def _add_selection(group: argparse._ArgumentGroup) -> None:
     add("--sides", metavar="S", text="input or output (default: both)")
     several: dict[str, Any] = {"action": "append", "metavar": "NAME,..."}
     add("--calls", "--call", dest="calls", text="these calls, by their full names", **several)
-    add("--between", nargs=2, metavar=("FIRST", "LAST"), text="from one call to another")
+    add("--between", metavar="FIRST,LAST", text="from one call to another, both included")
     add("--apis", "--api", dest="apis", text="these functions: relu, F.linear, *norm*", **several)
     add("--modules", "--module", dest="modules", text="inside modules: '*.attn*'", **several)
     add("--names", "--name", dest="names", text="calls with this in their name", **several)
@@ -174,7 +191,9 @@ def run(args: argparse.Namespace) -> int:
     _check_start(args)
     doors = read_names(args.doors)
     alone = args.guard is None and not doors
-    records = alone or bool(args.output or args.config or _given(args))
+    recorded = alone or bool(args.output or args.config or _given(args))
+    records = recorded and not args.no_record
+    rules = _reroute_rules(args)
 
     from tensorprobe.capture.launcher import Launch, default_output, import_before
 
@@ -184,7 +203,7 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output or dump_path or default_output(program))
     if records or args.guard is not None:
         _check_output(output if records else Path(args.guard_out))
-    session = _Session(args, config, step_on, output if records else None, notes)
+    session = _Session(args, config, step_on, output if records else None, notes, rules)
     if args.guard is not None:
         session.guard_with(_guard_options(args, words))
     if args.sim_npu:
@@ -262,6 +281,43 @@ def _check_start(args: argparse.Namespace) -> None:
         raise BadUsage(f"--start-batches {args.start_batches}: expected a number from 0")
 
 
+def _reroute_rules(args: argparse.Namespace) -> dict[str, str]:
+    """What to run elsewhere; a wrong target is told before the program runs."""
+    if not (args.reroute or args.reroute_file):
+        if args.no_record:
+            raise BadUsage("--no-record without --reroute: there would be nothing to do")
+        return {}
+    if args.no_record and (args.save_start or args.load_start):
+        raise BadUsage("--no-record with --save-start or --load-start: a start needs the recorder")
+    from tensorprobe.guard.targets import parse_options, parse_rules
+
+    rules = parse_options(args.reroute)
+    if args.reroute_file:
+        rules |= _rules_in(Path(args.reroute_file))
+    targets = parse_rules(rules).values()
+    if any(target.device not in (None, "cpu") for target in targets):
+        from tensorprobe.guard.targets import check_present
+
+        if args.sim_npu:
+            from tensorprobe.devices import sim_npu
+
+            sim_npu.install()
+        check_present(targets)
+    return rules
+
+
+def _rules_in(path: Path) -> dict[str, str]:
+    try:
+        rules = json.loads(path.read_text())
+    except OSError as error:
+        raise BadUsage(f"cannot read '{path}': {error.strerror}") from error
+    except ValueError as error:
+        raise BadUsage(f"'{path}' is not JSON: {error}") from error
+    if not isinstance(rules, dict) or not all(isinstance(each, str) for each in rules.values()):
+        raise BadUsage(f'\'{path}\': expected names and targets, as {{"torch.group_norm": "cpu"}}')
+    return rules
+
+
 def _check_output(output: Path) -> None:
     """Say before the program runs, not after, that nothing can be written there."""
     existing = next(path for path in (output, *output.parents) if path.exists())
@@ -292,8 +348,11 @@ class _Session:
         step_on: Any,
         output: Path | None,  # None: nothing is recorded, the guard or the script does it
         notes: tuple[str, ...],
+        rules: dict[str, str],
     ) -> None:
         self._args = args
+        self._rules = rules
+        self._reroute: Reroute | None = None
         self._config = config
         self._step_on = step_on
         self._output = output
@@ -333,6 +392,10 @@ class _Session:
             sim_npu.install()
 
     def _record(self) -> None:
+        if self._rules:
+            from tensorprobe.guard.reroute import Reroute
+
+            self._reroute = Reroute(self._rules, step_on=self._step_on).start()
         from tensorprobe.capture.recorder import Recorder, say
 
         if self._output is None:
@@ -370,7 +433,7 @@ class _Session:
         if isinstance(end, WriteFailed):
             self._problem = end
         if self._problem is not None:
-            for part in (self._start, self._recorder):
+            for part in (self._start, self._recorder, self._reroute):
                 with contextlib.suppress(TensorprobeError):  # the first problem is the one to tell
                     if part is not None:
                         part.close()
@@ -379,6 +442,7 @@ class _Session:
         if isinstance(end, GuardStopped):
             sys.stderr.write(f"tensorprobe run: {end}\n")
             return 3
+        status = self._end_reroute() or int(problem)
         if isinstance(end, KeyboardInterrupt):
             # shown already; Python gives the status of a program ended by Ctrl-C
             sys.excepthook = lambda *_: None
@@ -389,7 +453,24 @@ class _Session:
             return 1
         if self._guard is not None and self._guard.findings:
             return 3
-        return 1 if problem else 0
+        return status
+
+    def _end_reroute(self) -> int:
+        """What the rerouting adds to the status of a program that ended well."""
+        if not self._rules:
+            return 0
+        if self._reroute is None:
+            sys.stderr.write("tensorprobe run: nothing was rerouted: torch was never imported\n")
+            return 2
+        if self._args.reroute_report:
+            report = {"counts": self._reroute.counts, "failed": self._reroute.failed}
+            Path(self._args.reroute_report).write_text(json.dumps(report))
+        try:
+            self._reroute.close()
+        except BadUsage as error:
+            sys.stderr.write(f"tensorprobe run: {error}\n")
+            return 2
+        return 0
 
     def _close_guard(self, end: BaseException | None) -> BaseException | None:
         """What the program left by; the guard may find its last overflow only here."""

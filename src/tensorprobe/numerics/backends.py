@@ -63,6 +63,7 @@ class KernelBackend:
         launcher: Launcher,
         port: Port,
         new_bank: Callable[[], Bank],
+        spare: Backend | None = None,
         *,
         stats: bool,
         digest: bool,
@@ -76,51 +77,65 @@ class KernelBackend:
         self._stats = stats
         self._digest = digest
         self._queue = Queue(port, new_bank)
+        self._spare = spare  # for dtypes whose kernel this Triton cannot build
+        self._refused: dict[str, str] = {}  # dtype: why; not tried again, which takes seconds
 
     def submit(self, result: Result, tensor: torch.Tensor, name: str) -> None:
+        if name in self._refused:
+            self._use_spare(result, tensor, name)
+            return
+        queue, launcher = self._queue, self._launcher
         with self._port.on_device():
-            source, count, repeat = tensor, 0, 1
-            if self._stats:
-                source, count, repeat = _in_one_piece(tensor)
+            source, count, repeat = tensor, tensor.numel(), 1
+            nbytes = count * tensor.element_size()
             logical = tensor
-            if self._digest and not tensor.is_contiguous():
-                with memory.kernels_only():
-                    logical = tensor.contiguous()
-            nbytes = tensor.numel() * tensor.element_size()
-
-            def write(bank: Bank, slot: int, row: int, stream: int) -> None:
+            if not tensor.is_contiguous():
                 if self._stats:
-                    self._launcher.tally(source, name, count, bank, slot, row, stream)
+                    source, count, repeat = _in_one_piece(tensor)
                 if self._digest:
-                    self._launcher.digest(logical, nbytes, bank, slot, stream)
-
-            # Not `write`: that holds the tensor, which must go when the program lets it go.
-            def take(row: list[int]) -> None:
-                if self._stats:
-                    result.summary = rows.decode(row, name, count, repeat)
-                if self._digest:
-                    result.digest = digest.finish(row[rows.DIGEST], nbytes)
-                result.ready = True
-
+                    with memory.kernels_only():
+                        logical = tensor.contiguous()
+            wanted_rows = self._rows_for(name, count) if self._stats else 0
+            # Does not hold the tensor, which must go when the program lets it go.
+            ticket = rows.Ticket(result, name, count, repeat, nbytes, self._stats, self._digest)
             try:
-                self._queue.put(self._rows_for(count), write, take)
+                with queue.lock:
+                    bank, stream = queue.bank(wanted_rows)
+                    slot, row = bank.take(wanted_rows)
+                    if self._stats:
+                        launcher.tally(source, name, count, wanted_rows, bank, slot, row, stream)
+                    if self._digest:
+                        launcher.digest(logical, nbytes, bank, slot, stream)
+                    bank.tickets[slot] = ticket
             except self._failures as error:
-                raise memory.Unsupported(f"{name} tensor: {_first_line(error)}") from error
+                self._refused[name] = _first_line(error)
+                self._use_spare(result, tensor, name)
+
+    def _use_spare(self, result: Result, tensor: torch.Tensor, name: str) -> None:
+        reason = self._refused[name]
+        if self._spare is None:
+            raise memory.Unsupported(f"{name} tensor: {reason}")
+        self._spare.submit(result, tensor, name)
+        result.note = f"torch operations instead of Triton kernels: {reason}"
 
     def flush(self) -> None:
         self._queue.flush()
+        if self._spare is not None:
+            self._spare.flush()
 
     def poll(self) -> None:
         self._queue.poll()
+        if self._spare is not None:
+            self._spare.poll()
 
     def wait(self) -> None:
         self._queue.wait()
+        if self._spare is not None:
+            self._spare.wait()
 
 
 def _in_one_piece(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     """A tensor from whose first element on all different ones follow, how many, how often each."""
-    if tensor.is_contiguous():
-        return tensor, tensor.numel(), 1
     shape, strides, repeat = memory.without_repeats(tensor)
     if memory.is_dense(shape, strides):
         return tensor, tensor.numel() // repeat, repeat

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tensorprobe.compare.comparison import Comparison
-from tensorprobe.report.ptdbg_table import ACCURACY, NAN, RESULT
-from tensorprobe.report.rows import Row
+from tensorprobe.report.ptdbg_columns import ACCURACY, NAN, RESULT
+from tensorprobe.report.table import Row
 
 _FAILED = ("No", "Different", "Warning")
 _ADVICE = {

@@ -13,9 +13,9 @@ from tensorprobe.compare.comparison import compare as compare_captures
 from tensorprobe.errors import BadUsage, UnreadableCapture
 from tensorprobe.ptdbg_ascend.advice import advise
 from tensorprobe.records import Capture
+from tensorprobe.report import ptdbg_columns
 from tensorprobe.report.csv import write_csv
-from tensorprobe.report.ptdbg_table import ptdbg_table
-from tensorprobe.report.rows import Table
+from tensorprobe.report.table import Table
 from tensorprobe.store import ptdbg
 from tensorprobe.store.loading import load
 
@@ -145,7 +145,7 @@ def _compare(
     from tensorprobe.capture.recorder import say
 
     comparison = compare_captures(actual, expected, replay=False)
-    table = ptdbg_table(comparison)
+    table = ptdbg_columns.table(comparison)
     rows = list(table.rows)
     path, stamp = _free_name(folder, suffix)
     write_csv(path, Table(table.header, iter(rows)))

@@ -1,4 +1,4 @@
-"""A comparison in the columns of ptdbg_ascend, judged by the rule of its guide."""
+"""The columns and cells of ptdbg_ascend's compare table, judged by the rule of its guide."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tensorprobe.compare.comparison import Comparison
 from tensorprobe.compare.measure import CallPair, TensorPair
 from tensorprobe.numerics.metrics import PairMetrics
 from tensorprobe.records import Call, Fields, TensorRecord, TensorSummary
-from tensorprobe.report.rows import Cell, Row, Table
+from tensorprobe.report.table import Cell, Row, Table
 from tensorprobe.store.ptdbg import spelt_name
 from tensorprobe.store.ptdbg_names import tensor_suffix
 
@@ -39,7 +39,7 @@ class _Item(NamedTuple):
     row: TensorPair | None = None
 
 
-def ptdbg_table(comparison: Comparison) -> Table:
+def table(comparison: Comparison) -> Table:
     """The rows, in the columns for what was dumped: tensors, statistics or checksums.
 
     Stacks have a column where the calls have any. Rows that the original leaves out or lets pass
