@@ -155,7 +155,7 @@ class CallMode(UserCalls):
     def _recorded(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         tape = self._tape
         if self._spell is not None and api.prefix == "Tensor":
-            api = self._spell(api, func, args, sys._getframe(2))
+            api = self._spell(api, func, args, sys._getframe(3))
         names = tape.select(api, tape.counter.next(api), tape.place.module)
         if names is None:
             return self._passed(api, func, args, kwargs)

@@ -26,6 +26,7 @@ from tensorprobe.capture.mode_stack import (
     remove_function_mode,
 )
 from tensorprobe.capture.module_hooks import ModuleHooks
+from tensorprobe.capture.naming import Counter
 from tensorprobe.capture.optimizer_hooks import OptimizerHooks
 from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.steps import StepOn, StepWatch
@@ -57,7 +58,8 @@ class Recorder:
 
     `level` is L0 (modules), L1 (torch calls), mix (both) or L2 (ATen ops); `keep` is structure,
     stats, digest or tensors. What else can be given is in RecordConfig. It may be built before or
-    after the model, started and stopped many times, and nested in another recorder.
+    after the model, started and stopped many times, and nested in another recorder. With a
+    `counter` of its own the numbers of calls go on over steps, and over recorders that share it.
     """
 
     def __init__(
@@ -68,9 +70,11 @@ class Recorder:
         first_step: int = 0,
         log: Callable[[str], None] = say,
         facts: dict[str, Any] | None = None,
+        counter: Counter | None = None,
         **options: Any,
     ) -> None:
         self.path = Path(path)
+        self._counter = counter
         self.config = RecordConfig.make(**options)
         self._selection = Selection(self.config)
         self._log = log
@@ -269,7 +273,7 @@ class Recorder:
             on_warning=self._log,
         )
         values = Values(self._writer, summarizer, checksums=checksums)
-        tape = self._tape = Tape(config, self._selection, self._writer, values)
+        tape = self._tape = Tape(config, self._selection, self._writer, values, self._counter)
         level = config.level
         self._mode = CallMode(
             tape, record=level in ("L1", "mix"), on_scaler_update=self._watch.scaler_updated

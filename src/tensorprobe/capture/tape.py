@@ -81,12 +81,14 @@ class Tape:
         selection: Selection,
         writer: CaptureWriter,
         values: Values,
+        counter: Counter | None = None,
     ) -> None:
         self.config = config
         self.selection = selection
         self.writer = writer
         self.place = Place()
-        self.counter = Counter()
+        self.counter = counter or Counter()
+        self._counts_on = counter is not None  # somebody else's: it goes on over steps
         self.step = -1
         self.recording = False  # this step is wanted, and the recorder is on
         # where given: nothing but these modules, by identity, under these names
@@ -134,7 +136,8 @@ class Tape:
         if step == self.step:
             return
         self.step = step
-        self.counter.reset()
+        if not self._counts_on:
+            self.counter.reset()
         self.selection.begin_step()
         if wanted:
             self._values.begin_step()

@@ -12,6 +12,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tensorprobe.cli.doors import open_doors, read_names
 from tensorprobe.config import RecordConfig, from_msprobe_config
 from tensorprobe.errors import (
     BadUsage,
@@ -36,6 +37,7 @@ examples:
   tensorprobe run --keep tensors --modules '*.attn*' -o runs/b -m mypackage.train
   torchrun --nproc-per-node 2 -m tensorprobe run -o runs/c train.py
   tensorprobe run --guard overflow train.py
+  tensorprobe run --as ptdbg_ascend,msprobe train.py
   tensorprobe run --no-record --reroute torch.group_norm=cpu,F.softmax=float32 train.py
 
 Options come before the script; everything after it is the script's own.
@@ -60,6 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", metavar="DIR", help="where the recording goes (runs/NAME of the script)"
     )
     parser.add_argument("--config", metavar="FILE", help="a config.json in msprobe's form")
+    parser.add_argument(
+        "--as",
+        dest="doors",
+        metavar="NAME,...",
+        help="let the script's own `import ptdbg_ascend` or `import msprobe` find tensorprobe. The "
+        "script says what to record; more is recorded where -o or something to select is given",
+    )
     parser.add_argument(
         "--sim-npu",
         action="store_true",
@@ -194,7 +203,9 @@ def run(args: argparse.Namespace) -> int:
     config, dump_path, notes = _configuration(args)
     step_on = _step_on(args.step_on)
     _check_start(args)
-    recorded = args.guard is None or bool(args.output or args.config or _given(args))
+    doors = read_names(args.doors)
+    alone = args.guard is None and not doors
+    recorded = alone or bool(args.output or args.config or _given(args))
     records = recorded and not args.no_record
     if args.save_start and not records:
         raise BadUsage("--save-start saves what is recorded, and nothing is: give -o, say")
@@ -214,6 +225,7 @@ def run(args: argparse.Namespace) -> int:
     if args.sim_npu:
         import_before("torch_npu", "torch")
     session.prepare()
+    open_doors(doors)
     end = Launch(program, words[1:]).run(session.torch_imported)
     if not session.explains(end):
         _explain(end)
@@ -360,7 +372,7 @@ class _Session:
         args: argparse.Namespace,
         config: RecordConfig,
         step_on: Any,
-        output: Path | None,  # None: nothing is recorded, the guard is alone
+        output: Path | None,  # None: nothing is recorded, the guard or the script does it
         notes: tuple[str, ...],
         rules: dict[str, str],
     ) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 from tensorprobe.errors import BadArtefact, MissingDependency, UnreadableCapture
 from tensorprobe.store.dtypes import numpy_dtype
 from tensorprobe.store.tensor_files import locate
+from tensorprobe.store.widening import narrow as narrowed
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +57,7 @@ def _read_file(record: TensorRecord, blob: Blob) -> np.ndarray[Any, Any]:
         raise UnreadableCapture(f"{record.name}: {error}") from error
     if stored.dtype == record.dtype:
         return array
-    narrow = array.astype(numpy_dtype(record.dtype))
+    narrow = narrowed(array, record.dtype)
     if not np.array_equal(narrow.astype(array.dtype), array, equal_nan=array.dtype.kind in "fc"):
         raise UnreadableCapture(
             f"{record.name} is {record.dtype} by the index, and {blob.path} holds {stored.dtype} "

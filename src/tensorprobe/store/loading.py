@@ -12,7 +12,7 @@ from tensorprobe.records import Capture
 from tensorprobe.store.foreign import UNFINISHED
 
 # Each is a module here. The order is that of asking whose a path is.
-LAYOUTS = ("native", "msprobe")
+LAYOUTS = ("native", "msprobe", "ptdbg")
 
 
 class Layout(Protocol):
