@@ -17,6 +17,10 @@ MAX_DEPTH = 12  # nests deeper than this are almost always an object graph, not 
 MAX_ITEMS = 2000  # a longer list of plain numbers is data (torch.tensor([...])), not an argument
 MAX_TEXT = 2000
 
+# Not of a subclass, which may answer any question in its own way.
+PLAIN_TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
+# The paths of positional arguments.
+_POSITIONS = [(str(i),) for i in range(64)]
 _INT_BOUND = 1 << 63
 
 
@@ -28,6 +32,8 @@ def encode(
     `around` are the containers it is in, by identity.
     """
     kind = type(value)
+    if kind in PLAIN_TENSORS:
+        return tensor(value, path)
     if kind in _PLAIN:
         return value
     if isinstance(value, torch.Tensor):
@@ -52,6 +58,17 @@ def encode(
     return _other(value)
 
 
+def encode_arguments(
+    args: Iterable[Any], kwargs: Mapping[str, Any], tensor: TensorEncoder
+) -> tuple[list[Any], dict[str, Any]]:
+    """The trees of a call's arguments."""
+    positional = [
+        encode(arg, tensor, _POSITIONS[i] if i < 64 else (str(i),)) for i, arg in enumerate(args)
+    ]
+    named = {name: encode(arg, tensor, (name,)) for name, arg in kwargs.items()} if kwargs else {}
+    return positional, named
+
+
 def map_tensors(value: Any, visit: Callable[[torch.Tensor, tuple[str, ...]], None]) -> None:
     """Call `visit` for every tensor that `encode` would meet, with the same path."""
     if isinstance(value, torch.Tensor):
@@ -64,6 +81,8 @@ def nest(leaves: Mapping[tuple[str, ...], Any], *, always: bool = False) -> Any:
     """A tree from paths: {("1", "0"): x} is {"dict": [["1", {"dict": [["0", x]]}]]}."""
     if not leaves and not always:
         return None
+    if all(len(path) == 1 for path in leaves):
+        return {"dict": [[path[0], leaf] for path, leaf in leaves.items()]}
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         level = tree
@@ -84,6 +103,8 @@ def _as_dict_tree(tree: dict[str, Any]) -> dict[str, Any]:
 
 def as_arguments(leaves: Mapping[tuple[str, ...], Any]) -> tuple[list[Any], dict[str, Any]]:
     """Gradients by the path of their output, as positional and keyword arguments."""
+    if len(leaves) == 1 and _POSITIONS[0] in leaves:
+        return [leaves[_POSITIONS[0]]], {}
     tops: dict[str, dict[tuple[str, ...], Any]] = {}
     for path, leaf in leaves.items():
         tops.setdefault(path[0], {})[path[1:]] = leaf

@@ -34,33 +34,35 @@ class InputEdges:
         self.aliases: dict[Path, Path] = {}
         self.functions: list[tuple[torch.Tensor, Any]] = []  # made by a custom autograd.Function
 
-    def add(self, tensor: torch.Tensor, path: Path) -> None:
-        """Note one input; where it is a view, a write to it may give it a gradient later."""
-        needs_gradient = tensor.requires_grad
-        if tensor._is_view() and not tensor.is_inference():
-            view = (tensor, path if needs_gradient else None, tensor._version)
-            self.views.setdefault(id(tensor), view)
-        if not needs_gradient:
-            return
-        node = tensor.grad_fn
-        if node is None:
-            first = self.leaves.setdefault(id(tensor), (tensor, path))[1]
-        else:
-            first = self.edges.setdefault((node, tensor.output_nr), path)
-            if isinstance(node, BackwardCFunction):
-                self.functions.append((tensor, node))
-        if first is not path:
-            self.aliases[path] = first
+    def add(self, inputs: Iterable[tuple[torch.Tensor, Path]]) -> None:
+        """Note the inputs; where one is a view, a write to it may give it a gradient later."""
+        for tensor, path in inputs:
+            needs_gradient = tensor.requires_grad
+            if tensor._is_view() and not tensor.is_inference():
+                view = (tensor, path if needs_gradient else None, tensor._version)
+                self.views.setdefault(id(tensor), view)
+            if not needs_gradient:
+                continue
+            node = tensor.grad_fn
+            if node is None:
+                first = self.leaves.setdefault(id(tensor), (tensor, path))[1]
+            else:
+                first = self.edges.setdefault((node, tensor.output_nr), path)
+                if isinstance(node, BackwardCFunction):
+                    self.functions.append((tensor, node))
+            if first is not path:
+                self.aliases[path] = first
 
     def __bool__(self) -> bool:
         return bool(self.edges or self.leaves)
 
-    def find(self, node: Any, number: int) -> Path | None:
+    def find(self, edge: Edge) -> Path | None:
         """The input that this edge leads to."""
-        path = self.edges.get((node, number))
-        if path is None and self.leaves and node._sequence_nr() == LEAF:
-            leaf = self.leaves.get(id(node.variable))
-            if leaf is not None and leaf[0] is node.variable:
+        path = self.edges.get(edge)
+        if path is None and self.leaves and edge[0]._sequence_nr() == LEAF:
+            variable = edge[0].variable
+            leaf = self.leaves.get(id(variable))
+            if leaf is not None and leaf[0] is variable:
                 return leaf[1]
         return path
 
@@ -100,12 +102,17 @@ class Trace:
         self.gaps: list[str] = []
 
     def contributions(self) -> dict[Path, int]:
-        """How many times a gradient is sent to each input."""
+        """How many times a gradient is sent to each input that gets several."""
         counts: dict[Path, int] = {}
+        repeated = False
         for spots in self.boundary.values():
             for _, path, _ in spots:
-                counts[path] = counts.get(path, 0) + 1
-        return counts
+                if path in counts:
+                    counts[path] += 1
+                    repeated = True
+                else:
+                    counts[path] = 1
+        return {path: n for path, n in counts.items() if n > 1} if repeated else {}
 
     def output_edges(self) -> set[Edge]:
         """The edges that lead to outputs."""
@@ -127,13 +134,17 @@ def output_nodes(
     """Note the nodes this call made for its outputs; tensors merely handed through have none."""
     for tensor, path in outputs:
         node = tensor.grad_fn
-        if node is None and id(tensor) not in inputs.leaves:
-            continue
-        edge = (node, tensor.output_nr)
-        if node is None or edge in inputs.edges or node._sequence_nr() < inputs.start:
-            trace.notes.append(f"output.{'.'.join(path) or '0'} is handed through")
-        elif id(tensor) not in inputs.views or not _view_write(tensor, path, inputs, trace):
-            trace.outputs.setdefault(node, []).append((tensor.output_nr, path, None))
+        if node is None:
+            if id(tensor) not in inputs.leaves:
+                continue
+        else:
+            number = tensor.output_nr
+            if node._sequence_nr() >= inputs.start and (node, number) not in inputs.edges:
+                written = id(tensor) in inputs.views and _view_write(tensor, path, inputs, trace)
+                if not written:
+                    trace.outputs.setdefault(node, []).append((number, path, None))
+                continue
+        trace.notes.append(f"output.{'.'.join(path) or '0'} is handed through")
 
 
 def _view_write(view: torch.Tensor, path: Path, inputs: InputEdges, trace: Trace) -> bool:
@@ -169,23 +180,28 @@ def trace_call(outputs: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges)
     output_nodes(outputs, inputs, trace)
     if not trace.outputs:
         return trace
-    seen = set(trace.outputs)
+    start, find, boundary = inputs.start, inputs.find, trace.boundary
     todo = list(trace.outputs)
+    seen: set[Any] = set()
     inner_edges = set()
     while todo:
         node = todo.pop()
+        spots: list[Spot] = []
         for position, edge in enumerate(node.next_functions):
-            after, number = edge
+            after = edge[0]
             if after is None:
                 continue
-            path = inputs.find(after, number)
+            path = find(edge)
             if path is not None:
-                trace.boundary.setdefault(node, []).append((position, path, None))
-            elif inputs.start <= after._sequence_nr() < LEAF:
+                spots.append((position, path, None))
+            elif start <= after._sequence_nr() < LEAF:
                 inner_edges.add(edge)
-                if after not in seen:
+                if after not in seen and after not in trace.outputs:
                     seen.add(after)
                     todo.append(after)
+        if spots:
+            before = boundary.get(node)  # the windows of a view written in place
+            boundary[node] = spots if before is None else before + spots
     if inner_edges:
         trace.note_shared(inner_edges & trace.output_edges())
     return trace
@@ -248,7 +264,7 @@ def trace_module(
     output_edges = trace.output_edges()
     own = _walk(list(trace.outputs), inputs, output_edges, owners)
     for edge, places in own.frontier.items():
-        path = inputs.find(*edge)
+        path = inputs.find(edge)
         if path is not None:
             for node, position in places:
                 trace.boundary.setdefault(node, []).append((position, path, None))

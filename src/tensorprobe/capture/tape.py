@@ -13,7 +13,13 @@ from torch.autograd.function import BackwardCFunction
 
 from tensorprobe.capture.backward import Backward, BackwardRun
 from tensorprobe.capture.calls import OpenCall
-from tensorprobe.capture.encode import encode, map_tensors, nest
+from tensorprobe.capture.encode import (
+    PLAIN_TENSORS,
+    encode,
+    encode_arguments,
+    map_tensors,
+    nest,
+)
 from tensorprobe.capture.gradients import (
     InputEdges,
     LeafListener,
@@ -32,12 +38,13 @@ from tensorprobe.capture.stacks import Stacks
 from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig
 from tensorprobe.devices import autocast_dtypes
-from tensorprobe.records import Role
+from tensorprobe.records import HOST, Role
 from tensorprobe.store.lines import CallLine, EndLine, GapLine, StackLine, TensorLine
 from tensorprobe.store.writer import CaptureWriter
 
-# Their sizes are plain numbers; those of other subclasses need not be.
-_PLAIN_TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
+# While it is entered, tensors are read without any function mode or subclass taking notice. It is
+# all that most calls need; where something is computed, Quiet.
+_DISABLED = torch._C.DisableTorchFunction
 # Reads the graph of a call that has ended: of an operator's, or of a module's.
 Tracer = Callable[[list[tuple[torch.Tensor, Path]], InputEdges], Trace]
 _SECTIONS: dict[Role, str] = {
@@ -54,6 +61,7 @@ _ROLES: dict[str, Role] = {
     "parameter_grads": "parameter_grad",
     "buffers": "buffer",
 }
+_ONLY: Path = ("0",)  # the path of a result that is one tensor
 _IN_BACKWARD = "inside backward"
 _OUTPUT_IS_ARGUMENTS = "outputs are the arguments after the call"
 
@@ -103,6 +111,8 @@ class Tape:
         self._leaf_listeners: list[LeafListener] = []
         self._pending_work: list[tuple[OpenCall, list[Any], list[tuple[torch.Tensor, Path]]]] = []
         self._dtypes: dict[torch.dtype, tuple[str, bool]] = {}  # name, and whether it is wanted
+        self._devices: dict[torch.device, str] = {}
+        self._keep = config.keep if not config.keep_tensors else None  # of every call
         self._sees_functions = config.level in ("L1", "mix")
         self.wants_input = selection.wants_side("input")
         self.wants_output = selection.wants_side("output")
@@ -183,24 +193,26 @@ class Tape:
         """Write down a call before it runs. `named`: parameters, parameter_grads, buffers."""
         try:
             kwargs = kwargs or {}
-            call = OpenCall(names, self.selection.keep_for(names), self.step)
+            call = OpenCall(names, self._keep or self.selection.keep_for(names), self.step)
             if grad:
                 call.edges = InputEdges()
             if not names.wanted:
                 return self._watch(call, args, kwargs)
-            self.open_step()
+            if not self._open:
+                self.open_step()
             place = self.place
             if self.config.stacks:
                 call.stack = self._stacks.current(depth + 1, place.frame, place.stack)
-            with Quiet():
+            with _DISABLED():
                 if self._pending_work:
                     self._finish_work()
-                call.writes = (
-                    silently_written(names.api, args, kwargs) if writes is None else writes
-                )
-                if call.writes:
-                    self._forget_arguments(call.writes, args, kwargs)
+                if writes is None:
+                    writes = silently_written(names.api, args, kwargs)
+                if writes:
+                    call.writes = writes
+                    self._forget_arguments(writes, args, kwargs)
                 encoder = _Encoder(self, call, "input", self.wants_input, call.inputs)
+                positional, keywords = encode_arguments(args, kwargs, encoder)
                 line = CallLine(
                     id=0,
                     name=names.name,
@@ -209,8 +221,8 @@ class Tape:
                     direction=names.direction,
                     parent=place.parent if parent is None else parent,
                     stack=call.stack,
-                    args=[encode(arg, encoder, (str(i),)) for i, arg in enumerate(args)],
-                    kwargs={k: encode(v, encoder, (k,)) for k, v in kwargs.items()},
+                    args=positional,
+                    kwargs=keywords,
                     thread=place.thread,
                     notes=_state_notes(grad),
                 )
@@ -220,7 +232,8 @@ class Tape:
                 if call.edges is not None and call.edges.functions and self._sees_functions:
                     self._record_functions(call.edges.functions)
                 if call.keep == "tensors" and (may_draw(names.api) if random is None else random):
-                    call.draws = random_state(args, kwargs)
+                    with Quiet():
+                        call.draws = random_state(args, kwargs)
                 line.id = next(self.ids)  # after the Functions that made the inputs
                 self.writer.call(line)
             call.id = line.id
@@ -239,7 +252,7 @@ class Tape:
         """Write down what a call returned, and listen to its backward."""
         try:
             outputs: list[tuple[torch.Tensor, Path]] = []
-            with Quiet():
+            with _DISABLED():
                 mutated = self._mutated(call)
                 if not call.written:
                     map_tensors(
@@ -279,30 +292,25 @@ class Tape:
         def note(tensor: torch.Tensor, path: Path) -> None:
             call.inputs.append((tensor, path))
 
-        with Quiet():
-            for i, arg in enumerate(args):
-                encode(arg, note, (str(i),))
-            for name, arg in kwargs.items():
-                encode(arg, note, (name,))
+        with _DISABLED():
+            encode_arguments(args, kwargs, note)
             self._note_inputs(call)
         return call
 
     def _note_inputs(self, call: OpenCall) -> None:
-        edges = call.edges
-        for tensor, path in call.inputs:
-            call.versions.append(_version(tensor))
-            if edges is not None:
-                edges.add(tensor, path)
+        call.versions = _versions(call.inputs)
+        if call.edges is not None:
+            call.edges.add(call.inputs)
 
     def _drawn(self, call: OpenCall, draws: Draws) -> dict[str, TensorLine]:
         """The state that a random call started from, by which it can be repeated."""
         read, before = draws
-        if torch.equal(before, read()):
-            return {}
+        with Quiet():
+            if torch.equal(before, read()):
+                return {}
         line = self.line(before, call, "buffer", "rng_state", False)
-        line.value = self._values.of(
-            before, _Label(call.names.name, "buffer", "rng_state"), "tensors"
-        )
+        label = _Label(call.names.name, "buffer", "rng_state")
+        line.value = self._values.of(before, "tensors", label)
         return {"rng_state": line}
 
     def _trace(
@@ -343,27 +351,45 @@ class Tape:
         self.writer.gap(GapLine(name=name, reason=text[:2000]))
 
     def line(
-        self, tensor: torch.Tensor, call: OpenCall, role: Role, label: str, wanted: bool = True
+        self,
+        tensor: torch.Tensor,
+        call: OpenCall | BackwardRun,
+        role: Role,
+        label: str,
+        wanted: bool = True,
     ) -> TensorLine:
         """One tensor of a call; its content is numbered and kept where the selection wants it."""
-        known = self._dtypes.get(tensor.dtype)
-        if known is None:
-            name = str(tensor.dtype).removeprefix("torch.")
-            known = self._dtypes[tensor.dtype] = (name, self.selection.wants_tensor(name))
-        dtype, wants_dtype = known
-        line = TensorLine(dtype=dtype, shape=(), grad=tensor.requires_grad)
+        dtype, wants_dtype = self._dtypes.get(tensor.dtype) or self._look_up(tensor.dtype)
+        shape: tuple[int, ...] = ()
+        stride: tuple[int, ...] | None = None
         try:
-            plain = type(tensor) in _PLAIN_TENSORS
-            line.shape = tuple(tensor.shape if plain else map(_length, tensor.shape))
-            if not tensor.is_contiguous():
-                line.stride = tuple(tensor.stride() if plain else map(_length, tensor.stride()))
+            if type(tensor) in PLAIN_TENSORS:
+                shape = tensor.shape
+                if not tensor.is_contiguous():
+                    stride = tensor.stride()
+            else:
+                with Quiet():
+                    shape = tuple(map(_length, tensor.shape))
+                    if not tensor.is_contiguous():
+                        stride = tuple(map(_length, tensor.stride()))
         except (RuntimeError, NotImplementedError):
             pass  # sparse tensors have no stride, nested ones not even a shape
-        if not tensor.is_cpu:
-            line.device = str(tensor.device)
+        device = HOST if tensor.is_cpu else self._device(tensor.device)
+        value = None
         if wanted and wants_dtype and call.keep != "structure":
-            line.value = self._values.of(tensor, _Label(call.names.name, role, label), call.keep)
-        return line
+            value = self._values.of(tensor, call.keep, _Label(call.names.name, role, label))
+        return TensorLine(dtype, shape, stride, device, tensor.requires_grad, value)
+
+    def _look_up(self, dtype: torch.dtype) -> tuple[str, bool]:
+        name = str(dtype).removeprefix("torch.")
+        known = self._dtypes[dtype] = (name, self.selection.wants_tensor(name))
+        return known
+
+    def _device(self, device: torch.device) -> str:
+        name = self._devices.get(device)
+        if name is None:
+            name = self._devices[device] = str(device)
+        return name
 
     # After the call
 
@@ -401,10 +427,13 @@ class Tape:
             for tensor, _ in call.inputs:
                 self._values.forget(tensor)
             return call.inputs
+        versions = _versions(call.inputs)
+        if versions == call.versions and not call.writes:
+            return []
         found = [
             item
-            for item, before in zip(call.inputs, call.versions, strict=True)
-            if _version(item[0]) != before or item[1][0] in call.writes
+            for item, before, after in zip(call.inputs, call.versions, versions, strict=True)
+            if before != after or item[1][0] in call.writes
         ]
         for tensor, _ in found:
             # an alias made by .data has a version of its own: drop all that is known of the storage
@@ -599,15 +628,15 @@ class _Encoder:
     ) -> None:
         self._tape, self._call, self._role, self._wanted = tape, call, role, wanted
         self._tensors = tensors
-        self._seen: dict[int, str] = {}
+        self._seen: dict[int, Path] = {}
 
     def __call__(self, tensor: torch.Tensor, path: Path) -> Any:
-        label = ".".join(path) or "0"
-        line = self._tape.line(tensor, self._call, self._role, label, self._wanted)
-        first = self._seen.setdefault(id(tensor), label)
-        if first is not label:
-            line.same = f"{self._role}.{first}"
-        self._tensors.append((tensor, path or ("0",)))
+        path = path or _ONLY
+        line = self._tape.line(tensor, self._call, self._role, ".".join(path), self._wanted)
+        first = self._seen.setdefault(id(tensor), path)
+        if first is not path:
+            line.same = f"{self._role}.{'.'.join(first)}"
+        self._tensors.append((tensor, path))
         return {"tensor": line}
 
 
@@ -622,8 +651,11 @@ def _works_in(result: Any) -> list[Any]:
     return list(items) if all(isinstance(item, _WORK) for item in items) else []
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+def _versions(tensors: list[tuple[torch.Tensor, Path]]) -> list[int]:
+    try:
+        return [tensor._version for tensor, _ in tensors]
+    except RuntimeError:  # inference tensors keep none
+        return [-1 if tensor.is_inference() else tensor._version for tensor, _ in tensors]
 
 
 def _length(length: Any) -> int:

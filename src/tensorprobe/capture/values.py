@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.transfer import Transfer
 from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.records import Keep
 from tensorprobe.store.writer import CaptureWriter
 
 # A layout of one storage: version, offset, shape, stride, dtype, and whether its bytes are kept.
+# A stride is given where the elements do not follow each other in order.
 _View = tuple[int, Any, Any, Any, torch.dtype, bool]
 
 
@@ -46,29 +48,37 @@ class Values:
 
     def forget(self, tensor: torch.Tensor) -> None:
         """The content of this tensor's storage was changed by something that moves no version."""
-        storage = _storage(tensor)
-        if storage is not None:
-            self._known.pop(storage._cdata, None)
+        try:
+            self._known.pop(tensor.untyped_storage()._cdata, None)
+        except (NotImplementedError, RuntimeError):
+            pass  # without storage it is never known
 
-    def of(self, tensor: torch.Tensor, name: Callable[[], str], keep: Keep) -> int | None:
+    def of(self, tensor: torch.Tensor, keep: Keep, name: Callable[[], str]) -> int | None:
         """The number of this tensor's content; `name` gives what it is called where it is new."""
         if keep == "structure":
             return None
         tensors = keep == "tensors"
-        storage = _storage(tensor)
-        if storage is None:
-            return self._new(tensor, name, tensors)
-        view: _View = (
-            tensor._version,
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            tensors,
-        )
-        known = self._known.get(storage._cdata)
-        if known is None:
-            known = self._known.setdefault(storage._cdata, (StorageWeakRef(storage), {}))
+        try:
+            storage = tensor.untyped_storage()._cdata
+            view: _View = (
+                tensor._version,
+                tensor.storage_offset(),
+                tensor.shape,
+                None if tensor.is_contiguous() else tensor.stride(),
+                tensor.dtype,
+                tensors,
+            )
+            known = self._known.get(storage)
+            if known is None:
+                if not _is_its_storage(tensor):
+                    return self._new(tensor, name, tensors)
+                reference = StorageWeakRef(tensor.untyped_storage())
+                known = self._known.setdefault(storage, (reference, {}))
+            elif tensor.is_neg() or (view[4].is_complex and tensor.is_conj()):
+                # the same memory stands for other numbers
+                return self._new(tensor, name, tensors)
+        except (NotImplementedError, RuntimeError):  # inference tensors keep no version; sparse,
+            return self._new(tensor, name, tensors)  # nested, functorch's and others no storage
         number = known[1].get(view)
         if number is None:
             number = known[1][view] = self._new(tensor, name, tensors)
@@ -76,27 +86,23 @@ class Values:
 
     def _new(self, tensor: torch.Tensor, name: Callable[[], str], tensors: bool) -> int:
         number = next(self._ids)
-        result = self._summarizer.submit(tensor)
-        if tensors and result.error is None:
-            self._writer.make_room(tensor.numel() * tensor.element_size())
-            copy = self._transfer.snapshot(tensor)
-            self.nbytes += copy.nbytes
-            self._writer.tensor(number, name(), copy.dtype, copy.shape, copy.get, copy.nbytes)
+        with Quiet():
+            result = self._summarizer.submit(tensor)
+            if tensors and result.error is None:
+                self._writer.make_room(tensor.numel() * tensor.element_size())
+                copy = self._transfer.snapshot(tensor)
+                self.nbytes += copy.nbytes
+                self._writer.tensor(number, name(), copy.dtype, copy.shape, copy.get, copy.nbytes)
         self._writer.value(number, result)
         return number
 
 
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage, where it and the version say what a tensor holds."""
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
-        return None
-    if tensor.is_inference():  # keeps no version
-        return None
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return None
-    if tensor.is_conj() or tensor.is_neg():  # the same memory stands for other numbers
-        return None
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # tensors without storage: nested, wrappers
-        return None
+def _is_its_storage(tensor: torch.Tensor) -> bool:
+    """Whether storage and version say what a tensor holds."""
+    return not (
+        tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.is_meta
+        or tensor.is_conj()
+        or tensor.is_neg()
+    )

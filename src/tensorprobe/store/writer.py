@@ -1,4 +1,4 @@
-"""Writing the native layout: call lines at once, values and tensors through a bounded queue."""
+"""Writing the native layout: call lines at once, late values and tensors through a queue."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Data(msgspec.Struct):
 
 
 class _Value(msgspec.Struct):
-    line: ValueLine
+    id: int
     result: Result | None
 
 
@@ -71,13 +71,13 @@ class _EndStep(msgspec.Struct):
     pass
 
 
-_Item = EndLine | _Data | _Value | _EndStep | threading.Event
+_Item = _Data | _Value | _EndStep | threading.Event
 
 
 def _name_of(item: EndLine | _Value | _Data) -> str:
     if isinstance(item, EndLine):
         return f"end of call {item.id}"
-    return item.key if isinstance(item, _Data) else f"value {item.line.id}"
+    return item.key if isinstance(item, _Data) else f"value {item.id}"
 
 
 class _Step:
@@ -94,9 +94,13 @@ class _Step:
         self.log_end = os.fstat(self.log_fd).st_size
         n_shards = sum(file.endswith(".safetensors") for file in os.listdir(self.fd))
         self.shards = Shards(self.fd, n_shards, shard_nbytes)
+        self.with_data: set[int] = set()  # values whose bytes are in the queue, or written
         self.blobs: dict[int, Place] = {}  # written, their value line to come
         self.gaps: dict[int, str] = {}  # not written, and why
-        self.lines: list[bytes] = []
+        # Lines that wait for company: they go with the next call's, or when the thread comes by.
+        # A deque, so that appending takes no lock; it is emptied under the log's.
+        self.lines: deque[bytes] = deque()
+        self.held: list[bytes] = []  # the thread's own: they name data, whose header goes first
         self.n_calls = 0
         self.n_gaps = 0
         self.closed = False
@@ -113,10 +117,11 @@ class _Step:
 class CaptureWriter:
     """Writes what one rank of a run recorded, and never raises for the disk's sake.
 
-    `call`, `stack` and `gap` are in the file when they return. `tensor`, `value` and `end` go
-    through a queue that one thread empties; `tensor` of a value id comes before its `value`.
-    `poll` is called by that thread while results are outstanding, `wait` (make all results ready)
-    by the thread that ends a step, drains or closes. After a write error nothing more is written
+    `call`, `stack` and `gap` are in the file when they return; `end`, and `value` whose result is
+    ready, with the next of those or a moment later. `tensor`, and `value` whose result is still to
+    come, go through a queue that one thread empties; `tensor` of a value id comes before its
+    `value`. `poll` is called by that thread while results are outstanding, `wait` (make all results
+    ready) by the thread that ends a step, drains or closes. After a write error nothing more is written
     than the disk takes, and `error` has the first one. In a forked child nothing is done.
 
         writer = CaptureWriter(Path("runs/a"), 0, run_identity(os.environ), {}, {})
@@ -157,6 +162,7 @@ class CaptureWriter:
         self._poll = poll
         self._wait = wait
         self._pid = os.getpid()
+        _forget_in_children(self)
         self._rank_fd: int | None = None
         self._step: _Step | None = None
         self._last_step: _Step | None = None  # also after its end, until the next begins
@@ -170,7 +176,7 @@ class CaptureWriter:
         self._hurry = False
         self._asleep = False
         self._stopping = False
-        self._waiting: list[tuple[_Step, _Value]] = []  # the thread's own
+        self._waiting: deque[tuple[_Step, _Value]] = deque()  # in the order of their coming
         self._result_error: str | None = None
         self._thread: threading.Thread | None = None
 
@@ -211,23 +217,27 @@ class CaptureWriter:
 
     def call(self, line: CallLine) -> None:
         """Write that a call is about to run."""
-        if step := self._open_step():
-            self._write_lines(step, encode(line), n_calls=1)
+        step = self._step
+        if step is not None:
+            self._append(step, encode(line), n_calls=1)
 
     def stack(self, line: StackLine) -> None:
         """Write a stack, before the first call that names it."""
-        if step := self._open_step():
-            self._write_lines(step, encode(line))
+        step = self._step
+        if step is not None:
+            self._append(step, encode(line))
 
     def gap(self, line: GapLine) -> None:
         """Write that something could not be recorded."""
-        if step := self._open_step():
-            self._write_lines(step, encode(line), n_gaps=1)
+        step = self._step
+        if step is not None:
+            self._append(step, encode(line), n_gaps=1)
 
     def end(self, line: EndLine) -> None:
-        """Queue that a call has ended."""
-        if step := self._open_step():
-            self._put(step, line)
+        """Write, soon, that a call has ended."""
+        step = self._step
+        if step is not None:
+            self._attempt(step, self._add_line, line)
             if self._flush_each:
                 self._finish_queue()
 
@@ -257,7 +267,7 @@ class CaptureWriter:
 
         `data` may be a function that gives them later (a copy under way); `nbytes` is needed then.
         """
-        step = self._open_step()
+        step = self._step
         if step is None:
             return
         if nbytes is None:
@@ -266,16 +276,28 @@ class CaptureWriter:
         self.make_room(nbytes)
         with self._changed:
             self._queued_nbytes += nbytes
+        step.with_data.add(value_id)
         self._put(step, _Data(value_id, key, dtype, shape, data, nbytes))
         if self._queued_nbytes > _BATCH_NBYTES:
             self._wake(hurry=True)
 
     def value(self, id: int, result: Result | None = None, *, gap: str | None = None) -> None:
-        """Queue the line of a value; it is written as soon as its result is ready."""
-        if step := self._open_step():
-            self._put(step, _Value(ValueLine(id=id, gap=gap), result))
-            if self._flush_each:
-                self.drain()
+        """Write the line of a value as soon as its result is ready and its bytes are there."""
+        step = self._step
+        if step is None:
+            return
+        if gap is not None:
+            self._add_line(step, ValueLine(id=id, gap=gap))
+        elif id in step.with_data:
+            self._put(step, _Value(id, result))
+        elif result is None or result.ready:
+            self._attempt(step, self._write_value, _Value(id, result))
+        else:
+            self._waiting.append((step, _Value(id, result)))
+            if self._asleep:
+                self._wake()
+        if self._flush_each:
+            self.drain()
 
     def drain(self) -> None:
         """Return when everything queued is in the files."""
@@ -300,10 +322,6 @@ class CaptureWriter:
 
     def _forked(self) -> bool:
         return os.getpid() != self._pid
-
-    def _open_step(self) -> _Step | None:
-        """The step to write to. Taken once a call: another thread may end it meanwhile."""
-        return None if self._forked() else self._step
 
     def _has_room(self, nbytes: int) -> bool:
         # A tensor larger than the whole queue goes alone.
@@ -342,13 +360,25 @@ class CaptureWriter:
 
     # -- the log -------------------------------------------------------------------------------
 
-    def _write_lines(self, step: _Step, text: bytes, *, n_calls: int = 0, n_gaps: int = 0) -> None:
+    def _add_line(self, step: _Step, line: Line) -> None:
+        """Let a line wait for the next write: nothing else of the capture depends on its place."""
+        if step.closed:
+            raise RuntimeError("it came after its step had ended")
+        step.lines.append(encode(line))
+        if self._asleep:
+            self._wake()
+
+    def _append(self, step: _Step, text: bytes, *, n_calls: int = 0, n_gaps: int = 0) -> None:
+        """Write to the log what waits, then this."""
         with self._log_lock:
             self.n_calls += n_calls
             self.n_gaps += n_gaps
             step.n_calls += n_calls
             step.n_gaps += n_gaps
-            if self._log_broken or step.closed:
+            lines = step.lines
+            if lines:
+                text = b"".join([*(lines.popleft() for _ in range(len(lines))), text])
+            if self._log_broken or step.closed or not text:
                 return
             try:
                 written = os.write(step.log_fd, text)
@@ -384,17 +414,22 @@ class CaptureWriter:
         with self._changed:
             if not self._waiting:
                 self._asleep = True
-                self._changed.wait_for(lambda: self._queue or self._stopping)
+                self._changed.wait_for(lambda: self._has_work() or self._stopping)
                 self._asleep = False
-                if not self._queue:
+                if not self._has_work():
                     return False
             self._changed.wait_for(lambda: self._hurry or self._stopping, _GATHER_S)
             self._hurry = False
             return True
 
+    def _has_work(self) -> bool:
+        step = self._last_step
+        lines = step is not None and not step.closed and step.lines
+        return bool(self._queue or self._waiting or lines)
+
     def _work(self, until: float) -> None:
         """Take what is queued, in order, for a while."""
-        step = None
+        step = self._last_step
         while self._queue and time.monotonic() < until:
             step, item = self._queue.popleft()
             if isinstance(item, _Value):
@@ -402,8 +437,6 @@ class CaptureWriter:
                     self._attempt(step, self._write_value, item)
                 else:
                     self._waiting.append((step, item))
-            elif isinstance(item, EndLine):
-                self._attempt(step, self._add_line, item)
             elif isinstance(item, _Data):
                 self._attempt(step, self._write_data, item)
                 self._release(item)
@@ -423,17 +456,15 @@ class CaptureWriter:
     ) -> None:
         """Write one thing; if that fails it is a gap, and the program and the rest go on."""
         try:
-            if step.closed:
-                raise RuntimeError("it came after its step had ended")
             write(step, item)
         except Exception as error:  # noqa: BLE001 recording a call must not end the program
             gap = GapLine(_name_of(item), f"not written: {type(error).__name__}: {error}")
-            self._write_lines(step, encode(gap), n_gaps=1)
+            self._append(step, encode(gap), n_gaps=1)
 
     def _finish_step(self, step: _Step) -> None:
         self._write_ready(ending=step)
-        step.lines.append(encode(ClosedLine(step.n_calls, step.n_gaps)))
         self._flush(step)
+        self._append(step, encode(ClosedLine(step.n_calls, step.n_gaps)))
         with self._log_lock:  # no other thread is about to write to a number that is let go
             try:
                 step.close()
@@ -442,27 +473,39 @@ class CaptureWriter:
 
     def _write_ready(self, ending: _Step | None = None) -> None:
         """Write outstanding values whose result has come, and all of a step that ends."""
-        waiting, self._waiting = self._waiting, []
-        for step, value in waiting:
-            if step is ending or (value.result is not None and value.result.ready):
-                self._attempt(step, self._write_value, value)
-            else:
-                self._waiting.append((step, value))
-        for step in {step for step, _ in waiting}:
+        waiting = self._waiting
+        step: _Step | None = None
+        while waiting:
+            before, (step, value) = step, waiting[0]
+            if not (step is ending or value.result is None or value.result.ready):
+                break
+            waiting.popleft()
+            if before is not None and before is not step:
+                self._flush(before)
+            self._attempt(step, self._write_value, value)
+        if step is not None:
             self._flush(step)
 
     def _write_value(self, step: _Step, value: _Value) -> None:
-        line, result = value.line, value.result
-        line.blob = step.blobs.pop(line.id, None)
-        problem = step.gaps.pop(line.id, None)
+        line, result = ValueLine(id=value.id), value.result
+        problem = None
+        if value.id in step.with_data:
+            step.with_data.discard(value.id)
+            line.blob = step.blobs.pop(value.id, None)
+            problem = step.gaps.pop(value.id, None)
         if result is not None and result.ready:
             line.summary = pack_summary(result.summary) if result.summary is not None else None
             line.digest = result.digest
             problem = problem or result.error
         elif result is not None:
             problem = self._result_error or "its summary did not come back from the device"
-        line.gap = line.gap or problem
-        self._add_line(step, line)
+        line.gap = problem
+        if line.blob is None:
+            self._add_line(step, line)
+        else:
+            step.held.append(encode(line))
+            if len(step.held) >= _BATCH_LINES:
+                self._flush(step)
 
     def _write_data(self, step: _Step, item: _Data) -> None:
         if self.error is not None:
@@ -494,13 +537,8 @@ class CaptureWriter:
         if self._out_of_budget:
             reason = f"{OUT_OF_BUDGET} ({self._max_disk_nbytes} bytes): statistics only from here"
             self._flush(step)
-            self._write_lines(step, encode(GapLine("tensors", reason)), n_gaps=1)
+            self._append(step, encode(GapLine("tensors", reason)), n_gaps=1)
         return self._out_of_budget
-
-    def _add_line(self, step: _Step, line: Line) -> None:
-        step.lines.append(encode(line))
-        if len(step.lines) >= _BATCH_LINES:
-            self._flush(step)
 
     def _flush(self, step: _Step) -> None:
         """Data is named by the shard's header, then by the log: a value line is never early."""
@@ -510,12 +548,24 @@ class CaptureWriter:
             step.shards.flush()
         except OSError as error:
             self._failed(error)
-        lines, step.lines = step.lines, []
-        if lines:
-            self._write_lines(step, b"".join(lines))
+        held, step.held = step.held, []
+        if held or step.lines:
+            self._append(step, b"".join(held))
 
     def _release(self, item: _Data) -> None:
         item.data = _NO_DATA  # the memory first, then the room it took
         with self._changed:
             self._queued_nbytes -= item.nbytes
             self._changed.notify_all()
+
+
+def _forget_in_children(writer: CaptureWriter) -> None:
+    """In a forked child no step is open: asked once there, and not with every line here."""
+    reference = weakref.ref(writer)
+
+    def in_child() -> None:
+        alive = reference()
+        if alive is not None:
+            alive._step = None
+
+    os.register_at_fork(after_in_child=in_child)
