@@ -262,7 +262,7 @@ def counted_child(args: argparse.Namespace) -> None:
         subprocess.run([*switch, "off", str(os.getpid())], check=True, capture_output=True)
 
 
-COLUMNS = "wall forward backward thread writer".split()
+COLUMNS = ["wall", "forward", "backward", "thread", "writer"]
 
 
 def main() -> None:

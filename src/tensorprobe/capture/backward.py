@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tensorprobe.capture.calls import OpenCall
-from tensorprobe.capture.encode import as_arguments, nest
+from tensorprobe.capture.encode import as_arguments, nest_gradients
 from tensorprobe.capture.gradients import Gradients, Path, Spot, Trace
 from tensorprobe.capture.naming import CallNames, split_direction, with_direction
 from tensorprobe.capture.quiet import Quiet
@@ -26,11 +26,22 @@ class Backward:
     It holds no node and no tensor of the graph, or the graph would never be freed.
     """
 
-    __slots__ = ("_call", "_passes", "_tape", "aliases", "contributions", "n_nodes")
+    __slots__ = (
+        "_keep",
+        "_names",
+        "_passes",
+        "_stack",
+        "_step",
+        "_tape",
+        "aliases",
+        "contributions",
+        "n_nodes",
+    )
 
     def __init__(self, tape: Tape, call: OpenCall, trace: Trace, aliases: dict[Path, Path]) -> None:
         self._tape = tape
-        self._call = (call.names, call.keep, call.stack, call.step)
+        self._names, self._keep = call.names, call.keep
+        self._stack, self._step = call.stack, call.step
         self._passes = 0
         self.contributions = trace.contributions()
         self.n_nodes = len(trace.outputs) + len(trace.boundary)
@@ -39,7 +50,10 @@ class Backward:
     @property
     def name(self) -> str:
         """What the backward is called."""
-        return with_direction(split_direction(self._call[0].name)[0], "backward")
+        name = self._names.name
+        if name.endswith(".forward"):
+            return f"{name[:-8]}.backward"
+        return with_direction(split_direction(name)[0], "backward")
 
     def incoming(self, spots: list[Spot], grads: Gradients) -> None:
         """Backward has come to a node of an output."""
@@ -54,7 +68,7 @@ class Backward:
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             tape.gap(self.name, error)
 
-    def outgoing(self, spots: list[Spot], grads: Gradients) -> None:
+    def outgoing(self, spots: list[Spot], grads: Gradients, came_in: Gradients) -> None:
         """Backward leaves a node at an input's edge."""
         tape = self._tape
         if not tape.recording:
@@ -79,16 +93,15 @@ class Backward:
 
     def _begin(self, key: tuple[int, int]) -> BackwardRun | None:
         tape = self._tape
-        names, keep, stack, step = self._call
-        names = CallNames(names.api, self.name, names.module, "backward")
+        names = CallNames(self._names.api, self.name, self._names.module, "backward")
         if not tape.wants(names):
             return None
         tape.open_step()
-        run = BackwardRun(tape, key, names, keep, self)
-        if step == tape.step:
-            run.stack = stack
+        run = BackwardRun(tape, key, names, self._keep, self)
+        if self._step == tape.step:
+            run.stack = self._stack
         else:
-            run.notes.append(f"its forward ran in step {step}")
+            run.notes.append(f"its forward ran in step {self._step}")
         self._passes += 1
         if self._passes > 1:
             run.notes.append(f"backward pass {self._passes} through the same graph")
@@ -182,7 +195,7 @@ class BackwardRun:
             for path, first in self._backward.aliases.items()
             if first in self._sent
         ]
-        outputs = nest(_in_order(self._sent), always=True)
+        outputs = nest_gradients(_in_order(self._sent))
         line = EndLine(id=self.id, outputs=outputs, notes=notes)
         if self._late:
             line.args, line.kwargs = as_arguments(_in_order(self._received))
@@ -213,7 +226,7 @@ class BackwardRun:
     def _line(self, grad: torch.Tensor | None, path: Path, role: Role, wanted: bool) -> Any:
         if grad is None:
             return None
-        line = self._tape.line(grad, self, role, ".".join(path), wanted)
+        line = self._tape.line(grad, self, role, path, wanted)
         line.grad = False  # said of tensors of the program; a gradient has one by create_graph
         return {"tensor": line}
 

@@ -62,11 +62,15 @@ def encode_arguments(
     args: Iterable[Any], kwargs: Mapping[str, Any], tensor: TensorEncoder
 ) -> tuple[list[Any], dict[str, Any]]:
     """The trees of a call's arguments."""
-    positional = [
-        encode(arg, tensor, _POSITIONS[i] if i < 64 else (str(i),)) for i, arg in enumerate(args)
-    ]
-    named = {name: encode(arg, tensor, (name,)) for name, arg in kwargs.items()} if kwargs else {}
-    return positional, named
+    positional = []
+    for i, arg in enumerate(args):
+        if type(arg) in PLAIN_TENSORS and i < 64:
+            positional.append(tensor(arg, _POSITIONS[i]))
+        else:
+            positional.append(encode(arg, tensor, (str(i),)))
+    if not kwargs:
+        return positional, {}
+    return positional, {name: encode(arg, tensor, (name,)) for name, arg in kwargs.items()}
 
 
 def map_tensors(value: Any, visit: Callable[[torch.Tensor, tuple[str, ...]], None]) -> None:
@@ -77,12 +81,10 @@ def map_tensors(value: Any, visit: Callable[[torch.Tensor, tuple[str, ...]], Non
         encode(value, visit)
 
 
-def nest(leaves: Mapping[tuple[str, ...], Any], *, always: bool = False) -> Any:
+def nest(leaves: Mapping[tuple[str, ...], Any]) -> Any:
     """A tree from paths: {("1", "0"): x} is {"dict": [["1", {"dict": [["0", x]]}]]}."""
-    if not leaves and not always:
+    if not leaves:
         return None
-    if all(len(path) == 1 for path in leaves):
-        return {"dict": [[path[0], leaf] for path, leaf in leaves.items()]}
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
         level = tree
@@ -90,6 +92,16 @@ def nest(leaves: Mapping[tuple[str, ...], Any], *, always: bool = False) -> Any:
             level = level.setdefault(part, {})
         level[path[-1]] = (leaf,)
     return _as_dict_tree(tree)
+
+
+def nest_gradients(leaves: Mapping[tuple[str, ...], Any]) -> Any:
+    """The same tree, also where there is no leaf; most gradients belong to plain arguments."""
+    pairs = []
+    for path, leaf in leaves.items():
+        if len(path) != 1:
+            return nest(leaves)
+        pairs.append([path[0], leaf])
+    return {"dict": pairs}
 
 
 def _as_dict_tree(tree: dict[str, Any]) -> dict[str, Any]:
@@ -108,9 +120,7 @@ def as_arguments(leaves: Mapping[tuple[str, ...], Any]) -> tuple[list[Any], dict
     tops: dict[str, dict[tuple[str, ...], Any]] = {}
     for path, leaf in leaves.items():
         tops.setdefault(path[0], {})[path[1:]] = leaf
-    trees = {
-        top: below[()] if () in below else nest(below, always=True) for top, below in tops.items()
-    }
+    trees = {top: below[()] if () in below else nest(below) for top, below in tops.items()}
     numbers = [int(top) for top in trees if top.isdigit()]
     if max(numbers, default=0) > MAX_ITEMS:  # keys of a dict, not positions
         return [], trees

@@ -18,6 +18,9 @@ from tensorprobe.capture.tape import Tape
 
 # Calls that tell the recorder something even where calls are not recorded.
 _SCALER_UPDATE = "_amp_update_scale_"
+_is_grad_enabled = torch.is_grad_enabled
+_interpreter_stack = torch._C._functorch.peek_interpreter_stack
+_is_compiling = torch.compiler.is_compiling
 _DISPATCH_DEPTH = 12  # frames between a __torch_dispatch__ and the operators it calls
 
 
@@ -61,10 +64,11 @@ class CallMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # dynamo traces this line: leave no mark in its graph
+        if kwargs is None:
+            kwargs = {}
+        if _is_compiling():  # dynamo traces this line: leave no mark in its graph
             return func(*args, **kwargs)
-        if self.dispatch_depth > torch._C._len_torch_dispatch_stack():
+        if self.dispatch_depth and self.dispatch_depth > torch._C._len_torch_dispatch_stack():
             # Inside the handler of a dispatch mode that came by in backward: what a simulated
             # device, or another tool, does is not the program's call. In forward it is hidden too.
             return func(*args, **kwargs)
@@ -76,14 +80,11 @@ class CallMode(TorchFunctionMode):
             api = None
         if api is None or (api.prefix == "Aten" and _below_backward()):
             return func(*args, **kwargs)
-        if not (self._record and self._tape.recording) or compiled.in_backward():
+        if not (self._record and self._tape.recording):
             result = self._passed(api, func, args, kwargs)
-        elif (run := compiled.running()) is not None:
-            if self._runs.is_new(run) and not run.has_node:
-                self._record_compiled(run)
-            result = func(*args, **kwargs)
+        elif compiled.may_run():
+            result = self._maybe_compiled(api, func, args, kwargs)
         else:
-            self._runs.outside()
             result = self._recorded(api, func, args, kwargs)
         if api.api == _SCALER_UPDATE:
             self._on_scaler_update(optimizers_in_round())
@@ -102,6 +103,18 @@ class CallMode(TorchFunctionMode):
             self._tape.forget_written(args, kwargs)
         return result
 
+    def _maybe_compiled(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A call in a program that compiles: it may be the inside of a compiled part."""
+        if compiled.in_backward():
+            return self._passed(api, func, args, kwargs)
+        run = compiled.running()
+        if run is None:
+            self._runs.outside()
+            return self._recorded(api, func, args, kwargs)
+        if self._runs.is_new(run) and not run.has_node:
+            self._record_compiled(run)
+        return func(*args, **kwargs)
+
     def _record_compiled(self, run: compiled.Run) -> None:
         """Write down, as one call, a compiled part that has begun to run."""
         name = compiled.name_of(run)
@@ -109,7 +122,7 @@ class CallMode(TorchFunctionMode):
         names = self._tape.select(api, self._tape.counter.next(api), self._tape.place.module)
         if names is None or not names.wanted:
             return
-        call = self._tape.begin(names, run.entry.f_locals.get("args", ()), depth=3)
+        call = self._tape.begin(names, run.entry.f_locals.get("args", ()), depth=4)
         if call is not None:
             call.notes.append(compiled.NOTE)
             self._tape.end(call, None)
@@ -119,7 +132,7 @@ class CallMode(TorchFunctionMode):
         names = tape.select(api, tape.counter.next(api), tape.place.module)
         if names is None:
             return self._passed(api, func, args, kwargs)
-        grad = torch.is_grad_enabled() and not torch._C._functorch.peek_interpreter_stack()
+        grad = _is_grad_enabled() and not _interpreter_stack()
         shown = args[:1] if api.api == "__deepcopy__" else args  # the rest is copy's own memo
         call = tape.begin(names, shown, kwargs, depth=2, grad=grad)
         if call is None:

@@ -7,7 +7,9 @@ in, a hook on a node at the boundary sees the gradient the call sends to an inpu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -97,22 +99,16 @@ class Trace:
 
     def __init__(self) -> None:
         self.outputs: dict[Any, list[Spot]] = {}
-        self.boundary: dict[Any, list[Spot]] = {}
+        self.boundary: dict[Any, list[Spot]] = {}  # of each node at least one
         self.notes: list[str] = []
         self.gaps: list[str] = []
 
     def contributions(self) -> dict[Path, int]:
         """How many times a gradient is sent to each input that gets several."""
-        counts: dict[Path, int] = {}
-        repeated = False
-        for spots in self.boundary.values():
-            for _, path, _ in spots:
-                if path in counts:
-                    counts[path] += 1
-                    repeated = True
-                else:
-                    counts[path] = 1
-        return {path: n for path, n in counts.items() if n > 1} if repeated else {}
+        paths = [spot[1] for spots in self.boundary.values() for spot in spots]
+        if len(paths) == len(set(paths)):
+            return {}
+        return {path: n for path, n in Counter(paths).items() if n > 1}
 
     def output_edges(self) -> set[Edge]:
         """The edges that lead to outputs."""
@@ -178,7 +174,7 @@ def trace_call(outputs: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges)
     """The graph of one operator call; it has no outputs when backward does not pass here."""
     trace = Trace()
     output_nodes(outputs, inputs, trace)
-    if not trace.outputs:
+    if not trace.outputs or _is_one_node(trace, inputs):
         return trace
     start, find, boundary = inputs.start, inputs.find, trace.boundary
     todo = list(trace.outputs)
@@ -205,6 +201,31 @@ def trace_call(outputs: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges)
     if inner_edges:
         trace.note_shared(inner_edges & trace.output_edges())
     return trace
+
+
+def _is_one_node(trace: Trace, inputs: InputEdges) -> bool:
+    """Whether the call made one node only, as most do; its edges are in the trace then."""
+    if len(trace.outputs) > 1 or trace.boundary:
+        return False
+    (node,) = trace.outputs
+    edges, leaves, start = inputs.edges, inputs.leaves, inputs.start
+    spots: list[Spot] = []
+    position = -1
+    for edge in node.next_functions:
+        position += 1
+        path = edges.get(edge)
+        if path is None:
+            after = edge[0]
+            sequence = LEAF + 1 if after is None else after._sequence_nr()
+            if start <= sequence < LEAF:
+                return False
+            if sequence != LEAF or (leaf := leaves.get(id(after.variable))) is None:
+                continue
+            path = leaf[1]
+        spots.append((position, path, None))
+    if spots:
+        trace.boundary[node] = spots
+    return True
 
 
 def trace_function(node: Any) -> Trace:
@@ -328,31 +349,17 @@ class LeafListener(NamedTuple):
 def listen(
     trace: Trace,
     incoming: Callable[[list[Spot], Gradients], None],
-    outgoing: Callable[[list[Spot], Gradients], None],
+    outgoing: Callable[[list[Spot], Gradients, Gradients], None],
 ) -> list[LeafListener]:
-    """Call `incoming` and `outgoing` when backward comes by. Neither may return a gradient."""
+    """Call `incoming` and `outgoing` when backward comes by. Neither may return a gradient.
+
+    `outgoing` is given the gradients that came in as well.
+    """
     leaves = []
     for node, spots in trace.outputs.items():
-        handle = node.register_prehook(_Prehook(spots, incoming))
+        handle = node.register_prehook(partial(incoming, spots))
         if node._sequence_nr() == LEAF:
             leaves.append(LeafListener(node, handle))
     for node, spots in trace.boundary.items():
-        node.register_hook(_Hook(spots, outgoing))
+        node.register_hook(partial(outgoing, spots))
     return leaves
-
-
-class _Prehook:
-    __slots__ = ("receive", "spots")
-
-    def __init__(self, spots: list[Spot], receive: Callable[[list[Spot], Gradients], None]) -> None:
-        self.spots, self.receive = spots, receive
-
-    def __call__(self, gradients: Gradients) -> None:
-        self.receive(self.spots, gradients)
-
-
-class _Hook(_Prehook):
-    __slots__ = ()
-
-    def __call__(self, gradients: Gradients, incoming: Gradients = ()) -> None:
-        self.receive(self.spots, gradients)

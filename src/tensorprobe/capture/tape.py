@@ -15,6 +15,7 @@ from tensorprobe.capture.backward import Backward, BackwardRun
 from tensorprobe.capture.calls import OpenCall
 from tensorprobe.capture.encode import (
     PLAIN_TENSORS,
+    TensorEncoder,
     encode,
     encode_arguments,
     map_tensors,
@@ -61,6 +62,7 @@ _ROLES: dict[str, Role] = {
     "parameter_grads": "parameter_grad",
     "buffers": "buffer",
 }
+_NO_ALIASES: dict[Path, Path] = {}  # of most calls: they are many, and live until backward
 _ONLY: Path = ("0",)  # the path of a result that is one tensor
 _IN_BACKWARD = "inside backward"
 _OUTPUT_IS_ARGUMENTS = "outputs are the arguments after the call"
@@ -211,7 +213,7 @@ class Tape:
                 if writes:
                     call.writes = writes
                     self._forget_arguments(writes, args, kwargs)
-                encoder = _Encoder(self, call, "input", self.wants_input, call.inputs)
+                encoder = self._encoder(call, "input", self.wants_input, call.inputs)
                 positional, keywords = encode_arguments(args, kwargs, encoder)
                 line = CallLine(
                     id=0,
@@ -258,9 +260,10 @@ class Tape:
                     map_tensors(
                         result, lambda tensor, path: outputs.append((tensor, path or ("0",)))
                     )
-                    self._trace(call, outputs or mutated, tracer)
+                    if call.edges is not None and self._backward:
+                        self._trace(call, call.edges, outputs or mutated, tracer)
                     return
-                encoder = _Encoder(self, call, "output", self.wants_output, outputs)
+                encoder = self._encoder(call, "output", self.wants_output, outputs)
                 line = EndLine(id=call.id, outputs=encode(result, encoder), notes=call.notes)
                 if mutated and not outputs:
                     line.outputs = self._arguments_after(call, mutated, outputs)
@@ -271,7 +274,8 @@ class Tape:
                     line.buffers |= self._drawn(call, call.draws)
                 for name, tensor in buffers:
                     line.buffers[name] = self.line(tensor, call, "buffer", name, self.wants_output)
-                self._trace(call, outputs, tracer)
+                if call.edges is not None and self._backward:
+                    self._trace(call, call.edges, outputs, tracer)
                 self.writer.end(line)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self.gap(call.names.name, error)
@@ -314,14 +318,17 @@ class Tape:
         return {"rng_state": line}
 
     def _trace(
-        self, call: OpenCall, outputs: list[tuple[torch.Tensor, Path]], tracer: Tracer
+        self,
+        call: OpenCall,
+        edges: InputEdges,
+        outputs: list[tuple[torch.Tensor, Path]],
+        tracer: Tracer,
     ) -> None:
-        if call.edges is None or not self._backward:
-            return
-        trace = tracer(outputs, call.edges)
-        call.notes.extend(trace.notes)
+        trace = tracer(outputs, edges)
+        if trace.notes:
+            call.notes.extend(trace.notes)
         if trace.outputs:
-            self._follow(call, trace, call.edges.aliases)
+            self._follow(call, trace, edges.aliases)
 
     def save(self, name: str, value: Any) -> None:
         """Write down a value given by hand, as the output of a call of that name."""
@@ -355,10 +362,13 @@ class Tape:
         tensor: torch.Tensor,
         call: OpenCall | BackwardRun,
         role: Role,
-        label: str,
+        label: str | Path,
         wanted: bool = True,
     ) -> TensorLine:
-        """One tensor of a call; its content is numbered and kept where the selection wants it."""
+        """One tensor of a call; its content is numbered and kept where the selection wants it.
+
+        `label` is its name within its role, or the parts of that.
+        """
         dtype, wants_dtype = self._dtypes.get(tensor.dtype) or self._look_up(tensor.dtype)
         shape: tuple[int, ...] = ()
         stride: tuple[int, ...] | None = None
@@ -379,6 +389,28 @@ class Tape:
         if wanted and wants_dtype and call.keep != "structure":
             value = self._values.of(tensor, call.keep, _Label(call.names.name, role, label))
         return TensorLine(dtype, shape, stride, device, tensor.requires_grad, value)
+
+    def _encoder(
+        self,
+        call: OpenCall,
+        role: Role,
+        wanted: bool,
+        tensors: list[tuple[torch.Tensor, Path]],
+    ) -> TensorEncoder:
+        """Encodes the tensors of one side of a call and collects them with their paths."""
+        seen: dict[int, Path] = {}
+        line_of = self.line
+
+        def encode_tensor(tensor: torch.Tensor, path: Path) -> Any:
+            path = path or _ONLY
+            line = line_of(tensor, call, role, path, wanted)
+            first = seen.setdefault(id(tensor), path)
+            if first is not path:
+                line.same = f"{role}.{'.'.join(first)}"
+            tensors.append((tensor, path))
+            return {"tensor": line}
+
+        return encode_tensor
 
     def _look_up(self, dtype: torch.dtype) -> tuple[str, bool]:
         name = str(dtype).removeprefix("torch.")
@@ -448,7 +480,7 @@ class Tape:
     ) -> Any:
         tree: dict[Path, Any] = {}
         for tensor, path in mutated:
-            line = self.line(tensor, call, "output", ".".join(path), self.wants_output)
+            line = self.line(tensor, call, "output", path, self.wants_output)
             tree[path] = {"tensor": line}
             outputs.append((tensor, path))
         return nest(tree)
@@ -469,7 +501,7 @@ class Tape:
 
     def _follow(self, call: OpenCall, trace: Trace, aliases: dict[Path, Path]) -> None:
         """Record the backward of this call when it runs."""
-        backward = Backward(self, call, trace, aliases)
+        backward = Backward(self, call, trace, aliases or _NO_ALIASES)
         for reason in trace.gaps:
             self.gap(backward.name, reason)
         self._leaf_listeners += listen(trace, backward.incoming, backward.outgoing)
@@ -606,38 +638,12 @@ class _Label:
 
     __slots__ = ("call", "label", "role")
 
-    def __init__(self, call: str, role: Role, label: str) -> None:
+    def __init__(self, call: str, role: Role, label: str | Path) -> None:
         self.call, self.role, self.label = call, role, label
 
     def __call__(self) -> str:
-        return f"{self.call}.{_SECTIONS[self.role]}.{self.label}"
-
-
-class _Encoder:
-    """Encodes the tensors of one side of a call and collects them with their paths."""
-
-    __slots__ = ("_call", "_role", "_seen", "_tape", "_tensors", "_wanted")
-
-    def __init__(
-        self,
-        tape: Tape,
-        call: OpenCall,
-        role: Role,
-        wanted: bool,
-        tensors: list[tuple[torch.Tensor, Path]],
-    ) -> None:
-        self._tape, self._call, self._role, self._wanted = tape, call, role, wanted
-        self._tensors = tensors
-        self._seen: dict[int, Path] = {}
-
-    def __call__(self, tensor: torch.Tensor, path: Path) -> Any:
-        path = path or _ONLY
-        line = self._tape.line(tensor, self._call, self._role, ".".join(path), self._wanted)
-        first = self._seen.setdefault(id(tensor), path)
-        if first is not path:
-            line.same = f"{self._role}.{'.'.join(first)}"
-        self._tensors.append((tensor, path))
-        return {"tensor": line}
+        label = self.label if isinstance(self.label, str) else ".".join(self.label)
+        return f"{self.call}.{_SECTIONS[self.role]}.{label}"
 
 
 def _works_in(result: Any) -> list[Any]:

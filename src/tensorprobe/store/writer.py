@@ -91,15 +91,14 @@ class _Step:
         self.fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=rank_fd)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
         self.log_fd = os.open(LOG_FILE, flags, 0o644, dir_fd=self.fd)
-        self.log_end = os.fstat(self.log_fd).st_size
         n_shards = sum(file.endswith(".safetensors") for file in os.listdir(self.fd))
         self.shards = Shards(self.fd, n_shards, shard_nbytes)
         self.with_data: set[int] = set()  # values whose bytes are in the queue, or written
         self.blobs: dict[int, Place] = {}  # written, their value line to come
         self.gaps: dict[int, str] = {}  # not written, and why
         # Lines that wait for company: they go with the next call's, or when the thread comes by.
-        # A deque, so that appending takes no lock; it is emptied under the log's.
-        self.lines: deque[bytes] = deque()
+        # Appending takes no lock; whoever takes some away has the log's, and takes the first ones.
+        self.lines: list[bytes] = []
         self.held: list[bytes] = []  # the thread's own: they name data, whose header goes first
         self.n_calls = 0
         self.n_gaps = 0
@@ -121,8 +120,8 @@ class CaptureWriter:
     ready, with the next of those or a moment later. `tensor`, and `value` whose result is still to
     come, go through a queue that one thread empties; `tensor` of a value id comes before its
     `value`. `poll` is called by that thread while results are outstanding, `wait` (make all results
-    ready) by the thread that ends a step, drains or closes. After a write error nothing more is written
-    than the disk takes, and `error` has the first one. In a forked child nothing is done.
+    ready) by the thread that ends a step, drains or closes. After a write error nothing more is
+    written than the disk takes, and `error` has the first one. In a forked child nothing is done.
 
         writer = CaptureWriter(Path("runs/a"), 0, run_identity(os.environ), {}, {})
         writer.begin_step(0)
@@ -219,7 +218,7 @@ class CaptureWriter:
         """Write that a call is about to run."""
         step = self._step
         if step is not None:
-            self._append(step, encode(line), n_calls=1)
+            self._append(step, encode(line), True)
 
     def stack(self, line: StackLine) -> None:
         """Write a stack, before the first call that names it."""
@@ -231,15 +230,19 @@ class CaptureWriter:
         """Write that something could not be recorded."""
         step = self._step
         if step is not None:
-            self._append(step, encode(line), n_gaps=1)
+            self._append_gap(step, line)
 
     def end(self, line: EndLine) -> None:
         """Write, soon, that a call has ended."""
         step = self._step
-        if step is not None:
-            self._attempt(step, self._add_line, line)
-            if self._flush_each:
-                self._finish_queue()
+        if step is None:
+            return
+        try:
+            self._add_line(step, line)
+        except Exception as error:  # noqa: BLE001 recording a call must not end the program
+            self._not_written(step, line, error)
+        if self._flush_each:
+            self._finish_queue()
 
     def make_room(self, nbytes: int) -> None:
         """Wait until the queue can take this much more: before a copy is made, not after."""
@@ -368,30 +371,40 @@ class CaptureWriter:
         if self._asleep:
             self._wake()
 
-    def _append(self, step: _Step, text: bytes, *, n_calls: int = 0, n_gaps: int = 0) -> None:
+    def _append(self, step: _Step, text: bytes, is_call: bool = False) -> None:
         """Write to the log what waits, then this."""
+        lines = step.lines
         with self._log_lock:
-            self.n_calls += n_calls
-            self.n_gaps += n_gaps
-            step.n_calls += n_calls
-            step.n_gaps += n_gaps
-            lines = step.lines
+            if is_call:
+                self.n_calls += 1
+                step.n_calls += 1
             if lines:
-                text = b"".join([*(lines.popleft() for _ in range(len(lines))), text])
-            if self._log_broken or step.closed or not text:
+                n = len(lines)
+                text = b"".join(lines[:n]) + text
+                del lines[:n]
+            if self._log_broken or step.closed:
                 return
+            written = 0
             try:
                 written = os.write(step.log_fd, text)
                 while written < len(text):
                     written += os.write(step.log_fd, text[written:])
+                self.nbytes_written += written
             except OSError as error:
                 self._log_broken = True
                 self._failed(error)
                 with contextlib.suppress(OSError):  # leave whole lines only
-                    os.ftruncate(step.log_fd, step.log_end)
-            else:
-                step.log_end += len(text)
-                self.nbytes_written += len(text)
+                    os.ftruncate(step.log_fd, os.fstat(step.log_fd).st_size - written)
+
+    def _append_gap(self, step: _Step, gap: GapLine) -> None:
+        with self._log_lock:
+            self.n_gaps += 1
+            step.n_gaps += 1
+        self._append(step, encode(gap))
+
+    def _not_written(self, step: _Step, item: EndLine | _Value | _Data, error: Exception) -> None:
+        reason = f"not written: {type(error).__name__}: {error}"
+        self._append_gap(step, GapLine(_name_of(item), reason))
 
     def _failed(self, error: Exception) -> None:
         if self.error is None:
@@ -452,14 +465,13 @@ class CaptureWriter:
             self._hurry = True
 
     def _attempt(
-        self, step: _Step, write: Callable[[_Step, Any], None], item: EndLine | _Value | _Data
+        self, step: _Step, write: Callable[[_Step, Any], None], item: _Value | _Data
     ) -> None:
         """Write one thing; if that fails it is a gap, and the program and the rest go on."""
         try:
             write(step, item)
         except Exception as error:  # noqa: BLE001 recording a call must not end the program
-            gap = GapLine(_name_of(item), f"not written: {type(error).__name__}: {error}")
-            self._append(step, encode(gap), n_gaps=1)
+            self._not_written(step, item, error)
 
     def _finish_step(self, step: _Step) -> None:
         self._write_ready(ending=step)
@@ -537,7 +549,7 @@ class CaptureWriter:
         if self._out_of_budget:
             reason = f"{OUT_OF_BUDGET} ({self._max_disk_nbytes} bytes): statistics only from here"
             self._flush(step)
-            self._append(step, encode(GapLine("tensors", reason)), n_gaps=1)
+            self._append_gap(step, GapLine("tensors", reason))
         return self._out_of_budget
 
     def _flush(self, step: _Step) -> None:
