@@ -21,9 +21,9 @@ import ml_dtypes
 import numpy as np
 
 from tensorprobe.compare.align import align
-from tensorprobe.compare.comparison import compare
 from tensorprobe.numerics.metrics import measure_pair
 from tensorprobe.records import Call, Capture, TensorRecord, TensorSummary
+from tensorprobe.report.saving import compare
 
 N_ROWS = 100_000
 

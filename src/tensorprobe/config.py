@@ -49,6 +49,7 @@ class RecordConfig(msgspec.Struct, frozen=True, kw_only=True):
     flush: Flush = "queue"
     max_disk: int | None = None  # bytes
     queue: int = 256 * 2**20  # bytes
+    keep_last: int | None = None  # steps on disk: older ones are deleted as new ones end
     stop_after_last_step: bool = False
     on_write_error: OnWriteError = "continue"
 
@@ -203,6 +204,14 @@ def _parse_optional_size(field: str, value: object) -> int | None:
     return None if value is None else parse_size(field, value)
 
 
+def _parse_optional_count(field: str, value: object) -> int | None:
+    if isinstance(value, str) and value.isdigit():
+        value = int(value)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    _refuse(field, value, "a number from 1")
+
+
 _PARSERS: dict[str, Any] = {
     "level": _parse_choice(get_args(Level)),
     "keep": _parse_choice(get_args(Keep)),
@@ -221,6 +230,7 @@ _PARSERS: dict[str, Any] = {
     "flush": _parse_choice(get_args(Flush)),
     "max_disk": _parse_optional_size,
     "queue": parse_size,
+    "keep_last": _parse_optional_count,
     "stop_after_last_step": _parse_bool,
     "on_write_error": _parse_choice(get_args(OnWriteError)),
 }

@@ -72,6 +72,22 @@ def may_run() -> bool:
     return dynamo is not None and dynamo.FRAME_COUNTER > 0
 
 
+def is_generated(module: torch.nn.Module, frame: FrameType | None) -> bool:
+    """Whether a module that `frame` calls is the inside of a compiled part, made by torch.fx.
+
+    It is no module of the program: its name would be another with each backend.
+    """
+    if "torch._dynamo" not in sys.modules or not isinstance(module, torch.fx.GraphModule):
+        return False
+    for _ in range(_FAR):
+        if frame is None:
+            return False
+        if frame.f_code.co_filename == _ENTRY and frame.f_code.co_name == "_fn":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def in_backward() -> bool:
     """Whether the call being looked at is part of the backward of a compiled part."""
     if torch._C._current_graph_task_id() == -1:

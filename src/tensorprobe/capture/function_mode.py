@@ -17,14 +17,14 @@ from tensorprobe.capture.steps import optimizers_in_round
 from tensorprobe.capture.tape import Tape
 
 # Calls that tell the recorder something even where calls are not recorded.
-_SCALER_UPDATE = "_amp_update_scale_"
+SCALER_UPDATE = "_amp_update_scale_"
 _is_grad_enabled = torch.is_grad_enabled
 _interpreter_stack = torch._C._functorch.peek_interpreter_stack
 _is_compiling = torch.compiler.is_compiling
 _DISPATCH_DEPTH = 12  # frames between a __torch_dispatch__ and the operators it calls
 
 
-def _below_backward() -> bool:
+def below_backward() -> bool:
     """Whether a dispatch mode or tensor subclass calls an operator on behalf of backward.
 
     Forward calls take our mode off the stack, so what happens below them is not seen; backward
@@ -78,7 +78,7 @@ class CallMode(TorchFunctionMode):
             api = self._plan(func)
         except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
             api = None
-        if api is None or (api.prefix == "Aten" and _below_backward()):
+        if api is None or (api.prefix == "Aten" and below_backward()):
             return func(*args, **kwargs)
         if not (self._record and self._tape.recording):
             result = self._passed(api, func, args, kwargs)
@@ -86,7 +86,7 @@ class CallMode(TorchFunctionMode):
             result = self._maybe_compiled(api, func, args, kwargs)
         else:
             result = self._recorded(api, func, args, kwargs)
-        if api.api == _SCALER_UPDATE:
+        if api.api == SCALER_UPDATE:
             self._on_scaler_update(optimizers_in_round())
         return result
 

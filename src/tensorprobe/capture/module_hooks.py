@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from tensorprobe.capture import compiled
 from tensorprobe.capture.calls import OpenCall
 from tensorprobe.capture.gradients import InputEdges, Path, Region, Trace, trace_module
 from tensorprobe.capture.mode_stack import enter_missing
@@ -188,6 +189,8 @@ class ModuleHooks:
         tape = self._tape
         thread = self._thread
         frame = sys._getframe(1)
+        if compiled.is_generated(module, frame):
+            return
         self._drop_left(frame)
         if not thread.entries:
             if _is_constructing(frame):

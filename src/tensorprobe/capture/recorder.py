@@ -90,6 +90,8 @@ class Recorder:
         self._inside_on = False  # the engine's entry, and the mode of L2
         self._filters: Any = None
         self._frames_compiled = 0
+        self._keep_last = self.config.keep_last
+        self._on_disk: list[int] = []  # recorded steps that may still be dropped, oldest first
 
     @classmethod
     def from_config(cls, path: str | os.PathLike[str], **more: Any) -> Recorder:
@@ -144,6 +146,10 @@ class Recorder:
         """One step of the program has ended."""
         self._watch.be_explicit()
         self._advance()
+
+    def keep_all_steps(self) -> None:
+        """Delete no more steps, where `keep_last` has done so until now."""
+        self._keep_last = None
 
     def save(self, name: str, value: Any) -> None:
         """Record a tensor or a nest of tensors by hand, and its gradient when backward comes by."""
@@ -289,9 +295,19 @@ class Recorder:
             inside=wanted or (first and watch.automatic),
         )
         self._tape.begin_step(self._step, wanted)
+        self._drop_old_steps(wanted)
         self._modules.begin_step()
         if self._op_mode is not None:
             self._op_mode.begin_step()
+
+    def _drop_old_steps(self, wanted: bool) -> None:
+        """Leave `keep_last` steps on disk, the one that begins now included."""
+        if self._keep_last is None or self._writer is None:
+            return
+        while len(self._on_disk) >= self._keep_last:
+            self._writer.drop_step(self._on_disk.pop(0))
+        if wanted and self._step not in self._on_disk:
+            self._on_disk.append(self._step)
 
     def _advance(self) -> None:
         """Go to the next step."""
@@ -378,12 +394,14 @@ class Recorder:
 
     def _summary(self, writer: CaptureWriter) -> str:
         steps = self._tape.n_steps if self._tape is not None else 0
+        left = self.config.keep_last
+        kept = f", the last {left} kept" if self._keep_last and left and steps > left else ""
         gaps = f", {_count(writer.n_gaps, 'gap')}" if writer.n_gaps else ""
         several = os.environ.get("WORLD_SIZE", "1") != "1"
         where = writer.folder if several else self.path
         waited = f", waited {writer.waited_s:.1f} s for the disk" if writer.waited_s >= 1 else ""
         return (
-            f"recorded {_count(writer.n_calls, 'call')} in {_count(steps, 'step')}{gaps}, "
+            f"recorded {_count(writer.n_calls, 'call')} in {_count(steps, 'step')}{kept}{gaps}, "
             f"{format_nbytes(writer.nbytes_written)} in {where}{waited}. "
             f"Next: tensorprobe show {shlex.quote(str(self.path))}"
         )

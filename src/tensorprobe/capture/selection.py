@@ -45,10 +45,10 @@ class Selection:
         self._forward = "forward" in config.directions
         self._backward = "backward" in config.directions
         self._only_float = config.dtypes == "float"
-        self._calls = frozenset(_exact_names(config.calls))
+        self._calls = frozenset(exact_names(config.calls))
         self._range = _range_of(config.between)
-        self._apis = _ApiFilter(config.apis) if config.apis else None
-        self._modules = _ModuleFilter(config.modules) if config.modules else None
+        self._apis = ApiFilter(config.apis) if config.apis else None
+        self._modules = ModuleFilter(config.modules) if config.modules else None
         self._names = _PartFilter(config.names) if config.names else None
         self._keep_tensors = _PartFilter(config.keep_tensors) if config.keep_tensors else None
         self.everything = not (
@@ -226,7 +226,7 @@ def _as_typed(value: object) -> str:
     return repr(list(value)) if isinstance(value, tuple) else repr(value)
 
 
-def _exact_names(calls: Iterable[str]) -> Iterable[str]:
+def exact_names(calls: Iterable[str]) -> Iterable[str]:
     """The full names wanted; one without a direction means both."""
     for call in calls:
         name = native_call_name(call)
@@ -238,7 +238,7 @@ def _exact_names(calls: Iterable[str]) -> Iterable[str]:
             yield from (with_direction(stem, direction) for direction in _DIRECTIONS)
 
 
-class _ApiFilter:
+class ApiFilter:
     """Exact names against all that a call goes by; patterns against the ones it is known by."""
 
     def __init__(self, apis: Iterable[str]) -> None:
@@ -257,7 +257,7 @@ class _ApiFilter:
         return verdict
 
 
-class _ModuleFilter:
+class ModuleFilter:
     """Patterns against a module's path, and against those of the modules it is inside of."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
@@ -281,7 +281,7 @@ class _PartFilter:
 
     def __init__(self, parts: Iterable[str]) -> None:
         self._parts = tuple(native_call_name(part) for part in parts)
-        inside = (_path_of_module(part) for part in self._parts if part.startswith("Module."))
+        inside = (path_of_module(part) for part in self._parts if part.startswith("Module."))
         self._inside = tuple(path for path in inside if path)
 
     def decide(self, names: CallNames) -> bool:
@@ -302,7 +302,7 @@ class _Range:
         self._by_forward = not any(
             split_direction(end)[1] == "backward" for end in (self._first, self._last)
         )
-        self._last_path = _path_of_module(last)
+        self._last_path = path_of_module(last)
         self.reset()
 
     def reset(self) -> None:
@@ -349,7 +349,7 @@ def _directed(name: str) -> str:
     return with_direction(stem, "forward")
 
 
-def _path_of_module(name: str) -> str:
+def path_of_module(name: str) -> str:
     """The path in "Module.{path}.{Class}.forward.0", and in what is left when its end is cut."""
     parts = name.removeprefix("Module.").split(".")
     if len(parts) > 1 and parts[-1].isdigit() and parts[-2] in _DIRECTIONS:

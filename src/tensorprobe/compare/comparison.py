@@ -7,24 +7,23 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from tensorprobe.compare.align import NO_MAPPING, Pair, align
 from tensorprobe.compare.align import Mapping as CallMapping
-from tensorprobe.compare.blame import Blame, Culprit, Findings
+from tensorprobe.compare.blame import Findings, blame
+from tensorprobe.compare.culprit import Culprit
 from tensorprobe.compare.facts import fact_differences
 from tensorprobe.compare.judge import Mode, content_mode, distance
 from tensorprobe.compare.mapping import read_mapping
 from tensorprobe.compare.measure import CallPair, Progress, TensorPair, measure, pair_tensors
-from tensorprobe.errors import BadUsage, UnreadableCapture
+from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import Call, Capture
 from tensorprobe.store.loading import load
 
 FORMAT = 1
-VERDICT_FILE = "verdict.json"
 Outcome = Literal["match", "diverged", "incomparable"]
 Source = str | os.PathLike[str] | Capture
 
@@ -70,12 +69,7 @@ class Verdict(msgspec.Struct, kw_only=True):
 
 
 class Comparison:
-    """What two captures have in common and where they part.
-
-    comparison = tp.compare("runs/npu", "runs/cpu")
-    print(comparison.verdict)
-    comparison.save("report/")
-    """
+    """What two captures have in common and where they part; see report.saving for its files."""
 
     def __init__(
         self,
@@ -108,14 +102,6 @@ class Comparison:
             else:
                 found.append((pair.call, before))
         return found
-
-    def save(
-        self, folder: str | os.PathLike[str], *, columns: str = "native", xlsx: bool = False
-    ) -> list[Path]:
-        """Write verdict.json and comparison.csv into a folder, with `xlsx` a workbook too."""
-        from tensorprobe.report.saving import save
-
-        return save(self, Path(folder), columns=columns, xlsx=xlsx)
 
     def __repr__(self) -> str:
         return f"<Comparison {self.verdict.verdict}: {len(self.verdict.culprits)} culprits>"
@@ -258,7 +244,7 @@ def _judge(
         replay = _torch_is_there(verdict)
     for rank in ranks:
         mine = [pair for pair in pairs if pair.call.rank == rank]
-        found = Blame(mine, replay=replay, seconds=seconds / len(ranks), floors=floors).run()
+        found = blame(mine, replay=replay, seconds=seconds / len(ranks), floors=floors)
         findings.append(found)
         structure += found.structure
         verdict.ranks += _rank_results(rank, mine, found)
@@ -394,11 +380,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
-
-
-def require_folder(path: Path) -> Path:
-    """The folder to write into, made if need be."""
-    if path.exists() and not path.is_dir():
-        raise BadUsage(f"'{path}' is a file; -o takes a folder")
-    path.mkdir(parents=True, exist_ok=True)
-    return path

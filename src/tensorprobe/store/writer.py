@@ -71,7 +71,13 @@ class _EndStep(msgspec.Struct):
     pass
 
 
-_Item = _Data | _Value | _EndStep | threading.Event
+class _Drop(msgspec.Struct):
+    """A step, ended before, whose files are to go."""
+
+    number: int
+
+
+_Item = _Data | _Value | _EndStep | _Drop | threading.Event
 
 
 def _name_of(item: EndLine | _Value | _Data) -> str:
@@ -213,6 +219,13 @@ class CaptureWriter:
         self._await_results()
         step, self._step = self._step, None
         self._put(step, _EndStep())
+
+    def drop_step(self, step: int) -> None:
+        """Delete what was recorded of a step that has ended; its calls count no more."""
+        if self._forked() or self._last_step is None or step not in self._begun_steps:
+            return
+        self._begun_steps.discard(step)
+        self._put(self._last_step, _Drop(step))
 
     def call(self, line: CallLine) -> None:
         """Write that a call is about to run."""
@@ -455,6 +468,8 @@ class CaptureWriter:
                 self._release(item)
             elif isinstance(item, _EndStep):
                 self._finish_step(step)
+            elif isinstance(item, _Drop):
+                self._delete(item.number)
             else:
                 self._write_ready()
                 self._flush(step)
@@ -482,6 +497,21 @@ class CaptureWriter:
                 step.close()
             except OSError as error:
                 self._failed(error)
+
+    def _delete(self, number: int) -> None:
+        assert self._rank_fd is not None
+        name = f"step{number}"
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._rank_fd)
+            try:
+                for file in os.listdir(fd):
+                    self.nbytes_written -= os.stat(file, dir_fd=fd).st_size
+                    os.unlink(file, dir_fd=fd)
+            finally:
+                os.close(fd)
+            os.rmdir(name, dir_fd=self._rank_fd)
+        except OSError as error:
+            self._failed(error)
 
     def _write_ready(self, ending: _Step | None = None) -> None:
         """Write outstanding values whose result has come, and all of a step that ends."""
