@@ -81,14 +81,18 @@ class Tape:
         selection: Selection,
         writer: CaptureWriter,
         values: Values,
+        counter: Counter | None = None,
     ) -> None:
         self.config = config
         self.selection = selection
         self.writer = writer
         self.place = Place()
-        self.counter = Counter()
+        self.counter = counter or Counter()
+        self._counts_on = counter is not None  # somebody else's: it goes on over steps
         self.step = -1
         self.recording = False  # this step is wanted, and the recorder is on
+        # where given: nothing but these modules, by identity, under these names
+        self.only: dict[int, str] | None = None
         self._steps: set[int] = set()
         self._open = False
         self._opening = threading.Lock()
@@ -98,8 +102,9 @@ class Tape:
         self._early_stacks: list[StackLine] = []  # of modules entered before the first call
         # passes of backward under way; None: not wanted
         self.running: dict[tuple[int, int], BackwardRun | None] = {}
-        # nodes of custom Functions already written down, by thread and sequence number
-        self._functions: set[tuple[int, int]] = set()
+        # custom Functions met in this step, by thread and sequence number of their node, with
+        # those of their outputs that were seen; None: not wanted
+        self._functions: dict[tuple[int, int], tuple[OpenCall, dict[Path, Any]] | None] = {}
         self._leaf_listeners: list[LeafListener] = []
         self._pending_work: list[tuple[OpenCall, list[Any], list[tuple[torch.Tensor, Path]]]] = []
         self._dtypes: dict[torch.dtype, tuple[str, bool]] = {}  # name, and whether it is wanted
@@ -131,7 +136,8 @@ class Tape:
         if step == self.step:
             return
         self.step = step
-        self.counter.reset()
+        if not self._counts_on:
+            self.counter.reset()
         self.selection.begin_step()
         if wanted:
             self._values.begin_step()
@@ -178,6 +184,7 @@ class Tape:
         parent: str | None = None,
         random: bool | None = None,
         writes: frozenset[str] | None = None,
+        stack: int | None = None,
         **named: Iterable[tuple[str, torch.Tensor]],
     ) -> OpenCall | None:
         """Write down a call before it runs. `named`: parameters, parameter_grads, buffers."""
@@ -190,7 +197,9 @@ class Tape:
                 return self._watch(call, args, kwargs)
             self.open_step()
             place = self.place
-            if self.config.stacks:
+            if stack is not None:
+                call.stack = stack
+            elif self.config.stacks:
                 call.stack = self._stacks.current(depth + 1, place.frame, place.stack)
             with Quiet():
                 if self._pending_work:
@@ -450,8 +459,10 @@ class Tape:
         for tensor, node in functions:
             made = (threading.get_ident(), node._sequence_nr())
             if made in self._functions:
+                if (seen := self._functions[made]) is not None:
+                    self._write_function_output(*seen, tensor)
                 continue
-            self._functions.add(made)
+            self._functions[made] = None
             kind = getattr(type(node), "_forward_cls", type(node))
             api = ApiName("Function", kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
             names = self.select(api, self.counter.next(api), self.place.module)
@@ -459,12 +470,15 @@ class Tape:
                 continue
             call = OpenCall(names, self.selection.keep_for(names), self.step)
             if names.wanted:
-                self._write_function(call, tensor)
+                self._write_function(call)
+                outputs: dict[Path, Any] = {}
+                self._functions[made] = (call, outputs)
+                self._write_function_output(call, outputs, tensor)
             if self._backward:
                 self._follow(call, trace_function(node), {})
 
-    def _write_function(self, call: OpenCall, tensor: torch.Tensor) -> None:
-        """Write down a custom Function that has run, as far as one of its results shows it."""
+    def _write_function(self, call: OpenCall) -> None:
+        """Write down a custom Function that has run; its results follow as they are used."""
         self.open_step()
         call.id = next(self.ids)
         api = call.names.api
@@ -482,9 +496,18 @@ class Tape:
                 notes=notes,
             )
         )
+
+    def _write_function_output(
+        self, call: OpenCall, outputs: dict[Path, Any], tensor: torch.Tensor
+    ) -> None:
+        """One more result of a custom Function; the last end of a call is the one that is read."""
         path = (str(tensor.output_nr),)
+        if path in outputs or call.step != self.step:
+            return
         line = self.line(tensor, call, "output", path[0], self.wants_output)
-        self.writer.end(EndLine(id=call.id, outputs=nest({path: {"tensor": line}})))
+        outputs[path] = {"tensor": line}
+        ordered = dict(sorted(outputs.items(), key=lambda item: int(item[0][0])))
+        self.writer.end(EndLine(id=call.id, outputs=nest(ordered)))
 
     # Backward
 
@@ -563,6 +586,11 @@ class Tape:
     def stack_number(self, depth: int) -> int:
         """The number of the caller's stack, `depth` frames up."""
         return self._stacks.current(depth + 1, self.place.frame, self.place.stack)
+
+    def add_stack(self, frames: Sequence[str]) -> int:
+        """Write down a stack that was noted earlier; its number is for `begin`."""
+        self.open_step()
+        return self._stacks.add(list(frames))
 
     def _write_stack(self, id: int, frames: list[str]) -> None:
         line = StackLine(id=id, frames=frames)
