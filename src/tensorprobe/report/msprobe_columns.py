@@ -91,7 +91,7 @@ class _Leaf(msgspec.Struct, frozen=True):
     def digest(self) -> str:
         value = self.value
         if isinstance(value, TensorRecord):
-            return value.digest or _ABSENT
+            return value.digest.rpartition(":")[2] if value.digest else _ABSENT
         if value is None:
             return _ABSENT
         text = value.text if isinstance(value, Special) else str(value)
