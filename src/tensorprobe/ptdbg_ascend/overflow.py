@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tensorprobe.capture.recorder import say
 from tensorprobe.guard.findings import Finding
 from tensorprobe.guard.guard import Guard
 from tensorprobe.ptdbg_ascend.acl import dump_folder, run_with_dump
 from tensorprobe.ptdbg_ascend.settings import Target
+from tensorprobe.ptdbg_ascend.telling import say
 from tensorprobe.store.loading import load
 from tensorprobe.store.ptdbg_names import stem_of
 from tensorprobe.store.ptdbg_writing import Style, write_dump
