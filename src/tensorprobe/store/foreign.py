@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from tensorprobe.errors import BadArtefact
 
+# Where a door keeps its recording until a step is over and turned into the files of its peer.
+UNFINISHED = ".tensorprobe"
 MAX_DEPTH = 60  # of nested containers in one record
 MAX_DIGITS = 40  # of a whole number: a 64-bit one has 20
 MAX_DIMENSIONS = 64

@@ -9,11 +9,10 @@ from typing import Protocol, cast
 
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import Capture
+from tensorprobe.store.foreign import UNFINISHED
 
 # Each is a module here. The order is that of asking whose a path is.
 LAYOUTS = ("native", "msprobe", "ptdbg")
-# Where a door keeps its recording until a step is over and turned into the files of its peer.
-UNFINISHED = ".tensorprobe"
 
 
 class Layout(Protocol):
@@ -49,15 +48,23 @@ def load(path: str | os.PathLike[str]) -> Capture:
             f"no capture at '{path}': there is no such path. "
             f"To record one: tensorprobe run -o {path} SCRIPT"
         )
-    for place in (path, path / UNFINISHED):
-        if place.exists():
-            for name in LAYOUTS:
-                if layout(name).recognises(place):
-                    return layout(name).read(place)
+    for place in (path, *_unfinished(path)):
+        for name in LAYOUTS:
+            if layout(name).recognises(place):
+                return layout(name).read(place)
     raise UnreadableCapture(
         f"'{path}' is not a capture: {_description(path)}; expected a folder with "
         "capture.json, or a folder of ranks or steps in one; or a dump of msprobe or ptdbg_ascend"
     )
+
+
+def _unfinished(path: Path) -> list[Path]:
+    """Where a door has left a recording that it could not finish, the newest first."""
+    place = path / UNFINISHED
+    if not place.is_dir():
+        return []
+    parts = sorted(place.iterdir(), key=lambda part: part.stat().st_mtime, reverse=True)
+    return [place, *(part for part in parts if part.is_dir())]
 
 
 def _description(path: Path) -> str:

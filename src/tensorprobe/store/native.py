@@ -30,7 +30,7 @@ from tensorprobe.store.native_copy import write
 from tensorprobe.store.shard import header_problem, shard_name
 from tensorprobe.store.writer import LOG_FILE, CaptureWriter
 
-__all__ = ["CaptureWriter", "find", "read", "recognises", "run_identity", "write"]
+__all__ = ["LOG_FILE", "CaptureWriter", "find", "read", "recognises", "run_identity", "write"]
 
 NOT_WRITTEN = "value not written (the run ended before)"
 _RANK = re.compile(r"rank(\d+)")

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -60,6 +61,8 @@ class _Data(msgspec.Struct):
     shape: Sequence[int]
     data: Bytes | Callable[[], Bytes]
     nbytes: int
+    checksum: bool = False
+    stored: bool = True
 
 
 class _Value(msgspec.Struct):
@@ -102,6 +105,7 @@ class _Step:
         self.shards = Shards(self.fd, n_shards, shard_nbytes)
         self.blobs: dict[int, Place] = {}  # written, their value line to come
         self.gaps: dict[int, str] = {}  # not written, and why
+        self.checksums: dict[int, str] = {}  # likewise, of data that has gone by
         self.lines: list[bytes] = []
         self.n_calls = 0
         self.n_gaps = 0
@@ -265,10 +269,14 @@ class CaptureWriter:
         shape: Sequence[int],
         data: Bytes | Callable[[], Bytes],
         nbytes: int | None = None,
+        *,
+        checksum: bool = False,
+        stored: bool = True,
     ) -> None:
         """Queue the bytes of a value, row-major; waits while the queue is full.
 
         `data` may be a function that gives them later (a copy under way); `nbytes` is needed then.
+        With `checksum` their CRC-32 is the value's digest, and they need not be `stored` for it.
         """
         step = self._open_step()
         if step is None:
@@ -279,7 +287,7 @@ class CaptureWriter:
         self.make_room(nbytes)
         with self._changed:
             self._queued_nbytes += nbytes
-        self._put(step, _Data(value_id, key, dtype, shape, data, nbytes))
+        self._put(step, _Data(value_id, key, dtype, shape, data, nbytes, checksum, stored))
         if self._queued_nbytes > _BATCH_NBYTES:
             self._wake(hurry=True)
 
@@ -487,7 +495,7 @@ class CaptureWriter:
         problem = step.gaps.pop(line.id, None)
         if result is not None and result.ready:
             line.summary = pack_summary(result.summary) if result.summary is not None else None
-            line.digest = result.digest
+            line.digest = step.checksums.pop(line.id, None) or result.digest
             problem = problem or result.error
         elif result is not None:
             problem = self._result_error or "its summary did not come back from the device"
@@ -502,6 +510,10 @@ class CaptureWriter:
             data = item.data() if callable(item.data) else item.data
         except Exception as error:  # noqa: BLE001 a device that failed: this value becomes a gap
             step.gaps[item.value_id] = f"its copy failed: {type(error).__name__}: {error}"
+            return
+        if item.checksum:
+            step.checksums[item.value_id] = f"crc32:{zlib.crc32(data.data):08x}"
+        if not item.stored:
             return
         try:
             blob = step.shards.find(data)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tensorprobe.records import Gap
-from tensorprobe.store.foreign import numbered
+from tensorprobe.store.foreign import UNFINISHED, numbered
 
 DUMP_FILE = "dump.json"
 DEBUG_FILE = "debug.json"
@@ -51,6 +51,14 @@ def find(path: Path) -> tuple[list[Unit], list[Gap]]:
     else:
         units = _ranks(_number(STEP, folder.name), folder, gaps)
     units.sort(key=lambda unit: (unit.rank, unit.step))
+    if units and (folder / UNFINISHED).is_dir():
+        gaps.append(
+            Gap(
+                str(folder / UNFINISHED),
+                "a step that the run did not finish; "
+                f"to see it: tensorprobe convert {folder / UNFINISHED} --to msprobe -o OUT",
+            )
+        )
     return units, gaps
 
 

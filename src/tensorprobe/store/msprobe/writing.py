@@ -28,6 +28,10 @@ from tensorprobe.store.names import by_rank_and_step, peer_name, renamed
 _FRAME = re.compile(r"(?P<file>.+):(?P<line>\d+) in (?P<function>.+)", re.DOTALL)
 _OPTIMIZER = re.compile(r"[/\\]torch[/\\]optim[/\\]")
 _SPELLED = "calls are named as operators: the recording does not say who wrote a.add(b) for a + b"
+_OPTIMIZERS = "optimizer steps (msprobe has the calls inside them only)"
+_ROOTS = "calls of the model itself (msprobe has its children only)"
+# What msprobe's own dumps never have.
+NOT_MSPROBES = (_OPTIMIZERS, _ROOTS)
 _LONGEST_LIST = 2000  # of gradients by position: a larger number is a key
 
 
@@ -46,16 +50,24 @@ def _config(capture: Capture) -> Mapping[str, Any]:
 
 
 def write_unit(
-    calls: Sequence[Call], folder: Path, config: Mapping[str, Any], lost: Counter[str]
+    calls: Sequence[Call],
+    folder: Path,
+    config: Mapping[str, Any],
+    lost: Counter[str],
+    *,
+    keep_files: bool = False,
 ) -> None:
-    """Write the calls of one step of one rank; `config` is what the recording was asked for."""
-    if config.get("dialect") != "msprobe":  # else the names say how the program wrote each call
+    """Write the calls of one step of one rank; `config` is what the recording was asked for.
+
+    With `keep_files` tensor files that are there already are taken for what they should be.
+    """
+    if config.get("operators") != "dunder":  # else the names say how the program wrote each call
         lost[_SPELLED] += sum(peer_name(c.name) != c.name for c in calls)
         calls = [renamed(call, peer_name) for call in calls]
     saved = [call for call in calls if call.name.startswith("Saved.")]
     others = _writable([call for call in calls if not call.name.startswith("Saved.")], lost)
     folder.mkdir(parents=True, exist_ok=True)
-    unit = _UnitWriter(folder, config, lost)
+    unit = _UnitWriter(folder, config, lost, keep_files)
     if saved:
         unit.write_saved(saved)
     if others or not saved:
@@ -66,9 +78,9 @@ def _writable(calls: Sequence[Call], lost: Counter[str]) -> list[Call]:
     kept = []
     for call in calls:
         if call.name.startswith("Optimizer."):
-            lost["optimizer steps (msprobe has the calls inside them only)"] += 1
+            lost[_OPTIMIZERS] += 1
         elif call.name.startswith("Module.") and not call.module:
-            lost["calls of the model itself (msprobe has its children only)"] += 1
+            lost[_ROOTS] += 1
         else:
             kept.append(call)
     return kept
@@ -77,8 +89,11 @@ def _writable(calls: Sequence[Call], lost: Counter[str]) -> list[Call]:
 class _UnitWriter:
     """Writes the files of one step of one rank."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], lost: Counter[str]) -> None:
+    def __init__(
+        self, folder: Path, config: Mapping[str, Any], lost: Counter[str], keep_files: bool
+    ) -> None:
         self._folder = folder
+        self._keep_files = keep_files
         self._data = folder / DATA_FOLDER
         self._lost = lost
         self._sides = config.get("sides") or ("input", "output")
@@ -176,9 +191,11 @@ class _UnitWriter:
             import torch
         except ImportError:
             raise MissingDependency("torch", "writing .pt files", "torch") from None
+        self._wrote_tensor = True
+        if self._keep_files and path.exists():
+            return
         self._data.mkdir(exist_ok=True)
         torch.save(record.load(), path)
-        self._wrote_tensor = True
 
     def _count_lost(self, call: Call) -> None:
         buffers = sum(record.role == "buffer" for record in call.tensors)
