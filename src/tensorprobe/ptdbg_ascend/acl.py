@@ -88,7 +88,9 @@ def run_with_dump(
     except NotReplayable as error:
         say(f"{error}. {_how_to_repro(capture, forward)}")
         return False
-    say(f"{scope} was run again under ACL dump: {len(files)} files in '{dump_folder(config)}'")
+    hint = "" if files else ". A view runs no kernel; and dump_op_switch has to be 'on'"
+    folder = dump_folder(config)
+    say(f"{scope} was run again under ACL dump: {len(files)} files in '{folder}'{hint}")
     return True
 
 
