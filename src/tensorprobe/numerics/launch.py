@@ -227,9 +227,10 @@ class Flagger:
         self._index = device.index
         self._tables: dict[torch.dtype, torch.Tensor] = {}
         self._device = device
-        self._kernel = Kernel(kernels.flag_floats, WARPS, BLOCK=BLOCK)
+        self._kernel = Kernel(kernels.flag_floats, LANES // 32, LANES=LANES)
         with torch.cuda.device(device), memory.kernels_only(), torch.inference_mode(False):
             self._flags = torch.zeros((slots, 2), dtype=torch.int32, device=device)
+            self._flags_at = self._flags.data_ptr()
             self._host = torch.empty((slots, 2), dtype=torch.int32, pin_memory=True)
             self._trial()
 
@@ -249,11 +250,19 @@ class Flagger:
         name = memory.NAMES[tensor.dtype]
         read, kind = READS[name]
         table = self._flags if kind != kernels.TABLE else self._table(tensor.dtype, name)
-        key = (name, tensor.data_ptr() % 16 == 0, count < 1 << 31)
+        address = tensor.data_ptr()
+        key = (name, address % 16 == 0, count < 1 << 31)
         stream = torch._C._cuda_getCurrentRawStream(self._index)
-        tensors = (triton.reinterpret(tensor, read), table, self._flags)
-        numbers, wide = (count, slot), name == "float64"
-        self._kernel(key, rows_for(count), stream, tensors, numbers, KIND=kind, WIDE=wide)
+        programs = rows_for(name, count)
+        if not self._kernel.start(
+            key, programs, stream, address, table.data_ptr(), self._flags_at, count, slot
+        ):
+            x = triton.reinterpret(tensor, read)
+            wide = name == "float64"
+            self._kernel.compile_and_start(
+                key, programs, x, table, self._flags, count, slot,
+                KIND=kind, WIDE=wide, VECTOR=_vector(name),
+            )  # fmt: skip
 
     def read(self, count: int) -> list[tuple[int, float]]:
         """Wait for the device; bits and largest magnitude of the first `count` slots, then zero."""

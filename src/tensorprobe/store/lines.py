@@ -93,13 +93,14 @@ class ClosedLine(msgspec.Struct, tag_field="type", tag="closed"):
 
 Line = StackLine | CallLine | EndLine | ValueLine | GapLine | ClosedLine
 _encoder = msgspec.json.Encoder()
+_encode = _encoder.encode
 decode = msgspec.json.Decoder(Line).decode
 
 
 def encode(line: Line) -> bytes:
     """One line with its newline."""
     try:
-        return _encoder.encode(line) + b"\n"
+        return _encode(line) + b"\n"
     except UnicodeEncodeError:  # a lone surrogate, as in a file name that is not UTF-8
         return _encoder.encode(speakable(msgspec.to_builtins(line))) + b"\n"
 
