@@ -205,6 +205,7 @@ class PrecisionDebugger:
                 self._overflow_nums,
                 self._acl,
                 say_ignored=say,
+                first_step=None if self._automatic else self._step,
             )
             self._overflow.is_filtered = self._is_filtered
         self._overflow.start()

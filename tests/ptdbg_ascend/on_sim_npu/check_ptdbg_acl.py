@@ -13,8 +13,9 @@ import torch.nn.functional as F
 
 import tensorprobe as tp
 from tensorprobe.ascend.dump import read_dump
+from tensorprobe.devices import sim_npu
 from tensorprobe.errors import BadUsage, DeviceUnusable
-from tensorprobe.ptdbg_ascend import acc_cmp_dump
+from tensorprobe.ptdbg_ascend import acc_cmp_dump, overflow_check
 from tensorprobe.ptdbg_ascend.session import Session
 
 FILE = re.compile(r"(\w+)\.\1(_\d+)?\.\d+\.\d+\.\d{16}")
@@ -162,3 +163,42 @@ def test_half_of_the_settings_say_the_other_half() -> None:
         session.register_hook(None, acc_cmp_dump, dump_mode="acl", dump_config="dump.json")
     with pytest.raises(BadUsage, match=r"there is no file 'nowhere\.npy'"):
         session.set_backward_input(["nowhere.npy"])
+
+
+def test_each_overflowing_call_is_run_again_under_dump(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    session = Session()
+    session.set_dump_path("./x.pkl", "ptdbg_dump")
+    session.register_hook(
+        None, overflow_check, overflow_nums=2, dump_mode="acl", dump_config=config()
+    )
+    model = torch.nn.Linear(4, 2).npu()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+
+    def train_on() -> None:
+        for _ in range(4):
+            y = model(torch.ones(3, 4).npu())
+            (y * 1e30 * 1e30).sum().backward()
+            optimizer.zero_grad()
+            optimizer.step()
+
+    with pytest.raises(ValueError, match=r"\[overflow 2 times\]: dump file is saved in '.*output'"):
+        train_on()
+    session.close()
+    assert [path.name.partition(".")[0] for path in dumped()] == ["Mul", "Mul"]
+    assert capsys.readouterr().err.count("set_dump_path is not used") == 1
+    assert not list(tmp_path.rglob("*.pkl"))
+
+
+def test_an_overflow_that_saturates_is_seen_by_the_flag(tmp_path: Path) -> None:
+    sim_npu.set_overflow_mode("saturation")
+    session = Session()
+    session.set_dump_path("./x.pkl", "ptdbg_dump")
+    session.register_hook(None, overflow_check)
+    x = torch.full((4,), 60000.0, dtype=torch.float16).npu().requires_grad_()
+    with pytest.raises(ValueError, match=r"\[overflow 1 times\]"):
+        (x * x).sum().backward()
+    session.close()
+    (index,) = tmp_path.rglob("Overflow_info_*.pkl")
+    assert tp.load(index).calls[0].name.startswith("Tensor.__mul__.0")
