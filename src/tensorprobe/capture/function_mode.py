@@ -40,25 +40,23 @@ def below_backward() -> bool:
     return False
 
 
-class CallMode(TorchFunctionMode):
-    """Records each call; on the stack it disturbs nothing, and torch pops it inside each call.
+class UserCalls(TorchFunctionMode):
+    """Hands each torch call that the program makes to `called`, by its name.
 
-    So the calls that a functional written in Python makes are part of that one call, and what the
-    recorder itself does never comes back here.
+    On the stack it disturbs nothing, and torch pops it inside each call: the calls that a
+    functional written in Python makes are part of that one call, and what a tool itself does in
+    `called` never comes back here.
     """
 
-    def __init__(
-        self, tape: Tape, *, record: bool, on_scaler_update: Callable[[Iterable[int]], None]
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._tape = tape
-        self._record = record
-        self._on_scaler_update = on_scaler_update
         self._namer = Namer(resolve_name)
         self._plans: dict[Any, ApiName | None] = {}
-        self._spell = Spelling() if tape.config.operators == "dunder" else None
         self.dispatch_depth = 0  # dispatch modes on the stack while backward runs
-        self._runs = compiled.Runs()
+
+    def called(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A call: make it, and return what it returns."""
+        raise NotImplementedError
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -77,7 +75,40 @@ class CallMode(TorchFunctionMode):
         except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
             api = None
         if api is None or (api.prefix == "Aten" and below_backward()):
-            return func(*args, **kwargs)
+            return self.passed_on(func, args, kwargs)
+        return self.called(api, func, args, kwargs)
+
+    def passed_on(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A call too small to have a name: a property, a size."""
+        return func(*args, **kwargs)
+
+    def _plan(self, func: Any) -> ApiName | None:
+        api = self._namer(func)
+        plan = None if is_noise(api) else api
+        self._plans[func] = plan
+        return plan
+
+
+class CallMode(UserCalls):
+    """Records each call."""
+
+    def __init__(
+        self,
+        tape: Tape,
+        *,
+        record: bool,
+        on_scaler_update: Callable[[Iterable[int]], None],
+        on_passed_error: Callable[[ApiName, Any, Any, Exception], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._on_passed_error = on_passed_error  # of calls that are too small to be recorded
+        self._tape = tape
+        self._record = record
+        self._on_scaler_update = on_scaler_update
+        self._runs = compiled.Runs()
+        self._spell = Spelling() if tape.config.operators == "dunder" else None
+
+    def called(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if not self._is_wanted() or compiled.in_backward():
             result = self._passed(api, func, args, kwargs)
         elif (run := compiled.running()) is not None:
@@ -91,14 +122,16 @@ class CallMode(TorchFunctionMode):
             self._on_scaler_update(optimizers_in_round())
         return result
 
+    def passed_on(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            if self._on_passed_error is not None:
+                self._on_passed_error(self._namer(func), args, kwargs, error)
+            raise
+
     def _is_wanted(self) -> bool:
         return self._record and self._tape.recording and self._tape.only is None
-
-    def _plan(self, func: Any) -> ApiName | None:
-        api = self._namer(func)
-        plan = None if is_noise(api) else api
-        self._plans[func] = plan
-        return plan
 
     def _passed(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A call that is not recorded; what it writes to may be recorded later in the step."""
@@ -114,7 +147,7 @@ class CallMode(TorchFunctionMode):
         names = self._tape.select(api, self._tape.counter.next(api), self._tape.place.module)
         if names is None or not names.wanted:
             return
-        call = self._tape.begin(names, run.entry.f_locals.get("args", ()), depth=3)
+        call = self._tape.begin(names, run.entry.f_locals.get("args", ()), depth=4)
         if call is not None:
             call.notes.append(compiled.NOTE)
             self._tape.end(call, None)
@@ -128,7 +161,7 @@ class CallMode(TorchFunctionMode):
             return self._passed(api, func, args, kwargs)
         grad = torch.is_grad_enabled() and not torch._C._functorch.peek_interpreter_stack()
         shown = args[:1] if api.api == "__deepcopy__" else args  # the rest is copy's own memo
-        call = tape.begin(names, shown, kwargs, depth=2, grad=grad)
+        call = tape.begin(names, shown, kwargs, depth=3, grad=grad)
         if call is None:
             return func(*args, **kwargs)
         try:

@@ -181,6 +181,7 @@ class Tape:
         parent: str | None = None,
         random: bool | None = None,
         writes: frozenset[str] | None = None,
+        stack: int | None = None,
         **named: Iterable[tuple[str, torch.Tensor]],
     ) -> OpenCall | None:
         """Write down a call before it runs. `named`: parameters, parameter_grads, buffers."""
@@ -193,7 +194,9 @@ class Tape:
                 return self._watch(call, args, kwargs)
             self.open_step()
             place = self.place
-            if self.config.stacks:
+            if stack is not None:
+                call.stack = stack
+            elif self.config.stacks:
                 call.stack = self._stacks.current(depth + 1, place.frame, place.stack)
             with Quiet():
                 if self._pending_work:
@@ -580,6 +583,11 @@ class Tape:
     def stack_number(self, depth: int) -> int:
         """The number of the caller's stack, `depth` frames up."""
         return self._stacks.current(depth + 1, self.place.frame, self.place.stack)
+
+    def add_stack(self, frames: Sequence[str]) -> int:
+        """Write down a stack that was noted earlier; its number is for `begin`."""
+        self.open_step()
+        return self._stacks.add(list(frames))
 
     def _write_stack(self, id: int, frames: list[str]) -> None:
         line = StackLine(id=id, frames=frames)

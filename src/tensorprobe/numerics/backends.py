@@ -68,10 +68,12 @@ class KernelBackend:
         stats: bool,
         digest: bool,
     ) -> None:
-        from tensorprobe.numerics.launch import FAILURES, rows_for
+        from tensorprobe.numerics.launch import FAILURES, rows_for, rows_for_both, takes_both
 
         self._failures = FAILURES
         self._rows_for = rows_for
+        self._rows_for_both = rows_for_both
+        self._takes_both = takes_both
         self._launcher = launcher
         self._port = port
         self._stats = stats
@@ -84,32 +86,39 @@ class KernelBackend:
         if name in self._refused:
             self._use_spare(result, tensor, name)
             return
-        queue, launcher = self._queue, self._launcher
         with self._port.on_device():
-            source, count, repeat = tensor, tensor.numel(), 1
+            count, repeat = tensor.numel(), 1
             nbytes = count * tensor.element_size()
-            logical = tensor
             if not tensor.is_contiguous():
-                if self._stats:
-                    source, count, repeat = _in_one_piece(tensor)
-                if self._digest:
+                if self._digest:  # which is of the elements in their order
                     with memory.kernels_only():
-                        logical = tensor.contiguous()
-            wanted_rows = self._rows_for(name, count) if self._stats else 0
+                        tensor = tensor.contiguous()
+                else:
+                    tensor, count, repeat = _in_one_piece(tensor)
             # Does not hold the tensor, which must go when the program lets it go.
             ticket = rows.Ticket(result, name, count, repeat, nbytes, self._stats, self._digest)
             try:
-                with queue.lock:
-                    bank, stream = queue.bank(wanted_rows)
-                    slot, row = bank.take(wanted_rows)
-                    if self._stats:
-                        launcher.tally(source, name, count, wanted_rows, bank, slot, row, stream)
-                    if self._digest:
-                        launcher.digest(logical, nbytes, bank, slot, stream)
-                    bank.tickets[slot] = ticket
+                self._launch(ticket, tensor)
             except self._failures as error:
                 self._refused[name] = _first_line(error)
                 self._use_spare(result, tensor, name)
+
+    def _launch(self, ticket: rows.Ticket, tensor: torch.Tensor) -> None:
+        launcher, queue = self._launcher, self._queue
+        name, count, nbytes = ticket.dtype, ticket.elements, ticket.nbytes
+        both = self._stats and self._digest and self._takes_both(name, tensor, nbytes)
+        n_rows = self._rows_for_both(nbytes) if both else self._rows_for(name, count)
+        with queue.lock:
+            bank, stream = queue.bank(n_rows)
+            slot, row = bank.take(n_rows)
+            if both:
+                launcher.digest_and_tally(tensor, name, nbytes, n_rows, bank, slot, row, stream)
+            else:
+                if self._stats:
+                    launcher.tally(tensor, name, count, n_rows, bank, slot, row, stream)
+                if self._digest:
+                    launcher.digest(tensor, nbytes, bank, slot, stream)
+            bank.tickets[slot] = ticket
 
     def _use_spare(self, result: Result, tensor: torch.Tensor, name: str) -> None:
         reason = self._refused[name]
