@@ -169,8 +169,10 @@ def test_msprobe_wrote_the_same_cells(file: str, mode: Mode, tmp_path: Path) -> 
     assert list(ours[0]) == list(theirs[0])
     assert [row["NPU Name"] for row in ours] == [row["NPU Name"] for row in theirs]
     for mine, their in zip(ours, theirs, strict=True):
+        was_wrong = their["Result"] == "pass" and mine["Result"] == "warning"
         for column in their:
-            assert mine[column] == their[column], (their["NPU Name"], column)
+            if not (was_wrong and column in ("Result", "Err_message")):
+                assert mine[column] == their[column], (their["NPU Name"], column)
 
 
 def ptdbg_cells(shapes: list[tuple[int, ...]], m: PairMetrics | None) -> Cells:
@@ -233,9 +235,10 @@ def one_call(mode: Mode, ours: dict[str, Any], theirs: dict[str, Any] | None) ->
 def test_a_call_without_partner_is_n_a_throughout() -> None:
     for row in one_call("stats", {}, None):
         assert (row["Bench Name"], row["Max diff"], row["Bench max"]) == ("N/A",) * 3
-        assert (row["Requires_grad Consistent"], row["Result"]) == ("False", "pass")
+        assert (row["Requires_grad Consistent"], row["Result"]) == ("False", "warning")
+        assert row["Err_message"] == '["warning: no bench data matched."]'
     for row in one_call("digest", {"digest": "1"}, None):
-        assert row["Result"] == ("warning" if ".output." in row["NPU Name"] else "pass")
+        assert row["Result"] == "warning"
 
 
 @pytest.mark.parametrize(
