@@ -11,7 +11,8 @@ from numerics import cases
 from tensorprobe.numerics import queue
 from tensorprobe.numerics.backends import KernelBackend
 from tensorprobe.numerics.digest import digest_array
-from tensorprobe.numerics.launch import Launcher
+from tensorprobe.numerics.finiteness import LIMITS, extent_now, readable
+from tensorprobe.numerics.launch import Flagger, Launcher
 from tensorprobe.numerics.queue import Arrival, Bank
 from tensorprobe.numerics.summary import Summarizer
 
@@ -67,6 +68,25 @@ def interpreted(*, stats: bool, digest: bool) -> tuple[Summarizer, HostPort]:
         return KernelBackend(launcher, port, new_bank, stats=stats, digest=digest)
 
     return Summarizer(stats=stats, digest=digest, choose=choose), port
+
+
+def check_flags() -> None:
+    """Bits and magnitudes of the flag kernel are those that the host finds."""
+    tensors = []
+    for dtype in LIMITS:
+        for value in (0.5, float("nan"), float("inf"), -float("inf")):
+            x = torch.linspace(-3, 2, 5000)
+            x[4321] = value
+            x = (torch.complex(x, x) if dtype.is_complex else x).to(dtype)
+            tensors += [x, x[1:]]
+    contents = [content for x in tensors if (content := readable(x)) is not None]
+    flagger = Flagger(CPU, len(contents))
+    for slot, content in enumerate(contents):
+        flagger.start(content, content.numel(), slot, 0)
+    for content, (bits, top) in zip(contents, flagger.decode(len(contents)), strict=True):
+        expected = extent_now(content)
+        assert bits == expected.bits, (content.dtype, bits, expected)
+        assert bits or abs(top - expected.top) <= 1e-6 * expected.top, (content.dtype, top)
 
 
 # Those that a kernel sees differently: at an odd address, repeated, copied first.
@@ -157,6 +177,8 @@ if __name__ == "__main__":
         check_dtypes(names)
         check_large()
         check_banks()
+    elif what == "flags":
+        check_flags()
     else:
         check_dtypes(names, every_layout=True)
     print("passed")

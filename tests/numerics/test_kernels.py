@@ -30,6 +30,10 @@ def test_every_way_of_reading_and_the_banks() -> None:
     interpret("banks", "float64", "bfloat16", "float8_e4m3fn", "uint64", "bool", "complex64")
 
 
+def test_flags_of_what_is_not_finite() -> None:
+    interpret("flags")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=cases.title)
 def test_every_dtype_and_layout(dtype: object) -> None:
