@@ -91,6 +91,7 @@ class Tape:
         self.recording = False  # this step is wanted, and the recorder is on
         self._steps: set[int] = set()
         self._open = False
+        self.on_open: Callable[[int], None] = lambda step: None
         self._opening = threading.Lock()
         self._values = values
         self.ids = itertools.count()
@@ -151,6 +152,7 @@ class Tape:
                     self.writer.stack(line)
                 self._early_stacks.clear()
                 self._open = True
+                self.on_open(self.step)
 
     # Calls
 
