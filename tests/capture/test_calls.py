@@ -379,6 +379,32 @@ def test_a_custom_function_is_seen_wherever_its_result_goes(record: Record) -> N
     assert found["Function.Half.0.backward"] == {"input.0": 1, "output.0": 0.5}
 
 
+def test_a_custom_function_shows_every_result_that_is_used(record: Record) -> None:
+    class Parts(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            ctx.save_for_backward(x, y)
+            return x * y, x + y, x - y
+
+        @staticmethod
+        def backward(ctx: Any, a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+            x, y = ctx.saved_tensors
+            return a * y + b, a * x + b
+
+    def program() -> None:
+        x, y = (torch.full((), value, requires_grad=True) for value in (3.0, 5.0))
+        product, total, _ = Parts.apply(x, y)  # the last one is used by nobody
+        (total.mul(10) + product.mul(100)).backward()
+
+    capture = record(program)
+    found = {c.name: tensors(c) for c in capture.calls(name="Function")}
+    assert found["Function.Parts.0.forward"] == {"output.0": 15, "output.1": 8}
+    assert found["Function.Parts.0.backward"] == {
+        "input.0": 100, "input.1": 10, "output.0": 510, "output.1": 310
+    }  # fmt: skip
+    assert capture.gaps == ()
+
+
 def test_casts_and_autocast(record: Record) -> None:
     def program() -> None:
         x = torch.ones(2, 2)

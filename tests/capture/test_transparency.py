@@ -575,6 +575,22 @@ def test_a_compiled_part_is_one_opaque_call(how: str, backend: str, tmp_path: Pa
     assert "a compiled region is one opaque call" in gap.reason
 
 
+@NO_COMPILER
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_module_and_its_inside_are_module_and_call(backend: str, tmp_path: Path) -> None:
+    """As Linear and linear are at mix; the graph that a backend makes of it is no module."""
+    program = compiled(backend, "module")
+    capture = unchanged(program, tmp_path / "run", level="mix", keep="stats")
+    first = [call for call in capture.calls(step=0) if any("compiled" in n for n in call.notes)]
+    inside = {"eager": "Compiled.Sequential.0", "aot_eager": "Function.CompiledFunction.0"}
+    assert [call.name for call in first] == [
+        "Module.OptimizedModule.forward.0",
+        f"{inside[backend]}.forward",
+    ]
+    assert not [call.name for call in capture.calls if "GraphModule" in call.op]
+
+
 # Exceptions
 
 

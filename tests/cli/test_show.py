@@ -82,7 +82,7 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_the_table_of_calls(capture: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, capture) == dedent("""\
-        runs/a: native, steps 0-1, rank 0, 5 calls, 2 gaps, 515.1 KiB
+        runs/a: native, steps 0-1, rank 0, 5 calls, 2 gaps, 3.0 kB
         1 call begun, values missing
 
         index  step  rank  name                          module  op                             input         output        status
@@ -146,7 +146,7 @@ def test_none_unsupported_and_bool_are_three_things(
 
 def test_gaps(capture: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, capture, "--gaps") == dedent("""\
-        runs/a: native, steps 0-1, rank 0, 5 calls, 2 gaps, 515.1 KiB
+        runs/a: native, steps 0-1, rank 0, 5 calls, 2 gaps, 3.0 kB
         1 call begun, values missing
 
         step  rank  name                      reason
@@ -166,7 +166,15 @@ def test_filters_and_pages(capture: str, capsys: pytest.CaptureFixture[str]) -> 
     assert names("--limit", "2", "--offset", "1") == ["1", "2", "2 more: --offset 3"]
     assert names("--direction", "forward", "--offset", "4") == ["4"]
     text = shown(capsys, capture, "--direction", "backward")
-    assert text.splitlines()[-1] == "no call passes these filters"
+    assert text.partition("\n\n")[2] == dedent("""\
+        no call passes these filters. There is:
+          --step       0, 1
+          --rank       0
+          --direction  forward
+          --name       Functional.*, Tensor.*, Torch.*
+          --op         torch.nn.functional.linear, torch.Tensor.__getitem__, torch.exp
+          --module     fc
+        """)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     elif calls:
         _write_table(_CALL_COLUMNS, [call_row(call) for call in page])
     else:
-        _write(["no call passes these filters"])
+        _write(nothing_found(capture))
     left = len(calls) - args.offset - len(page)
     if left > 0:
         _write([f"{left} more: --offset {args.offset + len(page)}"])
@@ -82,7 +82,7 @@ def header(capture: Capture) -> list[str]:
         _numbers("rank", capture.ranks),
         _count(len(capture.calls), "call"),
         _count(len(capture.gaps), "gap"),
-        _size(_nbytes_on_disk(capture.path)),
+        _size(_nbytes_recorded(capture.path)),
     ]
     lines = [f"{capture.path}: {', '.join(facts)}"]
     if begun := len(capture.begun):
@@ -90,6 +90,30 @@ def header(capture: Capture) -> list[str]:
     if unfinished := capture.facts.get("unfinished"):
         lines.append(f"not closed: {', '.join(unfinished)}")
     return [*lines, ""]
+
+
+def nothing_found(capture: Capture) -> list[str]:
+    """No call passes the filters: which values each of them could have had."""
+    prefixes = dict.fromkeys(call.name.partition(".")[0] for call in capture.calls)
+    ops = dict.fromkeys(call.op for call in capture.calls)
+    modules = dict.fromkeys(call.module for call in capture.calls if call.module)
+    directions = dict.fromkeys(call.direction for call in capture.calls)
+    there: dict[str, list[str]] = {
+        "--step": [str(step) for step in capture.steps],
+        "--rank": [str(rank) for rank in capture.ranks],
+        "--direction": list(directions),
+        "--name": [f"{prefix}.*" for prefix in prefixes],
+        "--op": list(ops),
+        "--module": list(modules),
+    }
+    width = max(map(len, there))
+    lines = [f"  {option:<{width}}  {_some(values)}" for option, values in there.items() if values]
+    return ["no call passes these filters. There is:", *lines]
+
+
+def _some(values: Sequence[str], most: int = 8) -> str:
+    more = f" and {len(values) - most} more" if len(values) > most else ""
+    return ", ".join(values[:most]) + more
 
 
 def find_calls(capture: Capture, calls: Calls, wanted: str) -> Calls:
@@ -249,18 +273,35 @@ def _count(n: int, noun: str) -> str:
 
 
 def _size(nbytes: int) -> str:
-    if nbytes < 1024:
+    """In powers of 1000, as `run` says what it wrote."""
+    if nbytes < 1000:
         return f"{nbytes} bytes"
-    power = min(int(math.log2(nbytes)) // 10, 4)
-    return f"{nbytes / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
+    power = min(int(math.log10(nbytes)) // 3, 4)
+    return f"{nbytes / 1000**power:.1f} {('kB', 'MB', 'GB', 'TB')[power - 1]}"
 
 
-def _nbytes_on_disk(path: Path) -> int:
-    """What the files take; a shard of a killed run has a size of which it uses little."""
+def _nbytes_recorded(path: Path) -> int:
+    """Lines and tensors, as `run` counts them: room for a shard's header is not content.
+
+    A shard of a killed run has a size of which it uses little.
+    """
     folder = path if path.is_dir() else path.parent
-    files = (file for file in folder.rglob("*") if "earlier" not in file.relative_to(folder).parts)
-    stats = [file.stat() for file in files if file.is_file()]
-    return sum(min(stat.st_size, stat.st_blocks * 512) for stat in stats)
+    nbytes = 0
+    for file in folder.rglob("*"):
+        if "earlier" in file.relative_to(folder).parts or not file.is_file():
+            continue
+        if file.name in ("capture.json", "rank.json"):
+            continue
+        stat = file.stat()
+        nbytes += max(min(stat.st_size, stat.st_blocks * 512) - _header_nbytes(file), 0)
+    return nbytes
+
+
+def _header_nbytes(file: Path) -> int:
+    if file.suffix != ".safetensors":
+        return 0
+    with file.open("rb") as shard:
+        return 8 + int.from_bytes(shard.read(8), "little")
 
 
 def _write_call(call: Call) -> None:
