@@ -105,6 +105,7 @@ class Tape:
         self.only: dict[int, str] | None = None
         self._steps: set[int] = set()
         self._open = False
+        self.on_open: Callable[[int], None] = lambda step: None
         self._opening = threading.Lock()
         self._values = values
         self.ids = itertools.count()
@@ -169,6 +170,7 @@ class Tape:
                     self.writer.stack(line)
                 self._early_stacks.clear()
                 self._open = True
+                self.on_open(self.step)
 
     # Calls
 
