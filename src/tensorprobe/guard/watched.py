@@ -24,6 +24,11 @@ from tensorprobe.records import HOST
 from tensorprobe.store.lines import TensorLine
 from tensorprobe.store.writer import CaptureWriter
 
+COMPILED = (
+    "compiled: the calls inside are not visible. To have the one that failed named, run once more "
+    "with TORCHDYNAMO_DISABLE=1"
+)
+_BY_NODE = "seen by its graph node: the inputs are not visible"
 _MAX_GAPS = 1000
 
 
@@ -86,6 +91,7 @@ class WatchTape(Tape):
         super().__init__(config, Selection(config), writer, Values(writer, Summarizer()))
         self.key = f"tensorprobe {id(self)}"  # of stamps
         self.troubles: dict[str, str] = {}  # calls that could not be noted, and why
+        self.compiled: dict[ApiName, WatchedCall] = {}  # the last run of each compiled part
         self._kept = kept
         self._on_raised = on_raised
         self._frames: dict[int, list[str]] = {}
@@ -96,6 +102,7 @@ class WatchTape(Tape):
         if step != self.step:
             self._kept.release()
             self._frames.clear()
+            self.compiled.clear()
         super().begin_step(step, wanted)
 
     def open_step(self) -> None:
@@ -167,6 +174,8 @@ class WatchTape(Tape):
             if call.start >= 0:
                 with Quiet():
                     self._follow_result(call, result)
+            if call.names.api.prefix == "Compiled":
+                self.compiled[call.names.api] = call
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self.gap(call.names.name, error)
         finally:
@@ -222,7 +231,8 @@ class WatchTape(Tape):
         names = self.select(api, self.counter.next(api), self.place.module)
         call = WatchedCall(names, self.step, self.place.thread)
         call.frames = self._frames_here(depth)
-        call.notes.append("seen by its graph node: the inputs are not visible")
+        seen = COMPILED if kind.__name__ == "CompiledFunction" else _BY_NODE
+        call.notes.append(seen)
         return call
 
     def note_arguments(self, call: WatchedCall, args: Sequence[Any]) -> None:
