@@ -636,6 +636,18 @@ def test_what_the_budget_dropped_is_held_in_a_second_run(tmp_path: Path) -> None
     assert finding.repro is not None
 
 
+def test_scatters_that_fail_half_way_are_saved_as_they_were(tmp_path: Path) -> None:
+    table = torch.zeros(4)
+
+    def program() -> None:
+        with torch.no_grad():
+            table.index_put_((torch.tensor([0, 1, 9]),), torch.ones(3))
+
+    findings, _ = guarded(tmp_path, program)
+    call = tp.load(only(findings).inputs).call("Tensor.index_put_.0.forward")
+    assert call.tensor("input.0").load().equal(torch.zeros(4))
+
+
 def test_late_errors_of_a_device_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Device(Tensor):
         @classmethod

@@ -14,7 +14,7 @@ from tensorprobe.devices import failed_device
 from tensorprobe.guard.alone import Alone, run_alone, write_repro
 from tensorprobe.guard.arguments import describe_call
 from tensorprobe.guard.findings import Finding
-from tensorprobe.guard.kept import DROPPED, GONE
+from tensorprobe.guard.kept import DROPPED, GONE, TOO_LARGE
 from tensorprobe.guard.origin import chain, is_of_torch, words
 from tensorprobe.guard.saving import SavedInputs, direction_name
 from tensorprobe.guard.watched import COMPILED, WatchedCall
@@ -137,7 +137,7 @@ class Failures:
 
     def _second_run(self, failure: _Failure) -> str:
         """How to get the inputs that are missing: by holding those of this one call."""
-        if not any(text.endswith((GONE, DROPPED)) for text in failure.missing):
+        if not any(text.endswith((GONE, DROPPED, TOO_LARGE)) for text in failure.missing):
             return ""
         if self._rerun is None:
             step = failure.finding.step
