@@ -6,9 +6,11 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import triton
 
 from numerics import cases
-from tensorprobe.numerics import queue
+from tensorprobe.numerics import launch, queue
+from tensorprobe.numerics import triton_kernels as kernels
 from tensorprobe.numerics.backends import KernelBackend
 from tensorprobe.numerics.digest import digest_array
 from tensorprobe.numerics.launch import Launcher
@@ -99,19 +101,50 @@ def expected_digest(tensor: torch.Tensor) -> str:
 
 def check_large() -> None:
     """Several programs, several steps each, several chunks of the digest, odd sizes."""
+    launch.MAX_ROWS = 2
     summarizer, _ = interpreted(stats=True, digest=True)
     whole = torch.randn(9_001, dtype=torch.float64)
     tensors = [whole, whole.bfloat16()[1:], whole.float()[1:-2], whole.int()]
+    # Digest and tallies at once: whole chunks of 64 KB, and a rest; with and without infinities.
+    words = torch.randn(3 * 16384 + 46)
+    words[::7] = 0
+    tensors += [words, words.bfloat16().repeat(2), words.half()[:50]]
+    tensors += [torch.where(words > 2.5, float("inf"), words).to(tensors[4].dtype)]
     results = [summarizer.submit(tensor) for tensor in tensors]
     summarizer.wait()
     for tensor, result in zip(tensors, results, strict=True):
         exact = Summarizer(digest=True).submit(tensor)
         assert exact.summary is not None
-        assert result.summary is not None
+        assert result.summary is not None, result.error
         assert result.digest == exact.digest
         assert result.summary.min == exact.summary.min
         assert result.summary.max == exact.summary.max
+        assert result.summary.zero_count == exact.summary.zero_count
+        assert result.summary.inf_count == exact.summary.inf_count
         assert abs(result.summary.norm - exact.summary.norm) <= 1e-12 * exact.summary.norm
+
+
+def check_flags() -> None:
+    """What the guard asks of a tensor: NaN, infinities of either sign, the largest number."""
+    for name in ("bfloat16", "float16", "float32", "float64"):
+        read, kind = launch.READS[name]
+        vector = launch._vector(name)
+        for count in (1, 5, 3_000, 9_000):
+            for bad in ((), ("nan",), ("inf",), ("-inf", "nan")):
+                x = torch.randn(count).to(getattr(torch, name))
+                for i, value in enumerate(bad):
+                    x[(7 * i + count // 2) % count] = float(value)
+                flags = torch.zeros((3, 2), dtype=torch.int32)
+                kernels.flag_floats[(min(3, -(-count // (launch.LANES * vector))),)](
+                    triton.reinterpret(x, read), flags, flags, count, 1,
+                    KIND=kind, WIDE=name == "float64", VECTOR=vector, LANES=launch.LANES,
+                )  # fmt: skip
+                finite = x[torch.isfinite(x)].abs().float()
+                top = float(finite.max()) if finite.numel() else 0.0
+                found = [x.isnan(), x == float("inf"), x == float("-inf")]
+                bits = sum(int(where.any()) << i for i, where in enumerate(found))
+                flag = int(flags[1, 0]), float(flags[1, 1:].view(torch.float32))
+                assert flag == (bits, top), (name, count, bad, flag)
 
 
 def check_banks() -> None:
@@ -156,6 +189,7 @@ if __name__ == "__main__":
     if what == "banks":
         check_dtypes(names)
         check_large()
+        check_flags()
         check_banks()
     else:
         check_dtypes(names, every_layout=True)

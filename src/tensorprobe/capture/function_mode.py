@@ -13,11 +13,15 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from tensorprobe.capture import compiled
 from tensorprobe.capture.hidden_state import writes_in_place
 from tensorprobe.capture.naming import ApiName, Namer, is_noise
+from tensorprobe.capture.spelling import Spelling
 from tensorprobe.capture.steps import optimizers_in_round
 from tensorprobe.capture.tape import Tape
 
 # Calls that tell the recorder something even where calls are not recorded.
 SCALER_UPDATE = "_amp_update_scale_"
+_is_grad_enabled = torch.is_grad_enabled
+_interpreter_stack = torch._C._functorch.peek_interpreter_stack
+_is_compiling = torch.compiler.is_compiling
 _DISPATCH_DEPTH = 12  # frames between a __torch_dispatch__ and the operators it calls
 
 
@@ -39,12 +43,58 @@ def below_backward() -> bool:
     return False
 
 
-class CallMode(TorchFunctionMode):
-    """Records each call; on the stack it disturbs nothing, and torch pops it inside each call.
+class UserCalls(TorchFunctionMode):
+    """Hands each torch call that the program makes to `called`, by its name.
 
-    So the calls that a functional written in Python makes are part of that one call, and what the
-    recorder itself does never comes back here.
+    On the stack it disturbs nothing, and torch pops it inside each call: the calls that a
+    functional written in Python makes are part of that one call, and what a tool itself does in
+    `called` never comes back here.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._namer = Namer(resolve_name)
+        self._plans: dict[Any, ApiName | None] = {}
+        self.dispatch_depth = 0  # dispatch modes on the stack while backward runs
+
+    def called(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A call: make it, and return what it returns."""
+        raise NotImplementedError
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if kwargs is None:
+            kwargs = {}
+        if _is_compiling():  # dynamo traces this line: leave no mark in its graph
+            return func(*args, **kwargs)
+        if self.dispatch_depth and self.dispatch_depth > torch._C._len_torch_dispatch_stack():
+            # Inside the handler of a dispatch mode that came by in backward: what a simulated
+            # device, or another tool, does is not the program's call. In forward it is hidden too.
+            return func(*args, **kwargs)
+        try:
+            api = self._plans[func]
+        except KeyError:
+            api = self._plan(func)
+        except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
+            api = None
+        if api is None or (api.prefix == "Aten" and below_backward()):
+            return self.passed_on(func, args, kwargs)
+        return self.called(api, func, args, kwargs)
+
+    def passed_on(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A call too small to have a name: a property, a size."""
+        return func(*args, **kwargs)
+
+    def _plan(self, func: Any) -> ApiName | None:
+        api = self._namer(func)
+        plan = None if is_noise(api) else api
+        self._plans[func] = plan
+        return plan
+
+
+class CallMode(UserCalls):
+    """Records each call."""
 
     def __init__(
         self,
@@ -59,57 +109,31 @@ class CallMode(TorchFunctionMode):
         self._tape = tape
         self._record = record
         self._on_scaler_update = on_scaler_update
-        self._namer = Namer(resolve_name)
-        self._plans: dict[Any, ApiName | None] = {}
-        self.dispatch_depth = 0  # dispatch modes on the stack while backward runs
         self._runs = compiled.Runs()
+        self._spell = Spelling() if tape.config.operators == "dunder" else None
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # dynamo traces this line: leave no mark in its graph
-            return func(*args, **kwargs)
-        if self.dispatch_depth > torch._C._len_torch_dispatch_stack():
-            # Inside the handler of a dispatch mode that came by in backward: what a simulated
-            # device, or another tool, does is not the program's call. In forward it is hidden too.
-            return func(*args, **kwargs)
-        try:
-            api = self._plans[func]
-        except KeyError:
-            api = self._plan(func)
-        except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
-            api = None
-        if api is None or (api.prefix == "Aten" and below_backward()):
-            if self._on_passed_error is None:
-                return func(*args, **kwargs)
-            return self._tell_error(func, args, kwargs)
-        if not (self._record and self._tape.recording) or compiled.in_backward():
+    def called(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        compiles = compiled.may_run()
+        if not self._is_wanted() or (compiles and compiled.in_backward()):
             result = self._passed(api, func, args, kwargs)
-        elif (run := compiled.running()) is not None:
-            if self._runs.is_new(run) and not run.has_node:
-                self._record_compiled(run)
+        elif compiles and self._is_compiled():
             result = func(*args, **kwargs)
         else:
-            self._runs.outside()
             result = self._recorded(api, func, args, kwargs)
         if api.api == SCALER_UPDATE:
             self._on_scaler_update(optimizers_in_round())
         return result
 
-    def _plan(self, func: Any) -> ApiName | None:
-        api = self._namer(func)
-        plan = None if is_noise(api) else api
-        self._plans[func] = plan
-        return plan
-
-    def _tell_error(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def passed_on(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         try:
             return func(*args, **kwargs)
         except Exception as error:
-            assert self._on_passed_error is not None
-            self._on_passed_error(self._namer(func), args, kwargs, error)
+            if self._on_passed_error is not None:
+                self._on_passed_error(self._namer(func), args, kwargs, error)
             raise
+
+    def _is_wanted(self) -> bool:
+        return self._record and self._tape.recording and self._tape.only is None
 
     def _passed(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A call that is not recorded; what it writes to may be recorded later in the step."""
@@ -118,6 +142,16 @@ class CallMode(TorchFunctionMode):
             self._tape.forget_written(args, kwargs)
         return result
 
+    def _is_compiled(self) -> bool:
+        """Whether this call is the inside of a compiled part, which is written down as one call."""
+        run = compiled.running(up=4)
+        if run is None:
+            self._runs.outside()
+            return False
+        if self._runs.is_new(run) and not run.has_node:
+            self._record_compiled(run)
+        return True
+
     def _record_compiled(self, run: compiled.Run) -> None:
         """Write down, as one call, a compiled part that has begun to run."""
         name = compiled.name_of(run)
@@ -125,19 +159,21 @@ class CallMode(TorchFunctionMode):
         names = self._tape.select(api, self._tape.counter.next(api), self._tape.place.module)
         if names is None or not names.wanted:
             return
-        call = self._tape.begin(names, run.entry.f_locals.get("args", ()), depth=3)
+        call = self._tape.begin(names, run.entry.f_locals.get("args", ()), depth=5)
         if call is not None:
             call.notes.append(compiled.NOTE)
             self._tape.end(call, None)
 
     def _recorded(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         tape = self._tape
+        if self._spell is not None and api.prefix == "Tensor":
+            api = self._spell(api, func, args, sys._getframe(3))
         names = tape.select(api, tape.counter.next(api), tape.place.module)
         if names is None:
             return self._passed(api, func, args, kwargs)
-        grad = torch.is_grad_enabled() and not torch._C._functorch.peek_interpreter_stack()
+        grad = _is_grad_enabled() and not _interpreter_stack()
         shown = args[:1] if api.api == "__deepcopy__" else args  # the rest is copy's own memo
-        call = tape.begin(names, shown, kwargs, depth=2, grad=grad)
+        call = tape.begin(names, shown, kwargs, depth=3, grad=grad)
         if call is None:
             return func(*args, **kwargs)
         try:

@@ -134,6 +134,7 @@ class WatchTape(Tape):
         parent: str | None = None,
         random: bool | None = None,
         writes: frozenset[str] | None = None,
+        stack: int | None = None,
         **named: Iterable[tuple[str, torch.Tensor]],
     ) -> WatchedCall | None:
         """Note a call before it runs."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from tensorprobe.numerics import digest, host, memory, rows, torch_ops
+from tensorprobe.numerics import digest, host, host_torch, memory, rows, torch_ops
 from tensorprobe.numerics.queue import MAX_AGE_S, Bank, Port, Queue
 from tensorprobe.numerics.result import Result
 
@@ -30,7 +30,7 @@ class Backend(Protocol):
 
 
 class HostBackend:
-    """Reads the memory of CPU tensors with numpy; results are ready at once."""
+    """Reads the memory of CPU tensors, large ones with all threads; results are ready at once."""
 
     def __init__(self, *, stats: bool, digest: bool) -> None:
         self._stats = stats
@@ -38,13 +38,15 @@ class HostBackend:
 
     def submit(self, result: Result, tensor: torch.Tensor, name: str) -> None:
         storage = host.STORAGE[name]
-        if self._stats and self._digest and tensor.is_contiguous():
+        summary = host_torch.summarize(tensor, name) if self._stats else None
+        if self._stats and self._digest and summary is None and tensor.is_contiguous():
             array = memory.logical_array(tensor, storage)
             result.summary, result.digest = host.summarize_and_digest(array, name)
         else:
-            if self._stats:
+            if self._stats and summary is None:
                 array, repeat = memory.distinct_array(tensor, storage)
-                result.summary = host.summarize_array(array, name, repeat=repeat)
+                summary = host.summarize_array(array, name, repeat=repeat)
+            result.summary = summary
             if self._digest:
                 result.digest = host.digest_strided(memory.logical_array(tensor, storage))
         result.ready = True
@@ -68,10 +70,12 @@ class KernelBackend:
         stats: bool,
         digest: bool,
     ) -> None:
-        from tensorprobe.numerics.launch import FAILURES, rows_for
+        from tensorprobe.numerics.launch import FAILURES, rows_for, rows_for_both, takes_both
 
         self._failures = FAILURES
         self._rows_for = rows_for
+        self._rows_for_both = rows_for_both
+        self._takes_both = takes_both
         self._launcher = launcher
         self._port = port
         self._stats = stats
@@ -84,32 +88,39 @@ class KernelBackend:
         if name in self._refused:
             self._use_spare(result, tensor, name)
             return
-        queue, launcher = self._queue, self._launcher
         with self._port.on_device():
-            source, count, repeat = tensor, tensor.numel(), 1
+            count, repeat = tensor.numel(), 1
             nbytes = count * tensor.element_size()
-            logical = tensor
             if not tensor.is_contiguous():
-                if self._stats:
-                    source, count, repeat = _in_one_piece(tensor)
-                if self._digest:
+                if self._digest:  # which is of the elements in their order
                     with memory.kernels_only():
-                        logical = tensor.contiguous()
-            wanted_rows = self._rows_for(name, count) if self._stats else 0
+                        tensor = tensor.contiguous()
+                else:
+                    tensor, count, repeat = _in_one_piece(tensor)
             # Does not hold the tensor, which must go when the program lets it go.
             ticket = rows.Ticket(result, name, count, repeat, nbytes, self._stats, self._digest)
             try:
-                with queue.lock:
-                    bank, stream = queue.bank(wanted_rows)
-                    slot, row = bank.take(wanted_rows)
-                    if self._stats:
-                        launcher.tally(source, name, count, wanted_rows, bank, slot, row, stream)
-                    if self._digest:
-                        launcher.digest(logical, nbytes, bank, slot, stream)
-                    bank.tickets[slot] = ticket
+                self._launch(ticket, tensor)
             except self._failures as error:
                 self._refused[name] = _first_line(error)
                 self._use_spare(result, tensor, name)
+
+    def _launch(self, ticket: rows.Ticket, tensor: torch.Tensor) -> None:
+        launcher, queue = self._launcher, self._queue
+        name, count, nbytes = ticket.dtype, ticket.elements, ticket.nbytes
+        both = self._stats and self._digest and self._takes_both(name, tensor, nbytes)
+        n_rows = self._rows_for_both(nbytes) if both else self._rows_for(name, count)
+        with queue.lock:
+            bank, stream = queue.bank(n_rows)
+            slot, row = bank.take(n_rows)
+            if both:
+                launcher.digest_and_tally(tensor, name, nbytes, n_rows, bank, slot, row, stream)
+            else:
+                if self._stats:
+                    launcher.tally(tensor, name, count, n_rows, bank, slot, row, stream)
+                if self._digest:
+                    launcher.digest(tensor, nbytes, bank, slot, stream)
+            bank.tickets[slot] = ticket
 
     def _use_spare(self, result: Result, tensor: torch.Tensor, name: str) -> None:
         reason = self._refused[name]

@@ -46,6 +46,7 @@ READS: dict[str, tuple[tl.dtype, int]] = {
     "bool": (tl.uint8, kernels.BOOL),
     **dict.fromkeys(host.FLOAT8, (tl.uint8, kernels.TABLE)),
 }
+_IN_WORDS = frozenset(["float32", "float16", "bfloat16"])
 _UNITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.int64}
 # What Triton raises where a kernel cannot be built or loaded.
 FAILURES = (TritonError, RuntimeError, OSError, subprocess.CalledProcessError)
@@ -68,6 +69,16 @@ _TILES = {name: _tile(name) for name in READS}
 def rows_for(name: str, count: int) -> int:
     """How many rows the tallies of `count` elements take."""
     return min(MAX_ROWS, -(-count // _TILES[name]))
+
+
+def takes_both(name: str, tensor: torch.Tensor, nbytes: int) -> bool:
+    """Whether one kernel gives the digest and the tallies of this contiguous tensor."""
+    return name in _IN_WORDS and not (nbytes % 8 or tensor.data_ptr() % 16)
+
+
+def rows_for_both(nbytes: int) -> int:
+    """How many rows the tallies take that come with a digest: one for 64 KB, up to a limit."""
+    return min(MAX_ROWS, -(-nbytes // CHUNK_NBYTES))
 
 
 class Kernel:
@@ -127,6 +138,9 @@ class Launcher:
         self._floats = Kernel(kernels.tally_floats, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES)
         self._integers = Kernel(kernels.tally_integers, WARPS, FIELDS=rows.FIELDS, BLOCK=BLOCK)
         self._digest = Kernel(kernels.digest_chunks, WARPS, BLOCK=BLOCK)
+        self._both = Kernel(
+            kernels.digest_and_tally_floats, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES
+        )
         self._reduce = Kernel(kernels.reduce_rows, 4, FIELDS=rows.FIELDS, BLOCK=128)
 
     def tally(
@@ -173,6 +187,25 @@ class Launcher:
                 key, programs, x, self._weights, bank.digests, units, slot, UNIT=unit
             )
 
+    def digest_and_tally(
+        self, tensor: torch.Tensor, name: str, nbytes: int, programs: int, bank: Bank, slot: int,
+        row: int, stream: int,
+    ) -> None:  # fmt: skip
+        """Both at once, of a tensor that `takes_both` says yes to."""
+        address, words = tensor.data_ptr(), nbytes // 8
+        key = (name, words < 1 << 31)
+        if self._both.start(
+            key, programs, stream, address, address, self._weights_at, bank.rows_at, bank.meta_at,
+            bank.digests_at, words, row, slot,
+        ):  # fmt: skip
+            return
+        read, kind = READS[name]
+        self._both.compile_and_start(
+            key, programs, triton.reinterpret(tensor, tl.int64), triton.reinterpret(tensor, read),
+            self._weights, bank.rows, bank.meta, bank.digests, words, row, slot,
+            KIND=kind, UNIT=tensor.element_size(),
+        )  # fmt: skip
+
     def reduce(self, bank: Bank, stream: int) -> None:
         """Make one row of the rows of each slot."""
         programs = len(bank.tickets)
@@ -182,6 +215,71 @@ class Launcher:
             self._reduce.compile_and_start(
                 None, programs, bank.rows, bank.meta, bank.digests, bank.out
             )
+
+
+class Flagger:
+    """Starts the kernel that flags NaN and infinity, and reads its table.
+
+    Starting one is most of what a guard does for a tensor, so little is done here.
+    """
+
+    def __init__(self, device: torch.device, slots: int) -> None:
+        self._index = device.index
+        self._tables: dict[torch.dtype, torch.Tensor] = {}
+        self._device = device
+        self._kernel = Kernel(kernels.flag_floats, LANES // 32, LANES=LANES)
+        with torch.cuda.device(device), memory.kernels_only(), torch.inference_mode(False):
+            self._flags = torch.zeros((slots, 2), dtype=torch.int32, device=device)
+            self._flags_at = self._flags.data_ptr()
+            self._host = torch.empty((slots, 2), dtype=torch.int32, pin_memory=True)
+            self._trial()
+
+    def _trial(self) -> None:
+        """Triton wants a C compiler, which many machines lack: find out now."""
+        self.flag(torch.zeros(8, device=self._device), 8, 0)
+        self._flags.zero_()
+        torch.cuda.synchronize(self._index)
+
+    def flag(self, tensor: torch.Tensor, count: int, slot: int) -> None:
+        """Start on `count` elements that lie in one piece from the tensor's first on."""
+        if torch._C._cuda_isCurrentStreamCapturing():
+            return  # the kernel would become part of the user's graph
+        if torch._C._cuda_getDevice() != self._index:
+            with torch.cuda.device(self._index):
+                return self.flag(tensor, count, slot)
+        name = memory.NAMES[tensor.dtype]
+        read, kind = READS[name]
+        table = self._flags if kind != kernels.TABLE else self._table(tensor.dtype, name)
+        address = tensor.data_ptr()
+        key = (name, address % 16 == 0, count < 1 << 31)
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        programs = rows_for(name, count)
+        if not self._kernel.start(
+            key, programs, stream, address, table.data_ptr(), self._flags_at, count, slot
+        ):
+            x = triton.reinterpret(tensor, read)
+            wide = name == "float64"
+            self._kernel.compile_and_start(
+                key, programs, x, table, self._flags, count, slot,
+                KIND=kind, WIDE=wide, VECTOR=_vector(name),
+            )  # fmt: skip
+
+    def read(self, count: int) -> list[tuple[int, float]]:
+        """Wait for the device; bits and largest magnitude of the first `count` slots, then zero."""
+        with torch.cuda.device(self._index), memory.kernels_only(), torch.inference_mode(False):
+            torch.cuda.synchronize()  # tensors were flagged on whatever stream they were used
+            self._host[:count].copy_(self._flags[:count])
+            self._flags[:count].zero_()
+            torch.cuda.synchronize()
+        found = self._host[:count].numpy()
+        tops = found[:, 1].view(np.float32)
+        return list(zip(found[:, 0].tolist(), tops.tolist(), strict=True))
+
+    def _table(self, dtype: torch.dtype, name: str) -> torch.Tensor:
+        if dtype not in self._tables:
+            values = torch.from_numpy(host.float8_values(name).astype(np.float32).copy())
+            self._tables[dtype] = values.to(self._device)
+        return self._tables[dtype]
 
 
 def _common_unit(address: int, nbytes: int) -> int:

@@ -69,6 +69,17 @@ def _merge(
 
 
 @triton.jit
+def _store_finite(to, low, high, total, square, zeros):
+    _store_bits(to + 0, low.to(tl.float64))
+    _store_bits(to + 1, high.to(tl.float64))
+    _store_bits(to + 2, total)
+    _store_bits(to + 3, square)
+    for field in tl.static_range(4, 9):
+        tl.store(to + field, tl.zeros([], tl.int64))
+    tl.store(to + 9, zeros)
+
+
+@triton.jit
 def _values(x, table, at, inside, MASKED: tl.constexpr, KIND: tl.constexpr, narrow: tl.constexpr):
     """The elements at these places as `narrow`, 0 outside."""
     raw = tl.load(x + at, mask=inside, other=0) if MASKED else tl.load(x + at)
@@ -135,13 +146,7 @@ def tally_floats(
                     low, high, total, square, zeros, *tl.reduce(tallies, 0, _merge)
                 )
         if total - total == 0.0:
-            _store_bits(to + 0, low.to(tl.float64))
-            _store_bits(to + 1, high.to(tl.float64))
-            _store_bits(to + 2, total)
-            _store_bits(to + 3, square)
-            for field in tl.static_range(4, 9):
-                tl.store(to + field, tl.zeros([], tl.int64))
-            tl.store(to + 9, zeros)
+            _store_finite(to, low, high, total, square, zeros)
         else:
             _tally_with_care(x, table, to, n, pid, programs, KIND, WIDE, LANES, tile)
     if pid == 0:
@@ -282,6 +287,90 @@ def tally_integers(
 
 
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit(do_not_specialize=["n", "slot"])
+def flag_floats(
+    x, table, flags, n, slot,
+    KIND: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Join to a slot: bits for NaN (1), +inf (2), -inf (4), and the largest finite magnitude.
+
+    Without their sign the bits of floats compare as integers do, infinity above all numbers and
+    NaN above that: one maximum tells whether a closer look is needed.
+    """
+    n = n.to(tl.int64)
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    to = flags + slot.to(tl.int64) * 2
+    tile: tl.constexpr = LANES * VECTOR
+    if WIDE or KIND == _TABLE:
+        _flag_with_care(x, table, to, n, pid, programs, KIND, WIDE, LANES, tile)
+    else:
+        place = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+        tops = tl.zeros([LANES], tl.int32)
+        whole = n // tile
+        for index in range(pid, whole, programs):
+            bits = _magnitude_bits(tl.load(x + index * tile + place), VECTOR)
+            tops = tl.maximum(tops, tl.reduce(bits, 1, _larger))
+        top = tl.max(tops, 0)
+        if pid == whole % programs:
+            lane = tl.arange(0, LANES)
+            for start in range(whole * tile, n, LANES):
+                raw = tl.load(x + start + lane, mask=start + lane < n, other=0)
+                top = tl.maximum(top, tl.max(_magnitude_bits(raw, VECTOR), 0))
+        if KIND == _BFLOAT16:
+            value = (top << 16).to(tl.float32, bitcast=True)
+        elif VECTOR == 8:
+            value = top.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        else:
+            value = top.to(tl.float32, bitcast=True)
+        if value - value == 0.0:
+            tl.atomic_max(to + 1, value.to(tl.int32, bitcast=True))
+        else:
+            _flag_with_care(x, table, to, n, pid, programs, KIND, WIDE, LANES, tile)
+
+
+@triton.jit
+def _magnitude_bits(raw, VECTOR: tl.constexpr):
+    if VECTOR == 8:
+        bits = raw.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+    else:
+        bits = raw.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return bits
+
+
+@triton.jit
+def _flag_with_care(
+    x, table, to, n, pid, programs,
+    KIND: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    narrow: tl.constexpr = tl.float64 if WIDE else tl.float32
+    bits = tl.zeros([LANES], tl.int32)
+    top = tl.zeros([LANES], narrow)
+    lane = tl.arange(0, LANES)
+    parts: tl.constexpr = tile // LANES
+    for index in range(pid * parts, tl.cdiv(n, tile) * parts, programs * parts):
+        for part in range(parts):
+            at = (index + part) * LANES + lane
+            inside = at < n
+            value = tl.where(inside, _values(x, table, at, inside, True, KIND, narrow), 0.0)
+            nan = value != value
+            plus = value == float("inf")
+            minus = value == float("-inf")
+            bits = bits | nan.to(tl.int32) | (plus.to(tl.int32) << 1) | (minus.to(tl.int32) << 2)
+            top = tl.maximum(top, tl.where(nan | plus | minus, 0.0, tl.abs(value)))
+    found = tl.max(bits & 1, 0) | tl.max(bits & 2, 0) | tl.max(bits & 4, 0)
+    # As float32, for one word; a magnitude has no sign bit.
+    largest = tl.max(top, 0).to(tl.float32).to(tl.int32, bitcast=True)
+    if found != 0:
+        tl.atomic_or(to, found)
+    tl.atomic_max(to + 1, largest)
+
+
+@triton.jit
 def _shift_right(value, bits: tl.constexpr):
     return (value.to(tl.uint64, bitcast=True) >> bits).to(tl.int64, bitcast=True)
 
@@ -313,6 +402,112 @@ def digest_chunks(
         sums += q * tl.load(weights + start + lane)
     mixed = _fmix(tl.sum(sums, 0) + (chunk + 1) * _GOLD)
     tl.atomic_add(digests + slot, mixed)
+
+
+@triton.jit
+def _merge_digested(
+    sum_a, low_a, high_a, total_a, square_a, zeros_a,
+    sum_b, low_b, high_b, total_b, square_b, zeros_b,
+):  # fmt: skip
+    return (
+        sum_a + sum_b,
+        tl.minimum(low_a, low_b),
+        tl.maximum(high_a, high_b),
+        total_a + total_b,
+        square_a + square_b,
+        zeros_a + zeros_b,
+    )
+
+
+@triton.jit
+def _element(word, k: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr):
+    """The k-th float in words of 64 bits, as float32."""
+    bits = _shift_right(word, 8 * UNIT * k) if k else word
+    if UNIT == 4:
+        return bits.to(tl.int32).to(tl.float32, bitcast=True)
+    if KIND == _BFLOAT16:
+        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _digest_and_tally(word, weight, inside, KIND: tl.constexpr, UNIT: tl.constexpr):
+    """What these words give to the digest and to the tallies, each for itself."""
+    mixed = (word ^ _shift_right(word, 29)) * weight
+    value = _element(word, 0, KIND, UNIT)
+    wide = tl.where(inside, value, 0.0).to(tl.float64)
+    low = tl.where(inside, value, float("inf"))
+    high = tl.where(inside, value, float("-inf"))
+    square = wide * wide
+    zeros = (inside & (value == 0.0)).to(tl.int32)
+    for k in tl.static_range(1, 8 // UNIT):
+        value = _element(word, k, KIND, UNIT)
+        more = tl.where(inside, value, 0.0).to(tl.float64)
+        low = tl.minimum(low, tl.where(inside, value, float("inf")))
+        high = tl.maximum(high, tl.where(inside, value, float("-inf")))
+        wide += more
+        square += more * more
+        zeros += (inside & (value == 0.0)).to(tl.int32)
+    return mixed, low, high, wide, square, zeros
+
+
+@triton.jit(do_not_specialize=["words", "row", "slot"])
+def digest_and_tally_floats(
+    x, elements, weights, rows, meta, digests, words, row, slot,
+    KIND: tl.constexpr, UNIT: tl.constexpr, FIELDS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """digest_chunks and tally_floats in one pass over whole words; x and elements are one place."""
+    words = words.to(tl.int64)
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    to = rows + (row + pid).to(tl.int64) * FIELDS
+    tile: tl.constexpr = 2 * LANES
+    place = tl.arange(0, LANES)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    low = tl.full([LANES], float("inf"), tl.float32)
+    high = tl.full([LANES], float("-inf"), tl.float32)
+    total = tl.zeros([LANES], tl.float64)
+    square = tl.zeros([LANES], tl.float64)
+    zeros = tl.zeros([LANES], tl.int64)
+    mixed = tl.zeros([], tl.int64)
+    whole = words // _CHUNK_WORDS
+    for chunk in range(pid, whole, programs):
+        sums = tl.zeros([LANES], tl.int64)
+        for start in range(0, _CHUNK_WORDS, tile):
+            word = tl.load(x + chunk * _CHUNK_WORDS + start + place)
+            weight = tl.load(weights + start + place)
+            tallies = _digest_and_tally(word, weight, True, KIND, UNIT)
+            sums, low, high, total, square, zeros = _merge_digested(
+                sums, low, high, total, square, zeros, *tl.reduce(tallies, 1, _merge_digested)
+            )
+        number = tl.zeros([], tl.int64) + chunk + 1  # a Python number, where it is interpreted
+        mixed += _fmix(tl.sum(sums, 0) + number * _GOLD)
+    low, high, total, square, zeros = tl.reduce((low, high, total, square, zeros), 0, _merge)
+    first = whole * _CHUNK_WORDS
+    if (pid == whole % programs) & (first < words):
+        sums = tl.zeros([], tl.int64)
+        lane = tl.arange(0, LANES)
+        for start in range(0, words - first, LANES):
+            inside = first + start + lane < words
+            word = tl.load(x + first + start + lane, mask=inside, other=0)
+            weight = tl.load(weights + start + lane, mask=inside, other=0)
+            tallies = _digest_and_tally(word, weight, inside, KIND, UNIT)
+            sums, low, high, total, square, zeros = _merge_digested(
+                sums, low, high, total, square, zeros, *tl.reduce(tallies, 0, _merge_digested)
+            )
+        mixed += _fmix(sums + (whole + 1) * _GOLD)
+    tl.atomic_add(digests + slot, mixed)
+    if total - total == 0.0:
+        _store_finite(to, low, high, total, square, zeros)
+    else:
+        per_word: tl.constexpr = 8 // UNIT
+        _tally_with_care(
+            elements, weights, to, words * per_word, pid, programs,
+            KIND, False, LANES, _CHUNK_WORDS * per_word,
+        )  # fmt: skip
+    if pid == 0:
+        tl.store(meta + slot * _META, row)
+        tl.store(meta + slot * _META + 1, programs)
+        tl.store(meta + slot * _META + 2, 1)
 
 
 @triton.jit
