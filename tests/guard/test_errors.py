@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import tensorprobe as tp
 from capture.test_transparency import PROGRAMS, observe, same
+from tensorprobe.errors import GuardStopped
 from tensorprobe.guard.findings import Finding
 from tiny_models import MODELS
 
@@ -710,3 +711,19 @@ def test_graphs_die_when_they_would(tmp_path: Path) -> None:
         del model
         gc.collect()
         assert weight() is None
+
+
+def test_beside_the_watch_for_overflow(tmp_path: Path) -> None:
+    """What ends a program that overflows is no error of torch's; an error is no overflow."""
+
+    def guard(name: str) -> tp.Guard:
+        both = ("overflow", "errors")
+        return tp.Guard(tmp_path / name, both, log=lambda text: None, alone_timeout_s=0)
+
+    with guard("error") as first, contextlib.suppress(RuntimeError):
+        run(lambda y: r_of(y).sum().backward())()
+    assert [finding.kind for finding in first.findings] == ["error"]
+    second = guard("overflow")
+    with pytest.raises(GuardStopped), second:
+        run(lambda y: (y * 1e38 * 1e38).sum().backward())()
+    assert [finding.kind for finding in second.findings] == ["nonfinite"]
