@@ -291,7 +291,7 @@ def test_001_E4_no_device_is_touched_before_a_tensor_is_on_it(
     capture = record(tmp_path / "run", lambda: nn.Linear(2, 2)(torch.ones(2)), level=level)
     assert capture.gaps == ()
     assert "Functional.linear" in stems(capture)
-    with tp.Guard(tmp_path / "guard", ("overflow", "errors"), log=lambda text: None) as guard:
+    with tp.Guard(tmp_path / "guard", "errors", log=lambda text: None) as guard:
         nn.Linear(2, 2)(torch.ones(2)).sum().backward()
     assert guard.findings == ()
 
@@ -940,9 +940,7 @@ def test_002_3_3_2_error_107002_cannot_come_from_the_recorder(
             rec.step()
     capture = tp.load(tmp_path)
     assert (capture.ranks, capture.steps, capture.gaps) == ((3,), (0, 1), ())
-    guard = tp.Guard(
-        tmp_path / "guard", ("overflow", "errors"), log=lambda text: None, alone_timeout_s=0
-    )
+    guard = tp.Guard(tmp_path / "guard", "errors", log=lambda text: None, alone_timeout_s=0)
     with pytest.raises(RuntimeError), guard:
         model(torch.ones(3))
     (finding,) = guard.findings
