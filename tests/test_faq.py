@@ -47,12 +47,10 @@ ONLY_DOCUMENTED = {"001-E3", "002-3.3.1"}
 # What recording owes to these entries is tested below. The rest belongs to a part that is to come,
 # which their paragraphs in docs/faq.md name; its tests take them from here.
 LATER = {
-    "001-E4": "guard",
     "002-2.1": "check",
     "002-2.2": "check",
     "002-2.4": "check",
     "002-2.5": "check",
-    "002-3.3.2": "guard",
 }
 
 
@@ -278,9 +276,12 @@ def test_001_E4_no_device_is_touched_before_a_tensor_is_on_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch_npu", NpuOfAnotherProcess("torch_npu"))
-    capture = record(tmp_path, lambda: nn.Linear(2, 2)(torch.ones(2)), level=level)
+    capture = record(tmp_path / "run", lambda: nn.Linear(2, 2)(torch.ones(2)), level=level)
     assert capture.gaps == ()
     assert "Functional.linear" in stems(capture)
+    with tp.Guard(tmp_path / "guard", "errors", log=lambda text: None) as guard:
+        nn.Linear(2, 2)(torch.ones(2)).sum().backward()
+    assert guard.findings == ()
 
 
 def test_001_E5_extra_data_in_a_line_costs_that_line_only(tmp_path: Path) -> None:
@@ -934,6 +935,11 @@ def test_002_3_3_2_error_107002_cannot_come_from_the_recorder(
             rec.step()
     capture = tp.load(tmp_path)
     assert (capture.ranks, capture.steps, capture.gaps) == ((3,), (0, 1), ())
+    guard = tp.Guard(tmp_path / "guard", "errors", log=lambda text: None, alone_timeout_s=0)
+    with pytest.raises(RuntimeError), guard:
+        model(torch.ones(3))
+    (finding,) = guard.findings
+    assert (finding.name, finding.rank) == ("Functional.linear.0.forward", 3)
 
 
 def test_002_3_3_3_deeper_nests_are_named_by_their_place(tmp_path: Path) -> None:
