@@ -84,12 +84,12 @@ def ordered(rows: Iterable[Row]) -> list[Row]:
     )
 
 
-def benchmark_errors(path: Path) -> dict[str, dict[str, float | None]]:
-    """The errors that another check found, by call and tensor."""
+def benchmark_tensors(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """What another check says about each tensor, by call and tensor."""
     try:
         report = json.loads((path / "check.json").read_text())
         return {
-            call["name"]: {t["name"]: t["error"] for t in call.get("tensors", ())}
+            call["name"]: {t["name"]: t for t in call.get("tensors", ())}
             for call in report["calls"]
         }
     except (OSError, ValueError, KeyError, TypeError) as error:

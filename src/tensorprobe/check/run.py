@@ -5,11 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tensorprobe.check.benchmark import hold_against
 from tensorprobe.check.plan import Planned, plan
 from tensorprobe.check.pool import Pool, Task
-from tensorprobe.check.results import Results, benchmark_errors, ordered
+from tensorprobe.check.results import Results, benchmark_tensors, ordered
 from tensorprobe.check.row import Row
 from tensorprobe.check.worker import Setting
 from tensorprobe.errors import BadUsage
@@ -77,7 +78,7 @@ def check(
         "every": every,
     }
     results = Results(Path(output), about, restart=restart)
-    todo = [each for each in planned if _key(each) not in results.rows]
+    todo = [each for each in planned if not _is_done(results.rows.get(_key(each)), peer_tables)]
     benchmark = _Benchmark(against)
     setting = Setting(
         device=device,
@@ -103,6 +104,13 @@ def check(
     return Checked(Path(output), rows, counts)
 
 
+def _is_done(row: Row | None, peer_tables: bool) -> bool:
+    """Whether a row is kept; one that was made without the peers' measures lacks them."""
+    if row is None or row.reference == "its distribution":
+        return row is not None
+    return not peer_tables or all(tensor.peer is not None for tensor in row.tensors)
+
+
 def _key(planned: Planned) -> tuple[int, int, str]:
     call = planned.pair.forward
     return call.step, call.rank, call.name
@@ -124,11 +132,11 @@ class _Benchmark:
 
     def __init__(self, against: str | Path | None) -> None:
         self._pairs: dict[tuple[int, int, str], Pair] = {}
-        self._errors: dict[str, dict[str, float | None]] = {}
+        self._tensors: dict[str, dict[str, dict[str, Any]]] = {}
         if against is None:
             return
         if (Path(against) / "check.json").is_file():
-            self._errors = benchmark_errors(Path(against))
+            self._tensors = benchmark_tensors(Path(against))
         else:
             for each in pair(load(against).calls):
                 key = (each.forward.step, each.forward.rank, each.forward.name)
@@ -140,10 +148,12 @@ class _Benchmark:
 
     def excuse(self, row: Row) -> None:
         """Let pass what the benchmark device does as well."""
-        errors = self._errors.get(row.name)
-        if errors is None or row.verdict not in ("pass", "fail"):
+        there = self._tensors.get(row.name)
+        if there is None or row.verdict not in ("pass", "fail"):
             return
-        hold_against(row.tensors, errors)
+        hold_against(row.tensors, {name: tensor["error"] for name, tensor in there.items()})
+        for judgement in row.tensors:
+            judgement.benchmark_peer = there.get(judgement.name, {}).get("peer")
         if row.verdict == "fail" and all(judgement.ok for judgement in row.tensors):
             row.verdict = "pass"
             row.reason = next((j.reason for j in row.tensors if j.reason), "")
