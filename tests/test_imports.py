@@ -21,9 +21,8 @@ FLOORS = [
     {"ptdbg_ascend", "msprobe", "cli", "demo"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-# Lazily, inside a function: a record loads its own content, a comparison writes its own report, and
-# __init__ offers everything.
-ALLOWED = {("records", "store"), ("compare", "report")}
+# Lazily, inside a function: a record loads its own content, and __init__ offers everything.
+ALLOWED = {("records", "store")}
 
 
 def imports_of(path: Path) -> set[str]:

@@ -15,20 +15,35 @@ if TYPE_CHECKING:
     from tensorprobe.capture.recorder import Recorder
     from tensorprobe.capture.seeding import seed_all
     from tensorprobe.check.run import check
-    from tensorprobe.compare.comparison import compare
+    from tensorprobe.guard.guard import Guard
+    from tensorprobe.guard.reroute import reroute
     from tensorprobe.replay.references import reference
     from tensorprobe.replay.repro import repro
+    from tensorprobe.report.saving import compare
     from tensorprobe.store.loading import load
 
-__all__ = ["Recorder", "__version__", "check", "compare", "load", "reference", "repro", "seed_all"]
+__all__ = [
+    "Guard",
+    "Recorder",
+    "__version__",
+    "check",
+    "compare",
+    "load",
+    "reference",
+    "repro",
+    "reroute",
+    "seed_all",
+]
 
 _HOMES = {
+    "Guard": "tensorprobe.guard.guard",
     "Recorder": "tensorprobe.capture.recorder",
     "check": "tensorprobe.check.run",
-    "compare": "tensorprobe.compare.comparison",
+    "compare": "tensorprobe.report.saving",
     "load": "tensorprobe.store.loading",
     "reference": "tensorprobe.replay.references",
     "repro": "tensorprobe.replay.repro",
+    "reroute": "tensorprobe.guard.reroute",
     "seed_all": "tensorprobe.capture.seeding",
 }
 

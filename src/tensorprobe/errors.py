@@ -8,7 +8,8 @@ TensorprobeError
 ├── NothingRecorded      recording ended and the selection had matched nothing
 ├── WriteFailed          the disk refused what was recorded
 ├── DeviceUnusable       a device is asked for that is not there or not set up
-└── NotReplayable        a recorded call cannot be run again alone
+├── NotReplayable        a recorded call cannot be run again alone
+└── GuardStopped         a guard has found what it was to stop at                     (exit 3)
 
 The text of each says what was found, what was expected, and what to type next.
 """
@@ -56,3 +57,7 @@ class DeviceUnusable(TensorprobeError):
 
 class NotReplayable(TensorprobeError):
     """A recorded call cannot be run again alone."""
+
+
+class GuardStopped(TensorprobeError):
+    """A guard has found as many overflows as it was told to stop at."""

@@ -280,7 +280,7 @@ def test_columns_of_ptdbg(tmp_path: Path) -> None:
     assert (good["Cosine"], good["MaxAbsErr"], good["Accuracy Reached or Not"]) == (
         "1.0", "0.000000", "Yes",
     )  # fmt: skip
-    bad = by_name["Tensor_mul_0_forward_output"]
+    bad = by_name["Tensor___mul___0_forward_output"]
     assert (bad["Cosine"], bad["Accuracy Reached or Not"]) == ("-1.000000", "No")
     assert bad["NPU Tensor Dtype"] == "torch.float32"
 
@@ -298,7 +298,9 @@ def test_columns_of_msprobe(keep: str, tmp_path: Path) -> None:
     }
     assert list(rows[0])[8:13] == columns[keep]
     bad = next(row for row in rows if row["NPU Name"] == "Tensor.mul.0.forward.output.0")
-    assert bad["Result"] == "error"
+    factor = next(row for row in rows if row["NPU Name"] == "Tensor.mul.0.forward.input.1")
+    assert factor["NPU Dtype"] == "<class 'float'>"
+    assert factor["Result"] == "error"
     if keep == "stats":
         assert float(bad["MaxRelativeErr"].rstrip("%")) == pytest.approx(1.0, rel=1e-4)
         assert bad["MaxRelativeErr"].endswith("%")

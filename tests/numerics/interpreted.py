@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from numerics import cases
-from tensorprobe.numerics import queue
+from tensorprobe.numerics import launch, queue
 from tensorprobe.numerics.backends import KernelBackend
 from tensorprobe.numerics.digest import digest_array
 from tensorprobe.numerics.launch import Launcher
@@ -99,18 +99,26 @@ def expected_digest(tensor: torch.Tensor) -> str:
 
 def check_large() -> None:
     """Several programs, several steps each, several chunks of the digest, odd sizes."""
+    launch.MAX_ROWS = 2
     summarizer, _ = interpreted(stats=True, digest=True)
     whole = torch.randn(9_001, dtype=torch.float64)
     tensors = [whole, whole.bfloat16()[1:], whole.float()[1:-2], whole.int()]
+    # Digest and tallies at once: whole chunks of 64 KB, and a rest; with and without infinities.
+    words = torch.randn(3 * 16384 + 46)
+    words[::7] = 0
+    tensors += [words, words.bfloat16().repeat(2), words.half()[:50]]
+    tensors += [torch.where(words > 2.5, float("inf"), words).to(tensors[4].dtype)]
     results = [summarizer.submit(tensor) for tensor in tensors]
     summarizer.wait()
     for tensor, result in zip(tensors, results, strict=True):
         exact = Summarizer(digest=True).submit(tensor)
         assert exact.summary is not None
-        assert result.summary is not None
+        assert result.summary is not None, result.error
         assert result.digest == exact.digest
         assert result.summary.min == exact.summary.min
         assert result.summary.max == exact.summary.max
+        assert result.summary.zero_count == exact.summary.zero_count
+        assert result.summary.inf_count == exact.summary.inf_count
         assert abs(result.summary.norm - exact.summary.norm) <= 1e-12 * exact.summary.norm
 
 

@@ -56,6 +56,13 @@ def test_shares_of_ulps() -> None:
     assert (m.ulp_over_1, m.ulp_over_4, m.ulp_over_16) == (4 / 8, 3 / 8, 2 / 8)
 
 
+def test_a_zero_that_is_not_there_is_kept_apart() -> None:
+    m = metrics([1.0, 2.0, 0.5, 0.0], [1.0, 4.0, 0.0, 0.0])
+    assert (m.max_rel, m.max_rel_nonzero, m.max_abs_at_zero) == (math.inf, 0.5, 0.5)
+    assert m.max_rel_with(0.25) == 2.0
+    assert m.within_1_1000 == 0.5
+
+
 def test_nan_and_infinity_agree_or_not() -> None:
     nan, inf = math.nan, math.inf
     m = metrics([nan, inf, -inf, 1.0], [nan, inf, -inf, 1.5])
@@ -121,6 +128,20 @@ def test_the_worst_place_is_found_beyond_one_chunk() -> None:
     actual[5] = 2
     m = measure_pair(actual.reshape(-1, 1), expected.reshape(-1, 1))
     assert (m.index, m.mismatched, m.max_abs) == (2 * CHUNK + 7, 2, 8.0)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1.0, 1e25, 1e35, 1e-30, math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, BF16, np.float16])
+def test_chunks_of_equal_bits(value: float, dtype: Any) -> None:
+    with np.errstate(over="ignore"):
+        x = np.full(CHUNK + 5, value, np.float32).astype(dtype)
+    m = measure_pair(x, x.copy())
+    assert (m.mismatched, m.nonfinite_disagree, m.index, m.ulp_max) == (0, 0, None, 0)
+    assert (m.max_abs, m.max_rel, m.rms_error, m.euclidean) == (0.0, 0.0, 0.0, 0.0)
+    wide = x.astype(np.float64)
+    if math.isfinite(value) and abs(wide[0]) < 1e30:
+        assert m.rms_expected == pytest.approx(abs(float(wide[0])), rel=1e-5)
+        assert (m.cosine, m.within_1_1000) == (pytest.approx(1.0, abs=1e-15), 1.0)
 
 
 def test_shapes_must_agree() -> None:

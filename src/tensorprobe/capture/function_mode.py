@@ -13,15 +13,16 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from tensorprobe.capture import compiled
 from tensorprobe.capture.hidden_state import writes_in_place
 from tensorprobe.capture.naming import ApiName, Namer, is_noise
+from tensorprobe.capture.spelling import Spelling
 from tensorprobe.capture.steps import optimizers_in_round
 from tensorprobe.capture.tape import Tape
 
 # Calls that tell the recorder something even where calls are not recorded.
-_SCALER_UPDATE = "_amp_update_scale_"
+SCALER_UPDATE = "_amp_update_scale_"
 _DISPATCH_DEPTH = 12  # frames between a __torch_dispatch__ and the operators it calls
 
 
-def _below_backward() -> bool:
+def below_backward() -> bool:
     """Whether a dispatch mode or tensor subclass calls an operator on behalf of backward.
 
     Forward calls take our mode off the stack, so what happens below them is not seen; backward
@@ -39,24 +40,23 @@ def _below_backward() -> bool:
     return False
 
 
-class CallMode(TorchFunctionMode):
-    """Records each call; on the stack it disturbs nothing, and torch pops it inside each call.
+class UserCalls(TorchFunctionMode):
+    """Hands each torch call that the program makes to `called`, by its name.
 
-    So the calls that a functional written in Python makes are part of that one call, and what the
-    recorder itself does never comes back here.
+    On the stack it disturbs nothing, and torch pops it inside each call: the calls that a
+    functional written in Python makes are part of that one call, and what a tool itself does in
+    `called` never comes back here.
     """
 
-    def __init__(
-        self, tape: Tape, *, record: bool, on_scaler_update: Callable[[Iterable[int]], None]
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._tape = tape
-        self._record = record
-        self._on_scaler_update = on_scaler_update
         self._namer = Namer(resolve_name)
         self._plans: dict[Any, ApiName | None] = {}
         self.dispatch_depth = 0  # dispatch modes on the stack while backward runs
-        self._runs = compiled.Runs()
+
+    def called(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A call: make it, and return what it returns."""
+        raise NotImplementedError
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -74,9 +74,42 @@ class CallMode(TorchFunctionMode):
             api = self._plan(func)
         except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
             api = None
-        if api is None or (api.prefix == "Aten" and _below_backward()):
-            return func(*args, **kwargs)
-        if not (self._record and self._tape.recording) or compiled.in_backward():
+        if api is None or (api.prefix == "Aten" and below_backward()):
+            return self.passed_on(func, args, kwargs)
+        return self.called(api, func, args, kwargs)
+
+    def passed_on(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A call too small to have a name: a property, a size."""
+        return func(*args, **kwargs)
+
+    def _plan(self, func: Any) -> ApiName | None:
+        api = self._namer(func)
+        plan = None if is_noise(api) else api
+        self._plans[func] = plan
+        return plan
+
+
+class CallMode(UserCalls):
+    """Records each call."""
+
+    def __init__(
+        self,
+        tape: Tape,
+        *,
+        record: bool,
+        on_scaler_update: Callable[[Iterable[int]], None],
+        on_passed_error: Callable[[ApiName, Any, Any, Exception], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._on_passed_error = on_passed_error  # of calls that are too small to be recorded
+        self._tape = tape
+        self._record = record
+        self._on_scaler_update = on_scaler_update
+        self._runs = compiled.Runs()
+        self._spell = Spelling() if tape.config.operators == "dunder" else None
+
+    def called(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if not self._is_wanted() or compiled.in_backward():
             result = self._passed(api, func, args, kwargs)
         elif (run := compiled.running()) is not None:
             if self._runs.is_new(run) and not run.has_node:
@@ -85,15 +118,20 @@ class CallMode(TorchFunctionMode):
         else:
             self._runs.outside()
             result = self._recorded(api, func, args, kwargs)
-        if api.api == _SCALER_UPDATE:
+        if api.api == SCALER_UPDATE:
             self._on_scaler_update(optimizers_in_round())
         return result
 
-    def _plan(self, func: Any) -> ApiName | None:
-        api = self._namer(func)
-        plan = None if is_noise(api) else api
-        self._plans[func] = plan
-        return plan
+    def passed_on(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            if self._on_passed_error is not None:
+                self._on_passed_error(self._namer(func), args, kwargs, error)
+            raise
+
+    def _is_wanted(self) -> bool:
+        return self._record and self._tape.recording and self._tape.only is None
 
     def _passed(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A call that is not recorded; what it writes to may be recorded later in the step."""
@@ -109,19 +147,21 @@ class CallMode(TorchFunctionMode):
         names = self._tape.select(api, self._tape.counter.next(api), self._tape.place.module)
         if names is None or not names.wanted:
             return
-        call = self._tape.begin(names, run.entry.f_locals.get("args", ()), depth=3)
+        call = self._tape.begin(names, run.entry.f_locals.get("args", ()), depth=4)
         if call is not None:
             call.notes.append(compiled.NOTE)
             self._tape.end(call, None)
 
     def _recorded(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         tape = self._tape
+        if self._spell is not None and api.prefix == "Tensor":
+            api = self._spell(api, func, args, sys._getframe(3))
         names = tape.select(api, tape.counter.next(api), tape.place.module)
         if names is None:
             return self._passed(api, func, args, kwargs)
         grad = torch.is_grad_enabled() and not torch._C._functorch.peek_interpreter_stack()
         shown = args[:1] if api.api == "__deepcopy__" else args  # the rest is copy's own memo
-        call = tape.begin(names, shown, kwargs, depth=2, grad=grad)
+        call = tape.begin(names, shown, kwargs, depth=3, grad=grad)
         if call is None:
             return func(*args, **kwargs)
         try:

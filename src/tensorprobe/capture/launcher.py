@@ -16,7 +16,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
-from tensorprobe.errors import BadUsage, MissingDependency, WriteFailed
+from tensorprobe.errors import BadUsage, GuardStopped, MissingDependency, WriteFailed
 
 
 class Program(NamedTuple):
@@ -106,7 +106,7 @@ class Launch:
         try:
             _when_imported("torch", on_torch)
             exec(self._program.code, main.__dict__)
-        except (SystemExit, WriteFailed) as leaving:  # WriteFailed is ours, and said in one line
+        except (SystemExit, WriteFailed, GuardStopped) as leaving:  # ours are said in one line
             end = leaving
         except BaseException as error:  # noqa: BLE001 the program's own, shown as Python shows it
             end = error
@@ -165,7 +165,9 @@ def _without_ours(trace: TracebackType | None) -> TracebackType | None:
 
 
 # The rooms that stand between a program and torch; a script of ours (the demo's) is a program.
-_OURS = tuple(str(Path(__file__).parents[1] / room) + os.sep for room in ("capture", "cli"))
+_OURS = tuple(
+    str(Path(__file__).parents[1] / room) + os.sep for room in ("capture", "guard", "cli")
+)
 
 
 def _join_threads() -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+import torch
+from torch.overrides import (
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils import _python_dispatch
+from torch.utils._device import DeviceContext
 
 
 def add_function_mode(mode: Any) -> None:
@@ -51,3 +58,39 @@ def remove_dispatch_mode(mode: Any) -> bool:
     for other in reversed(above):
         _python_dispatch._push_mode(other)
     return True
+
+
+def add_below(mode: Any) -> None:
+    """Put `mode` below this thread's other function modes: it sees a call when they have.
+
+    A default device (`torch.set_default_device`, `with torch.device(...)`) insists on being the
+    lowest of all.
+    """
+    above = []
+    while torch._C._len_torch_function_stack():
+        above.append(_pop_mode())
+    lowest = [above.pop()] if above and isinstance(above[-1], DeviceContext) else []
+    for other in (*lowest, mode, *reversed(above)):
+        _push_mode(other)
+
+
+def add_dispatch_mode_below(mode: Any) -> None:
+    """The same for dispatch modes."""
+    above = []
+    while torch._C._len_torch_dispatch_stack():
+        above.append(_python_dispatch._pop_mode())
+    for other in (mode, *reversed(above)):
+        _python_dispatch._push_mode(other)
+
+
+@contextmanager
+def function_modes_off() -> Iterator[None]:
+    """Inside, calls go past this thread's function modes; subclasses of Tensor still see them."""
+    off = []
+    while torch._C._len_torch_function_stack():
+        off.append(_pop_mode())
+    try:
+        yield
+    finally:
+        for mode in reversed(off):
+            _push_mode(mode)

@@ -55,6 +55,12 @@ class ModulePaths:
                 self._add(module, ".".join(filter(None, (parent, type(module).__name__))))
         return self._paths[id(module)][1]
 
+    def name_root(self, module: nn.Module, name: str) -> None:
+        """Let a module be a root, and its children go by paths below it, whoever calls it."""
+        with self._lock:
+            self._roots[name] = weakref.ref(module)
+            self._add(module, name)
+
     def parameter_names(self) -> dict[int, str]:
         """Every parameter of the modules seen, by identity."""
         names: dict[int, str] = {}
@@ -124,7 +130,9 @@ class ModuleHooks:
         record: bool,
         modes: Sequence[Any],
         on_root: Callable[[nn.Module], None],
+        stacks: bool = True,
     ) -> None:
+        self._stacks = stacks and tape.config.stacks
         self.paths = ModulePaths()
         self._tape = tape
         self._record = record
@@ -211,10 +219,13 @@ class ModuleHooks:
             parent = place.module if thread.entries or self._around else None
             thread.entries.append(entry)
             path = self.paths.path(module, parent)
-            if self._record and tape.recording:
+            only = tape.only
+            if only is not None and id(module) in only:
+                path = only[id(module)]
+            if tape.recording and (self._record if only is None else id(module) in only):
                 self._begin(entry, path, args, frame)
             place.module = path
-            if tape.config.stacks and tape.recording:
+            if self._stacks and tape.recording:
                 place.stack = (
                     entry.call.stack if entry.call and entry.call.stack else (tape.stack_number(1))
                 )

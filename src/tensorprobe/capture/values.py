@@ -30,10 +30,13 @@ class Values:
     running statistics, optimizers, in-place calls that are not recorded) `forget` is called.
     """
 
-    def __init__(self, writer: CaptureWriter, summarizer: Summarizer) -> None:
+    def __init__(
+        self, writer: CaptureWriter, summarizer: Summarizer, *, checksums: bool = False
+    ) -> None:
         self.nbytes = 0  # of the contents kept in this step
         self._writer = writer
         self._summarizer = summarizer
+        self._checksums = checksums  # made of the bytes, on the host
         self._transfer = Transfer()
         self._known: dict[int, tuple[StorageWeakRef, dict[_View, int]]] = {}
         self._ids = itertools.count(1)
@@ -77,11 +80,20 @@ class Values:
     def _new(self, tensor: torch.Tensor, name: Callable[[], str], tensors: bool) -> int:
         number = next(self._ids)
         result = self._summarizer.submit(tensor)
-        if tensors and result.error is None:
+        if (tensors or self._checksums) and result.error is None:
             self._writer.make_room(tensor.numel() * tensor.element_size())
             copy = self._transfer.snapshot(tensor)
-            self.nbytes += copy.nbytes
-            self._writer.tensor(number, name(), copy.dtype, copy.shape, copy.get, copy.nbytes)
+            self.nbytes += copy.nbytes if tensors else 0
+            self._writer.tensor(
+                number,
+                name(),
+                copy.dtype,
+                copy.shape,
+                copy.get,
+                copy.nbytes,
+                checksum=self._checksums,
+                stored=tensors,
+            )
         self._writer.value(number, result)
         return number
 

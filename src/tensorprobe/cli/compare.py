@@ -35,10 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tensorprobe.compare.comparison import compare
     from tensorprobe.compare.measure import TerminalProgress
     from tensorprobe.errors import BadUsage
     from tensorprobe.report.console import render
+    from tensorprobe.report.saving import compare
     from tensorprobe.store.loading import load
 
     if args.xlsx and args.output is None:

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
+import shlex
 import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tensorprobe.cli.doors import open_doors, read_names
 from tensorprobe.config import RecordConfig, from_msprobe_config
-from tensorprobe.errors import BadUsage, NothingRecorded, TensorprobeError, WriteFailed
+from tensorprobe.errors import (
+    BadUsage,
+    GuardStopped,
+    NothingRecorded,
+    TensorprobeError,
+    WriteFailed,
+)
 
 if TYPE_CHECKING:
     from tensorprobe.capture.launcher import Program
     from tensorprobe.capture.recorder import Recorder
     from tensorprobe.capture.start_state import StartState
+    from tensorprobe.guard.guard import Guard
+    from tensorprobe.guard.reroute import Reroute
 
 DEFAULT_SEED = 1234
 
@@ -25,6 +36,9 @@ examples:
   tensorprobe run --level mix --keep stats --steps 0-1 -o runs/a train.py --lr 0.1
   tensorprobe run --keep tensors --modules '*.attn*' -o runs/b -m mypackage.train
   torchrun --nproc-per-node 2 -m tensorprobe run -o runs/c train.py
+  tensorprobe run --guard overflow train.py
+  tensorprobe run --as ptdbg_ascend,msprobe train.py
+  tensorprobe run --no-record --reroute torch.group_norm=cpu,F.softmax=float32 train.py
 
 Options come before the script; everything after it is the script's own.
 A step ends when the first optimizer steps (or a GradScaler skips it), and in inference with
@@ -49,6 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", metavar="FILE", help="a config.json in msprobe's form")
     parser.add_argument(
+        "--as",
+        dest="doors",
+        metavar="NAME,...",
+        help="let the script's own `import ptdbg_ascend` or `import msprobe` find tensorprobe. The "
+        "script says what to record; more is recorded where -o or something to select is given",
+    )
+    parser.add_argument(
         "--sim-npu",
         action="store_true",
         help="with a simulated NPU and a stand-in torch_npu, where the hardware is missing",
@@ -62,25 +83,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_selection(parser.add_argument_group("what to record"))
     _add_manner(parser.add_argument_group("how"))
+    _add_guard(parser.add_argument_group("watching instead of recording, or beside it"))
     _add_start(parser.add_argument_group("the same start for two runs"))
-    parse = parser.parse_known_args
-
-    def parse_joined(args: Any = None, namespace: Any = None) -> Any:
-        words = sys.argv[1:] if args is None else args
-        return parse(_join_between(parser, list(words)), namespace)
-
-    parser.parse_known_args = parse_joined  # type: ignore[method-assign]
+    _add_reroute(parser.add_argument_group("run calls elsewhere"))
 
 
-def _join_between(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
-    """`--between FIRST LAST` as `--between FIRST,LAST`; what follows the script is not ours."""
-    i = 0
-    while i < len(words) and words[i].startswith("-") and words[i] != "-m":
-        if words[i] == "--between" and i + 2 < len(words) and "," not in words[i + 1]:
-            words[i + 1 : i + 3] = [",".join(words[i + 1 : i + 3])]
-        action = parser._option_string_actions.get(words[i])
-        i += 1 if action is None or action.nargs == 0 else 2
-    return words
+def _add_reroute(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--reroute",
+        action="append",
+        metavar="NAME=TARGET",
+        default=[],
+        help="run the calls of that name elsewhere: torch.group_norm=cpu, F.softmax=float32",
+    )
+    group.add_argument("--reroute-file", metavar="FILE", help="the same as JSON: {NAME: TARGET}")
+    group.add_argument("--reroute-report", metavar="FILE", help=argparse.SUPPRESS)
+    group.add_argument("--no-record", action="store_true", help="record nothing, only reroute")
 
 
 def _add_selection(group: argparse._ArgumentGroup) -> None:
@@ -115,6 +133,51 @@ def _add_manner(group: argparse._ArgumentGroup) -> None:
     add("--on-write-error", "continue (default) or stop, when the disk refuses", metavar="HOW")
 
 
+def _add_guard(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--guard",
+        metavar="WHAT",
+        help="overflow, errors or both (overflow,errors): say which call does it. Records only "
+        "where -o, --keep-last or something to select is given",
+    )
+    group.add_argument(
+        "--guard-out", metavar="DIR", default="guard", help="where findings go (guard)"
+    )
+    group.add_argument(
+        "--overflow-nums",
+        type=int,
+        metavar="N",
+        default=1,
+        help="end the program at the N-th overflow (1); -1: never",
+    )
+    group.add_argument(
+        "--look-every",
+        type=int,
+        metavar="N",
+        help="look at what a device found every N calls (host: 1; devices: each step)",
+    )
+    group.add_argument(
+        "--inputs-budget",
+        metavar="SIZE",
+        default="1G",
+        help="for errors: hold so much of what recent calls were given (1G). With --calls NAME "
+        "the inputs of that call are held, and no others",
+    )
+    group.add_argument(
+        "--alone-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=120.0,
+        help="how long a call that failed may run alone (120); 0: write its repro, do not run it",
+    )
+    group.add_argument(
+        "--keep-last",
+        metavar="K",
+        default=argparse.SUPPRESS,
+        help="of what is recorded keep the last K steps, until the guard finds something",
+    )
+
+
 def _add_start(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--seed", type=int, metavar="N", help="seed every generator first")
     group.add_argument(
@@ -140,6 +203,13 @@ def run(args: argparse.Namespace) -> int:
     config, dump_path, notes = _configuration(args)
     step_on = _step_on(args.step_on)
     _check_start(args)
+    doors = read_names(args.doors)
+    alone = args.guard is None and not doors
+    recorded = alone or bool(args.output or args.config or _given(args))
+    records = recorded and not args.no_record
+    if args.save_start and not records:
+        raise BadUsage("--save-start saves what is recorded, and nothing is: give -o, say")
+    rules = _reroute_rules(args)
 
     from tensorprobe.capture.launcher import Launch, default_output, import_before
 
@@ -147,19 +217,62 @@ def run(args: argparse.Namespace) -> int:
     if program is None:
         return 1
     output = Path(args.output or dump_path or default_output(program))
-    _check_output(output)
-    session = _Session(args, config, step_on, output, notes)
+    if records or args.guard is not None:
+        _check_output(output if records else Path(args.guard_out))
+    session = _Session(args, config, step_on, output if records else None, notes, rules)
+    if args.guard is not None:
+        session.guard_with(_guard_options(args, words, config))
     if args.sim_npu:
         import_before("torch_npu", "torch")
     session.prepare()
+    open_doors(doors)
     end = Launch(program, words[1:]).run(session.torch_imported)
-    _explain(end)
+    if not session.explains(end):
+        _explain(end)
     return session.finish(end)
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """The options given that say what to record."""
+    return {name: value for name, value in vars(args).items() if name in _FIELDS}
+
+
+def _guard_options(
+    args: argparse.Namespace, words: list[str], config: RecordConfig
+) -> dict[str, Any]:
+    """The arguments of tp.Guard; made before the program runs, so that mistakes show then."""
+    from tensorprobe.guard.names import (
+        check_budget,
+        check_numbers,
+        check_timeout,
+        check_watches,
+    )
+
+    start: list[str] = ["--sim-npu"] if args.sim_npu else []
+    for option in ("step_on", "seed", "load_start"):
+        value = getattr(args, option)
+        if value is not None and (option, value) != ("step_on", "auto"):
+            start += [f"--{option.replace('_', '-')}", str(value)]
+    if args.deterministic:
+        start.append("--deterministic")
+    program = ["-m", *words] if args.module_words is not None else words
+    check_numbers(args.overflow_nums, args.look_every)
+    return {
+        "folder": args.guard_out,
+        "watch": check_watches(args.guard),
+        "overflow_nums": args.overflow_nums,
+        "look_every": args.look_every,
+        "inputs_budget": check_budget(args.inputs_budget),
+        "alone_timeout_s": check_timeout(args.alone_timeout),
+        "calls": config.calls,
+        "steps": config.steps,
+        "rerun": shlex.join([*start, *program]),
+    }
 
 
 def _configuration(args: argparse.Namespace) -> tuple[RecordConfig, str | None, tuple[str, ...]]:
     """The file's configuration, with the options given on top."""
-    given = {name: value for name, value in vars(args).items() if name in _FIELDS}
+    given = _given(args)
     for name in ("calls", "apis", "modules", "names", "keep_tensors"):
         if name in given:
             given[name] = [part for text in given[name] for part in text.split(",") if part]
@@ -196,6 +309,41 @@ def _check_start(args: argparse.Namespace) -> None:
         raise BadUsage(f"--start-batches {args.start_batches}: expected a number from 0")
 
 
+def _reroute_rules(args: argparse.Namespace) -> dict[str, str]:
+    """What to run elsewhere; a wrong target is told before the program runs."""
+    if not (args.reroute or args.reroute_file):
+        if args.no_record and args.guard is None:
+            raise BadUsage("--no-record without --reroute or --guard: nothing would be done")
+        return {}
+    from tensorprobe.guard.targets import parse_options, parse_rules
+
+    rules = parse_options(args.reroute)
+    if args.reroute_file:
+        rules |= _rules_in(Path(args.reroute_file))
+    targets = parse_rules(rules).values()
+    if any(target.device not in (None, "cpu") for target in targets):
+        from tensorprobe.guard.targets import check_present
+
+        if args.sim_npu:
+            from tensorprobe.devices import sim_npu
+
+            sim_npu.install()
+        check_present(targets)
+    return rules
+
+
+def _rules_in(path: Path) -> dict[str, str]:
+    try:
+        rules = json.loads(path.read_text())
+    except OSError as error:
+        raise BadUsage(f"cannot read '{path}': {error.strerror}") from error
+    except ValueError as error:
+        raise BadUsage(f"'{path}' is not JSON: {error}") from error
+    if not isinstance(rules, dict) or not all(isinstance(each, str) for each in rules.values()):
+        raise BadUsage(f'\'{path}\': expected names and targets, as {{"torch.group_norm": "cpu"}}')
+    return rules
+
+
 def _check_output(output: Path) -> None:
     """Say before the program runs, not after, that nothing can be written there."""
     existing = next(path for path in (output, *output.parents) if path.exists())
@@ -217,17 +365,20 @@ def _load(word: str, *, is_module: bool) -> Program | None:
 
 
 class _Session:
-    """The recorder of this run, made when torch is there."""
+    """The recorder and the guard of this run, made when torch is there."""
 
     def __init__(
         self,
         args: argparse.Namespace,
         config: RecordConfig,
         step_on: Any,
-        output: Path,
+        output: Path | None,  # None: nothing is recorded, the guard or the script does it
         notes: tuple[str, ...],
+        rules: dict[str, str],
     ) -> None:
         self._args = args
+        self._rules = rules
+        self._reroute: Reroute | None = None
         self._config = config
         self._step_on = step_on
         self._output = output
@@ -235,6 +386,16 @@ class _Session:
         self._recorder: Recorder | None = None
         self._start: StartState | None = None
         self._problem: TensorprobeError | None = None
+        self._guard_options: dict[str, Any] | None = None
+        self._guard: Guard | None = None
+
+    def guard_with(self, options: dict[str, Any]) -> None:
+        """Watch the program with a tp.Guard of these arguments."""
+        self._guard_options = options
+
+    @property
+    def _watches_errors(self) -> bool:
+        return self._guard_options is not None and "errors" in self._guard_options["watch"]
 
     def prepare(self) -> None:
         """What has to be there before the program's first line; it imports torch."""
@@ -256,20 +417,39 @@ class _Session:
 
     def _simulate(self) -> None:
         if self._args.sim_npu:
-            from tensorprobe.devices import sim_npu
+            from tensorprobe.devices import block_launches, sim_npu
 
+            if self._watches_errors:
+                block_launches()  # before there is a device: the guard comes after it
             sim_npu.install()
 
     def _record(self) -> None:
+        if self._rules:
+            from tensorprobe.guard.reroute import Reroute
+
+            self._reroute = Reroute(self._rules, step_on=self._step_on).start()
         from tensorprobe.capture.recorder import Recorder, say
 
+        if self._output is None:
+            self._start = self._start_state(None)
+            self._start_guard()
+            return
         recorder = Recorder(self._output, step_on=self._step_on, **self._config.as_arguments())
         for note in self._notes:
             say(note)
         self._start = self._start_state(recorder)
         self._recorder = recorder.start()
+        self._start_guard()
 
-    def _start_state(self, recorder: Recorder) -> StartState | None:
+    def _start_guard(self) -> None:
+        if self._guard_options is None:
+            return
+        from tensorprobe.guard.guard import Guard
+
+        guard = Guard(recorder=self._recorder, step_on=self._step_on, **self._guard_options)
+        self._guard = guard.start()
+
+    def _start_state(self, recorder: Recorder | None) -> StartState | None:
         args = self._args
         if not (args.save_start or args.load_start):
             return None
@@ -277,20 +457,31 @@ class _Session:
 
         if args.load_start:
             return LoadStart(Path(args.load_start))
+        assert recorder is not None  # refused before the program ran
         return SaveStart(Path(args.save_start), recorder, args.start_batches)
+
+    def explains(self, end: BaseException | None) -> bool:
+        """Whether the guard has said what there is to say about an error of a device."""
+        found = self._guard.findings if self._guard is not None else ()
+        return end is not None and any(finding.kind == "error" for finding in found)
 
     def finish(self, end: BaseException | None) -> int:
         """Close the recording and give the program's own exit status, or leave as it left."""
         self._problem = self._problem or (self._start.problem if self._start else None)
+        end = self._close_guard(end)
         if isinstance(end, WriteFailed):
             self._problem = end
         if self._problem is not None:
-            for part in (self._start, self._recorder):
+            for part in (self._start, self._recorder, self._reroute):
                 with contextlib.suppress(TensorprobeError):  # the first problem is the one to tell
                     if part is not None:
                         part.close()
             raise self._problem
         problem = self._close()
+        status = self._end_reroute() or int(problem)
+        if isinstance(end, GuardStopped):
+            sys.stderr.write(f"tensorprobe run: {end}\n")
+            return 3
         if isinstance(end, KeyboardInterrupt):
             # shown already; Python gives the status of a program ended by Ctrl-C
             sys.excepthook = lambda *_: None
@@ -299,13 +490,46 @@ class _Session:
             raise end
         if end is not None and not isinstance(end, SystemExit):
             return 1
-        return 1 if problem else 0
+        if self._guard is not None and self._guard.findings:
+            return 3
+        return status
+
+    def _end_reroute(self) -> int:
+        """What the rerouting adds to the status of a program that ended well."""
+        if not self._rules:
+            return 0
+        if self._reroute is None:
+            sys.stderr.write("tensorprobe run: nothing was rerouted: torch was never imported\n")
+            return 2
+        if self._args.reroute_report:
+            report = {"calls": self._reroute.calls, "failed": self._reroute.failed}
+            Path(self._args.reroute_report).write_text(json.dumps(report))
+            self._reroute.stop()
+            return 0  # names without calls are for the reader of the report to judge
+        try:
+            self._reroute.close()
+        except BadUsage as error:
+            sys.stderr.write(f"tensorprobe run: {error}\n")
+            return 2
+        return 0
+
+    def _close_guard(self, end: BaseException | None) -> BaseException | None:
+        """What the program left by; the guard may find its last overflow only here."""
+        if self._guard is None:
+            return end
+        try:
+            self._guard.close(end)
+        except GuardStopped as stopped:
+            return end or stopped
+        return end
 
     def _close(self) -> bool:
         """Whether something is wrong with the recording; it has been said."""
         try:
             if self._start is not None:
                 self._start.close()
+            if self._output is None:
+                return False
             if self._recorder is None:
                 raise NothingRecorded("nothing was recorded: the program never imported torch")
             self._recorder.close()

@@ -14,9 +14,9 @@ class _Room(ModuleType):
     """
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        from tensorprobe.compare.comparison import compare
+        import tensorprobe
 
-        return compare(*args, **options)
+        return tensorprobe.__getattr__("compare")(*args, **options)
 
 
 sys.modules[__name__].__class__ = _Room

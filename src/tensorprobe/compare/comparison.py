@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from tensorprobe.compare.align import NO_MAPPING, Pair, align
 from tensorprobe.compare.align import Mapping as CallMapping
-from tensorprobe.compare.blame import Blame, Culprit, Findings
+from tensorprobe.compare.blame import Findings, blame
+from tensorprobe.compare.culprit import Culprit
 from tensorprobe.compare.facts import fact_differences
 from tensorprobe.compare.judge import Mode, content_mode, distance
 from tensorprobe.compare.mapping import read_mapping
-from tensorprobe.compare.measure import CallPair, Progress, TensorPair, measure, pair_tensors
-from tensorprobe.errors import BadUsage, UnreadableCapture
+from tensorprobe.compare.measure import (
+    CallPair,
+    Progress,
+    TensorPair,
+    digest_kind,
+    measure,
+    pair_tensors,
+)
+from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import Call, Capture
 from tensorprobe.store.loading import load
+from tensorprobe.store.msprobe import LAST_NODE
 
 FORMAT = 1
-VERDICT_FILE = "verdict.json"
 Outcome = Literal["match", "diverged", "incomparable"]
 Source = str | os.PathLike[str] | Capture
 
@@ -70,12 +78,7 @@ class Verdict(msgspec.Struct, kw_only=True):
 
 
 class Comparison:
-    """What two captures have in common and where they part.
-
-    comparison = tp.compare("runs/npu", "runs/cpu")
-    print(comparison.verdict)
-    comparison.save("report/")
-    """
+    """What two captures have in common and where they part; see report.saving for its files."""
 
     def __init__(
         self,
@@ -108,14 +111,6 @@ class Comparison:
             else:
                 found.append((pair.call, before))
         return found
-
-    def save(
-        self, folder: str | os.PathLike[str], *, columns: str = "native", xlsx: bool = False
-    ) -> list[Path]:
-        """Write verdict.json and comparison.csv into a folder, with `xlsx` a workbook too."""
-        from tensorprobe.report.saving import save
-
-        return save(self, Path(folder), columns=columns, xlsx=xlsx)
 
     def __repr__(self) -> str:
         return f"<Comparison {self.verdict.verdict}: {len(self.verdict.culprits)} culprits>"
@@ -258,7 +253,7 @@ def _judge(
         replay = _torch_is_there(verdict)
     for rank in ranks:
         mine = [pair for pair in pairs if pair.call.rank == rank]
-        found = Blame(mine, replay=replay, seconds=seconds / len(ranks), floors=floors).run()
+        found = blame(mine, replay=replay, seconds=seconds / len(ranks), floors=floors)
         findings.append(found)
         structure += found.structure
         verdict.ranks += _rank_results(rank, mine, found)
@@ -282,9 +277,8 @@ def _common_calls(pairs: Sequence[CallPair]) -> int:
 
 
 def _torch_is_there(verdict: Verdict) -> bool:
-    try:
-        import torch  # noqa: F401
-    except ImportError:
+    # importing it takes longer than comparing most captures: the first suspect does
+    if importlib.util.find_spec("torch") is None:
         verdict.notes.append("torch is not installed: suspects were not replayed")
         return False
     return True
@@ -359,7 +353,7 @@ def _level(capture: Capture) -> str | None:
 def _notes(
     verdict: Verdict, findings: Sequence[Findings], actual: Capture, expected: Capture
 ) -> list[str]:
-    notes = list(verdict.notes)
+    notes = [*verdict.notes, *_different_makes(actual, expected)]
     if verdict.mode in ("stats", "digest") and verdict.culprits:
         notes.append("only statistics were kept: the verdict is weaker than one from tensors")
     if verdict.mode == "structure":
@@ -386,6 +380,31 @@ def _notes(
     return notes
 
 
+def _different_makes(actual: Capture, expected: Capture) -> Iterator[str]:
+    """What two tools did so differently that it was not compared."""
+    made = [
+        {
+            digest_kind(t.digest) or "tensorprobe"
+            for call in c.calls
+            for t in call.tensors
+            if t.digest
+        }
+        for c in (actual, expected)
+    ]
+    if made[0] and made[1] and made[0].isdisjoint(made[1]):
+        kinds = " and ".join(", ".join(sorted(kinds)) for kinds in made)
+        yield f"digests of two kinds ({kinds}) were not compared: statistics were"
+    backward = [
+        {LAST_NODE in call.notes for call in c.calls(direction="backward")}
+        for c in (actual, expected)
+    ]
+    if True in backward[0] ^ backward[1]:
+        yield (
+            "gradients that calls sent to their inputs were not compared: those of one side are "
+            "msprobe's, which takes them at the last autograd node"
+        )
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(part) for key, part in value.items()}
@@ -394,11 +413,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
-
-
-def require_folder(path: Path) -> Path:
-    """The folder to write into, made if need be."""
-    if path.exists() and not path.is_dir():
-        raise BadUsage(f"'{path}' is a file; -o takes a folder")
-    path.mkdir(parents=True, exist_ok=True)
-    return path

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from tensorprobe.compare.judge import number_text
 
 if TYPE_CHECKING:
-    from tensorprobe.compare.blame import Culprit
     from tensorprobe.compare.comparison import Verdict
+    from tensorprobe.compare.culprit import Culprit
 
 _KINDS = {
     "output": "its result is wrong",

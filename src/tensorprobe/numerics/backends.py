@@ -63,64 +63,88 @@ class KernelBackend:
         launcher: Launcher,
         port: Port,
         new_bank: Callable[[], Bank],
+        spare: Backend | None = None,
         *,
         stats: bool,
         digest: bool,
     ) -> None:
-        from tensorprobe.numerics.launch import FAILURES, rows_for
+        from tensorprobe.numerics.launch import FAILURES, rows_for, rows_for_both, takes_both
 
         self._failures = FAILURES
         self._rows_for = rows_for
+        self._rows_for_both = rows_for_both
+        self._takes_both = takes_both
         self._launcher = launcher
         self._port = port
         self._stats = stats
         self._digest = digest
         self._queue = Queue(port, new_bank)
+        self._spare = spare  # for dtypes whose kernel this Triton cannot build
+        self._refused: dict[str, str] = {}  # dtype: why; not tried again, which takes seconds
 
     def submit(self, result: Result, tensor: torch.Tensor, name: str) -> None:
+        if name in self._refused:
+            self._use_spare(result, tensor, name)
+            return
         with self._port.on_device():
-            source, count, repeat = tensor, 0, 1
-            if self._stats:
-                source, count, repeat = _in_one_piece(tensor)
-            logical = tensor
-            if self._digest and not tensor.is_contiguous():
-                with memory.kernels_only():
-                    logical = tensor.contiguous()
-            nbytes = tensor.numel() * tensor.element_size()
-
-            def write(bank: Bank, slot: int, row: int, stream: int) -> None:
-                if self._stats:
-                    self._launcher.tally(source, name, count, bank, slot, row, stream)
-                if self._digest:
-                    self._launcher.digest(logical, nbytes, bank, slot, stream)
-
-            # Not `write`: that holds the tensor, which must go when the program lets it go.
-            def take(row: list[int]) -> None:
-                if self._stats:
-                    result.summary = rows.decode(row, name, count, repeat)
-                if self._digest:
-                    result.digest = digest.finish(row[rows.DIGEST], nbytes)
-                result.ready = True
-
+            count, repeat = tensor.numel(), 1
+            nbytes = count * tensor.element_size()
+            if not tensor.is_contiguous():
+                if self._digest:  # which is of the elements in their order
+                    with memory.kernels_only():
+                        tensor = tensor.contiguous()
+                else:
+                    tensor, count, repeat = _in_one_piece(tensor)
+            # Does not hold the tensor, which must go when the program lets it go.
+            ticket = rows.Ticket(result, name, count, repeat, nbytes, self._stats, self._digest)
             try:
-                self._queue.put(self._rows_for(count), write, take)
+                self._launch(ticket, tensor)
             except self._failures as error:
-                raise memory.Unsupported(f"{name} tensor: {_first_line(error)}") from error
+                self._refused[name] = _first_line(error)
+                self._use_spare(result, tensor, name)
+
+    def _launch(self, ticket: rows.Ticket, tensor: torch.Tensor) -> None:
+        launcher, queue = self._launcher, self._queue
+        name, count, nbytes = ticket.dtype, ticket.elements, ticket.nbytes
+        both = self._stats and self._digest and self._takes_both(name, tensor, nbytes)
+        n_rows = self._rows_for_both(nbytes) if both else self._rows_for(name, count)
+        with queue.lock:
+            bank, stream = queue.bank(n_rows)
+            slot, row = bank.take(n_rows)
+            if both:
+                launcher.digest_and_tally(tensor, name, nbytes, n_rows, bank, slot, row, stream)
+            else:
+                if self._stats:
+                    launcher.tally(tensor, name, count, n_rows, bank, slot, row, stream)
+                if self._digest:
+                    launcher.digest(tensor, nbytes, bank, slot, stream)
+            bank.tickets[slot] = ticket
+
+    def _use_spare(self, result: Result, tensor: torch.Tensor, name: str) -> None:
+        reason = self._refused[name]
+        if self._spare is None:
+            raise memory.Unsupported(f"{name} tensor: {reason}")
+        self._spare.submit(result, tensor, name)
+        result.note = f"torch operations instead of Triton kernels: {reason}"
 
     def flush(self) -> None:
         self._queue.flush()
+        if self._spare is not None:
+            self._spare.flush()
 
     def poll(self) -> None:
         self._queue.poll()
+        if self._spare is not None:
+            self._spare.poll()
 
     def wait(self) -> None:
         self._queue.wait()
+        if self._spare is not None:
+            self._spare.wait()
 
 
 def _in_one_piece(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     """A tensor from whose first element on all different ones follow, how many, how often each."""
-    if tensor.is_contiguous():
-        return tensor, tensor.numel(), 1
     shape, strides, repeat = memory.without_repeats(tensor)
     if memory.is_dense(shape, strides):
         return tensor, tensor.numel() // repeat, repeat

@@ -17,12 +17,13 @@ from triton.errors import TritonError
 
 from tensorprobe.numerics import host, memory, rows
 from tensorprobe.numerics import triton_kernels as kernels
-from tensorprobe.numerics.backends import KernelBackend
+from tensorprobe.numerics.backends import KernelBackend, TorchBackend
 from tensorprobe.numerics.digest import CHUNK_NBYTES, WEIGHTS
 from tensorprobe.numerics.queue import Arrival, Bank
 
-BLOCK = 2048
-MAX_ROWS = 1024  # programs a tensor is spread over: enough to fill every multiprocessor
+LANES = 256  # threads of a program that tallies floats
+BLOCK = 2048  # elements that a program takes at once elsewhere
+MAX_ROWS = 528  # programs a tensor is spread over: four fill a multiprocessor of an H100
 WARPS = 8
 
 # How each dtype is handed to a kernel, and what the kernel makes of it.
@@ -45,14 +46,39 @@ READS: dict[str, tuple[tl.dtype, int]] = {
     "bool": (tl.uint8, kernels.BOOL),
     **dict.fromkeys(host.FLOAT8, (tl.uint8, kernels.TABLE)),
 }
+_IN_WORDS = frozenset(["float32", "float16", "bfloat16"])
 _UNITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.int64}
 # What Triton raises where a kernel cannot be built or loaded.
 FAILURES = (TritonError, RuntimeError, OSError, subprocess.CalledProcessError)
 
 
-def rows_for(count: int) -> int:
+def _tile(name: str) -> int:
+    """Elements of this dtype that a program takes at once."""
+    return LANES * _vector(name) if name in memory.WITH_FRACTION else BLOCK
+
+
+def _vector(name: str) -> int:
+    """Elements in 16 bytes, the widest load there is; of complex ones, their parts."""
+    bits: int = READS[name][0].primitive_bitwidth
+    return 128 // bits
+
+
+_TILES = {name: _tile(name) for name in READS}
+
+
+def rows_for(name: str, count: int) -> int:
     """How many rows the tallies of `count` elements take."""
-    return min(MAX_ROWS, -(-count // BLOCK))
+    return min(MAX_ROWS, -(-count // _TILES[name]))
+
+
+def takes_both(name: str, tensor: torch.Tensor, nbytes: int) -> bool:
+    """Whether one kernel gives the digest and the tallies of this contiguous tensor."""
+    return name in _IN_WORDS and not (nbytes % 8 or tensor.data_ptr() % 16)
+
+
+def rows_for_both(nbytes: int) -> int:
+    """How many rows the tallies take that come with a digest: one for 64 KB, up to a limit."""
+    return min(MAX_ROWS, -(-nbytes // CHUNK_NBYTES))
 
 
 class Kernel:
@@ -67,32 +93,27 @@ class Kernel:
         self._function = function
         self._warps = warps
         self._constants = constants
-        self._compiled: dict[Hashable, tuple[Any, tuple[object, ...]]] = {}
+        self._compiled: dict[Hashable, tuple[Any, Any, Any, tuple[object, ...]]] = {}
 
-    def __call__(
-        self,
-        key: Hashable,
-        programs: int,
-        stream: int,
-        tensors: tuple[Any, ...],
-        numbers: tuple[int, ...] = (),
-        **constants: object,
-    ) -> None:
+    def start(self, key: Hashable, programs: int, stream: int, *arguments: int) -> bool:
+        """Start the compiled form for this key, given addresses and numbers; False without one."""
         known = self._compiled.get(key)
-        if known is not None:
-            compiled, values = known
-            addresses = [tensor.data_ptr() for tensor in tensors]
-            compiled.run(
-                programs, 1, 1, stream, compiled.function, compiled.packed_metadata,
-                None, None, None, *addresses, *numbers, *values,
-            )  # fmt: skip
-            return
+        if known is None:
+            return False
+        run, function, metadata, constants = known
+        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *constants)
+        return True
+
+    def compile_and_start(
+        self, key: Hashable, programs: int, *arguments: Any, **constants: object
+    ) -> None:
+        """Let Triton find out what it depends on, and keep the compiled form."""
         constants = {**constants, **self._constants}
-        compiled = self._function[(programs,)](
-            *tensors, *numbers, **constants, num_warps=self._warps
-        )
+        compiled = self._function[(programs,)](*arguments, **constants, num_warps=self._warps)
         if compiled is not None and _starts_directly():
-            self._compiled[key] = (compiled, tuple(constants.values()))
+            values = tuple(constants.values())
+            form = (compiled.run, compiled.function, compiled.packed_metadata, values)
+            self._compiled[key] = form
 
 
 def _starts_directly() -> bool:
@@ -112,29 +133,44 @@ class Launcher:
         self._sources = [torch.from_numpy(array.copy()) for array in arrays]
         self.constants = [source.to(device, non_blocking=True) for source in self._sources]
         self._weights, *tables = self.constants
+        self._weights_at = self._weights.data_ptr()
         self._tables = dict(zip(names, tables, strict=True))
-        self._floats = Kernel(kernels.tally_floats, WARPS, FIELDS=rows.FIELDS, BLOCK=BLOCK)
+        self._floats = Kernel(kernels.tally_floats, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES)
         self._integers = Kernel(kernels.tally_integers, WARPS, FIELDS=rows.FIELDS, BLOCK=BLOCK)
         self._digest = Kernel(kernels.digest_chunks, WARPS, BLOCK=BLOCK)
+        self._both = Kernel(
+            kernels.digest_and_tally_floats, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES
+        )
         self._reduce = Kernel(kernels.reduce_rows, 4, FIELDS=rows.FIELDS, BLOCK=128)
 
     def tally(
-        self, tensor: torch.Tensor, name: str, count: int, bank: Bank, slot: int, row: int,
-        stream: int,
+        self, tensor: torch.Tensor, name: str, count: int, programs: int, bank: Bank, slot: int,
+        row: int, stream: int,
     ) -> None:  # fmt: skip
         """Tally `count` elements that lie in one piece from the tensor's first on."""
-        read, kind = READS[name]
-        key = (name, tensor.data_ptr() % 16 == 0, count < 1 << 31)
-        x = triton.reinterpret(tensor, read)
-        numbers = (count, row, slot)
+        address = tensor.data_ptr()
+        key = (name, address % 16 == 0, count < 1 << 31)
         if name in memory.WITH_FRACTION:
             table = self._tables.get(name, self._weights)
+            if self._floats.start(
+                key, programs, stream, address, table.data_ptr(), bank.rows_at, bank.meta_at,
+                count, row, slot,
+            ):  # fmt: skip
+                return
+            read, kind = READS[name]
             wide = name in ("float64", "complex128")
-            floats = (x, table, bank.rows, bank.meta)
-            self._floats(key, rows_for(count), stream, floats, numbers, KIND=kind, WIDE=wide)
-        else:
-            integers = (x, bank.rows, bank.meta)
-            self._integers(key, rows_for(count), stream, integers, numbers, KIND=kind)
+            self._floats.compile_and_start(
+                key, programs, triton.reinterpret(tensor, read), table, bank.rows, bank.meta,
+                count, row, slot, KIND=kind, WIDE=wide, VECTOR=_vector(name),
+            )  # fmt: skip
+        elif not self._integers.start(
+            key, programs, stream, address, bank.rows_at, bank.meta_at, count, row, slot
+        ):
+            read, kind = READS[name]
+            self._integers.compile_and_start(
+                key, programs, triton.reinterpret(tensor, read), bank.rows, bank.meta,
+                count, row, slot, KIND=kind,
+            )  # fmt: skip
 
     def digest(self, tensor: torch.Tensor, nbytes: int, bank: Bank, slot: int, stream: int) -> None:
         """Digest a contiguous tensor."""
@@ -142,14 +178,99 @@ class Launcher:
         unit = _common_unit(address, nbytes)
         units = nbytes // unit
         key = (unit, address % 16 == 0, units < 1 << 31)
-        tensors = (triton.reinterpret(tensor, _UNITS[unit]), self._weights, bank.digests)
         programs = -(-nbytes // CHUNK_NBYTES)
-        self._digest(key, programs, stream, tensors, (units, slot), UNIT=unit)
+        if not self._digest.start(
+            key, programs, stream, address, self._weights_at, bank.digests_at, units, slot
+        ):
+            x = triton.reinterpret(tensor, _UNITS[unit])
+            self._digest.compile_and_start(
+                key, programs, x, self._weights, bank.digests, units, slot, UNIT=unit
+            )
+
+    def digest_and_tally(
+        self, tensor: torch.Tensor, name: str, nbytes: int, programs: int, bank: Bank, slot: int,
+        row: int, stream: int,
+    ) -> None:  # fmt: skip
+        """Both at once, of a tensor that `takes_both` says yes to."""
+        address, words = tensor.data_ptr(), nbytes // 8
+        key = (name, words < 1 << 31)
+        if self._both.start(
+            key, programs, stream, address, address, self._weights_at, bank.rows_at, bank.meta_at,
+            bank.digests_at, words, row, slot,
+        ):  # fmt: skip
+            return
+        read, kind = READS[name]
+        self._both.compile_and_start(
+            key, programs, triton.reinterpret(tensor, tl.int64), triton.reinterpret(tensor, read),
+            self._weights, bank.rows, bank.meta, bank.digests, words, row, slot,
+            KIND=kind, UNIT=tensor.element_size(),
+        )  # fmt: skip
 
     def reduce(self, bank: Bank, stream: int) -> None:
         """Make one row of the rows of each slot."""
-        tensors = (bank.rows, bank.meta, bank.digests, bank.out)
-        self._reduce(None, len(bank.takers), stream, tensors)
+        programs = len(bank.tickets)
+        if not self._reduce.start(
+            None, programs, stream, bank.rows_at, bank.meta_at, bank.digests_at, bank.out_at
+        ):
+            self._reduce.compile_and_start(
+                None, programs, bank.rows, bank.meta, bank.digests, bank.out
+            )
+
+
+class Flagger:
+    """Starts the kernel that flags NaN and infinity, and reads its table.
+
+    Starting one is most of what a guard does for a tensor, so little is done here.
+    """
+
+    def __init__(self, device: torch.device, slots: int) -> None:
+        self._index = device.index
+        self._tables: dict[torch.dtype, torch.Tensor] = {}
+        self._device = device
+        self._kernel = Kernel(kernels.flag_floats, WARPS, BLOCK=BLOCK)
+        with torch.cuda.device(device), memory.kernels_only(), torch.inference_mode(False):
+            self._flags = torch.zeros((slots, 2), dtype=torch.int32, device=device)
+            self._host = torch.empty((slots, 2), dtype=torch.int32, pin_memory=True)
+            self._trial()
+
+    def _trial(self) -> None:
+        """Triton wants a C compiler, which many machines lack: find out now."""
+        self.flag(torch.zeros(8, device=self._device), 8, 0)
+        self._flags.zero_()
+        torch.cuda.synchronize(self._index)
+
+    def flag(self, tensor: torch.Tensor, count: int, slot: int) -> None:
+        """Start on `count` elements that lie in one piece from the tensor's first on."""
+        if torch._C._cuda_isCurrentStreamCapturing():
+            return  # the kernel would become part of the user's graph
+        if torch._C._cuda_getDevice() != self._index:
+            with torch.cuda.device(self._index):
+                return self.flag(tensor, count, slot)
+        name = memory.NAMES[tensor.dtype]
+        read, kind = READS[name]
+        table = self._flags if kind != kernels.TABLE else self._table(tensor.dtype, name)
+        key = (name, tensor.data_ptr() % 16 == 0, count < 1 << 31)
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        tensors = (triton.reinterpret(tensor, read), table, self._flags)
+        numbers, wide = (count, slot), name == "float64"
+        self._kernel(key, rows_for(count), stream, tensors, numbers, KIND=kind, WIDE=wide)
+
+    def read(self, count: int) -> list[tuple[int, float]]:
+        """Wait for the device; bits and largest magnitude of the first `count` slots, then zero."""
+        with torch.cuda.device(self._index), memory.kernels_only(), torch.inference_mode(False):
+            torch.cuda.synchronize()  # tensors were flagged on whatever stream they were used
+            self._host[:count].copy_(self._flags[:count])
+            self._flags[:count].zero_()
+            torch.cuda.synchronize()
+        found = self._host[:count].numpy()
+        tops = found[:, 1].view(np.float32)
+        return list(zip(found[:, 0].tolist(), tops.tolist(), strict=True))
+
+    def _table(self, dtype: torch.dtype, name: str) -> torch.Tensor:
+        if dtype not in self._tables:
+            values = torch.from_numpy(host.float8_values(name).astype(np.float32).copy())
+            self._tables[dtype] = values.to(self._device)
+        return self._tables[dtype]
 
 
 def _common_unit(address: int, nbytes: int) -> int:
@@ -199,7 +320,7 @@ class CudaPort:
             for tensor in (bank.rows, bank.meta, bank.digests, bank.out):
                 tensor.record_stream(self._side)
             self._launcher.reduce(bank, self._side.cuda_stream)
-            used = len(bank.takers)
+            used = len(bank.tickets)
             bank.host[:used].copy_(bank.out[:used], non_blocking=True)
             landed = torch.cuda.Event()
             landed.record(self._side)
@@ -221,6 +342,7 @@ def cuda_backend(device: torch.device, *, stats: bool, digest: bool) -> KernelBa
         # Tried on a bank that is not used: Triton wants a C compiler, which many machines lack.
         trial = Bank(device, pinned=False)
         stream = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device())
-        launcher.tally(trial.digests, "int64", 1, trial, 0, 0, stream)
+        launcher.tally(trial.digests, "int64", 1, 1, trial, 0, 0, stream)
         port = CudaPort(device, launcher)
-    return KernelBackend(launcher, port, new_bank, stats=stats, digest=digest)
+    spare = TorchBackend(device, stats=stats, digest=digest)
+    return KernelBackend(launcher, port, new_bank, spare, stats=stats, digest=digest)

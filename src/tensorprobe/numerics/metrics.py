@@ -12,7 +12,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 # Elements at a time: the dozen buffers of a chunk stay in the second-level cache.
-CHUNK = 16384
+CHUNK = 32768
 DOT = 8192  # numpy's BLAS starts threads for a dot product of more than 10000
 # A mask is written as finfo.min: such numbers are compared, but kept out of norms.
 HUGE = 1e30
@@ -38,7 +38,9 @@ class PairMetrics(msgspec.Struct, frozen=True, gc=False):
 
     `ulp_*` count steps between neighbouring numbers of the coarser of the two dtypes; they are
     None for integers and bools. `index` is where the largest error is, in row-major order.
-    `rms_error` and `rms_expected` leave out numbers beyond 1e30, as masks have them.
+    `rms_error` and `rms_expected` leave out numbers beyond 1e30, as masks have them. `max_rel` is
+    infinite where zero was expected and is not there; `max_rel_nonzero` leaves those out, and
+    `max_abs_at_zero` is the largest of them.
     """
 
     numel: int
@@ -58,6 +60,12 @@ class PairMetrics(msgspec.Struct, frozen=True, gc=False):
     nonfinite_disagree: int = 0
     rms_error: float = 0.0
     rms_expected: float = 0.0
+    max_rel_nonzero: float = 0.0
+    max_abs_at_zero: float = 0.0
+
+    def max_rel_with(self, epsilon: float) -> float:
+        """The largest relative error where `epsilon` stands in for a zero that was expected."""
+        return max(self.max_rel_nonzero, self.max_abs_at_zero / epsilon)
 
     @property
     def is_equal(self) -> bool:
@@ -79,7 +87,7 @@ def measure_pair(actual: Array, expected: Array) -> PairMetrics:
     if actual.shape != expected.shape:
         raise ValueError(f"shapes differ: {list(actual.shape)} and {list(expected.shape)}")
     a, e = _flat(actual), _flat(expected)
-    tally = _Tally(_ulp_dtype(a.dtype, e.dtype), a.dtype == e.dtype)
+    tally = _Tally(a, e)
     for start in range(0, a.size, CHUNK):
         tally.add(start, a[start : start + CHUNK], e[start : start + CHUNK])
     numel = a.size // 2 if actual.dtype.kind == "c" else a.size
@@ -103,14 +111,19 @@ def _ulp_dtype(a: np.dtype[Any], e: np.dtype[Any]) -> np.dtype[Any] | None:
     return min((a, e), key=lambda dtype: FRACTION_BITS[dtype.name])
 
 
-def widen(x: Array) -> Array:
-    """A chunk as float32 or float64, exactly where that can be."""
-    if x.dtype.name == "bfloat16":
-        return (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+def widen(x: Array, out: Array | None = None) -> Array:
+    """A chunk as float32 or float64, exactly where that can be; float32 into `out`, if given."""
     if x.dtype in (np.float32, np.float64):
         return x
+    if x.dtype.name == "bfloat16":
+        bits = np.empty(x.size, np.uint32) if out is None else out[: x.size].view(np.uint32)
+        np.copyto(bits, x.view(np.uint16))
+        # a shift by 16: numpy multiplies several numbers at a time, and shifts one
+        return np.multiply(bits, 1 << 16, out=bits).view(np.float32)
     if x.dtype == np.float16:
-        return _halves().take(x.view(np.uint16))
+        wide = np.empty(x.size, np.float32) if out is None else out[: x.size]
+        # "wrap" checks nothing: every number of 16 bits is an index
+        return np.take(_halves(), x.view(np.uint16), out=wide, mode="wrap")
     if x.dtype.name.startswith("float8"):
         return x.astype(np.float32)
     return x.astype(np.float64)
@@ -122,46 +135,75 @@ def _halves() -> Array:
     return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
+class _Buffers:
+    """Room for what is worked out of a chunk: memory that is new each time costs as much again."""
+
+    def __init__(self, n: int, wide: np.dtype[Any], integers: np.dtype[Any] | None) -> None:
+        self.actual = np.empty(n, np.float32)
+        self.expected = np.empty(n, np.float32)
+        self.difference = np.empty(n, wide)
+        self.ratio = np.empty(n, wide)
+        self.steps = np.empty(n if integers is not None else 0, integers)
+        self.flags = np.empty(n, np.bool_)
+
+
 class _Tally:
     """The running totals of one pair."""
 
-    def __init__(self, ulp: np.dtype[Any] | None, same_dtype: bool) -> None:
-        self.ulp = ulp
-        self.same_dtype = same_dtype
-        self.as_integers = np.dtype(f"i{ulp.itemsize}") if ulp is not None else None
+    def __init__(self, a: Array, e: Array) -> None:
+        self.ulp = _ulp_dtype(a.dtype, e.dtype)
+        self.same_dtype = a.dtype == e.dtype
+        self.as_integers = np.dtype(f"i{self.ulp.itemsize}") if self.ulp is not None else None
+        wide = np.result_type(*(widen(side[:0]).dtype for side in (a, e)))
+        self.wide = wide
+        self.buffers = _Buffers(min(a.size, CHUNK), wide, self.as_integers)
         self.dd = self.aa = self.ee = self.ae = 0.0
         self.n_finite = self.n_small = 0
         self.max_abs = self.max_rel = -1.0
+        self.max_rel_nonzero = self.max_abs_at_zero = 0.0
         self.index: int | None = None
         self.mismatched = self.within_1 = self.within_5 = self.disagree = 0
         self.ulp_max = 0
         self.over = [0, 0, 0]
 
     def add(self, start: int, a: Array, e: Array) -> None:
-        x, y = widen(a), widen(e)
-        if x.dtype != y.dtype:
-            x, y = x.astype(np.float64), y.astype(np.float64)
+        n, buffers = a.size, self.buffers
+        y = widen(e, buffers.expected)
         with np.errstate(all="ignore"):
-            d = x - y
+            if self.same_dtype and _same_bits(a, e):
+                self._add_same_bits(start, a, e, y)
+                return
+            x = widen(a, buffers.actual)
+            if x.dtype != y.dtype:
+                x, y = x.astype(np.float64), y.astype(np.float64)
+            d = np.subtract(x, y, out=buffers.difference[:n])
             # x = y + d: two of the four sums follow from the others, and more exactly so
             dd, ee, dy = _dot(d, d), _dot(y, y), _dot(d, y)
             # float32 squares leave its range early on either side; NaN and infinity show here too
             if not 1e-30 < dd + ee < 1e36 or (0 < dd < 1e-30):
                 self._add_carefully(start, a, e, x, y)
                 return
-            self.n_small += d.size
+            self.n_small += n
             aa, ae = ee + 2 * dy + dd, ee + dy
             if aa < 0.01 * ee:  # what is left of larger numbers: not exact
                 aa, ae = _dot(x, x), _dot(x, y)
             self._add_sums(dd, aa, ee, ae)
-            np.abs(d, out=d)
-            unlike = int(np.count_nonzero(d.view(np.int64 if d.itemsize == 8 else np.int32)))
+            unlike = int(np.count_nonzero(np.not_equal(d, 0, out=buffers.flags[:n])))
             if not unlike:
-                self._add_equal(d.size)
+                self._add_equal(n)
                 return
             self._add_differences(start, d, y, unlike)
             if self.ulp is not None:
                 self._add_ulps(a, e)
+
+    def _add_same_bits(self, start: int, a: Array, e: Array, y: Array) -> None:
+        ee = _dot(y, y)
+        if not (1e-30 < ee < 1e36 or (ee == 0 and not y.any())):
+            self._add_carefully(start, a, e, y, y)
+            return
+        self.n_small += y.size
+        self._add_sums(0.0, ee, ee, ee)
+        self._add_equal(y.size)
 
     def _add_equal(self, n: int) -> None:
         self.n_finite += n
@@ -180,6 +222,9 @@ class _Tally:
         if n_bad and self.max_abs < math.inf:
             self.max_abs = math.inf
             self.index = start + int(np.argmin(alike))
+        n_alike = int(np.count_nonzero(alike & ~finite))
+        self.within_1 += n_alike
+        self.within_5 += n_alike
         if not finite.all():
             (places,) = np.nonzero(finite)
             a, e, x, y = a[places], e[places], x[places], y[places]
@@ -193,12 +238,11 @@ class _Tally:
         xs, ys, ds = x[within_range], y[within_range], d[within_range]
         self._add_sums(*(float(np.dot(p, q)) for p, q in ((ds, ds), (xs, xs), (ys, ys), (xs, ys))))
         before = self.index, self.max_abs
-        np.abs(d, out=d)
         self._add_differences(start, d, y, int(np.count_nonzero(unlike)))
         if before != (self.index, self.max_abs) and self.index is not None and not finite.all():
             self.index = start + int(places[self.index - start])
         if self.ulp is not None:
-            self._add_ulps(a, e)
+            self._count_steps(self._steps(a, e))
 
     def _add_sums(self, dd: float, aa: float, ee: float, ae: float) -> None:
         self.dd += dd
@@ -207,45 +251,54 @@ class _Tally:
         self.ae += ae
 
     def _add_differences(self, start: int, d: Array, y: Array, unlike: int) -> None:
-        """`d`, the size of the differences, is spent: it becomes the relative error."""
-        self.n_finite += d.size
-        self.mismatched += unlike
-        at = int(d.argmax())
-        if d[at] > self.max_abs:
-            self.max_abs = float(d[at])
-            self.index = start + at if d[at] else self.index
-        np.divide(d, np.abs(y), out=d)
-        most = float(d.max())
-        if most != most:
-            np.copyto(d, 0, where=np.isnan(d))  # 0 / 0: both are zero
-            most = float(d.max())
-        self.max_rel = max(self.max_rel, most)
         n = d.size
-        self.within_1 += n if most < 0.001 else int(np.count_nonzero(d < 0.001))
-        self.within_5 += n if most < 0.005 else int(np.count_nonzero(d < 0.005))
+        self.n_finite += n
+        self.mismatched += unlike
+        at, most = _furthest(d)
+        if most > self.max_abs:
+            self.max_abs = most
+            self.index = start + at if most else self.index
+        ratio = self.buffers.ratio[:n] if d.dtype == self.wide else None
+        ratio = np.divide(d, y, out=ratio)
+        at, most = _furthest(ratio)
+        if most != most:
+            np.copyto(ratio, 0, where=np.isnan(ratio))  # 0 / 0: both are zero
+            at, most = _furthest(ratio)
+        self.max_rel = max(self.max_rel, most)
+        if most >= 0.001:
+            np.abs(ratio, out=ratio)
+        self.within_1 += n if most < 0.001 else int(np.count_nonzero(ratio < 0.001))
+        self.within_5 += n if most < 0.005 else int(np.count_nonzero(ratio < 0.005))
+        if most == math.inf:
+            zero = y == 0
+            at_zero = float(np.abs(d[zero]).max(initial=0.0))
+            self.max_abs_at_zero = max(self.max_abs_at_zero, at_zero)
+            most = float(ratio[~zero].max(initial=0.0))
+        self.max_rel_nonzero = max(self.max_rel_nonzero, most)
 
     def _add_ulps(self, a: Array, e: Array) -> None:
-        steps = self._steps_of_one_sign(a, e) if self.same_dtype else None
-        most = int(steps.max()) if steps is not None else 0
-        if steps is None or most >= 1 << (8 * steps.itemsize - 5):
-            steps = self._steps(a, e)
-            most = int(steps.max())
+        """Bits as integers: right where both numbers have one sign; where not, a huge number."""
+        integers = self.as_integers
+        assert integers is not None
+        if not self.same_dtype or integers.itemsize == 1:
+            self._count_steps(self._steps(a, e))
+            return
+        steps = self.buffers.steps[: a.size]
+        np.subtract(a.view(integers), e.view(integers), out=steps)
+        _, most = _furthest(steps)
+        if most >= 1 << (8 * integers.itemsize - 5):
+            self._count_steps(self._steps(a, e))
+        else:
+            self._count_steps(np.abs(steps, out=steps) if most > 1 else steps, int(most))
+
+    def _count_steps(self, steps: Array, most: int | None = None) -> None:
+        most = int(steps.max()) if most is None else most
         self.ulp_max = max(self.ulp_max, most)
         for k, limit in enumerate((1, 4, 16)):
             if most <= limit:
                 break
-            self.over[k] += int(np.count_nonzero(steps > limit))
-
-    def _steps_of_one_sign(self, a: Array, e: Array) -> Array | None:
-        """Right where both numbers have one sign; where not, or too large, a huge number."""
-        integers = self.as_integers
-        assert integers is not None
-        if integers.itemsize == 1:
-            return None
-        steps: Array = a.view(integers) - e.view(integers)
-        np.abs(steps, out=steps)
-        unsigned: Array = steps.view(f"u{integers.itemsize}")
-        return unsigned
+            flags = np.greater(steps, limit, out=self.buffers.flags[: steps.size])
+            self.over[k] += int(np.count_nonzero(flags))
 
     def _steps(self, a: Array, e: Array) -> Array:
         ulp = self.ulp
@@ -288,7 +341,22 @@ class _Tally:
             nonfinite_disagree=self.disagree,
             rms_error=math.sqrt(self.dd / small),
             rms_expected=math.sqrt(self.ee / small),
+            max_rel_nonzero=self.max_rel_nonzero,
+            max_abs_at_zero=self.max_abs_at_zero,
         )
+
+
+def _same_bits(a: Array, e: Array) -> bool:
+    """Of most chunks that differ, the first few numbers say so."""
+    return a[:32].tobytes() == e[:32].tobytes() and a.tobytes() == e.tobytes()
+
+
+def _furthest(x: Array) -> tuple[int, float]:
+    """Where the largest magnitude is, and what it is: NaN where there is one. argmax and argmin
+    together cost less than one pass of abs or max."""
+    high, low = int(x.argmax()), int(x.argmin())
+    most, least = x[high].item(), x[low].item()
+    return (low, -least) if -least > most else (high, most)
 
 
 def _dot(x: Array, y: Array) -> float:

@@ -16,13 +16,11 @@ from typing import Any, Protocol
 import torch
 
 from tensorprobe.numerics import rows
+from tensorprobe.numerics.rows import Ticket, complete
 
 SLOTS = 2048
-ROWS = 32768
+ROWS = 1 << 17
 MAX_AGE_S = 0.5
-
-Taker = Callable[[list[int]], None]
-Writer = Callable[["Bank", int, int, Any], None]  # bank, slot, first row, stream
 
 
 class Arrival(Protocol):
@@ -61,23 +59,31 @@ class Bank:
         self.out = torch.empty((SLOTS, rows.FIELDS), dtype=torch.int64, device=device)
         self.host = torch.empty((SLOTS, rows.FIELDS), dtype=torch.int64, pin_memory=pinned)
         self.numbers = self.host.numpy()
+        self.rows_at, self.meta_at, self.digests_at, self.out_at = (
+            tensor.data_ptr() for tensor in (self.rows, self.meta, self.digests, self.out)
+        )
         self.born: Any = None
-        self.takers: list[Taker] = []
+        self.tickets: list[Ticket | None] = []  # of each slot; None: its kernels did not start
         self.used_rows = 0
         self.streams: dict[Any, Any] = {}
         self.since = 0.0
         self.arrival: Arrival | None = None
 
     def has_room(self, wanted_rows: int) -> bool:
-        return len(self.takers) < SLOTS and self.used_rows + wanted_rows <= ROWS
+        return len(self.tickets) < SLOTS and self.used_rows + wanted_rows <= ROWS
+
+    def take(self, wanted_rows: int) -> tuple[int, int]:
+        """A slot and its first row. Should its kernels fail to start, it is lost, not reused."""
+        slot, row = len(self.tickets), self.used_rows
+        self.tickets.append(None)
+        self.used_rows += wanted_rows
+        return slot, row
 
     def deliver(self) -> None:
-        """Hand every row that landed to who asked for it, and be as new."""
-        numbers = self.numbers[: len(self.takers)].tolist()
-        takers, self.takers, self.used_rows = self.takers, [], 0
+        """Complete the result of every slot, and be as new."""
+        tickets, self.tickets, self.used_rows = self.tickets, [], 0
         self.streams, self.arrival = {}, None
-        for taker, row in zip(takers, numbers, strict=True):
-            taker(row)
+        complete(tickets, self.numbers[: len(tickets)])
 
 
 class Queue:
@@ -86,35 +92,29 @@ class Queue:
     def __init__(self, port: Port, new_bank: Callable[[], Bank]) -> None:
         self._port = port
         self._new_bank = new_bank
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._free: list[Bank] = []
         self._filling: Bank | None = None
         self._landing: list[Bank] = []
 
-    def put(self, wanted_rows: int, write: Writer, taker: Taker) -> None:
-        """Have `write` start its kernels; `taker` gets the row they make."""
-        with self._lock:
-            bank = self._filling
-            if bank is None or not bank.has_room(wanted_rows) or _is_old(bank):
-                self._send()
-                bank = self._filling = self._free.pop() if self._free else self._new_bank()
-                bank.since = time.monotonic()
-            stream = self._port.current_stream()
-            if stream not in bank.streams:
-                self._port.adopt(bank, stream)
-            slot, row = len(bank.takers), bank.used_rows
-            # Taken before the kernels start: should one fail, the slot is lost and not reused.
-            bank.takers.append(_nobody)
-            bank.used_rows += wanted_rows
-            write(bank, slot, row, stream)
-            bank.takers[slot] = taker
+    def bank(self, wanted_rows: int) -> tuple[Bank, Any]:
+        """A bank with room, and the stream on which to write to it; the caller holds `lock`."""
+        bank = self._filling
+        if bank is None or not bank.has_room(wanted_rows) or _is_old(bank):
+            self._send()
+            bank = self._filling = self._free.pop() if self._free else self._new_bank()
+            bank.since = time.monotonic()
+        stream = self._port.current_stream()
+        if stream not in bank.streams:
+            self._port.adopt(bank, stream)
+        return bank, stream
 
     def flush(self) -> None:
-        with self._lock:
+        with self.lock:
             self._send()
 
     def poll(self) -> None:
-        with self._lock:
+        with self.lock:
             if self._filling is not None and _is_old(self._filling):
                 self._send()
             while self._landing and _landed(self._landing[0]):
@@ -123,14 +123,14 @@ class Queue:
     def wait(self) -> None:
         self.flush()
         while True:
-            with self._lock:
+            with self.lock:
                 if not self._landing:
                     return
                 bank = self._landing[0]
                 arrival = bank.arrival
             if arrival is not None:
                 arrival.synchronize()  # without the lock: the program may go on submitting
-            with self._lock:
+            with self.lock:
                 if self._landing and self._landing[0] is bank:
                     self._land()
 
@@ -138,7 +138,7 @@ class Queue:
         bank, self._filling = self._filling, None
         if bank is None:
             return
-        if bank.takers:
+        if bank.tickets:
             bank.arrival = self._port.read_back(bank)
             self._landing.append(bank)
         else:
@@ -150,12 +150,8 @@ class Queue:
         self._free.append(bank)
 
 
-def _nobody(row: list[int]) -> None:
-    """Takes the row of a slot whose kernels could not be started."""
-
-
 def _is_old(bank: Bank) -> bool:
-    return bool(bank.takers) and time.monotonic() - bank.since > MAX_AGE_S
+    return bool(bank.tickets) and time.monotonic() - bank.since > MAX_AGE_S
 
 
 def _landed(bank: Bank) -> bool:

@@ -10,8 +10,13 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from tensorprobe.numerics.host import SCALE, times_power_of_two
+import numpy as np
+
+from tensorprobe.numerics.digest import finish
+from tensorprobe.numerics.host import SCALE, STORAGE, times_power_of_two
+from tensorprobe.numerics.result import Result
 from tensorprobe.records import TensorSummary
 
 FIELDS = 12
@@ -19,6 +24,7 @@ LOW, HIGH, TOTAL, SQUARE, TOTAL_BIG, SQUARE_BIG, SQUARE_SMALL, NAN, INF, ZERO, D
 FLOATS = (TOTAL, SQUARE, TOTAL_BIG, SQUARE_BIG, SQUARE_SMALL)
 BIG = 2.0**480
 SMALL = 2.0**-480
+_WITH_FRACTION = frozenset(name for name in STORAGE if name.startswith(("float", "bf", "complex")))
 TOP_BIT = 1 << 63  # flipped in uint64 bounds, which makes them ordered as int64
 
 
@@ -32,6 +38,46 @@ def as_bits(value: float) -> int:
     """The bits of a float64 as an int64."""
     bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
     return bits
+
+
+class Ticket(NamedTuple):
+    """Whose numbers a row will hold: `elements` different ones, each there `repeat` times."""
+
+    result: Result
+    dtype: str
+    elements: int
+    repeat: int
+    nbytes: int
+    stats: bool
+    digest: bool
+
+
+def complete(tickets: Sequence[Ticket | None], numbers: np.ndarray[Any, Any]) -> None:
+    """Fill in the results of tickets from the rows that belong to them."""
+    floats = numbers.view(np.float64)
+    counts = np.array([ticket.elements if ticket else 0 for ticket in tickets])
+    repeats = np.array([ticket.repeat if ticket else 1 for ticket in tickets])
+    finite = counts - numbers[:, NAN] - numbers[:, INF]
+    with np.errstate(all="ignore"):  # other kinds of rows, decoded one by one
+        means = (floats[:, TOTAL] / finite).tolist()
+        norms = (np.sqrt(floats[:, SQUARE]) * np.sqrt(repeats)).tolist()
+    ordinary = ((finite > 0) & ~numbers[:, TOTAL_BIG:NAN].any(axis=1)).tolist()
+    bounds = floats[:, LOW : HIGH + 1].tolist()
+    occurrences = (numbers[:, NAN : ZERO + 1] * repeats[:, None]).tolist()
+    for slot, ticket in enumerate(tickets):
+        if ticket is None:
+            continue
+        result, dtype, count, repeat, nbytes, stats, digest = ticket
+        if stats:
+            if ordinary[slot] and dtype in _WITH_FRACTION:
+                low, high = bounds[slot]
+                nan, inf, zero = occurrences[slot]
+                result.summary = TensorSummary(low, high, means[slot], norms[slot], nan, inf, zero)
+            else:
+                result.summary = decode(numbers[slot].tolist(), dtype, count, repeat)
+        if digest:
+            result.digest = finish(int(numbers[slot, DIGEST]), nbytes)
+        result.ready = True
 
 
 def decode(row: Sequence[int], dtype: str, count: int, repeat: int = 1) -> TensorSummary:

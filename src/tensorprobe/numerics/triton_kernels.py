@@ -55,85 +55,175 @@ def _store_bits(pointer, value):
     tl.store(pointer, value.to(tl.int64, bitcast=True))
 
 
+@triton.jit
+def _merge(
+    low_a, high_a, total_a, square_a, zeros_a, low_b, high_b, total_b, square_b, zeros_b,
+):  # fmt: skip
+    return (
+        tl.minimum(low_a, low_b),
+        tl.maximum(high_a, high_b),
+        total_a + total_b,
+        square_a + square_b,
+        zeros_a + zeros_b,
+    )
+
+
+@triton.jit
+def _store_finite(to, low, high, total, square, zeros):
+    _store_bits(to + 0, low.to(tl.float64))
+    _store_bits(to + 1, high.to(tl.float64))
+    _store_bits(to + 2, total)
+    _store_bits(to + 3, square)
+    for field in tl.static_range(4, 9):
+        tl.store(to + field, tl.zeros([], tl.int64))
+    tl.store(to + 9, zeros)
+
+
+@triton.jit
+def _values(x, table, at, inside, MASKED: tl.constexpr, KIND: tl.constexpr, narrow: tl.constexpr):
+    """The elements at these places as `narrow`, 0 outside."""
+    raw = tl.load(x + at, mask=inside, other=0) if MASKED else tl.load(x + at)
+    if KIND == _TABLE:
+        return tl.load(table + raw.to(tl.int32))
+    if KIND == _BFLOAT16:
+        return (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return raw.to(narrow)
+
+
 # Counters of the caller must not be specialised: every new value would compile a kernel.
 @triton.jit(do_not_specialize=["n", "row", "slot"])
 def tally_floats(
     x, table, rows, meta, n, row, slot,
-    KIND: tl.constexpr, WIDE: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr,
+    FIELDS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """One row of tallies per program over float or complex elements, `n` in all."""
+    """One row of tallies per program over float or complex elements, `n` in all.
+
+    A tile is LANES x VECTOR elements, VECTOR of them side by side in one thread: a load of 16
+    bytes, and each thread keeps one set of sums. Whole tiles are read without a mask, which alone
+    lets the loads be that wide. Sums of numbers that are all finite are finite here, so NaN and
+    infinity are looked for only where a sum says that there are any.
+    """
     n = n.to(tl.int64)
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
-    lane = tl.arange(0, BLOCK)
-    narrow = tl.float64 if (WIDE or KIND == _COMPLEX) else tl.float32
-    low = tl.full([BLOCK], float("inf"), narrow)
-    high = tl.full([BLOCK], float("-inf"), narrow)
-    total = tl.zeros([BLOCK], tl.float64)
-    square = tl.zeros([BLOCK], tl.float64)
-    total_big = tl.zeros([BLOCK], tl.float64)
-    square_big = tl.zeros([BLOCK], tl.float64)
-    square_small = tl.zeros([BLOCK], tl.float64)
-    nans = tl.zeros([BLOCK], tl.int32)
-    infs = tl.zeros([BLOCK], tl.int32)
-    zeros = tl.zeros([BLOCK], tl.int32)
-    steps = tl.cdiv(n, programs * BLOCK)
-    at = pid.to(tl.int64) * BLOCK + lane
-    for _ in range(steps):
-        inside = at < n
-        if KIND == _COMPLEX:
-            re = tl.load(x + 2 * at, mask=inside, other=0.0).to(tl.float64)
-            im = tl.load(x + 2 * at + 1, mask=inside, other=0.0).to(tl.float64)
-            nan = inside & ((re != re) | (im != im))
-            inf = inside & ((tl.abs(re) == float("inf")) | (tl.abs(im) == float("inf"))) & (~nan)
-            finite = inside & (~nan) & (~inf)
-            re = tl.where(finite, re, 0.0)
-            im = tl.where(finite, im, 0.0)
-            wide = _magnitude(re, im)
-            value = tl.where(inf, float("inf"), wide)
-            squared = re * re + im * im
-            size = tl.maximum(tl.abs(re), tl.abs(im))
-        else:
-            if KIND == _BFLOAT16:
-                bits = tl.load(x + at, mask=inside, other=0).to(tl.int32) << 16
-                value = bits.to(tl.float32, bitcast=True)
-            elif KIND == _TABLE:
-                value = tl.load(table + tl.load(x + at, mask=inside, other=0).to(tl.int32))
-            else:
-                value = tl.load(x + at, mask=inside, other=0.0).to(narrow)
-            nan = inside & (value != value)
-            inf = inside & (tl.abs(value) == float("inf"))
-            finite = inside & (~nan) & (~inf)
-            wide = tl.where(finite, value, 0.0).to(tl.float64)
-            squared = wide * wide
-            size = tl.abs(wide)
-        known = inside & (~nan)
-        low = tl.minimum(low, tl.where(known, value, float("inf")))
-        high = tl.maximum(high, tl.where(known, value, float("-inf")))
-        nans += nan.to(tl.int32)
-        infs += inf.to(tl.int32)
-        zeros += (known & (value == 0.0)).to(tl.int32)
-        if WIDE:
-            big = size > _BIG
-            small = size < _SMALL
-            middle = finite & (~big) & (~small)
-            total += tl.where(big, 0.0, wide)
-            square += tl.where(middle, squared, 0.0)
-            if KIND == _COMPLEX:
-                down = _magnitude(re * _DOWN, im * _DOWN)
-                up = _magnitude(tl.where(small, re, 0.0) * _UP, tl.where(small, im, 0.0) * _UP)
-            else:
-                down = wide * _DOWN
-                up = tl.where(small, wide, 0.0) * _UP
-            down = tl.where(big, down, 0.0)
-            total_big += down
-            square_big += down * down
-            square_small += up * up
-        else:
-            total += wide
-            square += squared
-        at += programs * BLOCK
     to = rows + (row + pid).to(tl.int64) * FIELDS
+    if WIDE or KIND == _COMPLEX:
+        _tally_with_care(x, table, to, n, pid, programs, KIND, WIDE, LANES, LANES * VECTOR)
+    else:
+        low = tl.full([LANES], float("inf"), tl.float32)
+        high = tl.full([LANES], float("-inf"), tl.float32)
+        total = tl.zeros([LANES], tl.float64)
+        square = tl.zeros([LANES], tl.float64)
+        zeros = tl.zeros([LANES], tl.int32)
+        tile: tl.constexpr = LANES * VECTOR
+        place = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+        whole = n // tile
+        for index in range(pid, whole, programs):
+            value = _values(x, table, index * tile + place, True, False, KIND, tl.float32)
+            wide = value.to(tl.float64)
+            # All at once: a pass of Triton 3.6 fails on a sum that stands alone in a loop.
+            tallies = (value, value, wide, wide * wide, (value == 0.0).to(tl.int32))
+            low, high, total, square, zeros = _merge(
+                low, high, total, square, zeros, *tl.reduce(tallies, 1, _merge)
+            )
+        tallies = (low, high, total, square, zeros.to(tl.int64))
+        low, high, total, square, zeros = tl.reduce(tallies, 0, _merge)
+        if pid == whole % programs:
+            lane = tl.arange(0, LANES)
+            for start in range(whole * tile, n, LANES):
+                inside = start + lane < n
+                value = _values(x, table, start + lane, inside, True, KIND, tl.float32)
+                wide = tl.where(inside, value, 0.0).to(tl.float64)
+                tallies = (
+                    tl.where(inside, value, float("inf")),
+                    tl.where(inside, value, float("-inf")),
+                    wide,
+                    wide * wide,
+                    (inside & (value == 0.0)).to(tl.int64),
+                )
+                low, high, total, square, zeros = _merge(
+                    low, high, total, square, zeros, *tl.reduce(tallies, 0, _merge)
+                )
+        if total - total == 0.0:
+            _store_finite(to, low, high, total, square, zeros)
+        else:
+            _tally_with_care(x, table, to, n, pid, programs, KIND, WIDE, LANES, tile)
+    if pid == 0:
+        tl.store(meta + slot * _META, row)
+        tl.store(meta + slot * _META + 1, programs)
+        tl.store(meta + slot * _META + 2, 1)
+
+
+@triton.jit
+def _tally_with_care(
+    x, table, to, n, pid, programs,
+    KIND: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    """The row of one program where some numbers are not finite, or leave the range squared."""
+    narrow: tl.constexpr = tl.float64 if (WIDE or KIND == _COMPLEX) else tl.float32
+    low = tl.full([LANES], float("inf"), narrow)
+    high = tl.full([LANES], float("-inf"), narrow)
+    total = tl.zeros([LANES], tl.float64)
+    square = tl.zeros([LANES], tl.float64)
+    total_big = tl.zeros([LANES], tl.float64)
+    square_big = tl.zeros([LANES], tl.float64)
+    square_small = tl.zeros([LANES], tl.float64)
+    nans = tl.zeros([LANES], tl.int32)
+    infs = tl.zeros([LANES], tl.int32)
+    zeros = tl.zeros([LANES], tl.int32)
+    lane = tl.arange(0, LANES)
+    parts: tl.constexpr = tile // LANES
+    for index in range(pid * parts, tl.cdiv(n, tile) * parts, programs * parts):
+        for part in range(parts):
+            at = (index + part) * LANES + lane
+            inside = at < n
+            if KIND == _COMPLEX:
+                re = tl.load(x + 2 * at, mask=inside, other=0.0).to(tl.float64)
+                im = tl.load(x + 2 * at + 1, mask=inside, other=0.0).to(tl.float64)
+                nan = inside & ((re != re) | (im != im))
+                inf = inside & (~nan)
+                inf = inf & ((tl.abs(re) == float("inf")) | (tl.abs(im) == float("inf")))
+                finite = inside & (~nan) & (~inf)
+                re = tl.where(finite, re, 0.0)
+                im = tl.where(finite, im, 0.0)
+                wide = _magnitude(re, im)
+                value = tl.where(inf, float("inf"), wide)
+                squared = re * re + im * im
+                size = tl.maximum(tl.abs(re), tl.abs(im))
+            else:
+                value = _values(x, table, at, inside, True, KIND, narrow)
+                nan = inside & (value != value)
+                inf = inside & (tl.abs(value) == float("inf"))
+                finite = inside & (~nan) & (~inf)
+                wide = tl.where(finite, value, 0.0).to(tl.float64)
+                squared = wide * wide
+                size = tl.abs(wide)
+            known = inside & (~nan)
+            low = tl.minimum(low, tl.where(known, value, float("inf")))
+            high = tl.maximum(high, tl.where(known, value, float("-inf")))
+            nans += nan.to(tl.int32)
+            infs += inf.to(tl.int32)
+            zeros += (known & (value == 0.0)).to(tl.int32)
+            if WIDE:
+                big = size > _BIG
+                small = size < _SMALL
+                middle = finite & (~big) & (~small)
+                total += tl.where(big, 0.0, wide)
+                square += tl.where(middle, squared, 0.0)
+                if KIND == _COMPLEX:
+                    down = _magnitude(re * _DOWN, im * _DOWN)
+                    up = _magnitude(tl.where(small, re, 0.0) * _UP, tl.where(small, im, 0.0) * _UP)
+                else:
+                    down = wide * _DOWN
+                    up = tl.where(small, wide, 0.0) * _UP
+                down = tl.where(big, down, 0.0)
+                total_big += down
+                square_big += down * down
+                square_small += up * up
+            else:
+                total += wide
+                square += squared
     _store_bits(to + 0, tl.min(low, 0).to(tl.float64))
     _store_bits(to + 1, tl.max(high, 0).to(tl.float64))
     _store_bits(to + 2, tl.sum(total, 0))
@@ -144,10 +234,6 @@ def tally_floats(
     tl.store(to + 7, tl.sum(nans.to(tl.int64), 0))
     tl.store(to + 8, tl.sum(infs.to(tl.int64), 0))
     tl.store(to + 9, tl.sum(zeros.to(tl.int64), 0))
-    if pid == 0:
-        tl.store(meta + slot * _META, row)
-        tl.store(meta + slot * _META + 1, programs)
-        tl.store(meta + slot * _META + 2, 1)
 
 
 @triton.jit(do_not_specialize=["n", "row", "slot"])
@@ -200,6 +286,48 @@ def tally_integers(
         tl.store(meta + slot * _META + 2, 0)
 
 
+@triton.jit(do_not_specialize=["n", "slot"])
+def flag_floats(
+    x, table, flags, n, slot, KIND: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Join to a slot: bits for NaN (1), +inf (2), -inf (4), and the largest finite magnitude."""
+    n = n.to(tl.int64)
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    lane = tl.arange(0, BLOCK)
+    narrow = tl.float64 if WIDE else tl.float32
+    bits = tl.zeros([BLOCK], tl.int32)
+    top = tl.zeros([BLOCK], narrow)
+    steps = tl.cdiv(n, programs * BLOCK)
+    at = pid.to(tl.int64) * BLOCK + lane
+    for _ in range(steps):
+        inside = at < n
+        if KIND == _BFLOAT16:
+            raw = tl.load(x + at, mask=inside, other=0).to(tl.int32) << 16
+            value = raw.to(tl.float32, bitcast=True)
+        elif KIND == _TABLE:
+            value = tl.load(table + tl.load(x + at, mask=inside, other=0).to(tl.int32))
+            value = tl.where(inside, value, 0.0)
+        else:
+            value = tl.load(x + at, mask=inside, other=0.0).to(narrow)
+        nan = value != value
+        plus = value == float("inf")
+        minus = value == float("-inf")
+        bits = bits | nan.to(tl.int32) | (plus.to(tl.int32) << 1) | (minus.to(tl.int32) << 2)
+        top = tl.maximum(top, tl.where(nan | plus | minus, 0.0, tl.abs(value)))
+        at += programs * BLOCK
+    nans = tl.max(bits & 1, 0)
+    pluses = tl.max(bits & 2, 0)
+    minuses = tl.max(bits & 4, 0)
+    found = nans | pluses | minuses
+    # A magnitude has no sign bit, so its bits compare as integers do; as float32 for one word.
+    largest = tl.max(top, 0).to(tl.float32).to(tl.int32, bitcast=True)
+    to = flags + slot.to(tl.int64) * 2
+    if found != 0:
+        tl.atomic_or(to, found)
+    tl.atomic_max(to + 1, largest)
+
+
 @triton.jit
 def _shift_right(value, bits: tl.constexpr):
     return (value.to(tl.uint64, bitcast=True) >> bits).to(tl.int64, bitcast=True)
@@ -232,6 +360,112 @@ def digest_chunks(
         sums += q * tl.load(weights + start + lane)
     mixed = _fmix(tl.sum(sums, 0) + (chunk + 1) * _GOLD)
     tl.atomic_add(digests + slot, mixed)
+
+
+@triton.jit
+def _merge_digested(
+    sum_a, low_a, high_a, total_a, square_a, zeros_a,
+    sum_b, low_b, high_b, total_b, square_b, zeros_b,
+):  # fmt: skip
+    return (
+        sum_a + sum_b,
+        tl.minimum(low_a, low_b),
+        tl.maximum(high_a, high_b),
+        total_a + total_b,
+        square_a + square_b,
+        zeros_a + zeros_b,
+    )
+
+
+@triton.jit
+def _element(word, k: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr):
+    """The k-th float in words of 64 bits, as float32."""
+    bits = _shift_right(word, 8 * UNIT * k) if k else word
+    if UNIT == 4:
+        return bits.to(tl.int32).to(tl.float32, bitcast=True)
+    if KIND == _BFLOAT16:
+        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _digest_and_tally(word, weight, inside, KIND: tl.constexpr, UNIT: tl.constexpr):
+    """What these words give to the digest and to the tallies, each for itself."""
+    mixed = (word ^ _shift_right(word, 29)) * weight
+    value = _element(word, 0, KIND, UNIT)
+    wide = tl.where(inside, value, 0.0).to(tl.float64)
+    low = tl.where(inside, value, float("inf"))
+    high = tl.where(inside, value, float("-inf"))
+    square = wide * wide
+    zeros = (inside & (value == 0.0)).to(tl.int32)
+    for k in tl.static_range(1, 8 // UNIT):
+        value = _element(word, k, KIND, UNIT)
+        more = tl.where(inside, value, 0.0).to(tl.float64)
+        low = tl.minimum(low, tl.where(inside, value, float("inf")))
+        high = tl.maximum(high, tl.where(inside, value, float("-inf")))
+        wide += more
+        square += more * more
+        zeros += (inside & (value == 0.0)).to(tl.int32)
+    return mixed, low, high, wide, square, zeros
+
+
+@triton.jit(do_not_specialize=["words", "row", "slot"])
+def digest_and_tally_floats(
+    x, elements, weights, rows, meta, digests, words, row, slot,
+    KIND: tl.constexpr, UNIT: tl.constexpr, FIELDS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """digest_chunks and tally_floats in one pass over whole words; x and elements are one place."""
+    words = words.to(tl.int64)
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    to = rows + (row + pid).to(tl.int64) * FIELDS
+    tile: tl.constexpr = 2 * LANES
+    place = tl.arange(0, LANES)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    low = tl.full([LANES], float("inf"), tl.float32)
+    high = tl.full([LANES], float("-inf"), tl.float32)
+    total = tl.zeros([LANES], tl.float64)
+    square = tl.zeros([LANES], tl.float64)
+    zeros = tl.zeros([LANES], tl.int64)
+    mixed = tl.zeros([], tl.int64)
+    whole = words // _CHUNK_WORDS
+    for chunk in range(pid, whole, programs):
+        sums = tl.zeros([LANES], tl.int64)
+        for start in range(0, _CHUNK_WORDS, tile):
+            word = tl.load(x + chunk * _CHUNK_WORDS + start + place)
+            weight = tl.load(weights + start + place)
+            tallies = _digest_and_tally(word, weight, True, KIND, UNIT)
+            sums, low, high, total, square, zeros = _merge_digested(
+                sums, low, high, total, square, zeros, *tl.reduce(tallies, 1, _merge_digested)
+            )
+        number = tl.zeros([], tl.int64) + chunk + 1  # a Python number, where it is interpreted
+        mixed += _fmix(tl.sum(sums, 0) + number * _GOLD)
+    low, high, total, square, zeros = tl.reduce((low, high, total, square, zeros), 0, _merge)
+    first = whole * _CHUNK_WORDS
+    if (pid == whole % programs) & (first < words):
+        sums = tl.zeros([], tl.int64)
+        lane = tl.arange(0, LANES)
+        for start in range(0, words - first, LANES):
+            inside = first + start + lane < words
+            word = tl.load(x + first + start + lane, mask=inside, other=0)
+            weight = tl.load(weights + start + lane, mask=inside, other=0)
+            tallies = _digest_and_tally(word, weight, inside, KIND, UNIT)
+            sums, low, high, total, square, zeros = _merge_digested(
+                sums, low, high, total, square, zeros, *tl.reduce(tallies, 0, _merge_digested)
+            )
+        mixed += _fmix(sums + (whole + 1) * _GOLD)
+    tl.atomic_add(digests + slot, mixed)
+    if total - total == 0.0:
+        _store_finite(to, low, high, total, square, zeros)
+    else:
+        per_word: tl.constexpr = 8 // UNIT
+        _tally_with_care(
+            elements, weights, to, words * per_word, pid, programs,
+            KIND, False, LANES, _CHUNK_WORDS * per_word,
+        )  # fmt: skip
+    if pid == 0:
+        tl.store(meta + slot * _META, row)
+        tl.store(meta + slot * _META + 1, programs)
+        tl.store(meta + slot * _META + 2, 1)
 
 
 @triton.jit

@@ -9,7 +9,8 @@ from typing import Any
 
 from tensorprobe.compare.comparison import Comparison
 from tensorprobe.errors import MissingDependency
-from tensorprobe.report.columns import Cell, Table, table
+from tensorprobe.report.columns import table
+from tensorprobe.report.table import Cell, Table
 
 MAX_ROWS = 1_048_576  # of a sheet, with its header
 _COLOURS = {"bad": "#F8CBAD", "warn": "#FFF2CC", "good": "#E2EFDA"}

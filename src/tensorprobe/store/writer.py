@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -60,6 +61,8 @@ class _Data(msgspec.Struct):
     shape: Sequence[int]
     data: Bytes | Callable[[], Bytes]
     nbytes: int
+    checksum: bool = False
+    stored: bool = True
 
 
 class _Value(msgspec.Struct):
@@ -71,7 +74,13 @@ class _EndStep(msgspec.Struct):
     pass
 
 
-_Item = EndLine | _Data | _Value | _EndStep | threading.Event
+class _Drop(msgspec.Struct):
+    """A step, ended before, whose files are to go."""
+
+    number: int
+
+
+_Item = EndLine | _Data | _Value | _EndStep | _Drop | threading.Event
 
 
 def _name_of(item: EndLine | _Value | _Data) -> str:
@@ -96,6 +105,7 @@ class _Step:
         self.shards = Shards(self.fd, n_shards, shard_nbytes)
         self.blobs: dict[int, Place] = {}  # written, their value line to come
         self.gaps: dict[int, str] = {}  # not written, and why
+        self.checksums: dict[int, str] = {}  # likewise, of data that has gone by
         self.lines: list[bytes] = []
         self.n_calls = 0
         self.n_gaps = 0
@@ -209,6 +219,13 @@ class CaptureWriter:
         step, self._step = self._step, None
         self._put(step, _EndStep())
 
+    def drop_step(self, step: int) -> None:
+        """Delete what was recorded of a step that has ended; its calls count no more."""
+        if self._forked() or self._last_step is None or step not in self._begun_steps:
+            return
+        self._begun_steps.discard(step)
+        self._put(self._last_step, _Drop(step))
+
     def call(self, line: CallLine) -> None:
         """Write that a call is about to run."""
         if step := self._open_step():
@@ -252,10 +269,14 @@ class CaptureWriter:
         shape: Sequence[int],
         data: Bytes | Callable[[], Bytes],
         nbytes: int | None = None,
+        *,
+        checksum: bool = False,
+        stored: bool = True,
     ) -> None:
         """Queue the bytes of a value, row-major; waits while the queue is full.
 
         `data` may be a function that gives them later (a copy under way); `nbytes` is needed then.
+        With `checksum` their CRC-32 is the value's digest, and they need not be `stored` for it.
         """
         step = self._open_step()
         if step is None:
@@ -266,7 +287,7 @@ class CaptureWriter:
         self.make_room(nbytes)
         with self._changed:
             self._queued_nbytes += nbytes
-        self._put(step, _Data(value_id, key, dtype, shape, data, nbytes))
+        self._put(step, _Data(value_id, key, dtype, shape, data, nbytes, checksum, stored))
         if self._queued_nbytes > _BATCH_NBYTES:
             self._wake(hurry=True)
 
@@ -409,6 +430,8 @@ class CaptureWriter:
                 self._release(item)
             elif isinstance(item, _EndStep):
                 self._finish_step(step)
+            elif isinstance(item, _Drop):
+                self._delete(item.number)
             else:
                 self._write_ready()
                 self._flush(step)
@@ -440,6 +463,21 @@ class CaptureWriter:
             except OSError as error:
                 self._failed(error)
 
+    def _delete(self, number: int) -> None:
+        assert self._rank_fd is not None
+        name = f"step{number}"
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._rank_fd)
+            try:
+                for file in os.listdir(fd):
+                    self.nbytes_written -= os.stat(file, dir_fd=fd).st_size
+                    os.unlink(file, dir_fd=fd)
+            finally:
+                os.close(fd)
+            os.rmdir(name, dir_fd=self._rank_fd)
+        except OSError as error:
+            self._failed(error)
+
     def _write_ready(self, ending: _Step | None = None) -> None:
         """Write outstanding values whose result has come, and all of a step that ends."""
         waiting, self._waiting = self._waiting, []
@@ -457,7 +495,7 @@ class CaptureWriter:
         problem = step.gaps.pop(line.id, None)
         if result is not None and result.ready:
             line.summary = pack_summary(result.summary) if result.summary is not None else None
-            line.digest = result.digest
+            line.digest = step.checksums.pop(line.id, None) or result.digest
             problem = problem or result.error
         elif result is not None:
             problem = self._result_error or "its summary did not come back from the device"
@@ -472,6 +510,10 @@ class CaptureWriter:
             data = item.data() if callable(item.data) else item.data
         except Exception as error:  # noqa: BLE001 a device that failed: this value becomes a gap
             step.gaps[item.value_id] = f"its copy failed: {type(error).__name__}: {error}"
+            return
+        if item.checksum:
+            step.checksums[item.value_id] = f"crc32:{zlib.crc32(data.data):08x}"
+        if not item.stored:
             return
         try:
             blob = step.shards.find(data)

@@ -7,34 +7,12 @@ from typing import Any
 
 import torch
 
+from tensorprobe.devices.autocast_lists import FLOAT32, FLOAT32_BY_DTYPE, LOW, WIDEST
+
 _DISPATCH_KEYS: Any = torch._C.DispatchKey
 _KEY = torch._C.DispatchKeySet(_DISPATCH_KEYS.AutocastPrivateUse1)
 
 # The lists are those of the other accelerators' autocast; the vendor's follow them.
-_LOW = """
-    _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
-    conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot
-    linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell
-    _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
-    scaled_dot_product_attention
-"""
-_FLOAT32 = """
-    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
-    pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm group_norm
-    cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
-    hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
-    multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
-    binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp cross_entropy_loss
-"""
-# They take dtype=: asked for none, they get float32, so that the input need not be copied first.
-_FLOAT32_BY_DTYPE = """
-    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
-    linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
-"""
-_WIDEST = """
-    addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add cat
-    stack
-"""
 _BANNED = "binary_cross_entropy"
 
 Cast = Callable[[Any], Any]
@@ -42,13 +20,13 @@ Cast = Callable[[Any], Any]
 
 def register(library: Any) -> None:
     """Give every op of the lists its autocast kernel; the rest pass through untouched."""
-    for name in _LOW.split():
+    for name in LOW.split():
         _register(library, name, lambda op: _cast_all(op, _low_dtype))
-    for name in _FLOAT32.split():
+    for name in FLOAT32.split():
         _register(library, name, lambda op: _cast_all(op, lambda tensors: torch.float32))
-    for name in _FLOAT32_BY_DTYPE.split():
+    for name in FLOAT32_BY_DTYPE.split():
         _register(library, name, _ask_for_float32)
-    for name in _WIDEST.split():
+    for name in WIDEST.split():
         _register(library, name, lambda op: _cast_all(op, _widest_dtype))
     for name in _BANNED.split():
         _register(library, name, _refuse)

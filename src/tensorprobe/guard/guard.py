@@ -1,0 +1,224 @@
+"""What the user holds: a Guard, which owns the watches and writes down what they find."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from tensorprobe.capture.recorder import Recorder, say
+from tensorprobe.capture.steps import StepOn
+from tensorprobe.devices import current_rank, world_size
+from tensorprobe.errors import BadUsage, NothingRecorded
+from tensorprobe.guard.findings import FILE, Finding, describe, write_findings
+from tensorprobe.guard.names import check_numbers, check_watches
+
+
+class Watch(Protocol):
+    """One thing that a guard looks out for. `enter` and `leave` may come by several times."""
+
+    def enter(self) -> None: ...
+    def leave(self, error: BaseException | None) -> None: ...
+    def step(self) -> None: ...
+
+
+class Guard:
+    """Watches the torch calls of a program for values that are not finite, and for errors.
+
+        with tp.Guard("guard") as guard:
+            for batch in data:
+                loss = model(batch); loss.backward(); optimizer.step()
+        guard.findings
+
+    `watch` holds "overflow" and "errors". The `overflow_nums`-th overflow of a rank ends the
+    program by GuardStopped; -1 never does. `look_every` is how many calls go by between two looks
+    at what a device found (None: each call on the host, each step elsewhere; 1 also saves the
+    inputs of the call on every device). `keep_last` records as well, and keeps the last so many
+    steps; the steps of a `recorder` of your own are kept from the first finding on. Steps end by
+    themselves, as under `tensorprobe run`, until `step()` is called.
+
+    For errors the inputs of recent calls are held, `inputs_budget` of them at most; `calls` and
+    `steps` name the calls to hold instead, however large. A call that failed is run once more,
+    alone, for `alone_timeout_s` at most; 0 does not run it.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] = "guard",
+        watch: str | Iterable[str] = ("overflow",),
+        *,
+        overflow_nums: int = 1,
+        look_every: int | None = None,
+        keep_last: int | None = None,
+        inputs_budget: int | str = "1G",
+        calls: Sequence[str] = (),
+        steps: Sequence[int] | None = None,
+        alone_timeout_s: float = 120,
+        recorder: Recorder | None = None,
+        step_on: StepOn = "auto",
+        rerun: str | None = None,
+        log: Callable[[str], None] = say,
+    ) -> None:
+        self.folder = Path(folder)
+        self._names = check_watches(watch)
+        check_numbers(overflow_nums, look_every)
+        if keep_last is not None and recorder is not None:
+            raise BadUsage("keep_last and a recorder: give keep_last to the Recorder instead")
+        self._log = log
+        self._findings: list[Finding] = []
+        self._notes: dict[str, Any] = {}
+        self._place = self.folder if world_size() == 1 else self.folder / f"rank{current_rank()}"
+        self._recorder = recorder
+        self._own_recorder: Recorder | None = None
+        if keep_last is not None:
+            self._own_recorder = self._recorder = Recorder(
+                self.folder / "recording", step_on=step_on, log=log, level="L1", keep_last=keep_last
+            )
+        self._options: dict[str, Any] = {
+            "overflow_nums": overflow_nums,
+            "look_every": look_every,
+            "step_on": step_on,
+            "rerun": rerun,
+            "log": log,
+        }
+        self._error_options: dict[str, Any] = {
+            "inputs_budget": inputs_budget,
+            "calls": calls,
+            "steps": steps,
+            "alone_timeout_s": alone_timeout_s,
+            **{name: self._options[name] for name in ("step_on", "rerun", "log")},
+        }
+        self._watches: list[Watch] = []
+        self._on = False
+        self._closed = False
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What was found so far, in order."""
+        return tuple(self._findings)
+
+    def start(self) -> Guard:
+        """Watch from here on."""
+        if self._closed:
+            raise BadUsage("this guard was closed; make a new one to watch again")
+        if self._on:
+            return self
+        if not self._watches:
+            _move_earlier(self._place)
+            self._watches = [self._make(name) for name in self._names]
+        self._on = True
+        if self._own_recorder is not None:
+            self._own_recorder.start()
+        for watch in self._watches:
+            watch.enter()
+        return self
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """Watch no more until `start`."""
+        if not self._on:
+            return
+        self._on = False
+        for watch in reversed(self._watches):
+            watch.leave(error)
+        if self._own_recorder is not None:
+            self._own_recorder.stop()
+
+    def step(self) -> None:
+        """One step of the program has ended."""
+        for watch in self._watches:
+            watch.step()
+        if self._own_recorder is not None:
+            self._own_recorder.step()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Stop for good, and write findings.json, with whatever was found."""
+        if self._closed:
+            return
+        try:
+            self.stop(error)
+        finally:
+            self._closed = True
+            self._write()
+            self._close_recorder()
+        self._log(self._summary())
+
+    def __enter__(self) -> Guard:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(error)
+
+    # What the watches call
+
+    def report(self, finding: Finding, *, tell: bool = True) -> None:
+        """Write a finding down; one reported before, by the same call, takes its place.
+
+        `tell` says it on the terminal too.
+        """
+        same = [n for n, known in enumerate(self._findings) if known.identity == finding.identity]
+        if same:
+            self._findings[same[0]] = finding
+        else:
+            self._findings.append(finding)
+        if self._recorder is not None:
+            self._recorder.keep_all_steps()
+        self._write()
+        if tell:
+            self._log(describe(finding))
+
+    def note(self, field: str, value: Any) -> None:
+        """Set a further field of findings.json, such as its warnings."""
+        self._notes[field] = value
+        self._write()
+
+    def _make(self, name: str) -> Watch:
+        # Only what is asked for is imported: each watch brings modes and hooks of its own.
+        module = importlib.import_module(f"tensorprobe.guard.{name}")
+        watch: Watch
+        if name == "overflow":
+            watch = module.OverflowWatch(self.folder, self.report, self.note, **self._options)
+        else:
+            watch = module.ErrorWatch(self.folder, self._place, self.report, **self._error_options)
+        return watch
+
+    def _write(self) -> None:
+        write_findings(self._place, self._findings, self._notes)
+
+    def _close_recorder(self) -> None:
+        if self._own_recorder is None:
+            return
+        try:
+            self._own_recorder.close()
+        except NothingRecorded as nothing:
+            self._log(str(nothing))
+
+    def _summary(self) -> str:
+        count = len(self._findings)
+        found = f"{count} finding{'' if count == 1 else 's'}" if count else "nothing found"
+        skipped = self._notes.get("skipped_steps", [])
+        if skipped:
+            steps = ", ".join(str(step) for step in skipped[:8]) + (" ..." if skipped[8:] else "")
+            noun = "step was" if len(skipped) == 1 else "steps were"
+            found += f"; {len(skipped)} optimizer {noun} skipped by the GradScaler (step {steps})"
+        return f"guard: {found}. All of it: {self._place / FILE}"
+
+
+def _move_earlier(place: Path) -> None:
+    """What an earlier run found must be neither mixed with ours nor lost."""
+    old = [place / name for name in (FILE, "repro") if (place / name).exists()]
+    if not old:
+        return
+    numbers = (place / "earlier" / str(number) for number in itertools.count(1))
+    target = next(folder for folder in numbers if not (folder / FILE).exists())
+    target.mkdir(parents=True, exist_ok=True)
+    for path in old:
+        path.rename(target / path.name)
