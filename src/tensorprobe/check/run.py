@@ -12,6 +12,7 @@ from tensorprobe.check.plan import Planned, plan
 from tensorprobe.check.pool import Pool, Task
 from tensorprobe.check.results import Results, benchmark_tensors, ordered
 from tensorprobe.check.row import Row
+from tensorprobe.check.switches import differing
 from tensorprobe.check.worker import Setting
 from tensorprobe.errors import BadUsage
 from tensorprobe.records import Capture
@@ -25,10 +26,13 @@ Progress = Callable[[int, int, Row], None]
 class Checked:
     """The outcome of a check: its rows, failures first, and how many of each verdict."""
 
-    def __init__(self, folder: Path, rows: list[Row], counts: Mapping[str, int]) -> None:
+    def __init__(
+        self, folder: Path, rows: list[Row], counts: Mapping[str, int], notes: Sequence[str] = ()
+    ) -> None:
         self.folder = folder
         self.rows = rows
         self.counts = counts
+        self.notes = notes  # what makes the verdicts less fair
 
     @property
     def passed(self) -> bool:
@@ -87,7 +91,8 @@ def check(
     )
     tasks = [Task(number, each.pair, benchmark.pair(each.pair)) for number, each in enumerate(todo)]
     done = len(planned) - len(todo)
-    for task, row in Pool(setting, jobs, timeout_s).run(tasks) if tasks else ():
+    pool = Pool(setting, jobs, timeout_s)
+    for task, row in pool.run(tasks) if tasks else ():
         row.alike = todo[task.number].alike
         benchmark.excuse(row)
         row.repro = _repro(run.path, row)
@@ -95,13 +100,14 @@ def check(
         done += 1
         if progress is not None:
             progress(done, len(planned), row)
-    counts = results.finish(sum(each.alike + 1 for each in planned))
+    notes = differing(run.facts, pool.facts, device)
+    counts = results.finish(sum(each.alike + 1 for each in planned), notes)
     rows = ordered(results.rows.values())
     if peer_tables:
         from tensorprobe.check.peer_tables import write_tables
 
         write_tables(Path(output), rows)
-    return Checked(Path(output), rows, counts)
+    return Checked(Path(output), rows, counts, notes)
 
 
 def _is_done(row: Row | None, peer_tables: bool) -> bool:

@@ -118,6 +118,7 @@ def describe(checked: Checked, limit: int) -> list[str]:
     for reason, names in list(reasons.items())[:limit]:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         lines.append(f"skipped  {names[0]}{more}: {reason}")
+    lines += [f"note     {note}" for note in checked.notes]
     lines.append(
         f"{counts['calls']} calls, {counts['checked']} different: {counts['pass']} pass, "
         f"{counts['fail']} fail, {counts['crashed']} crashed, {counts['skipped']} skipped"
