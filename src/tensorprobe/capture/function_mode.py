@@ -137,12 +137,4 @@ class CallMode(TorchFunctionMode):
         call = tape.begin(names, shown, kwargs, depth=2, grad=grad)
         if call is None:
             return func(*args, **kwargs)
-        try:
-            result = func(*args, **kwargs)
-        except BaseException as error:
-            tape.raised(call, error)
-            raise
-        if api.prefix == "Distributed" and tape.await_work(call, result):
-            return result
-        tape.end(call, result)
-        return result
+        return tape.run(call, func, args, kwargs)

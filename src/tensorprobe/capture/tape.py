@@ -238,6 +238,19 @@ class Tape:
             self.gap(names.name, error)
             return None
 
+    def run(
+        self, call: OpenCall, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call that has begun, and write down how it ended."""
+        try:
+            result = func(*args, **kwargs)
+        except BaseException as error:
+            self.raised(call, error)
+            raise
+        if call.names.api.prefix != "Distributed" or not self.await_work(call, result):
+            self.end(call, result)
+        return result
+
     def end(
         self,
         call: OpenCall,
