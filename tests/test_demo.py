@@ -33,7 +33,7 @@ def test_the_demo(tmp_path: Path) -> None:
     assert done.stderr == ""
     assert done.returncode == 0
     told = README.read_text()
-    story = told[told.index("1. Train a small") : told.index("```", told.index("4. That call"))]
+    story = told[told.index("1. Train a small") : told.index("```", told.index("5. To be sure"))]
     expected = without_numbers(story).splitlines()
     assert without_numbers(done.stdout).splitlines()[: len(expected)] == expected
     verdict = json.loads((tmp_path / "demo" / "report" / "verdict.json").read_text())
@@ -41,6 +41,8 @@ def test_the_demo(tmp_path: Path) -> None:
         "Functional.layer_norm.2.forward"
     ]
     assert (tmp_path / "demo" / "repro" / "repro.py").exists()
+    cured = json.loads((tmp_path / "demo" / "report-cured" / "verdict.json").read_text())
+    assert cured["verdict"] == "match"
     capture = tp.load(tmp_path / "demo" / "cpu")
     weights = capture.call("Optimizer.AdamW.step.0", step=0).tensors
     assert all(t.blob is not None for t in weights if t.shape)

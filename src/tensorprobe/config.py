@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
@@ -17,6 +18,8 @@ Side = Literal["input", "output"]
 Dtypes = Literal["all", "float"]
 Flush = Literal["queue", "call"]
 OnWriteError = Literal["continue", "stop"]
+Digests = Literal["native", "crc32"]
+Operators = Literal["native", "dunder"]
 
 # A longer range is a slip ("0-1e9"), and every number of it would be held in memory.
 LONGEST_RANGE = 1_000_000
@@ -46,6 +49,8 @@ class RecordConfig(msgspec.Struct, frozen=True, kw_only=True):
     keep_tensors: tuple[str, ...] = ()  # likewise: these calls keep tensors, whatever `keep` says
     dtypes: Dtypes = "all"  # float: nothing is kept of integer and bool tensors
     stacks: bool = True
+    digests: Digests = "native"  # crc32: as the peers have them, made on the host
+    operators: Operators = "native"  # dunder: a + b is Tensor.__add__, counted apart from a.add(b)
     flush: Flush = "queue"
     max_disk: int | None = None  # bytes
     queue: int = 256 * 2**20  # bytes
@@ -227,6 +232,8 @@ _PARSERS: dict[str, Any] = {
     "keep_tensors": _parse_names,
     "dtypes": _parse_choice(get_args(Dtypes)),
     "stacks": _parse_bool,
+    "digests": _parse_choice(get_args(Digests)),
+    "operators": _parse_choice(get_args(Operators)),
     "flush": _parse_choice(get_args(Flush)),
     "max_disk": _parse_optional_size,
     "queue": parse_size,
@@ -263,6 +270,22 @@ class MsprobeConfig(NamedTuple):
     notes: tuple[str, ...]
 
 
+class DoorConfig(NamedTuple):
+    """Likewise for a script of msprobe's own, which gets msprobe's names, checksums and files.
+
+    `dump_enable` is None where the file does not have it: then it is not looked at again.
+    """
+
+    config: RecordConfig
+    dump_path: str | None
+    notes: tuple[str, ...]
+    dump_enable: bool | None
+
+
+DEBUG_LEVEL = "debug"
+SAVED = "Saved."  # what the names of values saved by hand begin with
+
+
 _TASKS = {"statistics": "stats", "tensor": "tensors", "structure": "structure"}
 _REFUSED_TASKS = {
     "acc_check": "record with task 'tensor', then: tensorprobe check CAPTURE --device DEVICE",
@@ -285,15 +308,34 @@ _TOP_FIELDS = (
     "risk_level",
     "custom_op_namespaces",
     "load",
+    "seed",
+    "is_deterministic",
+    "enable_dataloader",
+    "acl_config",
 )
 _FILTER_FIELDS = ("scope", "list", "data_mode", "summary_mode", "slice", "request_id")
+_ONLINE_FIELDS = (
+    "online_run_ut", "online_run_ut_recompute", "is_online", "nfs_path", "host", "port",
+    "rank_list", "tls_path", "master_ip", "master_port", "is_benchmark_device",
+)  # fmt: skip
 _SECTIONS: dict[str, tuple[str, ...]] = {
     "statistics": (*_FILTER_FIELDS, "tensor_list", "device"),
-    "tensor": (*_FILTER_FIELDS, "bench_path", "diff_nums"),
+    "tensor": (
+        *_FILTER_FIELDS, "bench_path", "diff_nums", "file_format", "backward_input",
+        *_ONLINE_FIELDS,
+    ),
     "structure": _FILTER_FIELDS,
     "acc_check": ("white_list", "black_list", "error_data_path"),
     "nan_check": ("list", "scope", "tensor_list", "data_mode"),
-}
+    # of earlier releases; nothing is read of them
+    "overflow_check": ("overflow_nums", "check_mode"),
+    "run_ut": ("white_list", "black_list", "error_data_path", *_ONLINE_FIELDS),
+    "free_benchmark": (
+        "scope", "list", "fuzz_device", "pert_mode", "handler_type", "fuzz_level", "fuzz_stage",
+        "if_preheat", "preheat_step", "max_sample",
+    ),
+    "grad_probe": ("grad_level", "param_list", "bounds"),
+}  # fmt: skip
 # Fields with no counterpart here, with the reason; fine when empty, as in msprobe's own template.
 _REFUSED_FIELDS = {
     "load": "feeding a module the inputs of an earlier dump is not part of recording; to start two "
@@ -301,6 +343,13 @@ _REFUSED_FIELDS = {
     "slice": "tensors are recorded whole, so that a call can be replayed; remove it",
     "request_id": "tensors are recorded whole, whatever request their rows belong to; remove it",
     "bench_path": "record both runs with summary_mode 'md5' and compare them: tensorprobe compare",
+    "seed": "recording seeds nothing; call seed_all(seed)",
+    "is_deterministic": "recording changes no algorithm; call seed_all(mode=True)",
+    "enable_dataloader": "steps do not end with a batch; call start(), stop() and step()",
+    "acl_config": "the dumps of ACL are torch_npu's; level L2 records every ATen operator instead",
+    "backward_input": "a backward is not run again while recording; use: tensorprobe repro",
+    "online_run_ut": "record with task 'tensor', then: tensorprobe check CAPTURE --device DEVICE",
+    "is_online": "record with task 'tensor', then: tensorprobe check CAPTURE --device DEVICE",
 }
 
 
@@ -312,14 +361,65 @@ def from_msprobe_config(path: str | Path) -> MsprobeConfig:
 
         config, dump_path, notes = from_msprobe_config("config.json")
     """
+    with _naming(path):
+        return _read_msprobe(_read_json(path))
+
+
+def from_door_arguments(
+    path: str | Path | None, arguments: Mapping[str, Any] | None = None
+) -> DoorConfig:
+    """What msprobe's PrecisionDebugger is asked for: its config.json, and arguments that beat it.
+
+    Names and checksums are msprobe's own here: `a + b` is Tensor.__add__, md5 a CRC-32.
+    """
+    content: Any = {} if path is None else _read_json(path)
+    if isinstance(content, dict):
+        content = {**content, **(arguments or {})}
+    with _naming(path):
+        return _read_door(content)
+
+
+@contextmanager
+def _naming(path: str | Path | None) -> Iterator[None]:
+    """Errors from inside say which file it is about."""
     try:
-        content = msgspec.json.decode(Path(path).read_bytes())
+        yield
+    except BadUsage as error:
+        raise (BadUsage(f"{path}: {error}") if path is not None else error) from error
+
+
+def _read_json(path: str | Path) -> Any:
+    try:
+        return msgspec.json.decode(Path(path).read_bytes())
+    except OSError as error:
+        raise BadUsage(f"no configuration can be read from '{path}': {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise BadUsage(f"{path} is not JSON: {error}") from error
-    try:
-        return _read_msprobe(content)
-    except BadUsage as error:
-        raise BadUsage(f"{path}: {error}") from error
+
+
+def _read_door(content: object) -> DoorConfig:
+    debug = isinstance(content, dict) and content.get("level") == DEBUG_LEVEL
+    enable = content.get("dump_enable") if isinstance(content, dict) else None
+    if isinstance(content, dict):
+        content = {**content, **({"level": "L1"} if debug else {})}
+        content.pop("dump_enable", None)
+    if enable is not None:
+        enable = _parse_bool("dump_enable", enable)
+    config, dump_path, notes = _read_msprobe(content)
+    assert isinstance(content, dict)
+    section = content.get(content.get("task", "statistics")) or {}
+    changes: dict[str, Any] = {"operators": "dunder"}
+    if section.get("summary_mode") == "md5":
+        changes["digests"] = "crc32"
+        notes = tuple(note for note in notes if not note.startswith("summary_mode"))
+    if debug:
+        if config.keep == "structure":
+            raise BadUsage("level='debug' saves values: task is statistics or tensor")
+        changes["names"] = (SAVED,)
+    elif config.keep == "structure" and config.level not in ("L0", "mix"):
+        changes["level"] = "mix"
+        notes = (*notes, f"task structure: level {config.level} has no tree; mix is recorded")
+    return DoorConfig(msgspec.structs.replace(config, **changes), dump_path, notes, enable)
 
 
 def _read_msprobe(content: object) -> MsprobeConfig:
@@ -432,6 +532,8 @@ def _read_rest(
         notes.append("level L2: every ATen operator is recorded, on any device")
     if section.get("device") not in (None, "host"):
         _refuse(label + "device", section["device"], "'host' (the other value is for MindSpore)")
+    if section.get("file_format") not in (None, "npy"):
+        _refuse(label + "file_format", section["file_format"], "'npy', or leave it out")
     if "diff_nums" in section:
         notes.append("diff_nums has no effect without bench_path")
     if "dump_enable" in content:

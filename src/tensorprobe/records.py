@@ -18,6 +18,7 @@ Level = Literal["L0", "L1", "L2", "mix"]
 Keep = Literal["structure", "stats", "digest", "tensors"]
 Role = Literal["input", "output", "parameter", "parameter_grad", "buffer"]
 Status = Literal["complete", "begun", "raised"]
+Container = Literal["raw", "npy", "pt"]
 
 HOST = "cpu"
 
@@ -29,6 +30,8 @@ class TensorSummary(msgspec.Struct, frozen=True, gc=False):
     the tensor: int for integers, bool for bools, the magnitude for complex; None when there is no
     such value. `mean` and `norm` (L2) are over the finite values, accumulated in float64; None for
     bools and where there is no finite value. Counts are of elements, a complex one counting once.
+    Summaries of the peers' dumps are not `counted`: whether there is a NaN or an infinity is known
+    (1 or 0), not how many; of zeros nothing is.
     """
 
     min: float | int | bool | None
@@ -38,6 +41,7 @@ class TensorSummary(msgspec.Struct, frozen=True, gc=False):
     nan_count: int
     inf_count: int
     zero_count: int
+    counted: bool = True
 
     @property
     def is_finite(self) -> bool:
@@ -45,11 +49,15 @@ class TensorSummary(msgspec.Struct, frozen=True, gc=False):
 
 
 class Blob(msgspec.Struct, frozen=True, gc=False):
-    """Where a tensor's bytes are: `nbytes` of them, little-endian and row-major."""
+    """Where a tensor's bytes are: `nbytes` of them, little-endian and row-major.
+
+    In a file of its own, `npy` or `pt`, their place and layout are found when it is read.
+    """
 
     path: Path
     offset: int
     nbytes: int
+    container: Container = "raw"
 
 
 class TensorRecord(msgspec.Struct, frozen=True, gc=False):

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorprobe.compare.align import Mapping, Pair, align, diff, plain_path, stem
-from tensorprobe.records import Call, TensorRecord
+from tensorprobe.compare.align import Layers, Mapping, Pair, align, diff, plain_path, stem
+from tensorprobe.compare.mapping import read_mapping
+from tensorprobe.records import Call, TensorRecord, TensorSummary
 
 
 def call(name: str, index: int = 0, module: str = "", shape: tuple[int, ...] = (2, 3)) -> Call:
@@ -106,10 +107,90 @@ def test_a_mapping_of_calls_and_modules_is_followed() -> None:
     actual = [call("NPU.rms.0.forward", 0, "blocks.0.norm"), call("Torch.relu.0.forward", 1, "a")]
     expected = [call("Functional.rms_norm.0.forward", 0, "layers.0.norm"),
                 call("Torch.relu.0.forward", 1, "b")]  # fmt: skip
-    mapping = Mapping({"NPU.rms.0": "Functional.rms_norm.0"}, {"blocks": "layers"})
+    mapping = Mapping({"NPU.rms.0": "Functional.rms_norm.0"}, {"blocks": "layers"}, {})
     pairs = align(actual, expected, mapping)
     assert pairs[0].how == "mapped"
     assert names(pairs)[0] == ("NPU.rms.0.forward", "Functional.rms_norm.0.forward")
+
+
+def at_line(name: str, line: str, norm: float | None = None) -> Call:
+    made = msgspec.structs.replace(call(name), stack=(f"model.py:{line} in forward",))
+    if norm is None:
+        return made
+    summary = TensorSummary(-norm, norm, norm / 3, norm, 0, 0, 0)
+    tensors = tuple(msgspec.structs.replace(r, summary=summary) for r in made.tensors)
+    return msgspec.structs.replace(made, tensors=tensors)
+
+
+def test_lines_tell_which_of_equal_calls_is_the_extra_one() -> None:
+    actual = [at_line(f"Torch.relu.{n}.forward", line) for n, line in enumerate(("7", "8", "9"))]
+    for missing in range(3):
+        expected = [
+            at_line(f"Torch.relu.{n}.forward", line)
+            for n, line in enumerate([x for i, x in enumerate("789") if i != missing])
+        ]
+        pairs = align(actual, expected)
+        assert [e is None for _, e, _ in pairs] == [n == missing for n in range(3)]
+        assert [a is None for a, _, _ in align(expected, actual)].index(True) == missing
+
+
+def test_lines_that_have_all_moved_are_no_evidence() -> None:
+    actual = [at_line(f"Torch.relu.{n}.forward", line) for n, line in enumerate(("8", "9", "30"))]
+    expected = [at_line(f"Torch.relu.{n}.forward", line) for n, line in enumerate(("7", "8"))]
+    assert [e.name if e else None for _, e, _ in align(actual, expected)] == [
+        "Torch.relu.0.forward", "Torch.relu.1.forward", None,
+    ]  # fmt: skip
+
+
+def test_contents_tell_which_of_equal_calls_is_the_extra_one() -> None:
+    norms = (1.0, 2.0, 3.0, 4.0)
+    actual = [at_line(f"Torch.relu.{n}.forward", "5", norm) for n, norm in enumerate(norms)]
+    expected = [at_line(f"Torch.relu.{n}.forward", "5", norms[k]) for n, k in enumerate((1, 3))]
+    pairs = align(actual, expected)
+    assert [e.name if e else None for _, e, _ in pairs] == [
+        None, "Torch.relu.0.forward", None, "Torch.relu.1.forward",
+    ]  # fmt: skip
+
+
+def test_a_module_of_another_class_is_paired_by_its_place() -> None:
+    actual = [call("Module.fc.ColumnParallelLinear.forward.0", 0, "fc"),
+              call("Module.out.Linear.forward.0", 1, "out")]  # fmt: skip
+    expected = [call("Module.fc.Linear.forward.0", 0, "fc"),
+                call("Module.out.Linear.forward.0", 1, "out")]  # fmt: skip
+    assert [(a.module, e.module) for a, e, _ in align(actual, expected) if a and e] == [
+        ("fc", "fc"), ("out", "out"),
+    ]  # fmt: skip
+
+
+def test_children_are_mapped_by_the_class_they_are_in() -> None:
+    """`proj` is another thing in an Attention than in an Mlp; `down.proj` has two parts."""
+
+    def program(rename: dict[str, str]) -> list[Call]:
+        paths = ["", "h.0", "h.0.a", "h.0.a.proj", "h.0.m", "h.0.m.proj", "h.0.m.down.proj"]
+        classes = ["Net", "Block", "Attention", "Linear", "Mlp", "Linear", "Linear"]
+        return [
+            call(f"Module.{rename.get(p, p)}.{c}.forward.0".replace("..", "."), i, rename.get(p, p))
+            for i, (p, c) in enumerate(zip(paths, classes, strict=True))
+        ]
+
+    theirs = {
+        "h.0": "layers.0", "h.0.a": "layers.0.attention", "h.0.a.proj": "layers.0.attention.out",
+        "h.0.m": "layers.0.m", "h.0.m.proj": "layers.0.m.second", "h.0.m.down.proj": "layers.0.m.x",
+    }  # fmt: skip
+    mapping = read_mapping({
+        "TopLayer": {"h": "layers"},
+        "Block": {"a": "attention(SelfAttention)"},
+        "Attention": {"proj": "out"},
+        "Mlp": {"proj": "second", "down.proj": "x"},
+    })  # fmt: skip
+    actual, expected = program({}), program(theirs)
+    layers = Layers(actual, mapping.layers)
+    assert [layers.renamed(c.module) for c in actual] == [c.module for c in expected]
+    pairs = align(actual, expected, mapping)
+    assert all(a and e and a.index == e.index for a, e, _ in pairs)
+    assert [how for _, _, how in pairs] == ["exact"] + ["mapped"] * 6
+    # without the calls of modules nobody knows the classes: a rule then holds anywhere
+    assert Layers([], mapping.layers).renamed("h.0.a") == "layers.0.attention"
 
 
 def test_stems_and_paths() -> None:

@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from isolated_pytest import run_isolated
 
 HERE = Path(__file__).parent
 
 
-def test_what_comes_back_has_the_same_bits() -> None:
-    run_isolated([HERE / "test_reroute.py"], device="npu")
+@pytest.mark.parametrize("name", ["test_reroute", "check_faults"])
+def test_on_the_simulated_npu(name: str) -> None:
+    run_isolated([HERE / f"{name}.py"], device="npu")

@@ -6,9 +6,11 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import triton
 
 from numerics import cases
 from tensorprobe.numerics import launch, queue
+from tensorprobe.numerics import triton_kernels as kernels
 from tensorprobe.numerics.backends import KernelBackend
 from tensorprobe.numerics.digest import digest_array
 from tensorprobe.numerics.launch import Launcher
@@ -122,6 +124,29 @@ def check_large() -> None:
         assert abs(result.summary.norm - exact.summary.norm) <= 1e-12 * exact.summary.norm
 
 
+def check_flags() -> None:
+    """What the guard asks of a tensor: NaN, infinities of either sign, the largest number."""
+    for name in ("bfloat16", "float16", "float32", "float64"):
+        read, kind = launch.READS[name]
+        vector = launch._vector(name)
+        for count in (1, 5, 3_000, 9_000):
+            for bad in ((), ("nan",), ("inf",), ("-inf", "nan")):
+                x = torch.randn(count).to(getattr(torch, name))
+                for i, value in enumerate(bad):
+                    x[(7 * i + count // 2) % count] = float(value)
+                flags = torch.zeros((3, 2), dtype=torch.int32)
+                kernels.flag_floats[(min(3, -(-count // (launch.LANES * vector))),)](
+                    triton.reinterpret(x, read), flags, flags, count, 1,
+                    KIND=kind, WIDE=name == "float64", VECTOR=vector, LANES=launch.LANES,
+                )  # fmt: skip
+                finite = x[torch.isfinite(x)].abs().float()
+                top = float(finite.max()) if finite.numel() else 0.0
+                found = [x.isnan(), x == float("inf"), x == float("-inf")]
+                bits = sum(int(where.any()) << i for i, where in enumerate(found))
+                flag = int(flags[1, 0]), float(flags[1, 1:].view(torch.float32))
+                assert flag == (bits, top), (name, count, bad, flag)
+
+
 def check_banks() -> None:
     """Banks fill, leave, land in order and are used again; a poll completes only what landed."""
     queue.SLOTS, queue.ROWS, queue.MAX_AGE_S = 4, 16, 1e9
@@ -164,6 +189,7 @@ if __name__ == "__main__":
     if what == "banks":
         check_dtypes(names)
         check_large()
+        check_flags()
         check_banks()
     else:
         check_dtypes(names, every_layout=True)

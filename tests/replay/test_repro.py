@@ -19,6 +19,7 @@ import tensorprobe as tp
 from recorded import record
 from tensorprobe.cli.main import main
 from tensorprobe.errors import NotReplayable, UnreadableCapture
+from tensorprobe.records import Call, Capture, Special
 
 # Runs each script in one process: importing torch takes longer than all of them.
 CHILD = """
@@ -136,6 +137,21 @@ def random_numbers() -> None:
     torch.zeros(100).uniform_(-1, 1)
 
 
+def several_outputs() -> None:
+    """Where a backward dump gives up: "is not of tensor type and cannot be derived"."""
+    values, indices = torch.sort(grad_tensor(3, 5), dim=1, descending=True)
+    (values * indices).sum().backward()
+
+
+def list_of_outputs() -> None:
+    first, _, last = torch.split(grad_tensor(6, 2), [1, 2, 3])
+    (first * last).sum().backward()
+
+
+def no_tensor_comes_out() -> None:
+    torch.tensor([0.1, 0.2]).sum().item()
+
+
 def custom_op() -> None:
     torch.ops.tensorprobe_repro.twice(torch.ones(3))
 
@@ -162,6 +178,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "Torch.topk.0": selection,
     "Tensor.T.0": property_view,
     "Torch.gt.0": comparison,
+    "Torch.sort.0": several_outputs,
+    "Torch.split.0": list_of_outputs,
+    "Tensor.item.0": no_tensor_comes_out,
     "Module.Conv2d.forward.0": module,
     "Functional.dropout.0": dropout,
     "Tensor.uniform_.0": random_numbers,
@@ -169,7 +188,8 @@ CASES: dict[str, Callable[[], Any]] = {
 }
 # these have a backward that was recorded
 DIFFERENTIATED = set(list(CASES)[:2] + list(CASES)[3:10]) | {
-    "Torch.topk.0", "Tensor.T.0", "Module.Conv2d.forward.0", "Functional.dropout.0"
+    "Torch.topk.0", "Tensor.T.0", "Torch.sort.0", "Torch.split.0",
+    "Module.Conv2d.forward.0", "Functional.dropout.0"
 }  # fmt: skip
 
 
@@ -292,12 +312,37 @@ def test_an_unknown_name_suggests_near_ones(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_run_alone_is_refused(tmp_path: Path) -> None:
-    def program() -> None:
-        torch.nn.Sequential(torch.nn.ReLU())(torch.ones(2))
+    weight = torch.nn.Parameter(torch.ones(2))
 
-    capture = record(tmp_path / "run", program, level="L0")
-    with pytest.raises(NotReplayable, match="made of other modules"):
-        tp.repro(capture, "Module.Sequential.forward.0", tmp_path / "repro")
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x / 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient / 2
+
+    def program() -> None:
+        torch.save(torch.ones(2), tmp_path / "file.pt")
+        torch.ones(2).numpy()
+        Half.apply(weight).exp().sum().backward()
+        torch.optim.SGD([weight], 0.1).step()
+
+    capture = record(tmp_path / "run", program)
+    reasons = {
+        "Tensor.numpy.0": "it reads or writes outside of tensors",
+        "Function.Half.0": "only the graph node is seen, not its inputs",
+        "Optimizer.SGD.step.0": "an optimizer step is many calls; those inside it can be replayed",
+    }
+    for name, reason in reasons.items():
+        with pytest.raises(NotReplayable, match=f"cannot be run alone: .*{reason}"):
+            tp.repro(capture, name, tmp_path / "repro")
+    odd = Call(
+        index=0, name="Torch.relu.0.forward", op="torch.relu", args=(Special("unsupported", "a.B"),)
+    )
+    with pytest.raises(NotReplayable, match=r"argument 0 is of type a\.B, of which only the name"):
+        tp.repro(Capture(tmp_path, "native", [odd], [], {}), "Torch.relu.0", tmp_path / "repro")
     assert not (tmp_path / "repro").exists()
 
 

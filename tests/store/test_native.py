@@ -349,7 +349,10 @@ def test_what_is_no_capture(tmp_path: Path) -> None:
             tensorprobe.load(path)
         return str(caught.value).replace(str(tmp_path), "")
 
-    expected = "expected a folder with capture.json, or a folder of ranks or steps in one"
+    expected = (
+        "expected a folder with capture.json, or a folder of ranks or steps in one; "
+        "or a dump of msprobe or ptdbg_ascend"
+    )
     assert text(tmp_path / "no") == (
         "no capture at '/no': there is no such path. To record one: tensorprobe run -o /no SCRIPT"
     )

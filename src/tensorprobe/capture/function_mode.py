@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from tensorprobe.capture import compiled
 from tensorprobe.capture.hidden_state import writes_in_place
 from tensorprobe.capture.naming import ApiName, Namer, is_noise
+from tensorprobe.capture.spelling import Spelling
 from tensorprobe.capture.steps import optimizers_in_round
 from tensorprobe.capture.tape import Tape
 
@@ -42,24 +43,23 @@ def below_backward() -> bool:
     return False
 
 
-class CallMode(TorchFunctionMode):
-    """Records each call; on the stack it disturbs nothing, and torch pops it inside each call.
+class UserCalls(TorchFunctionMode):
+    """Hands each torch call that the program makes to `called`, by its name.
 
-    So the calls that a functional written in Python makes are part of that one call, and what the
-    recorder itself does never comes back here.
+    On the stack it disturbs nothing, and torch pops it inside each call: the calls that a
+    functional written in Python makes are part of that one call, and what a tool itself does in
+    `called` never comes back here.
     """
 
-    def __init__(
-        self, tape: Tape, *, record: bool, on_scaler_update: Callable[[Iterable[int]], None]
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._tape = tape
-        self._record = record
-        self._on_scaler_update = on_scaler_update
         self._namer = Namer(resolve_name)
         self._plans: dict[Any, ApiName | None] = {}
         self.dispatch_depth = 0  # dispatch modes on the stack while backward runs
-        self._runs = compiled.Runs()
+
+    def called(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A call: make it, and return what it returns."""
+        raise NotImplementedError
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -79,22 +79,61 @@ class CallMode(TorchFunctionMode):
         except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
             api = None
         if api is None or (api.prefix == "Aten" and below_backward()):
-            return func(*args, **kwargs)
-        if not (self._record and self._tape.recording):
-            result = self._passed(api, func, args, kwargs)
-        elif compiled.may_run():
-            result = self._maybe_compiled(api, func, args, kwargs)
-        else:
-            result = self._recorded(api, func, args, kwargs)
-        if api.api == SCALER_UPDATE:
-            self._on_scaler_update(optimizers_in_round())
-        return result
+            return self.passed_on(func, args, kwargs)
+        return self.called(api, func, args, kwargs)
+
+    def passed_on(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A call too small to have a name: a property, a size."""
+        return func(*args, **kwargs)
 
     def _plan(self, func: Any) -> ApiName | None:
         api = self._namer(func)
         plan = None if is_noise(api) else api
         self._plans[func] = plan
         return plan
+
+
+class CallMode(UserCalls):
+    """Records each call."""
+
+    def __init__(
+        self,
+        tape: Tape,
+        *,
+        record: bool,
+        on_scaler_update: Callable[[Iterable[int]], None],
+        on_passed_error: Callable[[ApiName, Any, Any, Exception], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._on_passed_error = on_passed_error  # of calls that are too small to be recorded
+        self._tape = tape
+        self._record = record
+        self._on_scaler_update = on_scaler_update
+        self._runs = compiled.Runs()
+        self._spell = Spelling() if tape.config.operators == "dunder" else None
+
+    def called(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        compiles = compiled.may_run()
+        if not self._is_wanted() or (compiles and compiled.in_backward()):
+            result = self._passed(api, func, args, kwargs)
+        elif compiles and self._is_compiled():
+            result = func(*args, **kwargs)
+        else:
+            result = self._recorded(api, func, args, kwargs)
+        if api.api == SCALER_UPDATE:
+            self._on_scaler_update(optimizers_in_round())
+        return result
+
+    def passed_on(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            if self._on_passed_error is not None:
+                self._on_passed_error(self._namer(func), args, kwargs, error)
+            raise
+
+    def _is_wanted(self) -> bool:
+        return self._record and self._tape.recording and self._tape.only is None
 
     def _passed(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A call that is not recorded; what it writes to may be recorded later in the step."""
@@ -103,17 +142,15 @@ class CallMode(TorchFunctionMode):
             self._tape.forget_written(args, kwargs)
         return result
 
-    def _maybe_compiled(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """A call in a program that compiles: it may be the inside of a compiled part."""
-        if compiled.in_backward():
-            return self._passed(api, func, args, kwargs)
-        run = compiled.running()
+    def _is_compiled(self) -> bool:
+        """Whether this call is the inside of a compiled part, which is written down as one call."""
+        run = compiled.running(up=4)
         if run is None:
             self._runs.outside()
-            return self._recorded(api, func, args, kwargs)
+            return False
         if self._runs.is_new(run) and not run.has_node:
             self._record_compiled(run)
-        return func(*args, **kwargs)
+        return True
 
     def _record_compiled(self, run: compiled.Run) -> None:
         """Write down, as one call, a compiled part that has begun to run."""
@@ -122,19 +159,21 @@ class CallMode(TorchFunctionMode):
         names = self._tape.select(api, self._tape.counter.next(api), self._tape.place.module)
         if names is None or not names.wanted:
             return
-        call = self._tape.begin(names, run.entry.f_locals.get("args", ()), depth=4)
+        call = self._tape.begin(names, run.entry.f_locals.get("args", ()), depth=5)
         if call is not None:
             call.notes.append(compiled.NOTE)
             self._tape.end(call, None)
 
     def _recorded(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         tape = self._tape
+        if self._spell is not None and api.prefix == "Tensor":
+            api = self._spell(api, func, args, sys._getframe(3))
         names = tape.select(api, tape.counter.next(api), tape.place.module)
         if names is None:
             return self._passed(api, func, args, kwargs)
         grad = _is_grad_enabled() and not _interpreter_stack()
         shown = args[:1] if api.api == "__deepcopy__" else args  # the rest is copy's own memo
-        call = tape.begin(names, shown, kwargs, depth=2, grad=grad)
+        call = tape.begin(names, shown, kwargs, depth=3, grad=grad)
         if call is None:
             return func(*args, **kwargs)
         return tape.run(call, func, args, kwargs)

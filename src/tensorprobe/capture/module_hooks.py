@@ -23,6 +23,7 @@ from torch.nn.modules.module import (
 from tensorprobe.capture import compiled
 from tensorprobe.capture.calls import OpenCall
 from tensorprobe.capture.gradients import InputEdges, Path, Region, Trace, trace_module
+from tensorprobe.capture.making import notes_on, uncalled_parameters
 from tensorprobe.capture.mode_stack import enter_missing
 from tensorprobe.capture.naming import ApiName, CallNames, module_name
 from tensorprobe.capture.quiet import Quiet
@@ -53,6 +54,12 @@ class ModulePaths:
             else:  # made on the fly, or hung in after the root was first called
                 self._add(module, ".".join(filter(None, (parent, type(module).__name__))))
         return self._paths[id(module)][1]
+
+    def name_root(self, module: nn.Module, name: str) -> None:
+        """Let a module be a root, and its children go by paths below it, whoever calls it."""
+        with self._lock:
+            self._roots[name] = weakref.ref(module)
+            self._add(module, name)
 
     def parameter_names(self) -> dict[int, str]:
         """Every parameter of the modules seen, by identity."""
@@ -123,7 +130,9 @@ class ModuleHooks:
         record: bool,
         modes: Sequence[Any],
         on_root: Callable[[nn.Module], None],
+        stacks: bool = True,
     ) -> None:
+        self._stacks = stacks and tape.config.stacks
         self.paths = ModulePaths()
         self._tape = tape
         self._record = record
@@ -211,10 +220,13 @@ class ModuleHooks:
             parent = place.module if thread.entries or self._around else None
             thread.entries.append(entry)
             path = self.paths.path(module, parent)
-            if self._record and tape.recording:
+            only = tape.only
+            if only is not None and id(module) in only:
+                path = only[id(module)]
+            if tape.recording and (self._record if only is None else id(module) in only):
                 self._begin(entry, path, args, frame)
             place.module = path
-            if tape.config.stacks and tape.recording:
+            if self._stacks and tape.recording:
                 place.stack = (
                     entry.call.stack if entry.call and entry.call.stack else (tape.stack_number(1))
                 )
@@ -261,7 +273,8 @@ class ModuleHooks:
             frame.f_locals.get("kwargs"),
             depth=2,
             grad=grad,
-            parameters=_present(module._parameters),
+            random=module.training,
+            parameters=[*_present(module._parameters), *uncalled_parameters(module)],
             buffers=_present(module._buffers),
         )
         if names.wanted:
@@ -270,8 +283,7 @@ class ModuleHooks:
             entry.buffers = {name: _state_of(buffer) for name, buffer in _present(module._buffers)}
             if getattr(module, "_compiled_call_impl", None) or kind.__name__ == "OptimizedModule":
                 entry.call.notes.append("compiled: the calls inside are not visible")
-            if not module._modules:
-                entry.call.notes.extend(_making(module))
+            entry.call.notes.extend(notes_on(module))
             if module._parameters:
                 self._trained[id(module)] = (weakref.ref(module), api, path)
 
@@ -347,8 +359,8 @@ class ModuleHooks:
                 tape.end(call, None)
 
     def _fresh_gradients(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in module._parameters.items():
-            grad = parameter.grad if parameter is not None else None
+        for name, parameter in (*_present(module._parameters), *uncalled_parameters(module)):
+            grad = parameter.grad
             if grad is None:
                 continue
             state = _state_of(grad)
@@ -380,14 +392,3 @@ def _is_constructing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _making(module: nn.Module) -> list[str]:
-    """How to make a module without children again, as torch.nn's own print themselves."""
-    try:
-        with Quiet():
-            text = module.extra_repr()
-    except Exception:  # noqa: BLE001 recording a call: a user's repr must not become its gap
-        return []
-    notes = [f"made as {type(module).__name__}({text})"[:300]]
-    return notes if module.training else [*notes, "eval"]

@@ -297,7 +297,8 @@ def aliases(api: ApiName) -> frozenset[str]:
         names |= {f"torch_npu.{bare}", f"torch.ops.npu.{bare}", f"npu::{bare}"}
     else:
         flat = bare.replace(".", "_")  # torch.linalg.norm is aten.linalg_norm
-        for spelling in {bare, *DUNDERS_OF_NATIVE.get(bare, ())}:
+        native = NATIVE_NAMES.get(bare, bare)
+        for spelling in {bare, native, *DUNDERS_OF_NATIVE.get(native, ())}:
             names.add(spelling)
             names |= {home + spelling for home in _HOMES}
         names |= {home + flat for home in _OPERATOR_HOMES}
@@ -346,13 +347,17 @@ def native_call_name(name: str) -> str:
     the number kept: msprobe counts `a + b` and `a.add(b)` apart, we do not, so in a program that
     uses both spellings the numbers can differ.
     """
-    found = _UNDERSCORED.fullmatch(name)
-    if found:
-        name = ".".join(part for part in found.groups() if part)
+    name = dotted_call_name(name)
     found = _DUNDER_METHOD.match(name)
     if found:
         name = f"Tensor.{NATIVE_NAMES.get(found[1], found[1])}{name[found.end() :]}"
     return name
+
+
+def dotted_call_name(name: str) -> str:
+    """A call's name with ptdbg's underscores as dots; dunders stay."""
+    found = _UNDERSCORED.fullmatch(name)
+    return ".".join(part for part in found.groups() if part) if found else name
 
 
 def split_direction(name: str) -> tuple[str, Direction | None]:

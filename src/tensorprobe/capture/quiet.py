@@ -14,18 +14,19 @@ class Quiet:
     Cheaper than a generator-based context manager, and it is entered for every recorded call.
     """
 
-    __slots__ = ("_dispatch", "_function", "_grad")
+    __slots__ = ("_dispatch", "_function", "grad")
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Quiet:
         self._function = torch._C.DisableTorchFunction()
         self._function.__enter__()
         self._dispatch = None
         if torch._C._len_torch_dispatch_stack():
             self._dispatch = _disable_current_modes()
             self._dispatch.__enter__()
-        self._grad = torch._C.is_grad_enabled()
-        if self._grad:
+        self.grad = torch._C.is_grad_enabled()  # whether it was on around this
+        if self.grad:
             torch._C._set_grad_enabled(False)
+        return self
 
     def __exit__(
         self,
@@ -33,7 +34,7 @@ class Quiet:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._grad:
+        if self.grad:
             torch._C._set_grad_enabled(True)
         if self._dispatch is not None:
             self._dispatch.__exit__(kind, error, trace)

@@ -26,6 +26,7 @@ from tensorprobe.capture.mode_stack import (
     remove_function_mode,
 )
 from tensorprobe.capture.module_hooks import ModuleHooks
+from tensorprobe.capture.naming import Counter
 from tensorprobe.capture.optimizer_hooks import OptimizerHooks
 from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.steps import StepOn, StepWatch
@@ -57,7 +58,8 @@ class Recorder:
 
     `level` is L0 (modules), L1 (torch calls), mix (both) or L2 (ATen ops); `keep` is structure,
     stats, digest or tensors. What else can be given is in RecordConfig. It may be built before or
-    after the model, started and stopped many times, and nested in another recorder.
+    after the model, started and stopped many times, and nested in another recorder. With a
+    `counter` of its own the numbers of calls go on over steps, and over recorders that share it.
     """
 
     def __init__(
@@ -65,18 +67,22 @@ class Recorder:
         path: str | os.PathLike[str],
         *,
         step_on: StepOn = "explicit",
+        first_step: int = 0,
         log: Callable[[str], None] = say,
         facts: dict[str, Any] | None = None,
+        counter: Counter | None = None,
         **options: Any,
     ) -> None:
         self.path = Path(path)
+        self._counter = counter
         self.config = RecordConfig.make(**options)
         self._selection = Selection(self.config)
         self._log = log
         self._facts = facts or {}
         self._watch = StepWatch(step_on, self._advance)
-        self._step = 0
+        self._step = self._first_step = first_step
         self._started = False
+        self._paused = False
         self._over = False  # past the last wanted step
         self._closed = False
         self._told_size = False
@@ -110,6 +116,11 @@ class Recorder:
         return self._step
 
     @property
+    def is_built(self) -> bool:
+        """Whether it was ever started."""
+        return self._tape is not None
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing more will be recorded: the last wanted step is past, or the rank is not
         wanted."""
@@ -121,6 +132,10 @@ class Recorder:
         """Record from here on."""
         if self._closed:
             raise BadUsage("this recorder was closed; make a new one to record again")
+        if self._paused:
+            self._paused = False
+            self._optimizers.install_once()
+            self._put_on()
         if self._started or self._over:
             return self
         if self._tape is None and not self._build():
@@ -133,7 +148,7 @@ class Recorder:
         """Record no more until `start`; all that was recorded is in the files when it returns."""
         if not self._started:
             return
-        self._started = False
+        self._started = self._paused = False
         self._take_away()
         assert self._tape is not None
         assert self._writer is not None
@@ -142,10 +157,40 @@ class Recorder:
         self._note_compiled()
         self._writer.close()
 
+    def pause(self) -> None:
+        """See no more calls until `start`, but still record the backward of those seen before.
+
+        What was recorded up to here is in the files when it returns.
+        """
+        if not self._started or self._paused:
+            return
+        self._paused = True
+        self._optimizers.remove()
+        # at L2 the mode sees forward and backward alike: off it goes
+        self._switch(mode=False, hooks=False, inside=self._inside_on and self._op_mode is None)
+        assert self._writer is not None
+        self._writer.drain()
+
     def step(self) -> None:
         """One step of the program has ended."""
         self._watch.be_explicit()
         self._advance()
+
+    def name_root(self, module: torch.nn.Module, name: str = "") -> None:
+        """Let the paths of modules begin at this one, whichever module the program calls."""
+        if self._tape is None:
+            raise BadUsage("name_root comes after start()")
+        self._modules.paths.name_root(module, name)
+
+    def only(self, module: torch.nn.Module | None, name: str = "") -> None:
+        """Record this module's own calls, under a name of one's own, and nothing else; with None,
+        everything again."""
+        if self._tape is None:
+            raise BadUsage("only comes after start()")
+        if module is None:
+            self._tape.only = None
+        else:
+            self._tape.only = {**(self._tape.only or {}), id(module): name}
 
     def keep_all_steps(self) -> None:
         """Delete no more steps, where `keep_last` has done so until now."""
@@ -156,8 +201,11 @@ class Recorder:
         if self._tape is not None and self._tape.recording:
             self._tape.save(name, value)
 
-    def close(self) -> None:
-        """Stop for good and say what was recorded; NothingRecorded if that is nothing."""
+    def close(self, *, tell: bool = True) -> None:
+        """Stop for good and say what was recorded; NothingRecorded if that is nothing.
+
+        `tell=False` leaves out the closing line.
+        """
         if self._closed:
             return
         self.stop()
@@ -175,7 +223,8 @@ class Recorder:
             return
         if self._writer.n_calls == 0:
             raise NothingRecorded(self._selection.explain_nothing())
-        self._log(self._summary(self._writer))
+        if tell:
+            self._log(self._summary(self._writer))
 
     def __enter__(self) -> Recorder:
         return self.start()
@@ -206,7 +255,9 @@ class Recorder:
                 return False
         for finding in check_environment():
             self._log(finding)
-        summarizer = Summarizer(stats=True, digest=config.keep in ("digest", "tensors"))
+        digests = config.keep in ("digest", "tensors")
+        checksums = digests and config.digests == "crc32"
+        summarizer = Summarizer(stats=True, digest=digests and not checksums)
         facts = environment_facts()
         self._writer = CaptureWriter(
             self.path,
@@ -221,8 +272,8 @@ class Recorder:
             wait=summarizer.wait,
             on_warning=self._log,
         )
-        values = Values(self._writer, summarizer)
-        tape = self._tape = Tape(config, self._selection, self._writer, values)
+        values = Values(self._writer, summarizer, checksums=checksums)
+        tape = self._tape = Tape(config, self._selection, self._writer, values, self._counter)
         level = config.level
         self._mode = CallMode(
             tape, record=level in ("L1", "mix"), on_scaler_update=self._watch.scaler_updated
@@ -283,22 +334,28 @@ class Recorder:
 
     def _begin_step(self) -> None:
         assert self._tape is not None
-        wanted = self._selection.wants_step(self._step) and self._rank_wanted
+        self._paused = False
         self._optimizers.install_once()
-        watch = self._watch
-        # The first step is watched even where it is not wanted: the models met in it get their
-        # names, and it shows whether an optimizer or a scaler sets the pace.
-        first = self._step == 0
-        self._switch(
-            mode=wanted or (watch.automatic and (first or watch.scaler_seen)),
-            hooks=wanted or first or watch.needs_roots,
-            inside=wanted or (first and watch.automatic),
-        )
+        wanted = self._put_on()
         self._tape.begin_step(self._step, wanted)
         self._drop_old_steps(wanted)
         self._modules.begin_step()
         if self._op_mode is not None:
             self._op_mode.begin_step()
+
+    def _put_on(self) -> bool:
+        """Install what this step needs; says whether it is wanted."""
+        wanted = self._selection.wants_step(self._step) and self._rank_wanted
+        watch = self._watch
+        # The first step is watched even where it is not wanted: the models met in it get their
+        # names, and it shows whether an optimizer or a scaler sets the pace.
+        first = self._step == self._first_step
+        self._switch(
+            mode=wanted or (watch.automatic and (first or watch.scaler_seen)),
+            hooks=wanted or first or watch.needs_roots,
+            inside=wanted or (first and watch.automatic),
+        )
+        return wanted
 
     def _drop_old_steps(self, wanted: bool) -> None:
         """Leave `keep_last` steps on disk, the one that begins now included."""

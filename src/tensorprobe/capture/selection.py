@@ -11,6 +11,7 @@ from tensorprobe.capture.naming import (
     ApiName,
     CallNames,
     aliases,
+    dotted_call_name,
     native_call_name,
     own_names,
     split_direction,
@@ -45,12 +46,17 @@ class Selection:
         self._forward = "forward" in config.directions
         self._backward = "backward" in config.directions
         self._only_float = config.dtypes == "float"
-        self._calls = frozenset(exact_names(config.calls))
-        self._range = _range_of(config.between)
+        # how calls are named in this recording
+        spelt = native_call_name if config.operators == "native" else dotted_call_name
+        self._spelt: Callable[[str], str] = spelt
+        self._calls = frozenset(exact_names(map(spelt, config.calls)))
+        self._range = _range_of(config.between and tuple(map(spelt, config.between)))
         self._apis = ApiFilter(config.apis) if config.apis else None
         self._modules = ModuleFilter(config.modules) if config.modules else None
-        self._names = _PartFilter(config.names) if config.names else None
-        self._keep_tensors = _PartFilter(config.keep_tensors) if config.keep_tensors else None
+        self._names = _PartFilter(map(spelt, config.names)) if config.names else None
+        self._keep_tensors = (
+            _PartFilter(map(spelt, config.keep_tensors)) if config.keep_tensors else None
+        )
         self.everything = not (
             self._calls or self._range or self._apis or self._modules or self._names
         )
@@ -194,8 +200,8 @@ class Selection:
 
     def _near_names(self) -> list[str]:
         config = self._config
-        exact = [*map(native_call_name, config.calls)]
-        exact += map(native_call_name, config.between or ())
+        exact = [*map(self._spelt, config.calls)]
+        exact += map(self._spelt, config.between or ())
         found: dict[str, None] = {}
         for wanted in exact:
             found.update(dict.fromkeys(difflib.get_close_matches(wanted, self._seen, n=3)))
@@ -229,10 +235,9 @@ def _as_typed(value: object) -> str:
 def exact_names(calls: Iterable[str]) -> Iterable[str]:
     """The full names wanted; one without a direction means both."""
     for call in calls:
-        name = native_call_name(call)
-        stem, direction = split_direction(name)
+        stem, direction = split_direction(call)
         if direction:
-            yield name
+            yield call
         else:
             yield stem  # an optimizer's step and a saved value have no direction
             yield from (with_direction(stem, direction) for direction in _DIRECTIONS)
@@ -280,7 +285,7 @@ class _PartFilter:
     """Parts of call names, as in msprobe's `list`: a module's name takes all that runs in it."""
 
     def __init__(self, parts: Iterable[str]) -> None:
-        self._parts = tuple(native_call_name(part) for part in parts)
+        self._parts = tuple(parts)
         inside = (path_of_module(part) for part in self._parts if part.startswith("Module."))
         self._inside = tuple(path for path in inside if path)
 
@@ -335,10 +340,10 @@ class _Range:
         return self._inside_last
 
 
-def _range_of(between: tuple[str, str] | None) -> _Range | None:
+def _range_of(between: tuple[str, ...] | None) -> _Range | None:
     if between is None:
         return None
-    first, last = (_directed(native_call_name(end)) for end in between)
+    first, last = (_directed(end) for end in between)
     return _Range(first, last)
 
 

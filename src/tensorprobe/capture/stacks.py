@@ -49,6 +49,12 @@ class Stacks:
         self._ids.clear()  # the count goes on: a number from before means nothing now
         self._frames.clear()
 
+    def add(self, frames: list[str]) -> int:
+        """The number of a stack that is already in words."""
+        number = next(self._count)
+        self._new(number, frames)
+        return number
+
     def current(self, depth: int, base: FrameType | None, base_id: int) -> int:
         """The number of the stack `depth` frames above the caller.
 
@@ -76,6 +82,11 @@ class Stacks:
         return number
 
 
+def is_hidden(file: str) -> bool:
+    """Whether frames of this file are left out of stacks: ours, and machinery of torch."""
+    return file.startswith(_OWN) or file in _HIDDEN
+
+
 def _function_name(code: CodeType) -> str:
     return getattr(code, "co_qualname", code.co_name)  # co_qualname: Python 3.11
 
@@ -84,7 +95,7 @@ def _render(frame: FrameType | None, count: int) -> list[str]:
     lines = []
     while frame is not None and count > 0:
         file = frame.f_code.co_filename
-        if not file.startswith(_OWN) and file not in _HIDDEN:
+        if not is_hidden(file):
             lines.append(f"{file}:{frame.f_lineno} in {_function_name(frame.f_code)}")
         frame = frame.f_back
         count -= 1

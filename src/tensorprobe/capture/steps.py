@@ -102,7 +102,7 @@ class StepWatch:
 def optimizers_in_round() -> list[int]:
     """Which optimizers the GradScaler handled that is now updating its scale, by identity."""
     frame = sys._getframe(1)
-    for _ in range(6):
+    for _ in range(16):  # each mode on the stack stands between with two frames or more
         states = getattr(frame.f_locals.get("self"), "_per_optimizer_states", None)
         if states is not None:
             return list(states)

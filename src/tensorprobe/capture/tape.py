@@ -84,14 +84,18 @@ class Tape:
         selection: Selection,
         writer: CaptureWriter,
         values: Values,
+        counter: Counter | None = None,
     ) -> None:
         self.config = config
         self.selection = selection
         self.writer = writer
         self.place = Place()
-        self.counter = Counter()
+        self.counter = counter or Counter()
+        self._counts_on = counter is not None  # somebody else's: it goes on over steps
         self.step = -1
         self.recording = False  # this step is wanted, and the recorder is on
+        # where given: nothing but these modules, by identity, under these names
+        self.only: dict[int, str] | None = None
         self._steps: set[int] = set()
         self._open = False
         self._opening = threading.Lock()
@@ -137,7 +141,8 @@ class Tape:
         if step == self.step:
             return
         self.step = step
-        self.counter.reset()
+        if not self._counts_on:
+            self.counter.reset()
         self.selection.begin_step()
         if wanted:
             self._values.begin_step()
@@ -184,6 +189,7 @@ class Tape:
         parent: str | None = None,
         random: bool | None = None,
         writes: frozenset[str] | None = None,
+        stack: int | None = None,
         **named: Iterable[tuple[str, torch.Tensor]],
     ) -> OpenCall | None:
         """Write down a call before it runs. `named`: parameters, parameter_grads, buffers."""
@@ -197,7 +203,9 @@ class Tape:
             if not self._open:
                 self.open_step()
             place = self.place
-            if self.config.stacks:
+            if stack is not None:
+                call.stack = stack
+            elif self.config.stacks:
                 call.stack = self._stacks.current(depth + 1, place.frame, place.stack)
             with _DISABLED():
                 if self._pending_work:
@@ -645,6 +653,11 @@ class Tape:
     def stack_number(self, depth: int) -> int:
         """The number of the caller's stack, `depth` frames up."""
         return self._stacks.current(depth + 1, self.place.frame, self.place.stack)
+
+    def add_stack(self, frames: Sequence[str]) -> int:
+        """Write down a stack that was noted earlier; its number is for `begin`."""
+        self.open_step()
+        return self._stacks.add(list(frames))
 
     def _write_stack(self, id: int, frames: list[str]) -> None:
         line = StackLine(id=id, frames=frames)

@@ -25,11 +25,15 @@ class HostCopy:
         self._ready = ready
 
     def get(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        array: np.ndarray[Any, np.dtype[np.uint8]]
+        array = self.tensor().reshape(-1).view(torch.uint8).numpy()
+        return array
+
+    def tensor(self) -> torch.Tensor:
+        """The copy itself, on the host."""
         if self._ready is not None:
             self._ready()
-        array: np.ndarray[Any, np.dtype[np.uint8]]
-        array = self._host.reshape(-1).view(torch.uint8).numpy()
-        return array
+        return self._host
 
 
 class Transfer:

@@ -43,10 +43,13 @@ class Values:
     running statistics, optimizers, in-place calls that are not recorded) `forget` is called.
     """
 
-    def __init__(self, writer: CaptureWriter, summarizer: Summarizer) -> None:
+    def __init__(
+        self, writer: CaptureWriter, summarizer: Summarizer, *, checksums: bool = False
+    ) -> None:
         self.nbytes = 0  # of the contents kept in this step
         self._writer = writer
         self._summarizer = summarizer
+        self._checksums = checksums  # made of the bytes, on the host
         self._transfer = Transfer()
         self._held: dict[int, StorageWeakRef] = {}  # the storages met in this step
         self._marks: dict[int, int] = {}  # those of which something is known; anew after `forget`
@@ -104,12 +107,20 @@ class Values:
         number = next(self._ids)
         with Quiet():
             result = self._summarizer.submit(tensor)
-            if tensors and result.error is None:
+            if (tensors or self._checksums) and result.error is None:
                 self._writer.make_room(tensor.numel() * tensor.element_size())
                 copy = self._transfer.snapshot(tensor)
-                self.nbytes += copy.nbytes
-                key = _text(name)
-                self._writer.tensor(number, key, copy.dtype, copy.shape, copy.get, copy.nbytes)
+                self.nbytes += copy.nbytes if tensors else 0
+                self._writer.tensor(
+                    number,
+                    _text(name),
+                    copy.dtype,
+                    copy.shape,
+                    copy.get,
+                    copy.nbytes,
+                    checksum=self._checksums,
+                    stored=tensors,
+                )
         self._writer.value(number, result)
         return number
 

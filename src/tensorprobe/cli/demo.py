@@ -28,7 +28,8 @@ def run(args: argparse.Namespace) -> int:
     if output.exists() and not output.is_dir():
         raise BadUsage(f"the output '{output}' is a file; give a folder")
     _need_torch()
-    cpu, npu, report, repro = (output / name for name in ("cpu", "npu", "report", "repro"))
+    cpu, npu, cured = (output / name for name in ("cpu", "npu", "cured"))
+    report, repro = output / "report", output / "repro"
     record = ["run", "--keep", "tensors", "--steps", "0-1", "-o"]
     _tell("1. Train a small transformer on the CPU, and record two steps of it:\n")
     _type([*record, str(cpu), str(SCRIPTS / "train.py")])
@@ -39,7 +40,11 @@ def run(args: argparse.Namespace) -> int:
     culprit = json.loads((report / "verdict.json").read_text())["culprits"][0]["name"]
     _tell("\n4. That call alone, in a script that needs nothing but torch:\n")
     _type(["repro", str(npu), culprit, "-o", str(repro)])
-    _tell(f"\n   Run it on the device in question: python {repro}/repro.py --device npu\n")
+    _tell("\n5. To be sure, let the CPU run that operator, and all else stay on the NPU:\n")
+    elsewhere = ["--sim-npu", "--reroute", "F.layer_norm=cpu", str(SCRIPTS / "train_npu.py")]
+    _type([*record, str(cured), *elsewhere])
+    _type(["compare", str(cured), str(cpu), "-o", str(output / "report-cured")], lines=1)
+    _tell(f"\n   What is left is a bug report: attach {repro}.\n")
     _tell(f"All of it is in {output}. Look around with\n   tensorprobe show {npu} {culprit}")
     return 0
 

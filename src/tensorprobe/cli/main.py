@@ -20,6 +20,8 @@ VERBS: dict[str, str] = {
     "show": "what was recorded: calls, stacks, statistics",
     "check": "each recorded call alone against a high-precision reference",
     "repro": "a script and its tensors that show one call alone",
+    "bisect": "the smallest set of ops which, run elsewhere, cures it",
+    "convert": "a capture in another layout: native, msprobe, ptdbg",
     "ascend": "Ascend artefacts: dumps, graphs, AI Core errors, OpUT cases",
 }
 

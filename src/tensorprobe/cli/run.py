@@ -12,6 +12,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tensorprobe.cli.doors import open_doors, read_names
 from tensorprobe.config import RecordConfig, from_msprobe_config
 from tensorprobe.errors import (
     BadUsage,
@@ -36,6 +37,7 @@ examples:
   tensorprobe run --keep tensors --modules '*.attn*' -o runs/b -m mypackage.train
   torchrun --nproc-per-node 2 -m tensorprobe run -o runs/c train.py
   tensorprobe run --guard overflow train.py
+  tensorprobe run --as ptdbg_ascend,msprobe train.py
   tensorprobe run --no-record --reroute torch.group_norm=cpu,F.softmax=float32 train.py
 
 Options come before the script; everything after it is the script's own.
@@ -60,6 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", metavar="DIR", help="where the recording goes (runs/NAME of the script)"
     )
     parser.add_argument("--config", metavar="FILE", help="a config.json in msprobe's form")
+    parser.add_argument(
+        "--as",
+        dest="doors",
+        metavar="NAME,...",
+        help="let the script's own `import ptdbg_ascend` or `import msprobe` find tensorprobe. The "
+        "script says what to record; more is recorded where -o or something to select is given",
+    )
     parser.add_argument(
         "--sim-npu",
         action="store_true",
@@ -148,6 +157,20 @@ def _add_guard(group: argparse._ArgumentGroup) -> None:
         help="look at what a device found every N calls (host: 1; devices: each step)",
     )
     group.add_argument(
+        "--inputs-budget",
+        metavar="SIZE",
+        default="1G",
+        help="for errors: hold so much of what recent calls were given (1G). With --calls NAME "
+        "the inputs of that call are held, and no others",
+    )
+    group.add_argument(
+        "--alone-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=120.0,
+        help="how long a call that failed may run alone (120); 0: write its repro, do not run it",
+    )
+    group.add_argument(
         "--keep-last",
         metavar="K",
         default=argparse.SUPPRESS,
@@ -180,8 +203,12 @@ def run(args: argparse.Namespace) -> int:
     config, dump_path, notes = _configuration(args)
     step_on = _step_on(args.step_on)
     _check_start(args)
-    recorded = args.guard is None or bool(args.output or args.config or _given(args))
+    doors = read_names(args.doors)
+    alone = args.guard is None and not doors
+    recorded = alone or bool(args.output or args.config or _given(args))
     records = recorded and not args.no_record
+    if args.save_start and not records:
+        raise BadUsage("--save-start saves what is recorded, and nothing is: give -o, say")
     rules = _reroute_rules(args)
 
     from tensorprobe.capture.launcher import Launch, default_output, import_before
@@ -194,12 +221,14 @@ def run(args: argparse.Namespace) -> int:
         _check_output(output if records else Path(args.guard_out))
     session = _Session(args, config, step_on, output if records else None, notes, rules)
     if args.guard is not None:
-        session.guard_with(_guard_options(args, words))
+        session.guard_with(_guard_options(args, words, config))
     if args.sim_npu:
         import_before("torch_npu", "torch")
     session.prepare()
+    open_doors(doors)
     end = Launch(program, words[1:]).run(session.torch_imported)
-    _explain(end)
+    if not session.explains(end):
+        _explain(end)
     return session.finish(end)
 
 
@@ -208,9 +237,16 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name in _FIELDS}
 
 
-def _guard_options(args: argparse.Namespace, words: list[str]) -> dict[str, Any]:
+def _guard_options(
+    args: argparse.Namespace, words: list[str], config: RecordConfig
+) -> dict[str, Any]:
     """The arguments of tp.Guard; made before the program runs, so that mistakes show then."""
-    from tensorprobe.guard.names import check_numbers, check_watches
+    from tensorprobe.guard.names import (
+        check_budget,
+        check_numbers,
+        check_timeout,
+        check_watches,
+    )
 
     start: list[str] = ["--sim-npu"] if args.sim_npu else []
     for option in ("step_on", "seed", "load_start"):
@@ -226,6 +262,10 @@ def _guard_options(args: argparse.Namespace, words: list[str]) -> dict[str, Any]
         "watch": check_watches(args.guard),
         "overflow_nums": args.overflow_nums,
         "look_every": args.look_every,
+        "inputs_budget": check_budget(args.inputs_budget),
+        "alone_timeout_s": check_timeout(args.alone_timeout),
+        "calls": config.calls,
+        "steps": config.steps,
         "rerun": shlex.join([*start, *program]),
     }
 
@@ -272,11 +312,9 @@ def _check_start(args: argparse.Namespace) -> None:
 def _reroute_rules(args: argparse.Namespace) -> dict[str, str]:
     """What to run elsewhere; a wrong target is told before the program runs."""
     if not (args.reroute or args.reroute_file):
-        if args.no_record:
-            raise BadUsage("--no-record without --reroute: there would be nothing to do")
+        if args.no_record and args.guard is None:
+            raise BadUsage("--no-record without --reroute or --guard: nothing would be done")
         return {}
-    if args.no_record and (args.save_start or args.load_start):
-        raise BadUsage("--no-record with --save-start or --load-start: a start needs the recorder")
     from tensorprobe.guard.targets import parse_options, parse_rules
 
     rules = parse_options(args.reroute)
@@ -334,7 +372,7 @@ class _Session:
         args: argparse.Namespace,
         config: RecordConfig,
         step_on: Any,
-        output: Path | None,  # None: nothing is recorded, the guard is alone
+        output: Path | None,  # None: nothing is recorded, the guard or the script does it
         notes: tuple[str, ...],
         rules: dict[str, str],
     ) -> None:
@@ -354,6 +392,10 @@ class _Session:
     def guard_with(self, options: dict[str, Any]) -> None:
         """Watch the program with a tp.Guard of these arguments."""
         self._guard_options = options
+
+    @property
+    def _watches_errors(self) -> bool:
+        return self._guard_options is not None and "errors" in self._guard_options["watch"]
 
     def prepare(self) -> None:
         """What has to be there before the program's first line; it imports torch."""
@@ -375,8 +417,10 @@ class _Session:
 
     def _simulate(self) -> None:
         if self._args.sim_npu:
-            from tensorprobe.devices import sim_npu
+            from tensorprobe.devices import block_launches, sim_npu
 
+            if self._watches_errors:
+                block_launches()  # before there is a device: the guard comes after it
             sim_npu.install()
 
     def _record(self) -> None:
@@ -387,6 +431,7 @@ class _Session:
         from tensorprobe.capture.recorder import Recorder, say
 
         if self._output is None:
+            self._start = self._start_state(None)
             self._start_guard()
             return
         recorder = Recorder(self._output, step_on=self._step_on, **self._config.as_arguments())
@@ -404,7 +449,7 @@ class _Session:
         guard = Guard(recorder=self._recorder, step_on=self._step_on, **self._guard_options)
         self._guard = guard.start()
 
-    def _start_state(self, recorder: Recorder) -> StartState | None:
+    def _start_state(self, recorder: Recorder | None) -> StartState | None:
         args = self._args
         if not (args.save_start or args.load_start):
             return None
@@ -412,7 +457,13 @@ class _Session:
 
         if args.load_start:
             return LoadStart(Path(args.load_start))
+        assert recorder is not None  # refused before the program ran
         return SaveStart(Path(args.save_start), recorder, args.start_batches)
+
+    def explains(self, end: BaseException | None) -> bool:
+        """Whether the guard has said what there is to say about an error of a device."""
+        found = self._guard.findings if self._guard is not None else ()
+        return end is not None and any(finding.kind == "error" for finding in found)
 
     def finish(self, end: BaseException | None) -> int:
         """Close the recording and give the program's own exit status, or leave as it left."""
@@ -427,10 +478,10 @@ class _Session:
                         part.close()
             raise self._problem
         problem = self._close()
+        status = self._end_reroute() or int(problem)
         if isinstance(end, GuardStopped):
             sys.stderr.write(f"tensorprobe run: {end}\n")
             return 3
-        status = self._end_reroute() or int(problem)
         if isinstance(end, KeyboardInterrupt):
             # shown already; Python gives the status of a program ended by Ctrl-C
             sys.excepthook = lambda *_: None
@@ -451,8 +502,10 @@ class _Session:
             sys.stderr.write("tensorprobe run: nothing was rerouted: torch was never imported\n")
             return 2
         if self._args.reroute_report:
-            report = {"counts": self._reroute.counts, "failed": self._reroute.failed}
+            report = {"calls": self._reroute.calls, "failed": self._reroute.failed}
             Path(self._args.reroute_report).write_text(json.dumps(report))
+            self._reroute.stop()
+            return 0  # names without calls are for the reader of the report to judge
         try:
             self._reroute.close()
         except BadUsage as error:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Literal, NamedTuple
 
+from tensorprobe.compare.repeats import settle_repeats
 from tensorprobe.operators import native_name
 from tensorprobe.records import Call, TensorRecord
 
@@ -31,13 +32,16 @@ class Pair(NamedTuple):
 
 
 class Mapping(NamedTuple):
-    """What the user says is the same: names of calls, and prefixes of module paths."""
+    """What the user says is the same: names of calls, prefixes of module paths, and `layers`,
+    children of modules by the class they are in (or `TopLayer`, the model)."""
 
     calls: dict[str, str]
     modules: dict[str, str]
+    layers: dict[str, dict[str, str]]
 
 
-NO_MAPPING = Mapping({}, {})
+NO_MAPPING = Mapping({}, {}, {})
+TOP_LAYER = "TopLayer"
 
 
 def plain_path(module: str) -> str:
@@ -49,7 +53,7 @@ def plain_path(module: str) -> str:
 
 def stem(name: str) -> str:
     """A call's name without number and direction: "Functional.linear"."""
-    plain = native_name(name)
+    plain = native_name(name) if "__" in name else name
     if plain.startswith("Module."):
         kind = next((k for k in (".forward", ".backward", ".parameters_grad") if k in plain), "")
         head = plain.rpartition(kind)[0] if kind else plain
@@ -65,10 +69,13 @@ def align(
     What only `expected` has stands where it would have run. A backward call goes with its forward
     call whatever the order in which the engine came by.
     """
-    sides = (_Side(actual), _Side(expected, mapping.modules))
+    rename = Layers(actual, mapping.layers).renamed if mapping.layers else None
+    back = _backwards(mapping.modules) if mapping.modules else None
+    sides = (_Side(actual, rename), _Side(expected, back))
     partner = _by_mapping(actual, expected, mapping)
     mapped = set(partner)
     forward = [[i for i, call in enumerate(s.calls) if not _follows(call)] for s in sides]
+    settle_repeats(sides[0].calls, sides[1].calls, sides[0].exact, sides[1].exact, forward, partner)
     backward = [[i for i, call in enumerate(s.calls) if _follows(call)] for s in sides]
     _align_sequences(sides, forward[0], forward[1], partner)
     _pair_backward(sides, backward, partner)
@@ -79,16 +86,16 @@ def align(
 class _Side:
     """The calls of one side with the tokens by which they are told apart, worked out once."""
 
-    def __init__(self, calls: Sequence[Call], modules: dict[str, str] | None = None) -> None:
+    def __init__(self, calls: Sequence[Call], rename: Callable[[str], str] | None = None) -> None:
         self.calls = calls
+        self.has_mapping = rename is not None
         self.paths: dict[str, str] = {}
         names: dict[str, str] = {}
-        # Their mapping is actual -> expected: paths of the expected side are renamed back.
-        back = {plain_path(theirs): plain_path(ours) for ours, theirs in (modules or {}).items()}
         stems = []
         for call in calls:
             if call.module not in self.paths:
-                self.paths[call.module] = _renamed(plain_path(call.module), back)
+                path = plain_path(call.module)
+                self.paths[call.module] = rename(path) if rename else path
             text = call.name
             if text not in names:
                 names[text] = stem(text)
@@ -103,16 +110,72 @@ class _Side:
         self.exact: list[Hashable] = [
             (token, _scalars(call)) for token, call in zip(self.strict, calls, strict=True)
         ]
+        # a module of another class, or a renamed API, in the same place
+        self.place: list[Hashable] = [
+            (_short(s), self.paths[call.module]) for s, call in zip(stems, calls, strict=True)
+        ]
         self.bare: list[Hashable] = [
             s.rpartition(".")[2].rstrip("_") if not s.startswith("Module.") else s for s in stems
         ]
 
+    def is_renamed(self, call: Call) -> bool:
+        """Whether the user's mapping gave its module another path."""
+        return self.has_mapping and self.paths[call.module] != plain_path(call.module)
 
-def _renamed(path: str, back: dict[str, str]) -> str:
-    for prefix in sorted(back, key=len, reverse=True):
-        if path == prefix or path.startswith(prefix + "."):
-            return (back[prefix] + path[len(prefix) :]).strip(".")
-    return path
+
+def _short(stem: str) -> str:
+    if stem.startswith("Module."):
+        return "Module." + stem.rpartition(".")[2]
+    return stem.rpartition(".")[2].rstrip("_")
+
+
+def _backwards(modules: dict[str, str]) -> Callable[[str], str]:
+    """A mapping is actual -> expected: paths of the expected side are renamed back."""
+    back = {plain_path(theirs): plain_path(ours) for ours, theirs in modules.items()}
+    prefixes = sorted(back, key=len, reverse=True)
+
+    def renamed(path: str) -> str:
+        for prefix in prefixes:
+            if path == prefix or path.startswith(prefix + "."):
+                return (back[prefix] + path[len(prefix) :]).strip(".")
+        return path
+
+    return renamed
+
+
+class Layers:
+    """Paths of actual renamed part by part, by the class of the module that each part is in."""
+
+    def __init__(self, calls: Sequence[Call], rules: dict[str, dict[str, str]]) -> None:
+        self._rules = rules
+        self._classes: dict[str, str] = {}
+        for call in calls:
+            if call.name.startswith("Module.") and call.direction == "forward":
+                name = call.name.rpartition(".forward")[0]
+                self._classes.setdefault(plain_path(call.module), name.rpartition(".")[2])
+
+    def renamed(self, path: str) -> str:
+        """The path as expected has it."""
+        parts = path.split(".") if path else []
+        found: list[str] = []
+        i = 0
+        while i < len(parts):
+            rules = self._rules_in(".".join(parts[:i]))
+            for n in range(len(parts) - i, 0, -1):
+                other = rules.get(".".join(parts[i : i + n]))
+                if other is not None:
+                    break
+            else:
+                n, other = 1, parts[i]
+            found.append(other)
+            i += n
+        return ".".join(found)
+
+    def _rules_in(self, parent: str) -> dict[str, str]:
+        if not self._classes:  # no modules were recorded: nobody knows what is in what
+            return {key: value for part in self._rules.values() for key, value in part.items()}
+        own = self._rules.get(self._classes.get(parent, ""), {})
+        return own if parent else {**self._rules.get(TOP_LAYER, {}), **own}
 
 
 def _signature(call: Call) -> Hashable:
@@ -168,7 +231,7 @@ def _align_sequences(
     blocks = [
         ([i for i in ours if i not in partner], [j for j in theirs if j not in taken]),
     ]
-    for kind in ("exact", "strict", "loose", "bare"):
+    for kind in ("exact", "strict", "loose", "place", "bare"):
         a, e = getattr(sides[0], kind), getattr(sides[1], kind)
         left = []
         for mine, other in blocks:
@@ -371,9 +434,13 @@ def _in_order(sides: tuple[_Side, _Side], partner: dict[int, int], mapped: set[i
     for i, call in enumerate(actual):
         j = partner.get(i, -1)
         other = expected[j] if j >= 0 else None
-        how: How = "mapped" if i in mapped else "aligned"
-        if other is not None and i not in mapped and call.name == other.name:
-            how = "exact"
+        how: How = "aligned"
+        if other is not None:
+            renamed = sides[0].is_renamed(call) or sides[1].is_renamed(other)
+            if i in mapped or renamed:
+                how = "mapped"
+            elif call.name == other.name:
+                how = "exact"
         pairs.append(Pair(call, other, how))
         pairs += [Pair(None, expected[k], "aligned") for k in after.get(i, ())]
     return pairs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +19,18 @@ from tensorprobe.compare.culprit import Culprit
 from tensorprobe.compare.facts import fact_differences
 from tensorprobe.compare.judge import Mode, content_mode, distance
 from tensorprobe.compare.mapping import read_mapping
-from tensorprobe.compare.measure import CallPair, Progress, TensorPair, measure, pair_tensors
+from tensorprobe.compare.measure import (
+    CallPair,
+    Progress,
+    TensorPair,
+    digest_kind,
+    measure,
+    pair_tensors,
+)
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import Call, Capture
 from tensorprobe.store.loading import load
+from tensorprobe.store.msprobe import LAST_NODE
 
 FORMAT = 1
 Outcome = Literal["match", "diverged", "incomparable"]
@@ -268,9 +277,8 @@ def _common_calls(pairs: Sequence[CallPair]) -> int:
 
 
 def _torch_is_there(verdict: Verdict) -> bool:
-    try:
-        import torch  # noqa: F401
-    except ImportError:
+    # importing it takes longer than comparing most captures: the first suspect does
+    if importlib.util.find_spec("torch") is None:
         verdict.notes.append("torch is not installed: suspects were not replayed")
         return False
     return True
@@ -345,7 +353,7 @@ def _level(capture: Capture) -> str | None:
 def _notes(
     verdict: Verdict, findings: Sequence[Findings], actual: Capture, expected: Capture
 ) -> list[str]:
-    notes = list(verdict.notes)
+    notes = [*verdict.notes, *_different_makes(actual, expected)]
     if verdict.mode in ("stats", "digest") and verdict.culprits:
         notes.append("only statistics were kept: the verdict is weaker than one from tensors")
     if verdict.mode == "structure":
@@ -370,6 +378,31 @@ def _notes(
             f"{verdict.counts['gaps']} gaps in the recordings: tensorprobe show RUN --gaps"
         )
     return notes
+
+
+def _different_makes(actual: Capture, expected: Capture) -> Iterator[str]:
+    """What two tools did so differently that it was not compared."""
+    made = [
+        {
+            digest_kind(t.digest) or "tensorprobe"
+            for call in c.calls
+            for t in call.tensors
+            if t.digest
+        }
+        for c in (actual, expected)
+    ]
+    if made[0] and made[1] and made[0].isdisjoint(made[1]):
+        kinds = " and ".join(", ".join(sorted(kinds)) for kinds in made)
+        yield f"digests of two kinds ({kinds}) were not compared: statistics were"
+    backward = [
+        {LAST_NODE in call.notes for call in c.calls(direction="backward")}
+        for c in (actual, expected)
+    ]
+    if True in backward[0] ^ backward[1]:
+        yield (
+            "gradients that calls sent to their inputs were not compared: those of one side are "
+            "msprobe's, which takes them at the last autograd node"
+        )
 
 
 def _plain(value: Any) -> Any:

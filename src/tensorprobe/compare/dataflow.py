@@ -5,26 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from tensorprobe.compare.align import forward_of
+from tensorprobe.compare.content import content
 from tensorprobe.compare.measure import CallPair, TensorPair
-from tensorprobe.records import Call, TensorRecord
+from tensorprobe.records import Call
 
 _INPUTS = ("input", "parameter", "buffer")
-
-
-def content(record: TensorRecord) -> Hashable | None:
-    """What tells one content from another; None where nothing does."""
-    if record.digest is not None:
-        return record.digest
-    s = record.summary
-    if s is None or s.norm is None:
-        return None
-    return (s.min, s.max, s.mean, s.norm, s.zero_count, record.numel)
-
-
-def is_constant(record: TensorRecord) -> bool:
-    """All of one number: many calls make the same one."""
-    s = record.summary
-    return s is not None and s.min == s.max and not s.nan_count
 
 
 def find_containers(pairs: Sequence[CallPair]) -> list[bool]:
@@ -56,7 +41,6 @@ class Dataflow:
         self.pairs = pairs
         # (side, pair, tensor name) -> the pair that made it
         self.producer: dict[tuple[int, int, str], int] = {}
-        self.consumers: dict[int, list[int]] = {}
         self.forward: dict[int, int] = {}  # a backward pair -> its forward pair
         for side in (0, 1):
             self._trace(side, containers)
@@ -71,21 +55,20 @@ class Dataflow:
     def _trace(self, side: int, containers: Sequence[bool]) -> None:
         made: dict[Hashable, int] = {}
         for i, pair in enumerate(self.pairs):
-            call = pair.pair[side]
-            if call is None:
+            if pair.pair[side] is None:
                 continue
             outputs = []
             for row in pair.tensors:
                 record = row.actual if side == 0 else row.expected
                 if record is None or (key := content(record)) is None:
                     continue
-                if record.role == "parameter_grad":
+                role = record.role
+                if role == "parameter_grad":
                     made.setdefault(key, i)  # what the engine has added up, seen here first
-                elif is_written(row):
+                elif role == "output" or (role == "buffer" and is_written(row)):
                     outputs.append(key)
-                elif key in made:
-                    self.producer[side, i, row.name] = made[key]
-                    self.consumers.setdefault(made[key], []).append(i)
+                elif (at := made.get(key)) is not None:
+                    self.producer[side, i, row.name] = at
             if containers[i]:
                 continue
             for key in outputs:

@@ -8,7 +8,7 @@ from typing import Any
 # About when, where and by whom, not about numbers.
 _SILENT = {
     "run", "created", "time", "host", "folder", "command", "ranks", "unfinished", "build", "tool",
-    "format", "cpu_count", "platform", "seconds", "path",
+    "format", "cpu_count", "platform", "seconds", "path", "converted_from",
     "seed",  # torch's before the program has set one, so it always differs
 }  # fmt: skip
 _SILENT_VARIABLES = {"RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"}

@@ -54,7 +54,8 @@ def same_bits(pair: TensorPair) -> bool | None:
     if pair.metrics is not None:
         return pair.metrics.is_equal and a.dtype == e.dtype
     if a.summary is not None and e.summary is not None and a.summary != e.summary:
-        return False if a.dtype == e.dtype else None
+        # another tool's mean and norm of the same bits are others
+        return False if a.dtype == e.dtype and a.summary.counted else None
     return None
 
 
@@ -98,6 +99,9 @@ def summary_distance(a: TensorRecord, e: TensorRecord, floor: float = 0.0) -> fl
     assert t is not None
     if (s.nan_count, s.inf_count) != (t.nan_count, t.inf_count):
         return math.inf
+    if not s.counted and roundoff(e.dtype) and (s.norm is None or t.norm is None):
+        largest = max(_size(t.min), _size(t.max), floor)
+        return _ratio(max(_shift(s.max, t.max), _shift(s.min, t.min)), largest)
     if s.mean is None or t.mean is None or s.norm is None or t.norm is None:
         return 0.0 if (s.min, s.max, s.zero_count) == (t.min, t.max, t.zero_count) else 1.0
     n = max(e.numel, 1)

@@ -7,7 +7,7 @@ from collections.abc import Mapping as AnyMapping
 from pathlib import Path
 from typing import Any
 
-from tensorprobe.compare.align import Mapping
+from tensorprobe.compare.align import TOP_LAYER, Mapping
 from tensorprobe.errors import BadUsage, MissingDependency
 
 _CALL_PREFIXES = (
@@ -20,22 +20,25 @@ def read_mapping(source: str | os.PathLike[str] | AnyMapping[str, Any]) -> Mappi
     """Read a file, or a dict, of names of actual to names of expected.
 
     Flat, `actual: expected`: names of calls, or of their tensors, and module paths may be mixed.
-    Nested, `Class: {child: other child}`: children of modules by the name of their parent's class,
-    or of the model (`TopLayer`).
+    Nested, `Class: {child: other child}`: children of the modules of a class of actual, or of the
+    model (`TopLayer`); a child may be a path of several parts.
     """
     tree = source if isinstance(source, AnyMapping) else _read(Path(source))
     calls: dict[str, str] = {}
     modules: dict[str, str] = {}
+    layers: dict[str, dict[str, str]] = {}
     for key, value in tree.items():
         if isinstance(value, AnyMapping):
-            for child, other in value.items():
-                modules[str(child)] = str(other)
+            scope = TOP_LAYER if key == "Cell" else str(key)  # its name in their older files
+            # they write the class of the other behind it: "attention(SelfAttention)"
+            children = {str(child): str(v).partition("(")[0] for child, v in value.items()}
+            layers.setdefault(scope, {}).update(children)
         elif _is_call(str(key)):
             ours, theirs = _call(str(key)), _call(str(value))
             calls[ours] = theirs
         else:
             modules[str(key)] = str(value)
-    return Mapping(calls, modules)
+    return Mapping(calls, modules, layers)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tensorprobe.compare import arguments
+from tensorprobe.compare.content import content
 from tensorprobe.compare.culprit import Culprit
-from tensorprobe.compare.dataflow import Dataflow, content, find_containers
+from tensorprobe.compare.dataflow import Dataflow, find_containers
 from tensorprobe.compare.judge import distance, same_bits
 from tensorprobe.compare.measure import CallPair, TensorPair
 from tensorprobe.compare.nodes import Node, make_node, relative, size_floor

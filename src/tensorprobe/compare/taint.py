@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tensorprobe.compare.dataflow import content
+from tensorprobe.compare.content import content
 from tensorprobe.compare.judge import same_bits
 from tensorprobe.compare.nodes import Node
 from tensorprobe.compare.scene import Scene

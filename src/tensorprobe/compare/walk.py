@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from tensorprobe.compare import arguments
+from tensorprobe.compare.content import content
 from tensorprobe.compare.culprit import (
     Culprit,
     CulpritKind,
@@ -15,7 +16,6 @@ from tensorprobe.compare.culprit import (
     magnitude,
     proof_of,
 )
-from tensorprobe.compare.dataflow import content
 from tensorprobe.compare.evidence import matters
 from tensorprobe.compare.judge import ROUNDING, distance, moved_values, pair_roundoff
 from tensorprobe.compare.measure import TensorPair
@@ -222,6 +222,8 @@ class Walk:
     def _unreplayed(self, node: Node) -> Culprit | None:
         """A call that cannot be replayed, or whose tensors were not kept."""
         if node.taint or not node.outputs or node.is_random == "random":
+            return None
+        if node.d_out <= FAINT and not node.same_in:
             return None
         if node.evidence is not None and not any(found.problem for found in node.evidence):
             scores = [score(node, worst(node, found)) for found in node.evidence]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tensorprobe.compare.content import is_constant
 from tensorprobe.compare.culprit import Culprit, Side, accuse, kind_by_direction, percent
-from tensorprobe.compare.dataflow import is_constant
 from tensorprobe.compare.judge import ROUNDING, number_text, pair_roundoff
 from tensorprobe.compare.measure import TensorPair
 from tensorprobe.compare.nodes import AMPLIFIES, Node, relative

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -52,6 +53,8 @@ class Device:
     find_module: Callable[[], Any]  # torch.cuda, torch.npu; None: the host needs none
     launch_blocking: str | None = None  # set to 1, an error names the call that made it
     log_folder: str | None = None  # the variable that says where the driver writes its log
+    default_log: str | None = None  # where it writes when the variable is not set
+    failure: str | None = None  # a pattern: what the runtime says when a kernel has failed
     uses_tf32: Callable[[], bool] = lambda: False  # float32 products keep eleven bits
     fused_ops: FusedOps | None = None
     overflow_flag: OverflowFlag | None = None
@@ -126,6 +129,12 @@ class Device:
         """Whether an error surfaces at the call that makes it; always on the host."""
         return self.launch_blocking is None or os.environ.get(self.launch_blocking) == "1"
 
+    def find_log(self) -> str | None:
+        """The folder that the driver's log is in, or None where there is no such log."""
+        if self.log_folder is None:
+            return None
+        return os.environ.get(self.log_folder) or self.default_log
+
     # -- random numbers ----------------------------------------------------------------------
 
     def rng_state(self, index: int | None = None) -> torch.Tensor:
@@ -184,6 +193,7 @@ _ROWS = {
             type="cuda",
             find_module=lambda: torch.cuda,
             launch_blocking="CUDA_LAUNCH_BLOCKING",
+            failure=r"CUDA error|device-side assert|CUBLAS_STATUS|CUDNN_STATUS|cuDNN error",
             uses_tf32=_cuda_tf32,
             deterministic_variables={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
             set_deterministic_flags=_cuda_flags,
@@ -193,6 +203,9 @@ _ROWS = {
             find_module=lambda: getattr(torch, "npu", None),
             launch_blocking="ASCEND_LAUNCH_BLOCKING",
             log_folder="ASCEND_PROCESS_LOG_PATH",
+            default_log="~/ascend/log",
+            failure=r"NPU error|NPU function error|aicore exception|vector core exception|"
+            r"\b(?:5070\d\d|1070\d\d|5610\d\d|E[EIJKLZ]\d{4}|ERR0\d{4})\b",
             fused_ops=FusedOps(module="torch_npu", namespace="npu", prefix="NPU"),
             overflow_flag=OverflowFlag(
                 is_needed=ascend_runtime.saturates,
@@ -255,6 +268,29 @@ def _autocasts(kind: str) -> bool:
         return torch.is_autocast_enabled(kind)
     except RuntimeError:  # no such device in this build
         return False
+
+
+def block_launches() -> list[str]:
+    """Let errors surface at the call that makes them, on devices that are not in use yet.
+
+    Sets the variables of the table that nobody has set, and says which.
+    """
+    unset = []
+    for row in rows():
+        in_use = getattr(row.find_module(), "is_initialized", lambda: False)
+        if row.launch_blocking is None or row.launch_blocking in os.environ or in_use():
+            continue
+        os.environ[row.launch_blocking] = "1"
+        unset.append(row.launch_blocking)
+    return unset
+
+
+def failed_device(text: str) -> Device | None:
+    """The row of the device whose runtime speaks in the text of an error; None: it was torch."""
+    for row in rows():
+        if row.failure is not None and re.search(row.failure, text):
+            return row
+    return None
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -40,6 +40,10 @@ class Guard:
     inputs of the call on every device). `keep_last` records as well, and keeps the last so many
     steps; the steps of a `recorder` of your own are kept from the first finding on. Steps end by
     themselves, as under `tensorprobe run`, until `step()` is called.
+
+    For errors the inputs of recent calls are held, `inputs_budget` of them at most; `calls` and
+    `steps` name the calls to hold instead, however large. A call that failed is run once more,
+    alone, for `alone_timeout_s` at most; 0 does not run it.
     """
 
     def __init__(
@@ -50,6 +54,10 @@ class Guard:
         overflow_nums: int = 1,
         look_every: int | None = None,
         keep_last: int | None = None,
+        inputs_budget: int | str = "1G",
+        calls: Sequence[str] = (),
+        steps: Sequence[int] | None = None,
+        alone_timeout_s: float = 120,
         recorder: Recorder | None = None,
         step_on: StepOn = "auto",
         rerun: str | None = None,
@@ -76,6 +84,13 @@ class Guard:
             "step_on": step_on,
             "rerun": rerun,
             "log": log,
+        }
+        self._error_options: dict[str, Any] = {
+            "inputs_budget": inputs_budget,
+            "calls": calls,
+            "steps": steps,
+            "alone_timeout_s": alone_timeout_s,
+            **{name: self._options[name] for name in ("step_on", "rerun", "log")},
         }
         self._watches: list[Watch] = []
         self._on = False
@@ -172,7 +187,7 @@ class Guard:
         if name == "overflow":
             watch = module.OverflowWatch(self.folder, self.report, self.note, **self._options)
         else:
-            watch = module.ErrorWatch(self.folder, self.report)
+            watch = module.ErrorWatch(self.folder, self._place, self.report, **self._error_options)
         return watch
 
     def _write(self) -> None:
@@ -199,12 +214,11 @@ class Guard:
 
 def _move_earlier(place: Path) -> None:
     """What an earlier run found must be neither mixed with ours nor lost."""
-    old = place / FILE
-    if not old.exists():
+    old = [place / name for name in (FILE, "repro") if (place / name).exists()]
+    if not old:
         return
-    for number in itertools.count(1):
-        target = place / "earlier" / str(number) / FILE
-        if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            old.rename(target)
-            return
+    numbers = (place / "earlier" / str(number) for number in itertools.count(1))
+    target = next(folder for folder in numbers if not (folder / FILE).exists())
+    target.mkdir(parents=True, exist_ok=True)
+    for path in old:
+        path.rename(target / path.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from tensorprobe.config import parse_size
 from tensorprobe.errors import BadUsage
 
 WATCHES = ("overflow", "errors")
@@ -25,3 +26,17 @@ def check_numbers(overflow_nums: int, look_every: int | None) -> None:
         raise BadUsage(f"overflow_nums={overflow_nums}: expected a number from 1, or -1 for no end")
     if look_every is not None and look_every < 1:
         raise BadUsage(f"look_every={look_every}: expected a number of calls from 1")
+
+
+def check_budget(inputs_budget: int | str) -> int:
+    """How many bytes of inputs to hold; 0 for none beyond the call that runs."""
+    if str(inputs_budget) == "0":
+        return 0
+    return parse_size("inputs_budget", inputs_budget)
+
+
+def check_timeout(alone_timeout_s: float) -> float:
+    """How long a failed call may run alone; 0 for not at all."""
+    if alone_timeout_s < 0:
+        raise BadUsage(f"alone_timeout_s={alone_timeout_s}: expected a number of seconds from 0")
+    return alone_timeout_s

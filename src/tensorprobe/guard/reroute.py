@@ -30,6 +30,7 @@ from tensorprobe.capture.naming import (
     call_name,
     is_noise,
     operator_name,
+    split_direction,
 )
 from tensorprobe.capture.optimizer_hooks import OptimizerHooks
 from tensorprobe.capture.recorder import say
@@ -40,7 +41,7 @@ from tensorprobe.errors import BadUsage
 from tensorprobe.guard.elsewhere import VIEW, Call, run_elsewhere
 from tensorprobe.guard.recomputation import Recomputation
 from tensorprobe.guard.rules import Rule, Rules
-from tensorprobe.guard.targets import Target, check_present, parse_rules
+from tensorprobe.guard.targets import HOME, check_present, parse_rules
 
 
 class Reroute:
@@ -63,11 +64,10 @@ class Reroute:
         self._log = log
         self._watch = StepWatch(step_on, self._advance)
         self._track = _Track()
-        self._inside = _Inside()
         self._on = False
-        self.failed: dict[str, str] = {}  # calls that raised where they were sent, and why
-        self._mode = _CallMode(self._rules, self._track, self._inside, self.failed, self._watch)
-        self._op_mode = _OpMode(self._rules, self._inside, self.failed)
+        self._ferry = _Ferry()
+        self._mode = _CallMode(self._rules, self._track, self._ferry, self._watch)
+        self._op_mode = _OpMode(self._rules, self._ferry)
         modes: list[Any] = [self._mode]
         if self._rules.has_operators:
             modes.append(self._op_mode)
@@ -85,6 +85,16 @@ class Reroute:
     def counts(self) -> dict[str, int]:
         """How many calls ran elsewhere, by the name that was given."""
         return {rule.name: rule.rerouted for rule in self._rules.rules}
+
+    @property
+    def calls(self) -> list[str]:
+        """The calls that ran elsewhere, each name once: "Functional.linear.3"."""
+        return list(self._ferry.calls)
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """What raised where it was sent, and why, by the name of its API."""
+        return dict(self._ferry.failed)
 
     def start(self) -> Reroute:
         """Reroute from here on."""
@@ -190,28 +200,38 @@ class _Inside(threading.local):
     depth = 0
 
 
-def _elsewhere(
-    rule: Rule,
-    target: Target,
-    call: Call,
-    inside: _Inside,
-    failed: dict[str, str],
-    writes: frozenset[str] | None = None,
-) -> Any:
-    inside.depth += 1
-    try:
-        result, reason = run_elsewhere(call, target, writes)
-    except Exception as error:
-        text = str(error).partition("\n")[0]
-        failed.setdefault(call.api.stem, f"{type(error).__name__}: {text}")
-        raise
-    finally:
-        inside.depth -= 1
-    if reason is None:
-        rule.rerouted += 1
-    elif reason in rule.stayed or len(rule.stayed) < 8:
-        rule.stayed[reason] = rule.stayed.get(reason, 0) + 1
-    return result
+class _Ferry:
+    """Takes calls to where their rule says, and remembers which."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, None] = {}
+        self.failed: dict[str, str] = {}
+        self.inside = _Inside()
+
+    def take(self, name: str, rule: Rule, call: Call, writes: frozenset[str] | None = None) -> Any:
+        """Make the call called `name` where `rule` wants it."""
+        if rule.target == HOME:
+            rule.rerouted += 1
+            return call.make()
+        self.inside.depth += 1
+        try:
+            result, reason = run_elsewhere(call, rule.target, writes)
+        except Exception as error:
+            text = str(error).partition("\n")[0]
+            self.failed.setdefault(call.api.stem, f"{type(error).__name__}: {text}")
+            raise
+        finally:
+            self.inside.depth -= 1
+        if reason is None:
+            rule.rerouted += 1
+            if len(self.calls) < _CALLS_LIMIT:
+                self.calls[split_direction(name)[0]] = None
+        else:
+            rule.stayed[reason] = rule.stayed.get(reason, 0) + 1
+        return result
+
+
+_CALLS_LIMIT = 100_000
 
 
 class _CallMode(TorchFunctionMode):
@@ -224,15 +244,13 @@ class _CallMode(TorchFunctionMode):
         self,
         rules: Rules,
         track: _Track,
-        inside: _Inside,
-        failed: dict[str, str],
+        ferry: _Ferry,
         watch: StepWatch,
     ) -> None:
         super().__init__()
         self._rules = rules
         self._track = track
-        self._inside = inside
-        self._failed = failed
+        self._ferry = ferry
         self._watch = watch
         self._namer = Namer(resolve_name)
         self._plans: dict[Any, ApiName | None] = {}
@@ -273,12 +291,12 @@ class _CallMode(TorchFunctionMode):
         number = track.counter.next(api)
         if self._rules.has_calls:
             number = self._recomputation.original(api, number)
-        rule = self._rules.find(CallNames(api, call_name(api, number), track.place.module))
+        names = CallNames(api, call_name(api, number), track.place.module)
+        rule = self._rules.find(names)
         if rule is None:
             result = func(*args, **kwargs)
         else:
-            call = Call(api, func, args, kwargs)
-            result = _elsewhere(rule, rule.target, call, self._inside, self._failed)
+            result = self._ferry.take(names.name, rule, Call(api, func, args, kwargs))
         if api.api == SCALER_UPDATE:
             self._watch.scaler_updated(optimizers_in_round())
         return result
@@ -297,11 +315,10 @@ class _OpMode(TorchDispatchMode):
     the same way.
     """
 
-    def __init__(self, rules: Rules, inside: _Inside, failed: dict[str, str]) -> None:
+    def __init__(self, rules: Rules, ferry: _Ferry) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._rules = rules
-        self._inside = inside
-        self._failed = failed
+        self._ferry = ferry
         self._counter = Counter()
         self._operators: dict[Any, tuple[ApiName, frozenset[str]] | None] = {}
         self._last = threading.local()
@@ -329,15 +346,14 @@ class _OpMode(TorchDispatchMode):
         if operator is None:
             return func(*args, **kwargs)
         api, writes = operator
-        number = self._counter.next(api)
-        rule = self._rule(api, call_name(api, number))
-        if rule is None or self._inside.depth:
+        name = call_name(api, self._counter.next(api))
+        rule = self._rule(api, name)
+        if rule is None or self._ferry.inside.depth:
             return func(*args, **kwargs)
         if func.is_view:
             rule.stayed[VIEW] = rule.stayed.get(VIEW, 0) + 1
             return func(*args, **kwargs)
-        call = Call(api, func, args, kwargs)
-        return _elsewhere(rule, rule.target, call, self._inside, self._failed, writes)
+        return self._ferry.take(name, rule, Call(api, func, args, kwargs), writes)
 
     def _rule(self, api: ApiName, name: str) -> Rule | None:
         node = torch._C._current_autograd_node()

@@ -14,7 +14,7 @@ from tensorprobe.capture.naming import (
 )
 from tensorprobe.capture.selection import ApiFilter, ModuleFilter, path_of_module
 from tensorprobe.errors import BadUsage
-from tensorprobe.guard.targets import Target
+from tensorprobe.guard.targets import HOME, Target
 
 _OPERATOR = re.compile(r"(torch\.ops\.)?[Aa]ten(\.|::)")
 _PATTERN = re.compile(r"[*?\[]")
@@ -123,7 +123,7 @@ class Rules:
     def summary(self) -> Iterable[str]:
         """A line for each name that did something."""
         for rule in self.rules:
-            if rule.rerouted:
+            if rule.rerouted and rule.target != HOME:
                 calls = f"{rule.rerouted} call{'' if rule.rerouted == 1 else 's'}"
                 yield f"rerouted {rule.name} to {rule.target}: {calls}"
 

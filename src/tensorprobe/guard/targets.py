@@ -22,11 +22,17 @@ class Target(NamedTuple):
     dtype: str | None
 
     def __str__(self) -> str:
-        return ":".join(filter(None, (self.device, self.dtype)))
+        return ":".join(filter(None, (self.device, self.dtype))) or "home"
+
+
+HOME = Target(None, None)  # not rerouted, whatever a wider name says
 
 
 def parse_target(text: str) -> Target:
-    """The target in "cpu", "float32", "cuda:1" or "cpu:float64"; BadUsage says what is wrong."""
+    """The target in "cpu", "float32", "cuda:1", "cpu:float64" or "home"; BadUsage says what is
+    wrong."""
+    if text.strip() == "home":
+        return HOME
     device = dtype = None
     for word in re.findall(r"[^:,]+(?::\d+)?", text.strip()):
         if word in DTYPES and dtype is None:
@@ -59,8 +65,8 @@ def parse_options(options: Iterable[str]) -> dict[str, str]:
                 continue
             if not name:
                 raise BadUsage(f"--reroute {option}: expected NAME=TARGET. {_EXAMPLE}")
+            parse_target(target)
             rules[name] = target
-    parse_rules(rules)
     return rules
 
 

@@ -217,6 +217,71 @@ class Launcher:
             )
 
 
+class Flagger:
+    """Starts the kernel that flags NaN and infinity, and reads its table.
+
+    Starting one is most of what a guard does for a tensor, so little is done here.
+    """
+
+    def __init__(self, device: torch.device, slots: int) -> None:
+        self._index = device.index
+        self._tables: dict[torch.dtype, torch.Tensor] = {}
+        self._device = device
+        self._kernel = Kernel(kernels.flag_floats, LANES // 32, LANES=LANES)
+        with torch.cuda.device(device), memory.kernels_only(), torch.inference_mode(False):
+            self._flags = torch.zeros((slots, 2), dtype=torch.int32, device=device)
+            self._flags_at = self._flags.data_ptr()
+            self._host = torch.empty((slots, 2), dtype=torch.int32, pin_memory=True)
+            self._trial()
+
+    def _trial(self) -> None:
+        """Triton wants a C compiler, which many machines lack: find out now."""
+        self.flag(torch.zeros(8, device=self._device), 8, 0)
+        self._flags.zero_()
+        torch.cuda.synchronize(self._index)
+
+    def flag(self, tensor: torch.Tensor, count: int, slot: int) -> None:
+        """Start on `count` elements that lie in one piece from the tensor's first on."""
+        if torch._C._cuda_isCurrentStreamCapturing():
+            return  # the kernel would become part of the user's graph
+        if torch._C._cuda_getDevice() != self._index:
+            with torch.cuda.device(self._index):
+                return self.flag(tensor, count, slot)
+        name = memory.NAMES[tensor.dtype]
+        read, kind = READS[name]
+        table = self._flags if kind != kernels.TABLE else self._table(tensor.dtype, name)
+        address = tensor.data_ptr()
+        key = (name, address % 16 == 0, count < 1 << 31)
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        programs = rows_for(name, count)
+        if not self._kernel.start(
+            key, programs, stream, address, table.data_ptr(), self._flags_at, count, slot
+        ):
+            x = triton.reinterpret(tensor, read)
+            wide = name == "float64"
+            self._kernel.compile_and_start(
+                key, programs, x, table, self._flags, count, slot,
+                KIND=kind, WIDE=wide, VECTOR=_vector(name),
+            )  # fmt: skip
+
+    def read(self, count: int) -> list[tuple[int, float]]:
+        """Wait for the device; bits and largest magnitude of the first `count` slots, then zero."""
+        with torch.cuda.device(self._index), memory.kernels_only(), torch.inference_mode(False):
+            torch.cuda.synchronize()  # tensors were flagged on whatever stream they were used
+            self._host[:count].copy_(self._flags[:count])
+            self._flags[:count].zero_()
+            torch.cuda.synchronize()
+        found = self._host[:count].numpy()
+        tops = found[:, 1].view(np.float32)
+        return list(zip(found[:, 0].tolist(), tops.tolist(), strict=True))
+
+    def _table(self, dtype: torch.dtype, name: str) -> torch.Tensor:
+        if dtype not in self._tables:
+            values = torch.from_numpy(host.float8_values(name).astype(np.float32).copy())
+            self._tables[dtype] = values.to(self._device)
+        return self._tables[dtype]
+
+
 def _common_unit(address: int, nbytes: int) -> int:
     unit = 8
     while address % unit or nbytes % unit:

@@ -177,6 +177,16 @@ def refuse(call: Call) -> None:
         raise NotReplayable(f"{call.name} cannot be run alone: {reason}")
 
 
+# Packages that are there in every process and hold no operator: a capture may not call them.
+_NO_OPERATORS = frozenset({*sys.stdlib_module_names, "numpy", "pip", "setuptools", "tensorprobe"})
+
+
+def is_safe_name(op: str) -> bool:
+    """Whether a name out of a capture is dotted, and of torch or of a package that may be run."""
+    dotted = re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", op) is not None
+    return dotted and op.partition(".")[0] not in _NO_OPERATORS
+
+
 def find_function(op: str) -> Callable[..., Any]:
     """The function that a capture names, looked up in torch and nowhere else.
 
@@ -187,7 +197,7 @@ def find_function(op: str) -> Callable[..., Any]:
     if root == "torch_npu" and root not in sys.modules and hasattr(torch, "npu"):
         importlib.import_module(root)
     of_torch = op.startswith(_HOMES) or (root == "torch" and "." not in rest)
-    if not of_torch and (root == "torch" or root not in sys.modules):
+    if not of_torch and (root == "torch" or root not in sys.modules or not is_safe_name(op)):
         raise NotReplayable(
             f"'{op}' is no operator of torch. Import its package in a file given by --references"
         )
@@ -338,8 +348,9 @@ class _Builder:
 
 
 def _is_of_module(buffer: str) -> bool:
-    """The recorder keeps notes beside a module's own buffers: random state, written arguments."""
-    return buffer != "rng_state" and not buffer.startswith("input.")
+    """The recorder keeps more under that name: random state, written arguments, and what the
+    call left in the module's own buffers."""
+    return buffer != "rng_state" and not buffer.startswith("input.") and buffer[-6:] != ".after"
 
 
 def with_stride(content: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,9 +21,9 @@ from tensorprobe.records import Call, Capture, Fields, Special, TensorRecord
 from tensorprobe.replay.decompositions import vendor_formula
 from tensorprobe.replay.generate import load_or_generate
 from tensorprobe.replay.kinds import Kind, backward_kind, kind_of
-from tensorprobe.replay.modules import EVAL, module_source
+from tensorprobe.replay.modules import Made, calls_inside, how_made, with_children
 from tensorprobe.replay.pairing import Pair, find_pair
-from tensorprobe.replay.rebuild import Source, refuse, remember, with_stride
+from tensorprobe.replay.rebuild import Source, is_safe_name, refuse, remember, with_stride
 from tensorprobe.replay.reference import ROUNDOFF, coarsest, replay_both, rng_state
 from tensorprobe.replay.references import find, registered
 from tensorprobe.replay.rules import length, limit, rule_for
@@ -27,6 +31,7 @@ from tensorprobe.store.loading import load
 
 _EXACT: tuple[Kind, ...] = ("exact", "selection", "conversion", "random")
 _WIDTH = 96
+_NOTES = ("buffers.input.", "buffers.rng_state")  # kept beside a module's own buffers
 
 
 def repro(
@@ -51,17 +56,53 @@ def repro(
     if folder.exists() and any(folder.iterdir()) and not (folder / "repro.py").exists():
         raise BadUsage(f"'{folder}' is not empty and holds no repro: give another -o")
     refuse(pair.forward)
+    made = None
+    if pair.forward.name.startswith("Module."):
+        inside = calls_inside(pair.forward, run.calls(step=pair.forward.step))
+        made = how_made(pair.forward, inside)
+        pair = Pair(with_children(pair.forward, inside), pair.backward)
+    elif not is_safe_name(pair.forward.op):
+        raise NotReplayable(f"'{pair.forward.op}' is no operator")
     source = remember(load_or_generate)
-    script = _script(pair, source, imports)
+    script = _script(pair, source, imports, made)
     tensors = _tensors(pair, source)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "repro.py").write_text(script)
     torch.save(tensors, folder / "tensors.pt")
     (folder / "environment.json").write_text(_environment(run, pair))
-    (folder / "README.md").write_text(_readme(run, pair))
+    needs = sorted(made.packages()) if made is not None else []
+    (folder / "README.md").write_text(_readme(pair, needs))
     if imports is not None:
         shutil.copyfile(imports, folder / "custom_ops.py")
+    if made is not None and made.constructor is None:
+        _try_out(pair.forward, made, folder)
     return folder
+
+
+def _try_out(call: Call, made: Made, folder: Path) -> None:
+    """Run the script of a module made without its constructor: it may lack what it needs."""
+    path = os.pathsep.join([str(Path.cwd()), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, str(folder / "repro.py")],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    text = done.stdout + done.stderr
+    found = re.search(r"^(?:FAIL  raised )?(AttributeError|TypeError|KeyError): (.*)", text, re.M)
+    if found is None:
+        return
+    for name in ("repro.py", "tensors.pt", "environment.json", "README.md", "custom_ops.py"):
+        (folder / name).unlink(missing_ok=True)
+    folder.rmdir()
+    unknown = made.unknown()
+    lacking = f" (of {', '.join(unknown[:5])} only the names were recorded)" if unknown else ""
+    where = f"{call.module}.*" if call.module else "*"
+    raise NotReplayable(
+        f"{call.name} cannot be run alone: {found[2]}{lacking}. Repro a call inside it: "
+        f"tensorprobe show CAPTURE --module '{where}'"
+    )
 
 
 def is_generated(pair: Pair) -> bool:
@@ -85,11 +126,15 @@ def _tensors(pair: Pair, source: Source) -> dict[str, torch.Tensor]:
         name = record.name.removeprefix(call.name + ".")
         if name == "buffers.rng_state":
             tensors["rng_state"] = record.load()
-        elif record.role in ("input", "parameter", "buffer") and not name.startswith("buffers.in"):
+        elif record.role in ("input", "parameter", "buffer") and not name.startswith(_NOTES):
             if record.alias_of is None:
                 tensors[name] = _as_it_was(record, source)
         elif record.role == "output" and record.blob is not None:
             tensors[f"recorded.{name}"] = record.load()
+    if isinstance(call.outputs, bool | int | float):
+        number = call.outputs
+        dtype = torch.float64 if isinstance(number, float) else None
+        tensors["recorded.output.0"] = torch.tensor(number, dtype=dtype)
     if back is not None:
         for record in back.tensors:
             path = record.name.removeprefix(back.name + ".").partition(".")[2]
@@ -125,13 +170,29 @@ def _stored_reference(pair: Pair, source: Source) -> dict[str, torch.Tensor]:
 # The script
 
 
-def _script(pair: Pair, source: Source, imports: str | Path | None) -> str:
+def _script(pair: Pair, source: Source, imports: str | Path | None, made: Made | None) -> str:
     text = resources.files("tensorprobe.replay").joinpath("repro_template.txt").read_text()
     text = text.replace('"""TITLE', f'"""{_title(pair)}', 1)
     head, _, tail = text.partition("# the call\n")
     if imports is not None:
         head = head.rstrip() + "\n\nimport custom_ops  # registers the operator\n\n"
-    return head + _about(pair, source) + "\n\n\n" + _call_source(pair.forward) + tail
+    about = _about(pair, source, made) + "\n\n\n"
+    if made is not None and "make(" in made.source():
+        about += _MAKE
+    return head + about + _call_source(pair.forward, made) + tail
+
+
+_MAKE = '''def make(kind, attributes, modules={}):
+    """A module as it was recorded, without its constructor; parameters come with the call."""
+    module = kind.__new__(kind)
+    torch.nn.Module.__init__(module)
+    module.__dict__.update(attributes)
+    for name, child in modules.items():
+        module.add_module(name, child)
+    return module
+
+
+'''
 
 
 def _title(pair: Pair) -> str:
@@ -148,7 +209,7 @@ def _title(pair: Pair) -> str:
     return "\n".join(line.replace("\\", "/").replace('"""', "'''") for line in lines)
 
 
-def _about(pair: Pair, source: Source) -> str:
+def _about(pair: Pair, source: Source, made: Made | None) -> str:
     call = pair.forward
     kind = kind_of(call)
     unit = coarsest(*pair) or 2.0**-24
@@ -160,7 +221,10 @@ def _about(pair: Pair, source: Source) -> str:
         "COMPOUND": (kind == "compound", "each of its steps may be rounded"),
         "WRITES": (_writes(call), "the call writes to its arguments"),
         "AUTOCAST": (autocast, "the dtype autocast was on with"),
-        "RANDOM_ON": (repr(_random_device(call)), "the device its random numbers were drawn on"),
+        "RANDOM_ON": (
+            repr(_random_device(call, made)),
+            "the device its random numbers were drawn on",
+        ),
     }
     lines = [f"{name} = {value}  # {comment}" for name, (value, comment) in facts.items()]
     lines.append(
@@ -174,6 +238,8 @@ def _about(pair: Pair, source: Source) -> str:
 def _allowed(pair: Pair, source: Source) -> dict[str, tuple[str, float]]:
     """The measure and the limit for each output and gradient, as `tensorprobe check` has them."""
     found = {}
+    if isinstance(pair.forward.outputs, bool | int | float):
+        found["output.0"] = ("equal", 0.0)
     for call in pair:
         if call is None:
             continue
@@ -197,12 +263,14 @@ def _allowed(pair: Pair, source: Source) -> dict[str, tuple[str, float]]:
     return found
 
 
-def _random_device(call: Call) -> str | None:
-    if kind_of(call) not in ("random", "dropout"):
-        return None
+def _random_device(call: Call, made: Made | None) -> str | None:
+    """Where the state of its random numbers can be set; "nowhere" if it draws and has none."""
     device = next((r.device for r in call.tensors if r.role in ("input", "output")), "cpu")
     device = device.partition(":")[0]
-    return device if rng_state(call, device) is not None else "nowhere"
+    if rng_state(call, device) is not None:
+        return device
+    draws = kind_of(call) in ("random", "dropout") or (made is not None and made.may_draw())
+    return "nowhere" if draws else None
 
 
 def _writes(call: Call) -> bool:
@@ -224,14 +292,14 @@ def _is_output_an_input(call: Call) -> bool:
     return call.op.startswith("torch.nn.functional.")
 
 
-def _call_source(call: Call) -> str:
+def _call_source(call: Call, made: Made | None) -> str:
     writer = _Writer(call)
     lines = [
         "def call(t, real, device):",
         '    """The call. t: its tensors; real(dtype): that dtype, or the one asked for."""',
     ]
-    if call.name.startswith("Module."):
-        lines += writer.module()
+    if made is not None:
+        lines += writer.module(made)
     else:
         lines += writer.function()
     return "\n".join(lines) + "\n"
@@ -243,38 +311,56 @@ class _Writer:
     def __init__(self, call: Call) -> None:
         self._call = call
         self._args = [self.value(arg, f"argument {i}") for i, arg in enumerate(call.args)]
+        wrong = next((key for key in call.kwargs if not key.isidentifier()), None)
+        if wrong is not None:
+            raise NotReplayable(f"{call.name} cannot be run alone: '{wrong}' is no keyword")
         self._words = [f"{key}={self.value(value, key)}" for key, value in call.kwargs.items()]
 
     def function(self) -> list[str]:
+        given = self._args + self._words
         after = [n for n in self._call.notes if n.startswith("outputs are the arguments")]
         if not after:
-            return self._wrapped("    return ", self._call.op, self._args + self._words)
+            return [*self._import(), *self._wrapped("    return ", self._call.op, given)]
         outputs = [
             record.name.removeprefix(self._call.name + ".output.")
             for record in self._call.tensors
             if record.role == "output"
         ]
-        given = ", ".join(f'"{path}": t["input.{path}"]' for path in outputs)
+        pairs = (f"{json.dumps(path)}: {_tensor(f'input.{path}')}" for path in outputs)
+        written = ", ".join(pairs)
         return [
-            *self._wrapped("    ", self._call.op, self._args + self._words),
-            f"    return {{{given}}}",
+            *self._import(),
+            *self._wrapped("    ", self._call.op, given),
+            f"    return {{{written}}}",
         ]
 
-    def module(self) -> list[str]:
-        source = module_source(self._call)
-        package = source.partition("(")[0].rpartition(".")[0]
-        lines = [] if package.startswith("torch.nn") else [f"    import {package}", ""]
-        mode = ".eval()" if EVAL in self._call.notes else ""
-        state = ", ".join(
-            f'"{name.partition(".")[2]}": t["{name}"]'
-            for name in (r.name.removeprefix(self._call.name + ".") for r in self._call.tensors)
-            if name.startswith(("parameters.", "buffers."))
-            and not name.startswith(("buffers.input.", "buffers.rng_state"))
+    def _import(self) -> list[str]:
+        """Functions of other packages than torch."""
+        home = self._call.op.rpartition(".")[0]
+        return (
+            [] if home.partition(".")[0] in ("torch", "torch_npu") else [f"    import {home}", ""]
         )
+
+    def module(self, made: Made) -> list[str]:
+        lines = [f"    import {package}" for package in sorted(made.packages())]
+        lines += [""] if lines else []
+        names = (r.name.removeprefix(self._call.name + ".") for r in self._call.tensors)
+        held = {
+            name.partition(".")[2]: name
+            for name in names
+            if name.startswith(("parameters.", "buffers."))
+            and not name.startswith(_NOTES)
+            and not name.endswith(".after")
+        }
+        items = [f"{json.dumps(key)}: {_tensor(name)}" for key, name in held.items()]
+        state = [f"    state = {{{', '.join(items)}}}"]
+        if len(state[0]) > _WIDTH:
+            state = ["    state = {", *(f"        {item}," for item in items), "    }"]
         return [
             *lines,
-            f"    module = {source}.to(device){mode}",
-            f"    state = {{{state}}}",
+            f"    module = {made.source()}.to(device)",
+            *state,
+            *self._seed(made),
             *self._wrapped(
                 "    return ",
                 "torch.func.functional_call",
@@ -282,6 +368,11 @@ class _Writer:
                 + ([f"dict({', '.join(self._words)})"] if self._words else []),
             ),
         ]
+
+    def _seed(self, made: Made) -> list[str]:
+        if _random_device(self._call, made) is None:
+            return []
+        return ["    seed(device)  # making the module drew random numbers"]
 
     def _wrapped(self, before: str, head: str, body: list[str]) -> list[str]:
         readable = self._readable(before, head, body)
@@ -325,8 +416,7 @@ class _Writer:
 
     def value(self, value: Any, where: str) -> str:
         if isinstance(value, TensorRecord):
-            name = (value.alias_of or value.name).removeprefix(self._call.name + ".")
-            return f't["{name}"]'
+            return _tensor((value.alias_of or value.name).removeprefix(self._call.name + "."))
         if isinstance(value, list):
             return f"[{', '.join(self.value(item, where) for item in value)}]"
         if isinstance(value, tuple):
@@ -354,6 +444,8 @@ class _Writer:
 
     def _special(self, special: Special, where: str) -> str:
         kind, text = special.kind, special.text
+        if kind in ("dtype", "layout", "memory_format") and not re.fullmatch(r"torch\.\w+", text):
+            raise self._opaque(where, kind, text)
         if kind == "dtype":
             return f"real({text})"
         if kind == "device":
@@ -368,9 +460,17 @@ class _Writer:
 
     def _opaque(self, where: str, kind: str, text: str) -> NotReplayable:
         return NotReplayable(
-            f"{self._call.name} cannot be run alone: {where} is a {kind} ({text}), "
+            f"{self._call.name} cannot be run alone: {where} is {_a(kind, text)}, "
             "of which only the name was recorded"
         )
+
+
+def _a(kind: str, text: str) -> str:
+    return f"of type {text}" if kind in ("unsupported", text) else f"a {kind} ({text})"
+
+
+def _tensor(name: str) -> str:
+    return f"t[{json.dumps(name)}]"
 
 
 def _is_device(call: Call, text: str) -> bool:
@@ -405,14 +505,15 @@ def _environment(capture: Capture, pair: Pair) -> str:
     return json.dumps({"call": about, "recorded_with": recorded}, indent=1, default=str) + "\n"
 
 
-def _readme(capture: Capture, pair: Pair) -> str:
+def _readme(pair: Pair, packages: Sequence[str]) -> str:
     call = pair.forward
     devices = sorted({record.device for record in call.tensors}) or ["cpu"]
     made = "generated from recorded statistics" if is_generated(pair) else "exactly as recorded"
     ways = "forward and backward" if pair.backward is not None else "forward"
+    needs = f"torch and {', '.join(packages)}" if packages else "torch only"
     return (
         f"`{call.op}` alone ({call.name}, {ways}), recorded on {', '.join(devices)}.\n"
-        f"Run: `python repro.py --device {devices[0].partition(':')[0]}` (needs torch only; "
+        f"Run: `python repro.py --device {devices[0].partition(':')[0]}` (needs {needs}; "
         "`--dtype float64` for the same in double precision).\n"
         "It exits with 0 when the device agrees with the CPU reference, with 3 when it does not.\n"
         f"`tensors.pt` holds inputs ({made}), incoming gradients, recorded outputs and gradients.\n"

@@ -10,42 +10,55 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
+
 from tensorprobe.report.table import Cell, Row, Table
 
 _STARTS_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "|", "%")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?%?")
-_BATCH = 1000
+_BATCH = 500
+_JSON = msgspec.json.Encoder()
 
 
 def write_csv(path: Path, table: Table) -> None:
     """Write a table; its rows are made while they are written, so any number will do."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerow(table.header)
+    with path.open("wb") as file:
+        file.write(_lines([table.header]))
         rows = (row for row, _ in table.rows)
         while batch := list(itertools.islice(rows, _BATCH)):
-            file.write(_batch_text(batch, table.free))
+            file.write(_quick_lines(batch, table.free) or _lines(map(_cells, batch)))
 
 
-def _batch_text(rows: list[Row], free: tuple[int, ...] | None) -> str:
-    """As written by the csv module; cell by cell only where something needs care."""
-    if free is None or any(_is_risky(row, free) for row in rows):
-        return _text(_cells(row) for row in rows)
-    text = _text(rows)
-    if any(word in text for word in (",inf", ",-inf", ",nan")):
-        return _text(_cells(row) for row in rows)
+def _lines(rows: Iterable[Iterable[Cell]]) -> bytes:
+    buffer = io.StringIO(newline="")
+    csv.writer(buffer, lineterminator="\n").writerows(rows)
+    return buffer.getvalue().encode()
+
+
+def _quick_lines(rows: list[Row], free: tuple[int, ...] | None) -> bytes | None:
+    """The rows as JSON, which is made ten times as fast, with what CSV writes otherwise replaced.
+
+    None where that might not come out the same: text that begins like a formula or has a comma,
+    escaped characters, and numbers that JSON does not have.
+    """
+    if free is None or any(_needs_care(row, free) for row in rows):
+        return None
+    lines = []
+    for row in rows:
+        line = _JSON.encode(row)
+        if b"\\" in line or line.count(b",null") != row.count(None):
+            return None
+        lines.append(line[1:-1])
+    text = b"\n".join(lines) + b"\n"
+    for word, written in ((b",null", b","), (b",true", b",True"), (b",false", b",False")):
+        text = text.replace(word, written)
     return text
 
 
-def _text(rows: Iterable[Iterable[Cell]]) -> str:
-    buffer = io.StringIO(newline="")
-    csv.writer(buffer, lineterminator="\n").writerows(rows)
-    return buffer.getvalue()
-
-
-def _is_risky(row: Row, free: tuple[int, ...]) -> bool:
+def _needs_care(row: Row, free: tuple[int, ...]) -> bool:
     for column in free:
         cell = row[column]
-        if cell and str(cell)[0] in _STARTS_FORMULA:
+        if cell and type(cell) is str and (cell[0] in _STARTS_FORMULA or "," in cell):
             return True
     return False
 

@@ -1,119 +1,283 @@
-"""The columns and cells of ptdbg_ascend's compare table, as its guide has them."""
+"""The columns and cells of ptdbg_ascend's compare table, judged by the rule of its guide."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from tensorprobe.compare.comparison import Comparison
 from tensorprobe.compare.measure import CallPair, TensorPair
-from tensorprobe.records import Call, TensorRecord
-from tensorprobe.report.table import Row, Table, summary_differences
+from tensorprobe.numerics.metrics import PairMetrics
+from tensorprobe.records import Call, Fields, TensorRecord, TensorSummary
+from tensorprobe.report.table import Cell, Row, Table
+from tensorprobe.store.ptdbg import spelt_name
+from tensorprobe.store.ptdbg_names import tensor_suffix
 
-_COMMON = (
+_NAMES = (
     "NPU Name", "Bench Name", "NPU Tensor Dtype", "Bench Tensor Dtype", "NPU Tensor Shape",
     "Bench Tensor Shape",
 )  # fmt: skip
-_TENSORS = (
-    "Cosine", "MaxAbsErr", "NPU max", "NPU min", "NPU mean", "Bench max", "Bench min",
-    "Bench mean", "Accuracy Reached or Not", "Err_message",
-)  # fmt: skip
-# The guide's release compares tensors only; these are those of the releases after it.
-_STATISTICS = (
-    "Max diff", "Min diff", "Mean diff", "L2norm diff", "NPU max", "NPU min", "NPU mean",
-    "NPU l2norm", "Bench max", "Bench min", "Bench mean", "Bench l2norm",
-)  # fmt: skip
-_DIGESTS = ("NPU MD5", "BENCH MD5", "Result")
-_ALMOST_ONE = 0.99999  # a cosine beyond this is written as 1.0
-_NOTHING = "Nan"
+_STATISTICS = ("max", "min", "mean", "l2norm")
+_STACK = "NPU_Stack_Info"
+ACCURACY = "Accuracy Reached or Not"
+RESULT = "Result"
+MESSAGE = "Err_message"
+_COSINE, _ABSOLUTE = 0.99, 0.001  # the guide's limits
+_ALMOST_ONE = 0.99999  # beyond it they write 1.0
+_STATISTICS_LIMIT = 0.5  # a statistic this far off is a warning
+_FRAME = re.compile(r"(.*):(\d+) in (.*)", re.DOTALL)
+NAN = "Nan"  # spelt so that pandas does not take it for a missing cell
+
+
+class _Item(NamedTuple):
+    """A row: a tensor or a number of one call, on one side or both."""
+
+    actual: Any
+    expected: Any
+    names: tuple[str, str]
+    row: TensorPair | None = None
 
 
 def table(comparison: Comparison) -> Table:
-    """The columns of what was kept: tensors, statistics or digests."""
+    """The rows, in the columns for what was dumped: tensors, statistics or checksums.
+
+    Stacks have a column where the calls have any. Rows that the original leaves out or lets pass
+    are here: what only the bench has, a loss that is wrong, a tensor that is zero on one side.
+    """
     mode = comparison.verdict.mode
-    columns = {"tensors": _TENSORS, "digest": _DIGESTS}.get(mode, _STATISTICS)
-    return Table((*_COMMON, *columns), _rows(comparison, mode))
+    has_stacks = any(pair.pair.actual is not None and pair.call.stack for pair in comparison.pairs)
+    if mode == "digest":
+        middle: tuple[str, ...] = ("NPU MD5", "BENCH MD5", RESULT, MESSAGE)
+    elif mode == "tensors":
+        sides = tuple(f"{side} {s}" for side in ("NPU", "Bench") for s in _STATISTICS[:3])
+        middle = ("Cosine", "MaxAbsErr", *sides, ACCURACY, MESSAGE)
+    else:
+        sides = tuple(f"{side} {s}" for side in ("NPU", "Bench") for s in _STATISTICS)
+        differences = ("Max diff", "Min diff", "Mean diff", "L2norm diff")
+        middle = (*differences, *sides, RESULT, MESSAGE)
+    header = (*_NAMES, *middle, *([_STACK] if has_stacks else []))
+    return Table(header, _rows(comparison, mode, has_stacks))
 
 
-def _rows(comparison: Comparison, mode: str) -> Iterator[tuple[Row, str]]:
-    for pair, row in comparison.rows:
-        a, e = row.actual, row.expected
-        if a is None or a.role in ("parameter", "parameter_grad", "buffer"):
-            continue
-        common: Row = (
-            *_names(pair, a, e), f"torch.{a.dtype}", f"torch.{e.dtype}" if e else _NOTHING,
-            str(list(a.shape)), str(list(e.shape)) if e else _NOTHING,
-        )  # fmt: skip
-        if mode == "tensors":
-            cosine, error, accuracy, message = result(row)
-            numbers = (*_numbers(a)[:3], *_numbers(e)[:3])
-            yield (
-                (*common, cosine, error, *numbers, accuracy, message),
-                ("bad" if accuracy == "No" else ""),
-            )
-        elif mode == "digest":
-            yield (*common, *_digests(a, e)), ""
-        else:
-            cells = summary_differences(a.summary, e.summary if e else None)[:4]
-            differences = tuple(_NOTHING if cell is None else cell for cell in cells)
-            yield (*common, *differences, *_numbers(a), *_numbers(e)), ""
+def _rows(comparison: Comparison, mode: str, has_stacks: bool) -> Iterator[tuple[Row, str]]:
+    for pair in comparison.pairs:
+        stack: Cell = _stack_cell(pair.pair.actual)
+        for item in _items(pair):
+            cells, is_bad = _cells(item, mode)
+            yield (*cells, *([stack] if has_stacks else [])), "bad" if is_bad else ""
+            stack = ""  # on the first row of a call, as they have it
 
 
-def _names(pair: CallPair, a: TensorRecord, e: TensorRecord | None) -> tuple[str, str]:
-    ours = _name(pair.pair.actual, a)
-    return ours, _NOTHING if e is None else _name(pair.pair.expected, e)
+def _cells(item: _Item, mode: str) -> tuple[Row, bool]:
+    a, e = item.actual, item.expected
+    start: Row = (*item.names, _dtype(a), _dtype(e), _shape(a), _shape(e))
+    if mode == "digest":
+        result, message = _digest_result(a, e)
+        return (*start, _digest(a), _digest(e), result, message), result == "Different"
+    if mode == "tensors":
+        cosine, error, accuracy, message = _result(item)
+        numbers = (*_numbers(a)[:3], *_numbers(e)[:3])
+        return (*start, cosine, error, *numbers, accuracy, message), accuracy == "No"
+    differences, result, message = _statistics_result(a, e)
+    return (*start, *differences, *_numbers(a), *_numbers(e), result, message), result == "Warning"
 
 
-def _name(call: Call | None, record: TensorRecord) -> str:
+# What is compared
+
+
+def _items(pair: CallPair) -> Iterator[_Item]:
+    """The tensors and numbers of a call in their order, then what only the bench has."""
+    rows = {row.actual.name: row for row in pair.tensors if row.actual is not None}
+    ours, theirs = _leaves(pair.pair.actual), _leaves(pair.pair.expected)
+    seen: set[str] = set()
+    for suffix, value in ours.items():
+        row = rows.get(value.name) if isinstance(value, TensorRecord) else None
+        other = row.expected if row is not None else theirs.get(suffix)
+        if isinstance(other, TensorRecord) != isinstance(value, TensorRecord):
+            other = None
+        their = _suffix_of(theirs, other) or suffix
+        seen.add(their)
+        names = (_name(pair.pair.actual, suffix), NAN)
+        if other is not None:
+            names = (names[0], _name(pair.pair.expected, their))
+        yield _Item(value, other, names, row)
+    for suffix, value in theirs.items():
+        if suffix not in seen:
+            yield _Item(None, value, (NAN, _name(pair.pair.expected, suffix)))
+
+
+def _leaves(call: Call | None) -> dict[str, Any]:
+    """The tensors and numbers of a call by what follows its name in theirs."""
+    if call is None:
+        return {}
+    found: dict[str, Any] = {}
+    for i, arg in enumerate(call.args):
+        _walk(f"input.{i}", arg, call, found)
+    for key, value in call.kwargs.items():
+        _walk(f"input.{key}", value, call, found)
+    for record in call.tensors:
+        if record.role not in ("parameter", "parameter_grad", "buffer"):
+            found.setdefault(tensor_suffix(call, record), record)
+    return found
+
+
+def _walk(name: str, value: Any, call: Call, found: dict[str, Any]) -> None:
+    if isinstance(value, TensorRecord):
+        found[tensor_suffix(call, value)] = value
+    elif type(value) in (bool, int, float):
+        found[name] = value
+    elif isinstance(value, list | tuple):
+        for i, part in enumerate(value):
+            _walk(f"{name}.{i}", part, call, found)
+    elif isinstance(value, dict | Fields):
+        for key, part in (value.fields if isinstance(value, Fields) else value).items():
+            _walk(f"{name}.{key}", part, call, found)
+
+
+def _suffix_of(leaves: dict[str, Any], value: Any) -> str | None:
+    if not isinstance(value, TensorRecord):
+        return None
+    return next((suffix for suffix, leaf in leaves.items() if leaf is value), None)
+
+
+def _name(call: Call | None, suffix: str) -> str:
     assert call is not None
-    suffix = record.name.removeprefix(call.name + ".")
-    one_output = sum(r.role == "output" for r in call.tensors) == 1
-    if suffix == "output.0" and call.direction == "forward" and one_output:
-        suffix = "output"
-    return f"{call.name.replace('.', '_')}_{suffix}"
+    spelt = spelt_name(call)
+    return f"{spelt}{'.' if spelt.endswith(f'.{call.direction}') else '_'}{suffix}"
 
 
-def result(row: TensorPair) -> tuple[str, str, str, str]:
-    """Cosine, MaxAbsErr, Accuracy Reached or Not, Err_message."""
-    a, e, m = row.actual, row.expected, row.metrics
-    assert a is not None
-    if e is None:
-        return _NOTHING, _NOTHING, _NOTHING, "no bench data to compare with"
+def _dtype(value: Any) -> str:
+    if value is None:
+        return NAN
+    return f"torch.{value.dtype}" if isinstance(value, TensorRecord) else str(type(value))
+
+
+def _shape(value: Any) -> str:
+    if value is None:
+        return NAN
+    return str(list(value.shape)) if isinstance(value, TensorRecord) else "[]"
+
+
+def _numbers(value: Any) -> Row:
+    """max, min, mean, l2norm."""
+    if value is None:
+        return (NAN,) * 4
+    if not isinstance(value, TensorRecord):
+        return (value,) * 4
+    s = value.summary
+    if s is None:
+        return (NAN,) * 4
+    if s.nan_count:
+        return ("nan",) * 4
+    return tuple(NAN if v is None else v for v in (s.max, s.min, s.mean, s.norm))
+
+
+def _stack_cell(call: Call | None) -> str:
+    if call is None or not call.stack:
+        return ""
+    found = (_FRAME.fullmatch(frame) for frame in call.stack)
+    return str([list(frame.groups()) for frame in found if frame is not None])
+
+
+# The rule of the guide, and where it has no answer
+
+
+def _result(item: _Item) -> tuple[str, str, str, str]:
+    """Cosine, MaxAbsErr, whether the accuracy is reached, and a message."""
+    a, e = item.actual, item.expected
+    if a is None or e is None:
+        return NAN, NAN, NAN, _one_sided(a)
+    if not isinstance(a, TensorRecord):
+        return _number_result(a, e)
     if a.shape != e.shape:
         return "shape unmatched", "shape unmatched", "Unmatched", "shapes differ; not compared"
-    if m is None:
-        return _NOTHING, _NOTHING, _NOTHING, row.problem or "no stored data"
+    metrics = item.row.metrics if item.row is not None else None
+    if metrics is None:
+        problem = item.row.problem if item.row is not None else None
+        return NAN, NAN, NAN, problem or a.gap or e.gap or "no stored data to compare"
+    return _tensor_result(a, e, metrics)
+
+
+def _tensor_result(a: TensorRecord, e: TensorRecord, m: PairMetrics) -> tuple[str, str, str, str]:
+    messages = [f"dtypes differ: {a.dtype} and {e.dtype}"] if a.dtype != e.dtype else []
+    error = f"{m.max_abs:.6f}"
+    cosine = NAN if m.cosine is None else _number(m.cosine)
+    is_far = m.max_abs > _ABSOLUTE
     if a.numel == 0:
-        return "1.0", "0.000000", "Yes", "empty data"
-    error = "nan" if _has_nan(a, e) else f"{m.max_abs:.6f}"
-    if a.numel == 1:
-        return "1.0", error, "Yes", "one number: cosine says nothing"
-    if _has_nan(a, e) or m.cosine is None:
-        side = next((side for side, r in (("npu", a), ("bench", e)) if _all_zero(r)), None)
-        reason = f"{side} data is all zero" if side else "the data has NaN or infinity"
-        return _NOTHING, error, _NOTHING, f"no cosine: {reason}"
-    cosine = "1.0" if m.cosine > _ALMOST_ONE else f"{m.cosine:.6f}"
-    wrong = m.cosine < 0.99 and m.max_abs > 0.001
-    return cosine, error, "No" if wrong else "Yes", ""
+        cosine, is_wrong = "1.0", False
+        messages.append("empty data")
+    elif m.nonfinite_disagree:
+        cosine, error, is_wrong = NAN, NAN, True
+        messages.append(f"NaN or infinity in {m.nonfinite_disagree} places on one side only")
+    elif m.is_equal:
+        cosine, is_wrong = "1.0", False
+    elif a.numel == 1:
+        # Of single numbers the cosine is 1 or -1: their ratio takes its place.
+        cosine, is_wrong = "1.0", is_far and m.max_rel > 1 - _COSINE
+        messages.append("one value: judged by its relative error")
+    elif m.cosine is None:
+        zero = [side for side, r in (("npu", a), ("bench", e)) if _is_zero(r.summary)]
+        is_wrong = is_far
+        messages.append(f"{zero[0]} data is all zero" if zero else "no cosine: too few values")
+    else:
+        is_wrong = m.cosine < _COSINE and is_far
+    return cosine, error, "No" if is_wrong else "Yes", "; ".join(messages)
 
 
-def _digests(a: TensorRecord, e: TensorRecord | None) -> Row:
-    if e is None:
-        return a.digest or _NOTHING, _NOTHING, _NOTHING
-    same = a.digest == e.digest
-    return a.digest or _NOTHING, e.digest or _NOTHING, "Pass" if same else "Different"
+def _number_result(a: Any, e: Any) -> tuple[str, str, str, str]:
+    error = abs(float(a) - float(e))
+    same = a == e or (type(a) is float and error <= 1e-6 * max(abs(a), abs(e)))
+    return "1.0", f"{error:.6f}", "Yes" if same else "No", "" if same else "arguments differ"
 
 
-def _has_nan(*records: TensorRecord) -> bool:
-    return any(r.summary is not None and not r.summary.is_finite for r in records)
+def _number(value: float) -> str:
+    return "1.0" if value > _ALMOST_ONE else f"{value:.6f}"
 
 
-def _all_zero(record: TensorRecord) -> bool:
-    return record.summary is not None and record.summary.zero_count == record.numel
+def _is_zero(summary: TensorSummary | None) -> bool:
+    return summary is not None and summary.max == 0 and summary.min == 0
 
 
-def _numbers(record: TensorRecord | None) -> Row:
-    """Max, min, mean, l2norm, in their order."""
-    s = record.summary if record else None
-    if s is None:
-        return (_NOTHING,) * 4
-    return tuple(_NOTHING if v is None else v for v in (s.max, s.min, s.mean, s.norm))
+def _one_sided(actual: Any) -> str:
+    return "only the bench has it" if actual is None else "no bench data to compare with"
+
+
+def _statistics_result(a: Any, e: Any) -> tuple[Row, str, str]:
+    if a is None or e is None:
+        return (NAN,) * 4, NAN, _one_sided(a)
+    if isinstance(a, TensorRecord) and a.shape != e.shape:
+        return (NAN,) * 4, "Warning", "shapes differ"
+    ours, theirs = _numbers(a), _numbers(e)
+    cells: list[Cell] = []
+    result = ""
+    for x, y in zip(ours, theirs, strict=True):
+        if isinstance(x, str) or isinstance(y, str) or x is None or y is None:
+            cells.append(NAN)
+            result = "Warning" if x != y else result
+            continue
+        cells.append(0.0 if x == y else float(x) - float(y))
+        size = max(abs(x), abs(y)) + 1e-10
+        if not abs(float(x) - float(y)) <= _STATISTICS_LIMIT * size and x != y:
+            result = "Warning"
+    messages = []
+    if isinstance(a, TensorRecord) and a.dtype != e.dtype:
+        messages.append(f"dtypes differ: {a.dtype} and {e.dtype}")
+    return tuple(cells), result, "; ".join(messages)
+
+
+def _digest(value: Any) -> str:
+    text = value.digest if isinstance(value, TensorRecord) else None
+    return NAN if text is None else text.removeprefix("crc32:")
+
+
+def _digest_result(a: Any, e: Any) -> tuple[str, str]:
+    if a is None or e is None:
+        return NAN, _one_sided(a)
+    if not isinstance(a, TensorRecord):
+        return ("Pass", "") if a == e else ("Different", "arguments differ")
+    if a.digest is None or e.digest is None:
+        return NAN, "no checksum"
+    if a.digest.startswith("crc32:") != e.digest.startswith("crc32:"):
+        return NAN, "a CRC-32 and a digest of another kind cannot be compared"
+    return ("Pass", "") if a.digest == e.digest else ("Different", "")

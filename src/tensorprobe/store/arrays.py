@@ -4,41 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 
-from tensorprobe.errors import MissingDependency, UnreadableCapture
+from tensorprobe.errors import BadArtefact, MissingDependency, UnreadableCapture
+from tensorprobe.store.dtypes import numpy_dtype
+from tensorprobe.store.tensor_files import locate
+from tensorprobe.store.widening import narrow as narrowed
 
 if TYPE_CHECKING:
     import torch
 
-    from tensorprobe.records import TensorRecord
-
-# torch's dtype names to numpy's; everything not named here is spelt the same in both.
-_ML_DTYPES = (
-    "bfloat16",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-    "float8_e8m0fnu",
-)
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype for torch's name of it, little-endian."""
-    dtype: np.dtype[Any]
-    if name in _ML_DTYPES:
-        dtype = np.dtype(getattr(ml_dtypes, name))
-        return dtype
-    if name == "complex32":  # numpy has none: pairs of halves
-        return np.dtype([("real", "<f2"), ("imag", "<f2")])
-    if name in ("float4_e2m1fn_x2", "bits8", "quint8", "quint4x2", "quint2x4"):
-        return np.dtype(np.uint8)
-    if name in ("bits16", "qint32", "qint8"):
-        return np.dtype({"bits16": "<u2", "qint32": "<i4", "qint8": "i1"}[name])
-    dtype = np.dtype(name).newbyteorder("<")
-    return dtype
+    from tensorprobe.records import Blob, TensorRecord
 
 
 def read_blob(record: TensorRecord) -> np.ndarray[Any, Any]:
@@ -47,6 +23,8 @@ def read_blob(record: TensorRecord) -> np.ndarray[Any, Any]:
         why = record.gap or "the capture keeps no tensors; record with keep='tensors'"
         raise UnreadableCapture(f"{record.name} has no stored content: {why}")
     blob = record.blob
+    if blob.container != "raw":
+        return _read_file(record, blob)
     dtype = numpy_dtype(record.dtype)
     if blob.nbytes != record.numel * dtype.itemsize:
         raise UnreadableCapture(
@@ -61,6 +39,32 @@ def read_blob(record: TensorRecord) -> np.ndarray[Any, Any]:
         raw = np.array(raw)
         raw.flags.writeable = False
     return np.frombuffer(raw, dtype).reshape(record.shape)
+
+
+def _read_file(record: TensorRecord, blob: Blob) -> np.ndarray[Any, Any]:
+    """The tensor of a .npy or .pt file, in the dtype that the record says it had.
+
+    numpy has no bfloat16 and no fp8, so the peers widen those to float32, which loses nothing.
+    """
+    try:
+        stored = locate(blob.path)
+        if stored.shape != record.shape:
+            raise BadArtefact(
+                f"{blob.path} holds shape {list(stored.shape)}; the index says {list(record.shape)}"
+            )
+        array = stored.array()
+    except BadArtefact as error:
+        raise UnreadableCapture(f"{record.name}: {error}") from error
+    if stored.dtype == record.dtype:
+        return array
+    narrow = narrowed(array, record.dtype)
+    if not np.array_equal(narrow.astype(array.dtype), array, equal_nan=array.dtype.kind in "fc"):
+        raise UnreadableCapture(
+            f"{record.name} is {record.dtype} by the index, and {blob.path} holds {stored.dtype} "
+            "numbers that it has no room for"
+        )
+    narrow.flags.writeable = False
+    return narrow
 
 
 def read_tensor(record: TensorRecord) -> torch.Tensor:

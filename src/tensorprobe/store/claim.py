@@ -21,6 +21,7 @@ FORMAT = 1
 RUN_FILE = "capture.json"
 RANK_FILE = "rank.json"
 EARLIER = "earlier"
+_RUN_MARK = ".run"
 _RANK_FOLDER = re.compile(r"rank\d+")
 
 
@@ -83,6 +84,27 @@ def claim(
     if moved is not None:
         on_warning(f"'{root}' held an earlier run: it is in '{moved}' now")
     return mine
+
+
+def make_way(
+    root: Path, run_id: str, theirs: re.Pattern[str], on_warning: Callable[[str], None]
+) -> None:
+    """Move sub-folders of earlier runs, by their names, to earlier/N; the first rank to come does.
+
+    For layouts that have no place for a run's identity: it is kept in a hidden file.
+    """
+    with _locked(root):
+        mark = root / _RUN_MARK
+        if _run_of(mark) == run_id:
+            return
+        old = [folder for folder in root.iterdir() if theirs.fullmatch(folder.name)]
+        if old:
+            target = _earlier_folder(root, old)
+            for path in old:
+                path.rename(target / path.name)
+            on_warning(f"'{root}' held an earlier run: it is in '{target}' now")
+        mark.unlink(missing_ok=True)
+        _write_new(mark, {"run": run_id})
 
 
 def _move_earlier(root: Path, mine: Path, run_id: str) -> Path | None:

@@ -117,11 +117,14 @@ def speakable(tree: Any) -> Any:
 
 
 def pack_summary(summary: TensorSummary | None) -> list[Any] | None:
-    """A summary as seven JSON values; JSON has no NaN and no infinity, they become text."""
+    """A summary as seven JSON values, or eight where it is not counted; JSON has no NaN and no
+    infinity, they become text."""
     if summary is None:
         return None
     s = summary
     fields: list[Any] = [s.min, s.max, s.mean, s.norm, s.nan_count, s.inf_count, s.zero_count]
+    if not s.counted:
+        fields.append(False)
     # One test for the usual case: NaN and infinity survive a sum.
     if math.isfinite((s.min or 0) + (s.max or 0) + (s.mean or 0) + (s.norm or 0)):
         return fields

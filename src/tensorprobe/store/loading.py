@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import Capture
-from tensorprobe.store import native
+from tensorprobe.store.foreign import UNFINISHED
+
+# Each is a module here. The order is that of asking whose a path is.
+LAYOUTS = ("native", "msprobe", "ptdbg")
 
 
 class Layout(Protocol):
     """What the module of a layout offers."""
 
-    def find(self, path: Path) -> object | None:
-        """None when the path is not of this layout."""
+    def recognises(self, path: Path) -> bool:
+        """Whether the path is of this layout: a whole run, a part of one, or a file in it."""
 
     def read(self, path: Path) -> Capture: ...
 
+    def write(self, capture: Capture, folder: Path) -> list[str]:
+        """Write a capture into a folder; says what this layout could not carry, a line a thing."""
 
-LAYOUTS: tuple[Layout, ...] = (native,)
+
+def layout(name: str) -> Layout:
+    """The module of a layout, by its name in LAYOUTS."""
+    return cast(Layout, importlib.import_module(f"tensorprobe.store.{name}"))
 
 
 def load(path: str | os.PathLike[str]) -> Capture:
     """What was recorded at a path: a whole run, one rank of it, one step, or a file in there.
 
-    No torch is needed until a tensor is loaded as a torch tensor.
+    It may be in the native layout, or in that of a peer. No torch is needed until a tensor is
+    loaded as a torch tensor.
 
         capture = tensorprobe.load("runs/a")
         for call in capture.calls(step=0, op="*linear"):
@@ -38,13 +48,23 @@ def load(path: str | os.PathLike[str]) -> Capture:
             f"no capture at '{path}': there is no such path. "
             f"To record one: tensorprobe run -o {path} SCRIPT"
         )
-    for layout in LAYOUTS:
-        if layout.find(path) is not None:
-            return layout.read(path)
+    for place in (path, *_unfinished(path)):
+        for name in LAYOUTS:
+            if layout(name).recognises(place):
+                return layout(name).read(place)
     raise UnreadableCapture(
         f"'{path}' is not a capture: {_description(path)}; expected a folder with "
-        "capture.json, or a folder of ranks or steps in one"
+        "capture.json, or a folder of ranks or steps in one; or a dump of msprobe or ptdbg_ascend"
     )
+
+
+def _unfinished(path: Path) -> list[Path]:
+    """Where a door has left a recording that it could not finish, the newest first."""
+    place = path / UNFINISHED
+    if not place.is_dir():
+        return []
+    parts = sorted(place.iterdir(), key=lambda part: part.stat().st_mtime, reverse=True)
+    return [place, *(part for part in parts if part.is_dir())]
 
 
 def _description(path: Path) -> str:

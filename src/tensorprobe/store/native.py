@@ -26,10 +26,11 @@ from tensorprobe.records import (
 )
 from tensorprobe.store import lines, tree
 from tensorprobe.store.claim import EARLIER, FORMAT, RANK_FILE, RUN_FILE, run_identity
+from tensorprobe.store.native_copy import write
 from tensorprobe.store.shard import header_problem, shard_name
 from tensorprobe.store.writer import LOG_FILE, CaptureWriter
 
-__all__ = ["CaptureWriter", "find", "read", "run_identity"]
+__all__ = ["LOG_FILE", "CaptureWriter", "find", "read", "recognises", "run_identity", "write"]
 
 NOT_WRITTEN = "value not written (the run ended before)"
 _RANK = re.compile(r"rank(\d+)")
@@ -48,6 +49,11 @@ def find(path: Path) -> list[Path] | None:
     steps = [step for rank in ranks for step in _numbered(rank, _STEP, LOG_FILE)]
     known = (folder / RUN_FILE).is_file() or (folder / RANK_FILE).is_file()
     return steps if steps or known else None
+
+
+def recognises(path: Path) -> bool:
+    """Whether a path is of this layout."""
+    return find(path) is not None
 
 
 def _numbered(folder: Path, pattern: re.Pattern[str], holding: str = "") -> list[Path]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from tensorprobe.records import Fields, Special
+from tensorprobe.records import Fields, Special, TensorRecord
 
 OnTensor = Callable[[str, dict[str, Any]], Any]
 
@@ -41,6 +41,26 @@ def encode_scalar(value: bool | int | float | complex | str | None) -> Any:
     if type(value) is complex:
         return {"complex": [encode_scalar(value.real), encode_scalar(value.imag)]}
     return value
+
+
+def encode(value: Any, on_tensor: Callable[[TensorRecord], Any]) -> Any:
+    """What `decode` gives, as a tree again; each tensor in it is what `on_tensor` makes of it."""
+    if isinstance(value, TensorRecord):
+        return {"tensor": on_tensor(value)}
+    if isinstance(value, list | tuple):
+        items = [encode(item, on_tensor) for item in value]
+        return items if isinstance(value, list) else {"tuple": items}
+    if isinstance(value, dict):
+        pairs = value.items()
+        return {"dict": [[encode(k, on_tensor), encode(v, on_tensor)] for k, v in pairs]}
+    if isinstance(value, Special):
+        return {"special": [value.kind, value.text]}
+    if isinstance(value, Fields):
+        fields = {key: encode(item, on_tensor) for key, item in value.fields.items()}
+        return {"fields": [value.kind, value.type, fields]}
+    if isinstance(value, slice):
+        return {"slice": [encode(v, on_tensor) for v in (value.start, value.stop, value.step)]}
+    return {"ellipsis": True} if value is ... else encode_scalar(value)
 
 
 def decode(tree: Any, name: str, on_tensor: OnTensor) -> Any:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -69,6 +70,7 @@ class _Step:
         self.with_data: set[int] = set()  # values whose bytes are in the queue, or written
         self.blobs: dict[int, Place] = {}  # written, their value line to come
         self.gaps: dict[int, str] = {}  # not written, and why
+        self.checksums: dict[int, str] = {}  # likewise, of data that has gone by
         # Lines that wait for company: they go with the next call's, or when the thread comes by.
         # Appending takes no lock; whoever takes some away has the log's, and takes the first ones.
         self.lines: list[bytes] = []
@@ -93,6 +95,8 @@ class _Data(msgspec.Struct):
     shape: Sequence[int]
     data: Bytes | Callable[[], Bytes]
     nbytes: int
+    checksum: bool = False
+    stored: bool = True
 
 
 class _Value(msgspec.Struct, gc=False):
@@ -279,10 +283,14 @@ class CaptureWriter:
         shape: Sequence[int],
         data: Bytes | Callable[[], Bytes],
         nbytes: int | None = None,
+        *,
+        checksum: bool = False,
+        stored: bool = True,
     ) -> None:
         """Queue the bytes of a value, row-major; waits while the queue is full.
 
         `data` may be a function that gives them later (a copy under way); `nbytes` is needed then.
+        With `checksum` their CRC-32 is the value's digest, and they need not be `stored` for it.
         """
         step = self._step
         if step is None:
@@ -294,7 +302,7 @@ class CaptureWriter:
         with self._changed:
             self._queued_nbytes += nbytes
         step.with_data.add(value_id)
-        self._put(step, _Data(value_id, key, dtype, shape, data, nbytes))
+        self._put(step, _Data(value_id, key, dtype, shape, data, nbytes, checksum, stored))
         if self._queued_nbytes > _BATCH_NBYTES:
             self._wake(hurry=True)
 
@@ -544,6 +552,8 @@ class CaptureWriter:
             step.with_data.discard(value.id)
             line.blob = step.blobs.pop(value.id, None)
             line.gap = step.gaps.pop(value.id, None) or line.gap
+            if result is not None and result.ready:
+                line.digest = step.checksums.pop(value.id, None) or line.digest
         if line.blob is None:
             self._add_line(step, line)
         else:
@@ -559,6 +569,10 @@ class CaptureWriter:
             data = item.data() if callable(item.data) else item.data
         except Exception as error:  # noqa: BLE001 a device that failed: this value becomes a gap
             step.gaps[item.value_id] = f"its copy failed: {type(error).__name__}: {error}"
+            return
+        if item.checksum:
+            step.checksums[item.value_id] = f"crc32:{zlib.crc32(data.data):08x}"
+        if not item.stored:
             return
         try:
             blob = step.shards.find(data)

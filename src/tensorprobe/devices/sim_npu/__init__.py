@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,12 +23,13 @@ import torch
 from tensorprobe.devices.sim_npu import autocast, backend, composed, engine, files, torch_npu
 from tensorprobe.devices.sim_npu.chip import CHIP
 from tensorprobe.devices.sim_npu.dispatch import KERNELS, execute
-from tensorprobe.devices.sim_npu.faults import Noise, Planted
+from tensorprobe.devices.sim_npu.faults import VARIABLE, Noise, Planted
 from tensorprobe.devices.sim_npu.overflow import OverflowMode
 from tensorprobe.errors import DeviceUnusable
 
 __all__ = [
     "clear_faults",
+    "describe_faults",
     "install",
     "is_installed",
     "noise",
@@ -57,11 +59,13 @@ def install() -> None:
     """Make the device `npu:0` and the module `torch_npu` in this process.
 
     Sets `torch.__future__.set_swap_module_params_on_conversion(True)`, without which
-    `model.to("npu")` would part tied weights. Calling it again changes nothing.
+    `model.to("npu")` would part tied weights. Calling it again changes nothing. Faults that
+    TENSORPROBE_SIM_NPU_FAULTS describes, as `describe_faults` does, are planted.
     """
     if not is_installed():
         _refuse_real_one()
         _register_backend()
+        CHIP.faults.plant_described(os.environ.get(VARIABLE, "[]"))
     torch_npu.install()
     _FLAG_BEFORE.append(torch.__future__.get_swap_module_params_on_conversion())
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -112,6 +116,14 @@ def noise(ulps: int = 1, *, share: float = 0.5, seed: int = 0) -> Noise:
 def clear_faults() -> None:
     """Cure every planted fault and silence the noise."""
     CHIP.faults.clear()
+
+
+def describe_faults() -> str:
+    """The planted faults as JSON, for TENSORPROBE_SIM_NPU_FAULTS of a process to be started.
+
+    Effects that are functions stay here, as does noise.
+    """
+    return CHIP.faults.describe()
 
 
 def set_overflow_mode(mode: OverflowMode) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,6 +13,9 @@ from tensorprobe.devices.sim_npu.arithmetic import rounds_freely
 from tensorprobe.errors import BadUsage
 
 Effect = Callable[[torch.Tensor], torch.Tensor]
+
+# Faults that a process gives to those it starts: a list of what `plant` takes, as JSON.
+VARIABLE = "TENSORPROBE_SIM_NPU_FAULTS"
 
 # The integer of the same width, and how many of the lowest mantissa bits "low-precision" clears.
 _LOW_BITS = {
@@ -56,6 +60,14 @@ class Planted:
     def remove(self) -> None:
         """Take the fault out of the kernel again."""
         self._faults.remove(self)
+
+    @property
+    def words(self) -> dict[str, Any] | None:
+        """What to plant it again with; None where its effect is a function."""
+        if callable(self.effect):
+            return None
+        calls = None if self._calls is None else sorted(self._calls)
+        return {"op": self.op, "calls": calls, "effect": self.effect, "output": self._output}
 
     def matches(self, func: Any) -> bool:
         """Whether `func` is the op this fault sits in; names may be shell patterns."""
@@ -166,6 +178,16 @@ class Faults:
 
     def clear(self) -> None:
         self._active, self._by_op = (), {}
+
+    def describe(self) -> str:
+        """The faults that words can carry to another process."""
+        planted = [fault.words for fault in self._active if isinstance(fault, Planted)]
+        return json.dumps([words for words in planted if words is not None])
+
+    def plant_described(self, text: str) -> None:
+        """Plant what `describe` says of another process."""
+        for words in json.loads(text):
+            self.plant(words["op"], words.get("calls"), words["effect"], words.get("output"))
 
     def of(self, func: Any) -> tuple[Planted | Noise, ...]:
         """The faults that sit in the kernel of `func`."""

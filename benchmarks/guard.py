@@ -1,0 +1,76 @@
+"""Step time under the overflow guard, against no tool.
+
+    python benchmarks/guard.py
+    python benchmarks/guard.py --device cuda --dtype bfloat16 --size large
+
+Every ratio is within one process: bare and guarded steps take turns, and medians are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from recording import SIZES, build, timed
+
+
+def measure(args: argparse.Namespace) -> dict[str, object]:
+    """Rounds of bare and guarded steps."""
+    import tensorprobe as tp
+
+    _, step = build(SIZES[args.size], args.device, args.dtype)
+    timed(step, args.warmup, args.device)
+    folder = Path(tempfile.mkdtemp(dir=args.scratch))
+    bare: list[float] = []
+    guarded: list[float] = []
+    for number in range(args.rounds):
+        bare += timed(step, args.steps, args.device)
+        guard = tp.Guard(
+            folder / str(number), step_on="explicit", look_every=args.look_every, log=lambda _: None
+        )
+
+        def guarded_step(guard=guard) -> None:
+            step()
+            guard.step()
+
+        with guard:
+            timed(guarded_step, 1, args.device)  # the first one compiles kernels, names modules
+            guarded += timed(guarded_step, args.steps, args.device)
+        if guard.findings:
+            sys.exit(f"the model is not healthy: {guard.findings[0]}")
+    base, middle = statistics.median(bare), statistics.median(guarded)
+    return {"bare_s": base, "guarded_s": middle, "ratio": middle / base}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--size", default="small", choices=SIZES)
+    parser.add_argument("--look-every", type=int, default=None)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3, help="steps of each kind in a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--scratch", default=None)
+    parser.add_argument("--most", type=float, default=None, help="fail above this ratio")
+    args = parser.parse_args()
+    import torch
+
+    row = measure(args)
+    print(f"{args.size} Llama {SIZES[args.size]} {args.dtype} on {args.device}")
+    print(f"torch {torch.__version__}, python {platform.python_version()}, {os.cpu_count()} cores")
+    print("| no tool | guarded | ratio |\n| --- | --- | --- |")
+    print(f"| {row['bare_s']:.4f} s | {row['guarded_s']:.4f} s | {row['ratio']:.2f}x |")
+    print(json.dumps(row))
+    if args.most is not None and row["ratio"] > args.most:
+        sys.exit(f"above the bar of {args.most}x")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""How a module was made, as notes on its call: what a replay needs to make it again."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorprobe.capture.quiet import Quiet
+
+_OPAQUE = object()
+_LONGEST = 200  # characters of one attribute
+_MOST = 4000  # characters of a note
+_NOT_ITS_OWN = frozenset(nn.Module().__dict__)
+# These only hold other modules and are not called themselves.
+_HOLDERS = (nn.ModuleList, nn.ModuleDict)
+# Parameters that a signature does not name, and attributes that have another name.
+_UNNAMED: dict[str, dict[str, Any]] = {"RNN": {"nonlinearity": "tanh"}}
+_KEPT_AS = {("PairwiseDistance", "p"): "norm"}
+# Modules of torch.nn that use the parameters of a Linear they hold, but never call it.
+_UNCALLED = {"MultiheadAttention": "out_proj", "LinearCrossEntropyLoss": "linear"}
+
+
+def notes_on(module: nn.Module) -> list[str]:
+    """`made as` for torch.nn's own without children, `made with` for all others; and `eval`."""
+    try:
+        with Quiet():
+            if module._modules or not type(module).__module__.startswith("torch.nn.modules."):
+                note = _made_with(module)
+            else:
+                note = _made_as(module)
+    except Exception:  # noqa: BLE001 recording a call: a user's repr must not become its gap
+        return []
+    notes = [note] if len(note) <= _MOST else []
+    return notes if module.training else [*notes, "eval"]
+
+
+def uncalled_parameters(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters of a child that its parent uses without calling it."""
+    name = _UNCALLED.get(type(module).__name__)
+    child = module._modules.get(name) if name is not None else None
+    if child is None:
+        return []
+    held = child._parameters.items()
+    return [(f"{name}.{key}", tensor) for key, tensor in held if tensor is not None]
+
+
+def _made_as(module: nn.Module) -> str:
+    """The call of its constructor: what torch prints of it, and what that leaves out."""
+    kind: Any = type(module)
+    parameters = _parameters_of(kind)
+    text = module.extra_repr()
+    for name in parameters:
+        value = module.__dict__.get(name)
+        if isinstance(value, str):  # a convolution prints padding=same
+            text = text.replace(f"{name}={value}", f"{name}={value!r}")
+    shown, covered = _printed(kind, text)
+    left_out = []
+    for name, default in {**parameters, **_UNNAMED.get(kind.__name__, {})}.items():
+        value = module.__dict__.get(_KEPT_AS.get((kind.__name__, name), name), default)
+        if name not in covered and _differs(value, default):
+            source = _source(value)
+            if source is not _OPAQUE:
+                left_out.append(f"{name}={source}")
+    return f"made as {kind.__name__}({', '.join([*shown, *left_out])})"
+
+
+@functools.cache
+def _parameters_of(kind: Callable[..., Any]) -> dict[str, Any]:
+    """The constructor's parameters and their defaults."""
+    parameters = inspect.signature(kind).parameters
+    return {name: parameter.default for name, parameter in parameters.items()}
+
+
+@functools.lru_cache(maxsize=4096)
+def _printed(kind: Callable[..., Any], text: str) -> tuple[list[str], frozenset[str]]:
+    """The arguments in a printed form, and which parameters of the constructor they are."""
+    try:
+        call = ast.parse(f"made({text})", mode="eval").body
+    except SyntaxError:
+        return [], frozenset()
+    assert isinstance(call, ast.Call)
+    names = list(_parameters_of(kind))
+    takes_any = "kwargs" in names  # the recurrent ones
+    words = {word.arg: word.value for word in call.keywords if takes_any or word.arg in names}
+    shown = [ast.unparse(arg) for arg in call.args]
+    shown += [f"{name}={ast.unparse(value)}" for name, value in words.items()]
+    return shown, frozenset([*names[: len(call.args)], *filter(None, words)])
+
+
+def _differs(value: Any, default: Any) -> bool:
+    if isinstance(value, tuple) and all(item == default for item in value):
+        return False  # a convolution keeps dilation=1 as (1, 1)
+    plain = isinstance(value, bool | int | float | str | tuple | list | None)
+    return plain and (type(value) is not type(default) or value != default)
+
+
+def _made_with(module: nn.Module) -> str:
+    """Its class with attributes and children: made again without its constructor."""
+    absent = [*module._parameters.items(), *module._buffers.items()]
+    attributes = [f"{name!r}: None" for name, tensor in absent if tensor is None]
+    opaque = []
+    for name, value in module.__dict__.items():
+        if name in _NOT_ITS_OWN or isinstance(value, torch.Tensor):
+            continue
+        source = _source(value)
+        if source is _OPAQUE or len(source) > _LONGEST:
+            opaque.append(name)
+        else:
+            attributes.append(f"{name!r}: {source}")
+    parts = [f"{{{', '.join(attributes)}}}", _children(module), repr(opaque)]
+    return f"made with {_name_of(type(module))}({', '.join(parts)})"
+
+
+def _children(module: nn.Module) -> str:
+    """{'up': 'torch.nn.modules.linear.Linear', 'layers': {'0': ...}}"""
+    shown = []
+    uncalled = _UNCALLED.get(type(module).__name__)
+    for name, child in module._modules.items():
+        if child is None:
+            text = "None"
+        elif name == uncalled:
+            text = repr(f"made as torch.nn.Linear({child.extra_repr()})")
+        elif isinstance(child, _HOLDERS):
+            kind = _name_of(type(child))
+            text = f"{{'': {kind!r}, {_children(child).removeprefix('{')}"
+        else:
+            text = repr(_name_of(type(child)))
+        shown.append(f"{name!r}: {text}")
+    return f"{{{', '.join(shown)}}}"
+
+
+def _name_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _source(value: Any) -> Any:
+    """A value as the Python that gives it, or _OPAQUE."""
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return repr(value)
+    if kind is float:
+        return repr(value) if math.isfinite(value) else f"float('{value}')"
+    if kind in (tuple, list):
+        parts = [_source(item) for item in value]
+        if any(part is _OPAQUE for part in parts):
+            return _OPAQUE
+        inside = ", ".join(parts)
+        if kind is list:
+            return f"[{inside}]"
+        return f"({inside},)" if len(parts) == 1 else f"({inside})"
+    if kind in (torch.dtype, torch.device):
+        return repr(str(value)) if kind is torch.device else str(value)
+    return _function(value) if callable(value) else _OPAQUE
+
+
+def _function(value: Any) -> Any:
+    """A function by its name, where that name leads to it: torch.nn.functional.relu."""
+    name = getattr(value, "__name__", "")
+    for home in (getattr(value, "__module__", None) or "", "torch", "torch.nn.functional"):
+        if name and getattr(sys.modules.get(home), name, None) is value and home != "__main__":
+            return f"{home}.{name}"
+    return _OPAQUE

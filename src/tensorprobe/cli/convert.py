@@ -1,0 +1,34 @@
+"""`tensorprobe convert`: a capture of any layout, written in another one."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tensorprobe.errors import BadUsage
+from tensorprobe.store.loading import LAYOUTS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("capture", metavar="CAPTURE", help="a run, a step or rank of one, a dump")
+    parser.add_argument("--to", required=True, choices=LAYOUTS, help="the layout to write")
+    parser.add_argument("-o", "--output", required=True, metavar="OUT", help="a new folder")
+
+
+def run(args: argparse.Namespace) -> int:
+    from tensorprobe.store.loading import layout, load
+
+    output = Path(args.output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise BadUsage(f"'{output}' is there already: -o takes a new folder, or an empty one")
+    capture = load(args.capture)
+    lost = layout(args.to).write(capture, output)
+    write = sys.stdout.write
+    write(f"{len(capture.calls)} calls of {args.capture} ({capture.layout}) are in {output}")
+    write(f" ({args.to}).\n")
+    for line in lost:
+        write(f"not as it was: {line}\n")
+    if capture.gaps:
+        write(f"{len(capture.gaps)} gaps: tensorprobe show {args.capture} --gaps\n")
+    return 0

@@ -1,0 +1,191 @@
+"""Calls that failed: saved, reported as findings, and tried alone when the program is over."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tensorprobe.capture.naming import split_direction
+from tensorprobe.devices import failed_device
+from tensorprobe.guard.alone import Alone, run_alone, write_repro
+from tensorprobe.guard.arguments import describe_call
+from tensorprobe.guard.findings import Finding
+from tensorprobe.guard.kept import DROPPED, GONE
+from tensorprobe.guard.origin import chain, is_of_torch, words
+from tensorprobe.guard.saving import SavedInputs, direction_name
+from tensorprobe.guard.watched import WatchedCall
+from tensorprobe.records import Direction
+
+_MAX_FINDINGS = 20  # errors that a program catches may come by the thousand
+_MAX_ALONE = 3  # each takes a start of Python
+_CUSTOM = (
+    "it cannot be run alone: a custom autograd.Function is the program's own code. What it was "
+    "given is saved"
+)
+
+
+class _Failure(msgspec.Struct):
+    """A finding, and what is needed to try its call alone."""
+
+    finding: Finding
+    call: str  # its name without direction
+    device: str
+    error: tuple[str, str]
+    missing: list[str]
+    alone: Alone | None = None
+
+
+class Failures:
+    """What the watch for errors found in one run."""
+
+    def __init__(
+        self,
+        place: Path,
+        inputs: SavedInputs,
+        troubles: Mapping[str, str],
+        report: Callable[..., None],
+        log: Callable[[str], None],
+        rerun: str | None,
+        timeout_s: float,
+    ) -> None:
+        self._place = place
+        self._inputs = inputs
+        self._troubles = troubles  # of calls that could not be noted
+        self._report = report
+        self._log = log
+        self._rerun = rerun
+        self._timeout_s = timeout_s
+        self._found: list[_Failure] = []
+        self._again: dict[tuple[str, ...], int] = {}  # how often the same was met
+
+    def add(self, call: WatchedCall, direction: Direction, error: Exception, node: str) -> None:
+        """Save and report one failure; the same one, met again, is only counted."""
+        kind, text = words(error)
+        key = (call.names.api.op, *call.frames[:1], direction, kind, text[:200])
+        self._again[key] = self._again.get(key, 0) + 1
+        if self._again[key] > 1 or len(self._found) >= _MAX_FINDINGS:
+            return
+        missing = self._inputs.save(call, direction, f"{kind}: {text}"[:2000])
+        metrics: dict[str, Any] = {"error": f"{kind}: {text}"[:2000], "call": describe_call(call)}
+        optional = {"node": node, "missing": missing, "notes": self._notes(call, text)}
+        metrics |= {name: value for name, value in optional.items() if value}
+        finding = Finding(
+            name=direction_name(call, direction),
+            kind="error",
+            direction=direction,
+            step=call.step,
+            rank=self._inputs.rank,
+            module=call.names.module,
+            op=call.names.api.op,
+            stack=tuple(call.frames),
+            reason=f"{kind}: {text.partition(chr(10))[0]}",
+            metrics=metrics,
+            inputs=str(self._inputs.folder),
+        )
+        stem = split_direction(finding.name)[0]
+        self._found.append(_Failure(finding, stem, call.device, (kind, text), missing))
+        self._report(finding, tell=False)
+        self._log(_first_words(finding))
+
+    def conclude(self, error: BaseException | None) -> None:
+        """The program is over, by `error`: try what failed alone, and say what to do next."""
+        left_by = [words(each) for each in chain(error)] if error is not None else []
+        fatal = [failure for failure in self._found if failure.error in left_by]
+        others = [failure for failure in self._found if failure.error not in left_by]
+        for number, failure in enumerate(fatal[::-1] + others):
+            if failure.alone is None and number < _MAX_ALONE:
+                self._try_alone(failure, is_caught=failure in others)
+        met_again = sum(self._again.values()) - len(self._found)
+        if met_again:
+            self._log(f"{met_again} more errors were of the same kind, or beyond {_MAX_FINDINGS}")
+
+    def _try_alone(self, failure: _Failure, *, is_caught: bool) -> None:
+        finding = failure.finding
+        folder = self._place / "repro" / f"step{finding.step}" / failure.call
+        if finding.name.startswith("Function."):
+            written: Path | str = _CUSTOM
+        else:
+            written = write_repro(
+                self._inputs.folder, failure.call, finding.step, finding.rank, folder
+            )
+        if failure.missing:
+            alone = Alone("not possible", f"it cannot be run alone: {failure.missing[0]}")
+        elif isinstance(written, str):
+            alone = Alone("not possible", written)
+        else:
+            alone = run_alone(written, failure.device, *failure.error, self._timeout_s)
+        failure.alone = alone
+        metrics = {**finding.metrics, "alone": alone.outcome, "alone_text": alone.text}
+        if alone.command:
+            metrics["alone_command"] = alone.command
+        if is_caught:
+            metrics["caught"] = "the program caught it and went on"
+        repro = None if alone.folder is None else str(alone.folder)
+        next_command = "" if alone.folder else self._second_run(failure)
+        failure.finding = finding = msgspec.structs.replace(
+            finding, metrics=metrics, repro=repro, next=next_command
+        )
+        self._report(finding, tell=False)
+        self._log(_last_words(finding))
+
+    def _second_run(self, failure: _Failure) -> str:
+        """How to get the inputs that are missing: by holding those of this one call."""
+        if not any(text.endswith((GONE, DROPPED)) for text in failure.missing):
+            return ""
+        if self._rerun is None:
+            step = failure.finding.step
+            return f'tp.Guard(watch="errors", calls=["{failure.call}"], steps=[{step}])'
+        name = shlex.quote(failure.call)
+        return (
+            f"tensorprobe run --guard errors --calls {name} --steps {failure.finding.step} "
+            f"--keep tensors {self._rerun}"
+        )
+
+    def _notes(self, call: WatchedCall, text: str) -> list[str]:
+        """What else a person should know: about the device, and where the call was made."""
+        notes = list(call.notes)
+        row = failed_device(text)
+        if row is None:
+            return notes
+        if not row.is_launch_blocking():
+            notes.append(
+                f"errors of {row.type} surface late, so an earlier call may be the guilty one. "
+                f"Run once more with {row.launch_blocking}=1"
+            )
+        trouble = self._troubles.get(call.names.name)
+        if trouble is not None and failed_device(trouble) is not None:
+            notes.append("the device had failed before this call began: an earlier one is guilty")
+        log = row.find_log()
+        if log is not None:
+            out = shlex.quote(str(self._place / "incident"))
+            notes.append(f"the log of the device is in {log} ({row.log_folder} says where)")
+            notes.append(f"to read it: tensorprobe ascend incident --log {log} -o {out}")
+        return notes
+
+
+def _first_words(finding: Finding) -> str:
+    """What failed, said while the program still runs."""
+    what = f"{finding.name} failed (step {finding.step}, rank {finding.rank}): {finding.reason}"
+    own = [frame for frame in finding.stack if not is_of_torch(frame)]
+    where = next(iter(own or finding.stack), "an unknown line")
+    lines = [what, finding.metrics["call"]]
+    lines.append(f"called at {where}" + (f", in module {finding.module}" if finding.module else ""))
+    if "node" in finding.metrics:
+        lines.append(f"backward was in {finding.metrics['node']}")
+    lines += finding.metrics.get("notes", [])
+    lines.append(f"its inputs: tensorprobe show {shlex.quote(str(finding.inputs))} {finding.name}")
+    return "\n  ".join(lines)
+
+
+def _last_words(finding: Finding) -> str:
+    """What the call did alone, said when the program is over."""
+    lines = [f"{finding.name}: {finding.metrics['alone_text']}"]
+    if "alone_command" in finding.metrics:
+        lines.append(f"to see it: {finding.metrics['alone_command']}")
+    if finding.next:
+        lines.append(f"next: {finding.next}")
+    return "\n  ".join(lines)

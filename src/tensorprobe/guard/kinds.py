@@ -1,0 +1,100 @@
+"""What kind of work a call does, as far as it bears on values that are not finite. Pure."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+from tensorprobe.capture.hidden_state import writes_in_place
+from tensorprobe.capture.naming import ApiName
+
+
+class Kind(enum.Enum):
+    """How a call's output comes by its values."""
+
+    COMPUTES = "computes"  # anything may come out
+    CASTS = "casts"  # other dtype: may overflow where the new one is narrower
+    MOVES = "moves"  # takes values from its inputs; its backward adds some up
+    PASSES = "passes"  # the same both ways: views, copies
+    MAKES = "makes"  # out of nothing, or as it is told; also uninitialised memory
+    COMMUNICATES = "communicates"  # from other ranks
+    SCALES = "scales"  # GradScaler's own, which looks for infinity itself
+
+
+class Plan(NamedTuple):
+    """What to do about the calls of one API."""
+
+    api: ApiName
+    kind: Kind
+    writes: bool  # to its first argument, whose values before must be copied to be known
+    uninitialised: bool = False
+
+
+_CASTS = "to type float half double bfloat16 type_as cfloat cdouble chalf _to_copy"
+_PASSES = """
+    view view_as reshape reshape_as transpose t T mT H mH permute movedim moveaxis swapaxes
+    swapdims squeeze unsqueeze flatten unflatten ravel detach alias contiguous clone chunk split
+    split_with_sizes tensor_split hsplit vsplit dsplit unbind narrow select diagonal real imag
+    view_as_real view_as_complex squeeze_ unsqueeze_ transpose_ t_ detach_ cpu cuda npu pin_memory
+    numpy item tolist data.__get__ grad.__get__ __deepcopy__ requires_grad_ swapaxes_ swapdims_
+    unsafe_chunk unsafe_split __iter__ resolve_conj resolve_neg conj atleast_1d atleast_2d
+    atleast_3d
+"""
+_MOVES = """
+    __getitem__ index_select gather take take_along_dim embedding cat concat concatenate stack
+    hstack vstack dstack column_stack row_stack repeat repeat_interleave tile expand expand_as
+    broadcast_to broadcast_tensors masked_select where masked_fill masked_fill_ masked_scatter
+    masked_scatter_ tril triu tril_ triu_ flip fliplr flipud roll rot90 pad copy_ copy __setitem__
+    index_copy index_copy_ index_fill index_fill_ scatter scatter_ select_scatter slice_scatter
+    diagonal_scatter sort msort topk kthvalue max min amax amin aminmax maximum minimum fmax fmin
+    clamp clamp_ clip clip_ clamp_min clamp_max clamp_min_ clamp_max_ meshgrid block_diag unfold
+    as_strided diag diag_embed nan_to_num nan_to_num_ neg neg_ abs abs_ absolute relu relu_ relu6
+    hardtanh pixel_shuffle pixel_unshuffle channel_shuffle unique unique_consecutive max_pool1d
+    max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d cummax cummin
+    narrow_copy rot90 one_hot threshold threshold_ dequantize to_dense sigmoid tanh
+"""
+_MAKES = """
+    full full_like new_full zeros zeros_like new_zeros ones ones_like new_ones tensor as_tensor
+    from_numpy asarray frombuffer scalar_tensor arange linspace eye new_tensor fill_ fill zero_
+    constant_ zeros_ ones_ load from_file _foreach_zero_ data.__set__ grad.__set__
+"""
+_UNINITIALISED = """
+    empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize_ resize_as_
+    set_ _empty_affine_quantized
+"""
+_KINDS = {
+    name: kind
+    for kind, names in (
+        (Kind.CASTS, _CASTS),
+        (Kind.PASSES, _PASSES),
+        (Kind.MOVES, _MOVES),
+        (Kind.MAKES, _MAKES),
+        (Kind.MAKES, _UNINITIALISED),
+    )
+    for name in names.split()
+}
+_UNINITIALISED_NAMES = frozenset(_UNINITIALISED.split())
+# Masks are added to scores: the lowest finite number and a negative one give -inf in float16.
+ADDS = frozenset(["add", "add_", "sub", "sub_", "rsub", "addmm", "baddbmm", "addcmul"])
+DIVIDES = frozenset(["div", "div_", "true_divide", "__rtruediv__", "reciprocal", "rsqrt"])
+
+LOGARITHMS = frozenset(["log", "log2", "log10", "log_", "log2_", "log10_", "xlogy"])
+
+
+def plan_for(api: ApiName) -> Plan:
+    """What to do about the calls of this API."""
+    name = api.api if api.api.endswith("_.__set__") else _last_part(api.api)
+    if api.prefix == "Distributed":
+        return Plan(api, Kind.COMMUNICATES, False)
+    if name.startswith("_amp_"):
+        return Plan(api, Kind.SCALES, False)
+    kind = _KINDS.get(name, Kind.COMPUTES)
+    writes = kind in (Kind.COMPUTES, Kind.CASTS) and writes_in_place(api)
+    return Plan(api, kind, writes, name in _UNINITIALISED_NAMES)
+
+
+def _last_part(api: str) -> str:
+    head, dot, last = api.rpartition(".")
+    if last in ("__get__", "__set__", "__delete__"):  # an accessor: data.__get__
+        return f"{head.rpartition('.')[2]}.{last}"
+    return last if dot else api

@@ -1,0 +1,183 @@
+"""Where an exception comes from, read off its traceback: what no mode and no node could tell."""
+
+from __future__ import annotations
+
+import os
+import re
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_FUNCTION = os.path.join(_TORCH, "autograd", "function.py")
+_ENGINE = os.path.join(_TORCH, "autograd", "graph.py")
+_DYNAMO = os.path.join(_TORCH, "_dynamo") + os.sep
+# Where the code of a compiled part runs: torch.fx's own, inductor's files, what stands around them.
+_GENERATED = re.compile(
+    r"<eval_with_key>|.*[\\/]torchinductor_|"
+    + "|".join(re.escape(os.path.join(_TORCH, room)) for room in ("_inductor", "_functorch"))
+)
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_WORKER = re.compile(r"Caught (\S+) in DataLoader worker process (\d+)\.")
+_DEAD_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)")
+_ORIGINAL_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+
+
+class CustomFunction(NamedTuple):
+    """A custom autograd.Function whose own code was running."""
+
+    kind: type
+    args: tuple[Any, ...]
+    direction: str
+
+
+class CompiledPart(NamedTuple):
+    """A part that torch.compile made, or was making."""
+
+    name: str
+    frames: list[str]
+
+
+class Worker(NamedTuple):
+    """A process of a DataLoader."""
+
+    text: str
+
+
+def frames_of(error: BaseException) -> list[FrameType]:
+    """The frames that an exception has come through so far, the outermost first."""
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def user_frames(error: BaseException) -> list[str]:
+    """The program's own lines among them, the innermost first, as in a recorded stack."""
+    lines = []
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if not code.co_filename.startswith((_TORCH, _OURS, "<")):
+            name = getattr(code, "co_qualname", code.co_name)
+            lines.append(f"{code.co_filename}:{number} in {name}")
+    return lines[::-1]
+
+
+def is_of_torch(frame: str) -> bool:
+    """Whether a line of a recorded stack is torch's own."""
+    return frame.startswith(_TORCH)
+
+
+def words(error: BaseException) -> tuple[str, str]:
+    """The name of its class and its text, which is the program's own code and may fail."""
+    kind = type(error).__name__
+    try:
+        return kind, str(error)
+    except Exception:  # noqa: BLE001 recording one call: an exception without a text
+        return kind, ""
+
+
+def chain(error: BaseException) -> Iterator[BaseException]:
+    """The exception, and those it was raised from or while handling."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def origin(error: BaseException) -> CustomFunction | CompiledPart | Worker | None:
+    """What kind of place raised it; None where it is the program's own code."""
+    worker = _worker(words(error)[1])
+    if worker is not None:
+        return worker
+    frames = frames_of(error)
+    return _compiled(error, frames) or _custom_function(frames)
+
+
+def is_programs_own(error: BaseException) -> bool:
+    """Whether an exception that came out of backward was raised by a hook of the program.
+
+    What C++ raises has no frame below the engine's, what torch's Python raises ends in its files,
+    and a device or tensor written in Python is called by `__torch_dispatch__`.
+    """
+    frames = frames_of(error)
+    engine = [n for n, frame in enumerate(frames) if frame.f_code.co_filename == _ENGINE]
+    below = frames[engine[-1] + 1 :] if engine else []
+    if not below or below[-1].f_code.co_filename.startswith(_TORCH):
+        return False
+    return not any(
+        _is_apply(frame) or frame.f_code.co_name == "__torch_dispatch__" for frame in below
+    )
+
+
+def _custom_function(frames: list[FrameType]) -> CustomFunction | None:
+    """The innermost custom Function that the exception came out of."""
+    for number in range(len(frames) - 1, -1, -1):
+        frame = frames[number]
+        if not _is_apply(frame):
+            continue
+        if number == len(frames) - 1:
+            return None  # `apply` itself refused: torch's own words about a wrong use
+        local = frame.f_locals
+        if "cls" in local:
+            return CustomFunction(local["cls"], tuple(local.get("args", ())), "forward")
+        kind = getattr(type(local.get("self")), "_forward_cls", None)
+        if kind is not None:
+            return CustomFunction(kind, tuple(local.get("args", ())), "backward")
+    return None
+
+
+def _is_apply(frame: FrameType) -> bool:
+    return frame.f_code.co_filename == _FUNCTION and frame.f_code.co_name == "apply"
+
+
+def _compiled(error: BaseException, frames: list[FrameType]) -> CompiledPart | None:
+    """The part whose generated code, or whose making, the exception came out of."""
+    made = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+    entry = next((n for n, frame in enumerate(frames) if _is_in(frame, _DYNAMO)), None)
+    if entry is None and not made:
+        return None
+    below = frames[entry:] if entry is not None else []
+    if not made and not any(_GENERATED.match(frame.f_code.co_filename) for frame in below):
+        return None
+    name = next((_compiled_name(frame) for frame in below if _compiled_name(frame)), "part")
+    return CompiledPart(name, user_frames(error))
+
+
+def _is_in(frame: FrameType, folder: str) -> bool:
+    return frame.f_code.co_filename.startswith(folder)
+
+
+def _compiled_name(frame: FrameType) -> str:
+    """What was compiled, where the frame is that of dynamo's entry or of its wrapped function."""
+    if not _is_in(frame, _DYNAMO):
+        return ""
+    function = frame.f_locals.get("fn")
+    if isinstance(function, torch.nn.Module):
+        return type(function).__name__
+    name = getattr(function, "__qualname__", "")
+    return str(name).replace(".<locals>", "").replace("<lambda>", "lambda")
+
+
+def _worker(text: str) -> Worker | None:
+    found = _WORKER.search(text)
+    if found:
+        lines = _ORIGINAL_FRAME.findall(text)
+        theirs = [line for line in lines if not line[0].startswith((_TORCH, _OURS))]
+        file, number, name = (theirs or lines or [("?", "0", "?")])[-1]
+        return Worker(
+            f"{found[1]} was raised in DataLoader worker process {found[2]}, at {file}:{number} in "
+            f"{name}: not in a torch call of this process. To watch that code too, run it here: "
+            "DataLoader(..., num_workers=0)"
+        )
+    dead = _DEAD_WORKER.search(text)
+    if dead is None:
+        return None
+    return Worker(
+        f"DataLoader worker process {dead[1].strip()} ended without an exception (killed, out of "
+        "memory or shared memory, or a crash in C code): not in a torch call of this process. To "
+        "see the line, run it here: DataLoader(..., num_workers=0), with python -X faulthandler"
+    )

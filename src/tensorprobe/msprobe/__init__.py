@@ -1,0 +1,1 @@
+"""The door for scripts of msprobe: its names, arguments, defaults and files."""

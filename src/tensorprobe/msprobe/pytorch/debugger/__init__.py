@@ -1,0 +1,1 @@
+"""Where earlier releases of msprobe have PrecisionDebugger."""

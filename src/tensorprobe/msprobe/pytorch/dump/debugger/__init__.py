@@ -1,0 +1,1 @@
+"""Where msprobe 26 has PrecisionDebugger."""

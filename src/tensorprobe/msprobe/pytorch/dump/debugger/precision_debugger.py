@@ -1,0 +1,9 @@
+"""Where msprobe 26 has PrecisionDebugger and module_dump."""
+
+from tensorprobe.msprobe.pytorch.debugger.precision_debugger import (
+    PrecisionDebugger,
+    module_dump,
+    module_dump_end,
+)
+
+__all__ = ["PrecisionDebugger", "module_dump", "module_dump_end"]

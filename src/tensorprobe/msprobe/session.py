@@ -1,0 +1,191 @@
+"""What stands behind the door: one Recorder, and msprobe's files when a step is over."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from tensorprobe.capture.recorder import Recorder, say
+from tensorprobe.config import DoorConfig
+from tensorprobe.devices import current_rank, world_size
+from tensorprobe.errors import BadUsage, NothingRecorded
+from tensorprobe.store import native
+from tensorprobe.store.claim import make_way, run_identity
+from tensorprobe.store.foreign import UNFINISHED
+from tensorprobe.store.msprobe.folders import STEP
+from tensorprobe.store.msprobe.writing import NOT_MSPROBES, write_unit
+
+
+class Session:
+    """Records natively into a private folder, and turns each step into msprobe's files."""
+
+    def __init__(
+        self, settings: DoorConfig, first_step: int = 0, log: Callable[[str], None] = say
+    ) -> None:
+        if settings.dump_path is None:
+            raise BadUsage(
+                "dump_path is missing: say where the files go, in config.json or as "
+                "PrecisionDebugger(dump_path='./dump')"
+            )
+        self.folder = Path(settings.dump_path)
+        self.step_number = first_step
+        self._settings = settings
+        self._log = log
+        self._recorder: Recorder | None = None
+        self._rank_id: int | None = None
+        self._private = self.folder / UNFINISHED
+        self._written: tuple[int, int] = (-1, 0)  # the step, and how large its log was
+        self._lost: dict[int, Counter[str]] = {}
+        self._place: Path | None = None
+        self._waiting: list[tuple[nn.Module, str]] = []  # modules to record alone
+
+    # What the debugger calls
+
+    def start(self, models: Sequence[nn.Module] = (), rank_id: int | None = None) -> None:
+        """Record from here on."""
+        if self._settings.dump_enable is False:
+            return
+        if rank_id is not None:
+            self._rank_id = rank_id
+        recorder = self._recorder or self._build()
+        recorder.start()
+        atexit.unregister(self.close)
+        atexit.register(self.close)  # the last to be registered is the first to run
+        if recorder.is_over:
+            return
+        for i, model in enumerate(models):
+            recorder.name_root(model, "" if len(models) == 1 else str(i))
+        for module, name in self._waiting:
+            recorder.only(module, name)
+        self._waiting.clear()
+
+    def stop(self) -> None:
+        """See no more calls; backward of those seen before is still recorded."""
+        if self._recorder is not None:
+            self._recorder.pause()
+            self._write()
+
+    def step(self) -> None:
+        """The step is over: its files are complete."""
+        if self._recorder is not None:
+            self._recorder.stop()
+            self._write()
+            self._forget_step()
+            self._recorder.step()
+        self.step_number += 1
+
+    def save(self, name: str, value: Any) -> None:
+        """Record a value by hand; outside of start and stop too."""
+        if self._recorder is None or not self._recorder.is_built:
+            self.start()
+        if self._recorder is not None:
+            self._recorder.start()
+            self._recorder.save(name, value)
+
+    def only(self, module: nn.Module | None, name: str = "") -> None:
+        """Record one module as a black box, or everything again."""
+        if module is None:
+            self._waiting.clear()
+            if self._recorder is not None and self._recorder.is_built:
+                self._recorder.only(None)
+        elif self._recorder is not None and self._recorder.is_built:
+            self._recorder.only(module, name)
+        else:
+            self._waiting.append((module, name))
+
+    def close(self) -> None:
+        """Write what is left, and say where everything is."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return
+        atexit.unregister(self.close)
+        try:
+            recorder.close(tell=False)
+        except NothingRecorded as nothing:
+            self._log(str(nothing))
+        self._write()
+        self._forget_step()
+        self._remove_private()
+        if self._place is not None:
+            self._log(f"the dump is in {self.folder}. Next: tensorprobe show {self.folder}")
+        for what, count in sum(self._lost.values(), Counter[str]()).items():
+            if what not in NOT_MSPROBES:
+                self._log(f"not in the dump: {count} {what}")
+
+    # Behind it
+
+    def _build(self) -> Recorder:
+        several = self._has_rank()
+        self._private = self.folder / UNFINISHED
+        if not several:  # processes that know nothing of each other
+            self._private /= f"proc{os.getpid()}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        run = run_identity(os.environ) if several else f"{run_identity(os.environ)}/{os.getpid()}"
+        make_way(self.folder, run, STEP, self._log)
+        self._recorder = Recorder(
+            self._private,
+            first_step=self.step_number,
+            log=self._log,
+            **self._settings.config.as_arguments(),
+        )
+        for note in self._settings.notes:
+            self._log(note)
+        return self._recorder
+
+    def _has_rank(self) -> bool:
+        return self._rank_id is not None or world_size() > 1 or "RANK" in os.environ
+
+    def _step_folder(self) -> Path:
+        return self._private / f"rank{current_rank()}" / f"step{self.step_number}"
+
+    def _write(self) -> None:
+        """Write the files of this step, unless they are there with all that was recorded."""
+        source = self._step_folder()
+        log = source / native.LOG_FILE
+        if not log.is_file():
+            return
+        step, size = self._written
+        if step == self.step_number and not _grew(log, size):
+            return
+        capture = native.read(source)
+        rank = self._rank_id if self._rank_id is not None else current_rank()
+        name = f"rank{rank}" if self._has_rank() else f"proc{os.getpid()}"
+        self._place = self.folder / f"step{self.step_number}" / name
+        lost: Counter[str] = Counter()
+        write_unit(
+            list(capture.calls),
+            self._place,
+            self._settings.config.as_arguments(),
+            lost,
+            keep_files=step == self.step_number,  # what is there was written by stop()
+        )
+        for gap in capture.gaps:
+            self._log(f"not recorded: {gap.name}: {gap.reason}")
+        self._lost[self.step_number] = lost
+        self._written = (self.step_number, log.stat().st_size)
+
+    def _forget_step(self) -> None:
+        shutil.rmtree(self._step_folder(), ignore_errors=True)
+
+    def _remove_private(self) -> None:
+        """Away with what is private, as far as it is ours and empty."""
+        shutil.rmtree(self._private / f"rank{current_rank()}", ignore_errors=True)
+        if not any(self._private.glob("rank*/step*")) and not (self._private / "earlier").exists():
+            shutil.rmtree(self._private, ignore_errors=True)
+        parent = self.folder / UNFINISHED
+        if parent.is_dir() and not any(parent.iterdir()):
+            parent.rmdir()
+
+
+def _grew(log: Path, size: int) -> bool:
+    """Whether a log says more than it did at this size, beyond that its step has ended."""
+    with log.open("rb") as file:
+        file.seek(size)
+        return any(b'"type":"closed"' not in line for line in file)

@@ -1,0 +1,103 @@
+"""Mode acl: one recorded call once more, alone, while the device dumps its kernels."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tensorprobe.errors import BadUsage, DeviceUnusable, NothingRecorded, NotReplayable
+from tensorprobe.ptdbg_ascend.dump import Dump
+from tensorprobe.records import Call, Capture
+
+_EXAMPLE = '{"dump": {"dump_list": [], "dump_path": "./dump/output", "dump_op_switch": "on"}}'
+
+
+def check_device() -> None:
+    """Refuse, before anything runs, what cannot work here."""
+    from tensorprobe.devices import check_kernel_dump
+
+    if "torch_npu" not in sys.modules and importlib.util.find_spec("torch_npu") is None:
+        raise DeviceUnusable(
+            "dump_mode='acl' needs torch_npu, which is not here: ACL dumps are an Ascend facility. "
+            "Level L2 sees every kernel on every device: tensorprobe run --level L2 SCRIPT"
+        )
+    for finding in check_kernel_dump("npu"):
+        raise DeviceUnusable(finding)
+
+
+def check_config(path: Path) -> dict[str, Any]:
+    """The object `dump` of a dump.json."""
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise BadUsage(f"dump_config='{path}': {error.strerror}. It holds {_EXAMPLE}") from error
+    except ValueError as error:
+        raise BadUsage(f"dump_config='{path}' is not JSON: {error}") from error
+    dump = content.get("dump") if isinstance(content, dict) else None
+    if not isinstance(dump, dict) or not isinstance(dump.get("dump_path"), str):
+        raise BadUsage(f"dump_config='{path}' has no dump_path. It holds {_EXAMPLE}")
+    if dump.get("dump_mode", "output") not in ("input", "output", "all"):
+        raise BadUsage(
+            f"'{path}': dump_mode '{dump['dump_mode']}' is not one of output, input, all"
+        )
+    if dump.get("dump_op_switch", "off") != "on":
+        from tensorprobe.capture.recorder import say
+
+        say(f"dump_op_switch is off in '{path}', so the device will dump nothing: set it to 'on'")
+    return dump
+
+
+def dump_folder(config: Path) -> Path:
+    """Where the device writes, made if need be: the ACL library does not make it."""
+    folder = Path(check_config(config)["dump_path"]).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def dump_kernels_of(dump: Dump, config: Path, gradients: Sequence[Path]) -> None:
+    """Re-execute the call that was recorded; where that cannot be, keep it for a repro."""
+    from tensorprobe.capture.recorder import say
+
+    (scope,) = dump.switch.scope
+    try:
+        dump.recorder.close()
+    except NothingRecorded as nothing:
+        say(str(nothing))
+        shutil.rmtree(dump.private, ignore_errors=True)
+        return
+    if run_with_dump(dump.calls(), scope, config, gradients):
+        shutil.rmtree(dump.private, ignore_errors=True)
+
+
+def run_with_dump(
+    capture: Capture, scope: str, config: Path, gradients: Sequence[Path] = ()
+) -> bool:
+    """Run the call of that name under an ACL dump; False, with a warning, when it cannot be."""
+    from tensorprobe.capture.recorder import say
+    from tensorprobe.replay.kernel_dump import run_under_dump
+
+    wants_backward = scope.endswith("backward")
+    forward = next(call for call in capture.calls if call.direction == "forward")
+    backward = next((call for call in capture.calls if call.direction == "backward"), None)
+    try:
+        files = run_under_dump(
+            forward, config, backward=backward, gradients=gradients, with_backward=wants_backward
+        )
+    except NotReplayable as error:
+        say(f"{error}. {_how_to_repro(capture, forward)}")
+        return False
+    say(f"{scope} was run again under ACL dump: {len(files)} files in '{dump_folder(config)}'")
+    return True
+
+
+def _how_to_repro(capture: Capture, call: Call) -> str:
+    return (
+        "To run it by hand: tensorprobe repro "
+        f"{shlex.quote(str(capture.path))} {call.name} -o repro_{call.name.replace('.', '_')}"
+    )

@@ -1,0 +1,172 @@
+"""One dump under way: a recorder in a private folder, published as the peer's files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tensorprobe.capture.naming import Counter
+from tensorprobe.capture.recorder import Recorder, say
+from tensorprobe.errors import NothingRecorded, TensorprobeError
+from tensorprobe.ptdbg_ascend.settings import Switch, Target
+from tensorprobe.records import Capture
+from tensorprobe.store.loading import load
+from tensorprobe.store.ptdbg_writing import write_dump
+
+if TYPE_CHECKING:
+    from tensorprobe.capture.steps import StepOn
+
+_LEFT_OVER = re.compile(r".+\.recording-(\d+)")
+_STEP = re.compile(r"step(\d+)")
+# What the recorder says of its own folder, which nobody is to see.
+_PRIVATE_WORDS = ("recorded ", "recording about ")
+
+
+def say_of_dump(text: str) -> None:
+    """Pass on what a recorder says, except about the private folder."""
+    if not text.startswith(_PRIVATE_WORDS):
+        say(text)
+
+
+class Dump:
+    """Records into {root}/{stem}.recording-{pid} and publishes that, a step at a time or whole.
+
+    `rank` is asked when something is published: by then the processes know which one they are.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        switch: Switch,
+        rank: Callable[[], int | str],
+        published: set[Path],
+        *,
+        counter: Counter | None = None,
+        step_on: StepOn = "explicit",
+        **options: Any,
+    ) -> None:
+        self.target = target
+        self.switch = switch
+        self._rank = rank
+        self._published = published  # indexes this process has written: more is added to them
+        self.private = target.root / f"{target.stem}.recording-{os.getpid()}"
+        _tell_of_left_overs(target.root)
+        self.recorder = Recorder(
+            self.private,
+            step_on=step_on,
+            log=say_of_dump,
+            counter=counter,
+            **{**switch.options, **options},
+        )
+
+    def start(self) -> None:
+        """Record from here on."""
+        self.recorder.start()
+
+    def stop(self) -> None:
+        """Record no more until `start`."""
+        self.recorder.stop()
+
+    def publish_steps(self) -> None:
+        """Write out the steps that are over, and drop their private part."""
+        for folder in self._steps():
+            number = int(folder.name.removeprefix("step"))
+            if number < self.recorder.current_step:
+                self._publish(load(folder), folder)
+
+    def close(self) -> None:
+        """Stop for good and write out what was recorded; the private part remains if that fails."""
+        try:
+            self.recorder.close()
+        except NothingRecorded as nothing:
+            if not self._published:
+                say(str(nothing))
+        for folder in self._steps():
+            self._publish(load(folder), folder)
+        shutil.rmtree(self.private, ignore_errors=True)
+
+    def close_at_exit(self) -> None:
+        """Close; at the end of a program there is nobody to catch an error."""
+        try:
+            self.close()
+        except TensorprobeError as error:
+            say(f"{error}. {_how_to_convert(self.private, self.target)}")
+
+    def discard(self) -> None:
+        """Stop, and drop what was recorded: other settings take its place."""
+        with contextlib.suppress(NothingRecorded):
+            self.recorder.close()
+        shutil.rmtree(self.private, ignore_errors=True)
+
+    def calls(self) -> Capture:
+        """What the private part holds now."""
+        return load(self.private)
+
+    def _steps(self) -> list[Path]:
+        found = [path for path in self.private.glob("rank*/step*") if _STEP.fullmatch(path.name)]
+        return sorted(found, key=lambda path: int(path.name.removeprefix("step")))
+
+    def _publish(self, capture: Capture, folder: Path) -> None:
+        step = int(folder.name.removeprefix("step")) if self.target.release != "2.3" else None
+        index = self.target.index_of(self.switch.prefix, self._rank(), step)
+        count = self.write(capture.calls, index)
+        say(f"{count} calls dumped: {index}")
+        for gap in capture.gaps[:3]:
+            say(f"not recorded: {gap.name}: {gap.reason}")
+        if len(capture.gaps) > 3:
+            say(f"{len(capture.gaps)} gaps in all")
+        shutil.rmtree(folder)
+
+    def write(self, calls: Any, index: Path) -> int:
+        """Write calls to an index: added to what this process wrote there before."""
+        count = write_dump(
+            calls, index, self.switch.style, append=index in self._published, on_moved=_tell_moved
+        )
+        self._published.add(index)
+        return count
+
+
+def _tell_moved(older: Path) -> None:
+    say(f"an earlier dump was there: it is '{older}' now")
+
+
+def _tell_of_left_overs(root: Path) -> None:
+    """Recordings of programs that were killed: what they hold can be had."""
+    if not root.is_dir():
+        return
+    for folder in root.iterdir():
+        found = _LEFT_OVER.fullmatch(folder.name)
+        if found and not _is_running(int(found[1])):
+            aside = folder.with_name(f"{folder.name}.interrupted-{time.time_ns()}")
+            folder.rename(aside)
+            say(
+                f"an earlier program was killed while it dumped. To have its dump: tensorprobe "
+                f"convert {shlex.quote(str(aside))} --to ptdbg -o DIR"
+            )
+
+
+def _is_running(pid: int) -> bool:
+    """Whether another process of that number runs; a folder of our own number is an older one's."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
+def _how_to_convert(private: Path, target: Target) -> str:
+    return (
+        f"What was recorded is in '{private}': tensorprobe convert {shlex.quote(str(private))} "
+        f"--to ptdbg -o {shlex.quote(str(target.folder))}"
+    )

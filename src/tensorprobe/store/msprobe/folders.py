@@ -1,0 +1,95 @@
+"""Where in a path msprobe's dumps are: at any depth, and whose they are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from tensorprobe.records import Gap
+from tensorprobe.store.foreign import UNFINISHED, numbered
+
+DUMP_FILE = "dump.json"
+DEBUG_FILE = "debug.json"
+STACK_FILE = "stack.json"
+CONSTRUCT_FILE = "construct.json"
+DATA_FOLDER = "dump_tensor_data"
+STEP = re.compile(r"step(\d+)")
+RANK = re.compile(r"rank(\d+)")
+PROCESS = re.compile(r"proc(\d+)")
+# Other tools have a dump.json too: these keys are on top of msprobe's.
+_HEAD = re.compile(rb'"(task|level)"\s*:')
+_HEAD_NBYTES = 4096
+
+
+class Unit(NamedTuple):
+    """The dump of one step of one rank."""
+
+    step: int
+    rank: int
+    folder: Path
+
+
+def recognises(path: Path) -> bool:
+    """Whether a path is of this layout."""
+    return bool(find(path)[0])
+
+
+def find(path: Path) -> tuple[list[Unit], list[Gap]]:
+    """The dumps that a path stands for, and which were left out."""
+    folder = path if path.is_dir() else path.parent
+    if folder.name == DATA_FOLDER:
+        folder = folder.parent
+    if path.is_file() and path.parent == folder and path.suffix != ".json":
+        return [], []
+    gaps: list[Gap] = []
+    if _is_dump(folder):
+        return [Unit(_number(STEP, folder.parent.name), _number(RANK, folder.name), folder)], gaps
+    steps = numbered(folder, STEP)
+    if steps:
+        units = [unit for step, place in steps for unit in _ranks(step, place, gaps)]
+    else:
+        units = _ranks(_number(STEP, folder.name), folder, gaps)
+    units.sort(key=lambda unit: (unit.rank, unit.step))
+    if units and (folder / UNFINISHED).is_dir():
+        gaps.append(
+            Gap(
+                str(folder / UNFINISHED),
+                "a step that the run did not finish; "
+                f"to see it: tensorprobe convert {folder / UNFINISHED} --to msprobe -o OUT",
+            )
+        )
+    return units, gaps
+
+
+def _ranks(step: int, folder: Path, gaps: list[Gap]) -> list[Unit]:
+    """The ranks of a step; processes without a rank are one each, and the newest is taken."""
+    ranks = [Unit(step, rank, place) for rank, place in numbered(folder, RANK) if _is_dump(place)]
+    processes = [place for _, place in numbered(folder, PROCESS) if _is_dump(place)]
+    processes.sort(key=_written)
+    if processes and not ranks:
+        ranks.append(Unit(step, 0, processes.pop()))
+    reason = "of an earlier process, and left out; it can be read by its own path"
+    gaps += [Gap(f"{folder.name}/{place.name}", reason, step) for place in processes]
+    return ranks
+
+
+def _is_dump(folder: Path) -> bool:
+    for name in (DUMP_FILE, DEBUG_FILE):
+        path = folder / name
+        if path.is_file():
+            with path.open("rb") as file:
+                head = file.read(_HEAD_NBYTES).replace(b"\0", b"")  # UTF-16 has every second
+            if len(set(_HEAD.findall(head))) == 2:
+                return True
+    return False
+
+
+def _written(folder: Path) -> tuple[float, str]:
+    path = folder / DUMP_FILE
+    return (path if path.exists() else folder / DEBUG_FILE).stat().st_mtime, folder.name
+
+
+def _number(pattern: re.Pattern[str], name: str) -> int:
+    match = pattern.fullmatch(name)
+    return int(match[1]) if match and len(match[1]) < 10 else 0

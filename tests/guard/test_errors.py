@@ -1,0 +1,655 @@
+"""Errors in forward and backward are named by the call behind them, and nothing else changes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+
+import tensorprobe as tp
+from capture.test_transparency import PROGRAMS, observe, same
+from tensorprobe.guard.findings import Finding
+from tiny_models import MODELS
+
+Said = list[str]
+
+
+def guarded(
+    folder: Path, program: Callable[[], Any], said: Said | None = None, **options: Any
+) -> tuple[tuple[Finding, ...], BaseException | None]:
+    """What a guard finds in `program()`, and what the program leaves by; calls are not tried alone
+    unless a time is given."""
+    log = (said if said is not None else []).append
+    options = {"alone_timeout_s": 0, **options}
+    left_by = None
+    guard = tp.Guard(folder, watch="errors", log=log, **options)
+    try:
+        with guard:
+            program()
+    except Exception as error:  # noqa: BLE001 whatever the program leaves by
+        left_by = error
+    return guard.findings, left_by
+
+
+def only(findings: tuple[Finding, ...]) -> Finding:
+    assert len(findings) == 1, [finding.name for finding in findings]
+    return findings[0]
+
+
+class Net(nn.Module):
+    """One linear layer, then whatever it is given."""
+
+    def __init__(self, then: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.then = then
+
+    def forward(self, x: Tensor) -> Any:
+        return self.then(self.first(x))
+
+
+def run(then: Callable[[Tensor], Any]) -> Callable[[], Any]:
+    return lambda: Net(then)(torch.ones(2, 4))
+
+
+# Forward
+
+
+def test_a_shape_error_names_call_module_line_and_arguments(tmp_path: Path) -> None:
+    inner = nn.Sequential(nn.ReLU(), nn.Linear(3, 2))
+    inputs: list[Tensor] = []
+
+    def program() -> None:
+        inputs.append(torch.randn(2, 4))
+        model = nn.Sequential(nn.Identity(), inner)
+        model(inputs[0])  # this line
+
+    said: Said = []
+    findings, error = guarded(tmp_path, program, said)
+    finding = only(findings)
+    assert (finding.name, finding.kind, finding.direction, finding.module, finding.op) == (
+        "Functional.linear.0.forward",
+        "error",
+        "forward",
+        "1.1",
+        "torch.nn.functional.linear",
+    )
+    assert finding.reason == f"RuntimeError: {error}"
+    lines = [frame for frame in finding.stack if frame.endswith("program")]
+    number = int(lines[0].rpartition(" in ")[0].rpartition(":")[2])
+    assert Path(__file__).read_text().splitlines()[number - 1].endswith("# this line")
+    assert finding.metrics["call"] == (
+        "torch.nn.functional.linear(float32[2, 4], float32[2, 3], float32[2])"
+    )
+    call = tp.load(finding.inputs).call("Functional.linear.0.forward")
+    assert (call.status, call.error) == ("raised", f"RuntimeError: {error}")
+    assert call.tensor("input.0").load().equal(inputs[0].relu())
+    assert call.tensor("input.1").load().equal(inner[1].weight)
+    assert said[0].splitlines()[0] == (
+        f"Functional.linear.0.forward failed (step 0, rank 0): RuntimeError: {error}"
+    )
+    written = json.loads((tmp_path / "findings.json").read_text())
+    assert written["findings"][0]["repro"] == str(
+        tmp_path / "repro" / "step0" / "Functional.linear.0"
+    )
+
+
+def test_the_exception_is_the_same_object_with_its_traceback(tmp_path: Path) -> None:
+    error = IndexError("mine")
+
+    class Odd(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, *rest: Any) -> Any:
+            if func is torch.sin:
+                raise error
+            return super().__torch_function__(func, *rest)
+
+    def program() -> None:
+        torch.sin(torch.ones(2).as_subclass(Odd))
+
+    findings, left_by = guarded(tmp_path, program)
+    assert left_by is error
+    assert error.__cause__ is None
+    assert error.__context__ is None
+    assert not hasattr(error, "__notes__")
+    names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    assert names[-1] == "__torch_function__"
+    assert "program" in names
+    assert only(findings).name == "Torch.sin.0.forward"
+
+
+def test_an_index_out_of_range_is_reproduced_alone(tmp_path: Path) -> None:
+    table = nn.Embedding(5, 3)
+    said: Said = []
+    findings, error = guarded(
+        tmp_path, lambda: table(torch.tensor([1, 7])), said, alone_timeout_s=100
+    )
+    finding = only(findings)
+    assert isinstance(error, IndexError)
+    assert finding.name == "Functional.embedding.0.forward"
+    assert finding.metrics["alone"] == "reproduced"
+    folder = tmp_path / "repro" / "step0" / "Functional.embedding.0"
+    assert finding.repro == str(folder)
+    assert said[1].splitlines() == [
+        "Functional.embedding.0.forward: the call alone, on cpu, raises the same error",
+        f"  to see it: python {folder}/repro.py --device cpu",
+    ]
+
+
+def test_calls_too_small_to_record_are_named_too(tmp_path: Path) -> None:
+    findings, _ = guarded(tmp_path, run(lambda y: y.size(7)))
+    assert only(findings).metrics["call"] == "torch.Tensor.size(float32[2, 4], 7)"
+
+
+def test_in_place_calls_are_saved_as_they_were(tmp_path: Path) -> None:
+    x = torch.arange(6.0).reshape(2, 3)
+
+    def program() -> None:
+        x.add_(1)
+        x.add_(torch.ones(5))
+
+    findings, _ = guarded(tmp_path, program)
+    finding = only(findings)
+    call = tp.load(finding.inputs).call("Tensor.add_.1.forward")
+    assert call.tensor("input.0").load().equal(torch.arange(6.0).reshape(2, 3) + 1)
+
+
+# Backward
+
+
+def r_of(y: Tensor) -> Tensor:
+    """A call whose backward raises: torch has no derivative of R alone."""
+    _, r = torch.linalg.qr(y, mode="r")
+    return r
+
+
+def test_a_backward_error_names_the_forward_call(tmp_path: Path) -> None:
+    seen: list[Tensor] = []
+
+    def program() -> None:
+        def then(y: Tensor) -> Tensor:
+            seen.append(y.detach().clone())
+            return r_of(y).sum()
+
+        Net(then)(torch.ones(2, 4)).mul(3).backward()
+
+    said: Said = []
+    findings, error = guarded(tmp_path, program, said, alone_timeout_s=100)
+    finding = only(findings)
+    assert (finding.name, finding.direction, finding.op) == (
+        "Torch.linalg.qr.0.backward",
+        "backward",
+        "torch.linalg.qr",
+    )
+    assert finding.metrics["node"] == "LinalgQrBackward0"
+    assert finding.stack[0].endswith("in r_of")
+    assert finding.metrics["call"] == "torch.linalg.qr(float32[2, 4], mode='r')"
+    capture = tp.load(finding.inputs)
+    forward, backward = capture.calls
+    assert forward.tensor("input.0").load().equal(seen[0])
+    assert (backward.name, backward.status) == (finding.name, "raised")
+    assert backward.tensor("input.1").load().equal(torch.full((2, 4), 3.0))
+    assert backward.error == f"RuntimeError: {error}"
+    assert finding.metrics["alone"] == "reproduced"
+    assert "backward was in LinalgQrBackward0" in said[0]
+
+
+def test_the_users_anomaly_mode_changes_nothing(tmp_path: Path) -> None:
+    def program() -> None:
+        with torch.autograd.detect_anomaly():
+            run(lambda y: r_of(y).sum().backward())()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        findings, _ = guarded(tmp_path, program)
+    assert only(findings).name == "Torch.linalg.qr.0.backward"
+    assert any("in r_of" in str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_inside_a_checkpoint(use_reentrant: bool, tmp_path: Path) -> None:
+    def program() -> None:
+        x = torch.ones(2, 4, requires_grad=True)
+        checkpoint(lambda y: r_of(y.sin()).sum(), x, use_reentrant=use_reentrant).backward()
+
+    findings, _ = guarded(tmp_path, program)
+    finding = only(findings)
+    # without reentrancy it is the graph of the first pass that backward goes through
+    assert finding.name == f"Torch.linalg.qr.{int(use_reentrant)}.backward"
+    forward = tp.load(finding.inputs).calls[0]
+    assert forward.tensor("input.0").load().equal(torch.ones(2, 4).sin())
+
+
+def test_an_error_of_the_recomputation(tmp_path: Path) -> None:
+    def program(second: Callable[[], Tensor]) -> Callable[[], None]:
+        passes: list[int] = []
+
+        def part(x: Tensor) -> Tensor:
+            passes.append(1)
+            weight = torch.ones(4, 2) if len(passes) == 1 else second()
+            return x.sin().exp() @ weight
+
+        def run_it() -> None:
+            x = torch.ones(2, 4, requires_grad=True)
+            checkpoint(part, x, use_reentrant=False).sum().backward()
+
+        return run_it
+
+    fails = program(lambda: torch.ones(2) @ torch.ones(3))
+    findings, _ = guarded(tmp_path / "a", fails)
+    assert only(findings).name == "Tensor.matmul.1.forward"
+    differs = program(lambda: torch.ones(5, 2))  # torch finds it, where backward needs the tensor
+    findings, error = guarded(tmp_path / "b", differs)
+    assert type(error).__name__ == "CheckpointError"
+    assert only(findings).name == "Tensor.matmul.0.backward"
+
+
+def test_a_second_backward_and_a_write_in_between(tmp_path: Path) -> None:
+    def twice(y: Tensor) -> None:
+        loss = y.exp().sum()
+        loss.backward()
+        loss.backward()
+
+    findings, _ = guarded(tmp_path / "twice", run(twice))
+    assert only(findings).name == "Tensor.exp.0.backward"
+
+    def overwritten(y: Tensor) -> None:
+        z = y.sigmoid()
+        product = z * z
+        z.add_(1)
+        product.sum().backward()
+
+    findings, _ = guarded(tmp_path / "written", run(overwritten))
+    finding = only(findings)
+    assert finding.name == "Tensor.mul.0.backward"
+    assert finding.metrics["missing"] == [
+        "Tensor.mul.0.forward.input.0: it was written to after the call"
+    ]
+
+
+def test_a_node_that_backward_made_belongs_to_the_same_call(tmp_path: Path) -> None:
+    def program() -> None:
+        q = torch.randn(1, 1, 4, 8, requires_grad=True)
+        result = F.scaled_dot_product_attention(q, q, q)
+        (grad,) = torch.autograd.grad(result.exp().sum(), q, create_graph=True)
+        grad.sum().backward()
+
+    findings, _ = guarded(tmp_path, program)
+    assert only(findings).name == "Functional.scaled_dot_product_attention.0.backward"
+
+
+def test_a_retained_graph_that_fails_the_second_time(tmp_path: Path) -> None:
+    class Tired(torch.autograd.Function):
+        passes = 0
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            Tired.passes += 1
+            if Tired.passes == 2:
+                raise RuntimeError("tired")
+            return grad
+
+    def then(y: Tensor) -> None:
+        loss = Tired.apply(y).sum()
+        loss.backward(retain_graph=True)
+        loss.mul(2).backward()
+
+    findings, _ = guarded(tmp_path, run(then))
+    finding = only(findings)
+    assert finding.name == "Function.Tired.0.backward"
+    backward = tp.load(finding.inputs).call(finding.name)
+    assert backward.tensor("input.0").load().equal(torch.full((2, 4), 2.0))
+
+
+def test_backward_that_does_not_begin(tmp_path: Path) -> None:
+    findings, _ = guarded(tmp_path / "a", run(lambda y: y.backward()))
+    assert only(findings).name == "Tensor.backward.0.backward"
+    one = torch.ones(())
+    findings, _ = guarded(tmp_path / "b", lambda: torch.autograd.grad(one, one))
+    assert only(findings).name == "Torch.autograd.grad.0.backward"
+
+
+# Custom functions
+
+
+class Raises(torch.autograd.Function):
+    """Raises in forward or in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, where: str) -> Tensor:
+        ctx.where = where
+        if where == "forward":
+            raise ValueError("bad forward")
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise ValueError("bad backward")
+
+
+@pytest.mark.parametrize("in_module", [True, False])
+def test_a_custom_function_that_raises_in_forward(in_module: bool, tmp_path: Path) -> None:
+    x = torch.arange(8.0).reshape(2, 4)
+    seen: list[Tensor] = []
+
+    def then(y: Tensor) -> Tensor:
+        seen.append(y.detach())
+        return Raises.apply(y, "forward")
+
+    program = (lambda: Net(then)(x)) if in_module else (lambda: then(x))
+    findings, error = guarded(tmp_path, program)
+    finding = only(findings)
+    assert (finding.name, finding.reason) == (
+        "Function.Raises.0.forward",
+        "ValueError: bad forward",
+    )
+    assert finding.stack[0].endswith("in Raises.forward")
+    assert finding.metrics["call"].endswith("Raises(float32[2, 4], 'forward')")
+    call = tp.load(finding.inputs).call(finding.name)
+    assert call.tensor("input.0").load().equal(seen[0])
+    assert isinstance(error, ValueError)
+    assert finding.metrics["alone"] == "not possible"
+
+
+def test_a_custom_function_that_raises_in_backward(tmp_path: Path) -> None:
+    program = run(lambda y: Raises.apply(Raises.apply(y, "backward"), "backward").sum().backward())
+    findings, error = guarded(tmp_path, program)
+    finding = only(findings)
+    assert (finding.name, finding.reason) == (
+        "Function.Raises.1.backward",
+        "ValueError: bad backward",
+    )
+    assert finding.metrics["node"] == "RaisesBackward"
+    saved = tp.load(finding.inputs).call(finding.name).tensor("input.0")
+    assert saved.load().equal(torch.ones(2, 4))
+    assert isinstance(error, ValueError)
+
+
+def test_a_torch_call_inside_a_custom_backward_is_the_one_named(tmp_path: Path) -> None:
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return torch.mm(grad, torch.ones(9, 9))
+
+    findings, _ = guarded(tmp_path, run(lambda y: Wrong.apply(y).sum().backward()))
+    assert only(findings).name == "Torch.mm.0.forward"
+
+
+# What the program does with its errors
+
+
+def test_errors_that_the_program_catches_are_reported_once_each(tmp_path: Path) -> None:
+    ended: list[bool] = []
+
+    def program() -> None:
+        for _ in range(5):
+            with contextlib.suppress(RuntimeError):
+                torch.ones(2, 3) @ torch.ones(2, 3)
+        with contextlib.suppress(RuntimeError):
+            run(lambda y: r_of(y).sum().backward())()
+        ended.append(True)
+
+    said: Said = []
+    findings, error = guarded(tmp_path, program, said)
+    assert (ended, error) == ([True], None)
+    assert [finding.name for finding in findings] == [
+        "Tensor.matmul.0.forward",
+        "Torch.linalg.qr.0.backward",
+    ]
+    assert all("caught" in finding.metrics for finding in findings)
+    assert said[-2] == "4 more errors were of the same kind, or beyond 20"
+
+
+def test_an_error_wrapped_in_another_is_reported_once(tmp_path: Path) -> None:
+    def program() -> None:
+        try:
+            torch.ones(2) @ torch.ones(3)
+        except RuntimeError as error:
+            raise KeyError("wrapped") from error
+
+    findings, error = guarded(tmp_path, run(lambda y: program()))
+    assert isinstance(error, KeyError)
+    assert "caught" not in only(findings).metrics
+
+
+def test_the_programs_own_errors_are_no_findings(tmp_path: Path) -> None:
+    def fails(*_: Any) -> None:
+        raise ValueError("mine")
+
+    def hooked(y: Tensor) -> None:
+        z = y.exp()
+        z.register_hook(fails)
+        z.sum().backward()
+
+    for number, program in enumerate((run(fails), run(hooked), fails)):
+        said: Said = []
+        findings, error = guarded(tmp_path / str(number), program, said)
+        assert findings == ()
+        assert str(error) == "mine"
+        assert len(said) == 1
+
+
+def test_interrupts_are_no_findings(tmp_path: Path) -> None:
+    class Interrupting(Tensor):
+        @classmethod
+        def __torch_function__(cls, *_: Any) -> Any:
+            raise KeyboardInterrupt
+
+    guard = tp.Guard(tmp_path, watch="errors", log=lambda text: None)
+    with pytest.raises(KeyboardInterrupt), guard:
+        torch.sin(torch.ones(1).as_subclass(Interrupting))
+    assert guard.findings == ()
+
+
+# Places where a call is not simply a call
+
+
+def test_inside_torch_func(tmp_path: Path) -> None:
+    x = torch.randn(2, 4)
+    findings, _ = guarded(
+        tmp_path / "grad", lambda: torch.func.grad(lambda a: (a @ torch.ones(9, 9)).sum())(x)
+    )
+    finding = only(findings)
+    assert finding.name == "Tensor.matmul.0.forward"
+    assert tp.load(finding.inputs).calls[0].tensor("input.0").load().equal(x)
+
+    said: Said = []
+    batched = torch.func.vmap(lambda a: torch.mm(a, a))
+    findings, _ = guarded(tmp_path / "vmap", lambda: batched(x), said)
+    finding = only(findings)
+    assert finding.name == "Torch.mm.0.forward"
+    assert finding.metrics["missing"][0].endswith(
+        "it is batched by torch.func.vmap, and has no content of its own"
+    )
+    assert finding.next == ""
+
+    findings, _ = guarded(tmp_path / "back", lambda: torch.func.grad(lambda a: r_of(a).sum())(x))
+    assert only(findings).name == "Torch.linalg.qr.0.backward"
+
+
+def test_inside_a_compiled_part(tmp_path: Path) -> None:
+    def part(table: Tensor, index: Tensor) -> Tensor:
+        return F.embedding(index, table.sin()).cos()
+
+    compiled = torch.compile(part, backend="eager")
+    said: Said = []
+    findings, error = guarded(tmp_path, lambda: compiled(torch.ones(3, 2), torch.tensor([5])), said)
+    finding = only(findings)
+    assert isinstance(error, IndexError)
+    assert finding.name.startswith("Compiled.")
+    assert finding.metrics["notes"] == [
+        "compiled: the calls inside are not visible. To have the one that failed named, run once "
+        "more with TORCHDYNAMO_DISABLE=1"
+    ]
+
+
+class Faulty(Dataset[Tensor]):
+    """Its third item is out of range."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.arange(3)[torch.tensor([index])]
+
+
+def test_in_a_worker_of_a_data_loader(tmp_path: Path) -> None:
+    said: Said = []
+
+    def program() -> None:
+        for batch in DataLoader(Faulty(), num_workers=1):
+            batch.sum()
+
+    findings, error = guarded(tmp_path, program, said)
+    assert isinstance(error, IndexError)
+    assert findings == ()
+    assert len(said) == 2
+    assert said[0].startswith("IndexError was raised in DataLoader worker process 0, at ")
+    assert "__getitem__: not in a torch call of this process" in said[0]
+
+
+# With recorders, steps and budgets
+
+
+@pytest.mark.parametrize("recorder_outside", [True, False])
+def test_with_a_recorder(recorder_outside: bool, tmp_path: Path) -> None:
+    recorder = tp.Recorder(tmp_path / "recording", keep="stats", log=lambda text: None)
+    guard = tp.Guard(tmp_path / "guard", watch="errors", log=lambda text: None, alone_timeout_s=0)
+    first, second = (recorder, guard) if recorder_outside else (guard, recorder)
+    with pytest.raises(RuntimeError), first, second:
+        run(lambda y: r_of(y).sum().backward())()
+    assert only(guard.findings).name == "Torch.linalg.qr.0.backward"
+    recorded = tp.load(tmp_path / "recording")
+    assert [call.name for call in recorded.calls(direction="forward", op="torch.linalg.qr")] == [
+        "Torch.linalg.qr.0.forward"
+    ]
+    assert recorded.gaps == ()
+
+
+def test_steps_are_counted_as_in_a_recording(tmp_path: Path) -> None:
+    def program() -> None:
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            y = model(torch.ones(2, 4)).sin()
+            (r_of(y) if step == 2 else y).sum().backward()
+            optimizer.step()
+
+    findings, _ = guarded(tmp_path, program)
+    finding = only(findings)
+    assert (finding.name, finding.step) == ("Torch.linalg.qr.0.backward", 2)
+    assert tp.load(finding.inputs).steps == (2,)
+
+
+def test_what_the_budget_dropped_is_held_in_a_second_run(tmp_path: Path) -> None:
+    def program() -> None:
+        x = torch.ones(64, 64, requires_grad=True)
+        y = r_of(x.sin())
+        for _ in range(5):
+            y = y.exp()
+        y.sum().backward()
+
+    findings, _ = guarded(tmp_path / "a", program, inputs_budget=40_000, rerun="train.py --lr 1")
+    finding = only(findings)
+    assert finding.repro is None
+    assert finding.metrics["missing"][0].endswith(
+        "it was let go of: what came after it filled the budget for inputs"
+    )
+    assert finding.next == (
+        "tensorprobe run --guard errors --calls Torch.linalg.qr.0 --steps 0 --keep tensors "
+        "train.py --lr 1"
+    )
+    findings, _ = guarded(
+        tmp_path / "b", program, inputs_budget=0, calls=["Torch.linalg.qr.0"], steps=[0]
+    )
+    finding = only(findings)
+    assert "missing" not in finding.metrics
+    call = tp.load(finding.inputs).call("Torch.linalg.qr.0.forward")
+    assert call.tensor("input.0").load().equal(torch.ones(64, 64).sin())
+    assert finding.repro is not None
+
+
+def test_late_errors_of_a_device_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Device(Tensor):
+        @classmethod
+        def __torch_function__(cls, *_: Any) -> Any:
+            raise RuntimeError("EZ9999: Inner Error, error code is 507015")
+
+    def program() -> None:
+        torch.sin(torch.ones(1).as_subclass(Device))
+
+    monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", "0")
+    monkeypatch.setenv("ASCEND_PROCESS_LOG_PATH", "/log")
+    findings, _ = guarded(tmp_path / "a", program)
+    late, log, command = only(findings).metrics["notes"]
+    assert late.startswith("errors of npu surface late, so an earlier call may be the guilty one.")
+    assert log == "the log of the device is in /log (ASCEND_PROCESS_LOG_PATH says where)"
+    assert command == (
+        f"to read it: tensorprobe ascend incident --log /log -o {tmp_path / 'a' / 'incident'}"
+    )
+    monkeypatch.delenv("ASCEND_LAUNCH_BLOCKING")
+    findings, _ = guarded(tmp_path / "b", program)  # the guard sets it
+    assert only(findings).metrics["notes"][0].startswith("the log of the device is in /log")
+
+
+# Nothing else changes
+
+HEAVY = {name for name in PROGRAMS if name in MODELS and name != "gpt2"} | {
+    name for name in PROGRAMS if name.endswith("aot_eager")
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in HEAVY else []) for name in PROGRAMS],
+)
+def test_same_bits(name: str, tmp_path: Path) -> None:
+    program = PROGRAMS[name]
+    expected = observe(program)
+    guard = tp.Guard(tmp_path, watch="errors", log=lambda text: None, alone_timeout_s=0)
+    with guard:
+        actual = observe(program, guard.step)
+    same(actual, expected)
+    assert guard.findings == ()
+
+
+def test_graphs_die_when_they_would(tmp_path: Path) -> None:
+    with tp.Guard(tmp_path, watch="errors", log=lambda text: None) as guard:
+        model = Net(torch.sin)
+        activation = model(torch.ones(2, 4))
+        node = activation.grad_fn
+        freed = weakref.ref(activation)
+        activation.sum().backward()
+        del activation, node
+        guard.step()
+        gc.collect()
+        assert freed() is None
+        weight = weakref.ref(model.first.weight)
+        del model
+        gc.collect()
+        assert weight() is None
