@@ -54,6 +54,8 @@ Tensors = list[tuple[torch.Tensor, Path]]
 class Watcher(Protocol):
     """Whom a sight tells."""
 
+    attention: bool
+
     @property
     def is_full(self) -> bool: ...
     @property
@@ -171,7 +173,7 @@ class Sight:
         result = func(*args, **kwargs)
         if glance is not None:
             self._after(glance, result)
-        if self._watcher.is_due:
+        if self._watcher.attention:
             self._watcher.call_made()
         return result
 
