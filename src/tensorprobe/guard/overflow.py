@@ -71,6 +71,7 @@ class OverflowWatch:
         self._round_step = 0
         self._skipped: list[int] = []
         self._warnings: list[dict[str, Any]] = []
+        self._gaps: list[dict[str, str]] = []
         self._patience = PATIENCE
         self._news: list[Case] = []  # certain, and not reported yet
         self.attention = False  # whether `call_made` is to be called after each call
@@ -184,7 +185,9 @@ class OverflowWatch:
 
     def trouble(self, name: str, error: BaseException) -> None:
         """A call could not be looked at."""
-        self._note("gaps", [{"name": name, "reason": f"{type(error).__name__}: {error}"}])
+        if len(self._gaps) < SAVED:
+            self._gaps.append({"name": name, "reason": f"{type(error).__name__}: {error}"[:300]})
+            self._note("gaps", self._gaps)
 
     def call_made(self) -> None:
         """A call of the program has ended, and something was found."""
