@@ -335,10 +335,8 @@ def test_dtypes_that_differ_are_said(tmp_path: Path) -> None:
     rows = rows_of(compare(given(other, index), tmp_path / "out"))
     row = next(row for row in rows if row["NPU Name"] == name)
     assert row["Err_message"] == "dtypes differ: float16 and float32"
-    assert (row["NPU Tensor Dtype"], row["Bench Tensor Dtype"]) == (
-        "torch.float16",
-        "torch.float32",
-    )
+    dtypes = row["NPU Tensor Dtype"], row["Bench Tensor Dtype"]
+    assert dtypes == ("torch.float16", "torch.float32")
 
 
 def test_other_numbers_among_the_arguments_fail(tmp_path: Path) -> None:
