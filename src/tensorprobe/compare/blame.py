@@ -10,14 +10,14 @@ import msgspec
 from tensorprobe.compare.containers import blame_module, settle_containers
 from tensorprobe.compare.culprit import Culprit
 from tensorprobe.compare.hunt import hunt
-from tensorprobe.compare.judge import ROUNDING
+from tensorprobe.compare.judge import ROUNDING, pair_roundoff
 from tensorprobe.compare.measure import CallPair
 from tensorprobe.compare.replays import Replays
 from tensorprobe.compare.scene import Scene
 from tensorprobe.compare.taint import Taint
 from tensorprobe.compare.walk import Walk
 
-_MUCH = 0.01  # of a result's size
+_MUCH = 0.1  # of a result's size
 
 
 class Findings(msgspec.Struct):
@@ -87,7 +87,9 @@ def _unexplained(scene: Scene) -> str | None:
         if node.container or node.taint or node.is_random or not node.is_paired:
             continue
         if node.call.direction == "forward" and node.r_out > _MUCH:
-            return node.call.name
+            u = max((pair_roundoff(row) for row in node.outputs), default=0.0)
+            if node.r_out > ROUNDING * u:
+                return node.call.name
     return None
 
 
