@@ -9,6 +9,7 @@ import msgspec
 
 from tensorprobe.compare.containers import blame_module, settle_containers
 from tensorprobe.compare.culprit import Culprit
+from tensorprobe.compare.drift import drifted
 from tensorprobe.compare.hunt import hunt
 from tensorprobe.compare.judge import ROUNDING, pair_roundoff
 from tensorprobe.compare.measure import CallPair
@@ -51,6 +52,8 @@ def blame(
     if replays.enabled and not scene.culprits:
         hunt(scene, replays, faint=True)
         scene.culprits.sort(key=lambda item: -item[1].own_error)
+    if not scene.culprits and not scene.has_tensors and (found := drifted(scene)):
+        scene.culprits.append(found)
     if not scene.culprits and walk.hazards:
         scene.culprits.append(walk.hazards[0])
     settle_containers(scene)
