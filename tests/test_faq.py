@@ -47,16 +47,6 @@ ENTRIES = [
 ]
 # Cannot be a test: the entry is about another product's version.
 ONLY_DOCUMENTED = {"001-E3", "002-3.3.1"}
-# What recording owes to these entries is tested below. The rest belongs to a part that is to come,
-# which their paragraphs in docs/faq.md name; its tests take them from here.
-LATER = {
-    "001-Q4": "compare",
-    "001-E4": "guard",
-    "001-E9": "compare",
-    "002-3.2.3": "compare",
-    "002-3.3.2": "guard",
-    "002-3.3.4": "compare",
-}
 
 
 def entries_with_a_test() -> list[str]:
@@ -82,8 +72,6 @@ def test_every_entry_has_its_paragraph() -> None:
     assert ids == ENTRIES
     for entry, paragraph in zip(ids, paragraphs, strict=True):
         assert len(paragraph.strip()) > 40, entry
-        promised = re.findall(r"Later,\s+`(\w+)`", paragraph)
-        assert promised == ([LATER[entry]] if entry in LATER else []), entry
 
 
 # 001: ptdbg_ascend, using it
@@ -186,32 +174,24 @@ class Block(nn.Module):
         return self.down(F.relu(x))
 
 
-def test_001_Q4_calls_carry_what_aligns_them_beside_their_number(tmp_path: Path) -> None:
+def test_001_Q4_calls_line_up_whatever_their_numbers(tmp_path: Path) -> None:
     captures = []
     for extra in (False, True):
+        torch.manual_seed(0)
         model = nn.Sequential(Block(extra=extra), Block(extra=False))
         captures.append(
             record(tmp_path / str(extra), lambda m=model: m(torch.ones(2, 4)), level="L1")
         )
-    plain, longer = captures
+    found = tp.compare(captures[1], captures[0])
     # the last relu of both sides: another number, the same place
-    old, new = (list(c.calls(op="*.relu"))[-1] for c in captures)
-    assert (old.name, new.name) == ("Functional.relu.1.forward", "Functional.relu.2.forward")
-    assert (old.module, new.module) == ("1", "1")
-    assert old.stack[0] == new.stack[0]
-    assert "in Block.forward" in old.stack[0]
-    only_longer = [
-        key
-        for key, count in (
-            collections.Counter((c.op, c.module) for c in longer.calls)
-            - collections.Counter((c.op, c.module) for c in plain.calls)
-        ).items()
-        for _ in range(count)
-    ]
-    assert sorted(only_longer) == [
+    names = {(p.pair.actual.name, p.pair.expected.name) for p in found.pairs if p.is_paired}
+    assert ("Functional.relu.2.forward", "Functional.relu.1.forward") in names
+    assert [(call.op, call.module) for call, _ in found.one_sided] == [
         ("torch.Tensor.clone", "0"),
         ("torch.nn.functional.relu", "0"),
     ]
+    assert found.verdict.counts["only_actual"] == 2
+    assert found.verdict.verdict == "match"  # relu of relu changes nothing
 
 
 # 001: abnormal situations
@@ -289,9 +269,12 @@ def test_001_E4_no_device_is_touched_before_a_tensor_is_on_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch_npu", NpuOfAnotherProcess("torch_npu"))
-    capture = record(tmp_path, lambda: nn.Linear(2, 2)(torch.ones(2)), level=level)
+    capture = record(tmp_path / "run", lambda: nn.Linear(2, 2)(torch.ones(2)), level=level)
     assert capture.gaps == ()
     assert "Functional.linear" in stems(capture)
+    with tp.Guard(tmp_path / "guard", "errors", log=lambda text: None) as guard:
+        nn.Linear(2, 2)(torch.ones(2)).sum().backward()
+    assert guard.findings == ()
 
 
 def test_001_E5_extra_data_in_a_line_costs_that_line_only(tmp_path: Path) -> None:
@@ -363,6 +346,9 @@ def test_001_E9_captures_with_and_without_stacks_are_read_alike(tmp_path: Path) 
     assert not any(call.stack for call in captures[False].calls)
     assert stems(captures[True]) == stems(captures[False])
     assert [captures[s].facts["config"]["stacks"] for s in (True, False)] == [True, False]
+    for actual, expected in ((True, False), (False, True)):
+        found = tp.compare(captures[actual], captures[expected]).verdict
+        assert (found.verdict, found.counts["only_actual"]) == ("match", 0)
 
 
 @host_only("about machines without torch_npu")
@@ -950,6 +936,10 @@ def test_002_3_2_3_selecting_less_renumbers_nothing(tmp_path: Path) -> None:
         twin = full.call(call.name)
         assert (call.module, call.op) == (twin.module, twin.op)
         assert [t.digest for t in call.tensors] == [t.digest for t in twin.tensors]
+    found = tp.compare(narrow, full)
+    assert found.verdict.verdict == "match", str(found.verdict)
+    assert found.verdict.counts["aligned"] == len(narrow.calls)
+    assert len(found.one_sided) == len(full.calls) - len(narrow.calls)
 
 
 def test_002_3_3_2_error_107002_cannot_come_from_the_recorder(
@@ -967,6 +957,11 @@ def test_002_3_3_2_error_107002_cannot_come_from_the_recorder(
             rec.step()
     capture = tp.load(tmp_path)
     assert (capture.ranks, capture.steps, capture.gaps) == ((3,), (0, 1), ())
+    guard = tp.Guard(tmp_path / "guard", "errors", log=lambda text: None, alone_timeout_s=0)
+    with pytest.raises(RuntimeError), guard:
+        model(torch.ones(3))
+    (finding,) = guard.findings
+    assert (finding.name, finding.rank) == ("Functional.linear.0.forward", 3)
 
 
 def test_002_3_3_3_deeper_nests_are_named_by_their_place(tmp_path: Path) -> None:
@@ -996,11 +991,14 @@ def test_002_3_3_4_a_stack_tells_the_line_that_called(tmp_path: Path) -> None:
     def helper(x: torch.Tensor) -> torch.Tensor:
         return torch.relu(x)  # this line
 
-    capture = record(tmp_path, lambda: helper(torch.ones(2)), level="L1")
+    x, y = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])
+    capture = record(tmp_path / "x", lambda: helper(x), level="L1")
     (frame, *_) = capture.call("Torch.relu.0.forward").stack
     file, line, function = re.fullmatch(r"(.+):(\d+) in (.+)", frame).groups()
     assert Path(file).read_text().splitlines()[int(line) - 1].endswith("# this line")
     assert function.endswith("helper")
+    other = record(tmp_path / "y", lambda: helper(y), level="L1")
+    assert f"{file}:{line} in {function}" in str(tp.compare(capture, other).verdict)
 
 
 @host_only("about machines without torch_npu")

@@ -155,6 +155,25 @@ def test_other_wiring_is_a_structural_difference(tmp_path: Path) -> None:
     assert "comes from Torch.tanh.0.forward in actual" in found.culprits[0].reason
 
 
+def test_a_call_that_one_side_lacks_is_blamed_for_constants_too(tmp_path: Path) -> None:
+    def program(negate: bool) -> None:
+        x = torch.ones(2)
+        torch.relu(-x if negate else x)
+
+    found = verdict(tmp_path, lambda: program(True), lambda: program(False))
+    assert names(found) == [("Tensor.neg.0.forward", "structure")], str(found)
+
+
+def test_differences_without_a_culprit_are_said(tmp_path: Path) -> None:
+    def program() -> None:
+        x, w = torch.randn(32, 64), torch.randn(64, 64)
+        torch.sub(torch.mm(x, w), torch.matmul(x, w)).mul(2)
+
+    found = verdict(tmp_path, program, noise=True)
+    assert found.culprits == [], str(found)
+    assert "though no call is to blame" in str(found)
+
+
 def test_a_custom_operator_takes_a_reference(tmp_path: Path) -> None:
     library = torch.library.Library("tpblame", "FRAGMENT")
     library.define("double(Tensor x) -> Tensor")

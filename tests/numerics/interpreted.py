@@ -6,12 +6,15 @@ import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import triton
 
 from numerics import cases
 from tensorprobe.numerics import launch, queue
+from tensorprobe.numerics import triton_kernels as kernels
 from tensorprobe.numerics.backends import KernelBackend
 from tensorprobe.numerics.digest import digest_array
-from tensorprobe.numerics.launch import Launcher
+from tensorprobe.numerics.finiteness import LIMITS, extent_now, readable
+from tensorprobe.numerics.launch import Flagger, Launcher
 from tensorprobe.numerics.queue import Arrival, Bank
 from tensorprobe.numerics.summary import Summarizer
 
@@ -69,6 +72,25 @@ def interpreted(*, stats: bool, digest: bool) -> tuple[Summarizer, HostPort]:
     return Summarizer(stats=stats, digest=digest, choose=choose), port
 
 
+def check_flagger() -> None:
+    """Bits and magnitudes of the flag kernel are those that the host finds."""
+    tensors = []
+    for dtype in LIMITS:
+        for value in (0.5, float("nan"), float("inf"), -float("inf")):
+            x = torch.linspace(-3, 2, 5000)
+            x[4321] = value
+            x = (torch.complex(x, x) if dtype.is_complex else x).to(dtype)
+            tensors += [x, x[1:]]
+    contents = [content for x in tensors if (content := readable(x)) is not None]
+    flagger = Flagger(CPU, len(contents))
+    for slot, content in enumerate(contents):
+        flagger.start(content, content.numel(), slot, 0)
+    for content, (bits, top) in zip(contents, flagger.decode(len(contents)), strict=True):
+        expected = extent_now(content)
+        assert bits == expected.bits, (content.dtype, bits, expected)
+        assert bits or abs(top - expected.top) <= 1e-6 * expected.top, (content.dtype, top)
+
+
 # Those that a kernel sees differently: at an odd address, repeated, copied first.
 TELLING = ("offset", "expanded slice")
 
@@ -122,6 +144,29 @@ def check_large() -> None:
         assert abs(result.summary.norm - exact.summary.norm) <= 1e-12 * exact.summary.norm
 
 
+def check_flags() -> None:
+    """What the guard asks of a tensor: NaN, infinities of either sign, the largest number."""
+    for name in ("bfloat16", "float16", "float32", "float64"):
+        read, kind = launch.READS[name]
+        vector = launch._vector(name)
+        for count in (1, 5, 3_000, 9_000):
+            for bad in ((), ("nan",), ("inf",), ("-inf", "nan")):
+                x = torch.randn(count).to(getattr(torch, name))
+                for i, value in enumerate(bad):
+                    x[(7 * i + count // 2) % count] = float(value)
+                flags = torch.zeros((3, 2), dtype=torch.int32)
+                kernels.flag_floats[(min(3, -(-count // (launch.LANES * vector))),)](
+                    triton.reinterpret(x, read), flags, flags, count, 1,
+                    KIND=kind, WIDE=name == "float64", VECTOR=vector, LANES=launch.LANES,
+                )  # fmt: skip
+                finite = x[torch.isfinite(x)].abs().float()
+                top = float(finite.max()) if finite.numel() else 0.0
+                found = [x.isnan(), x == float("inf"), x == float("-inf")]
+                bits = sum(int(where.any()) << i for i, where in enumerate(found))
+                flag = int(flags[1, 0]), float(flags[1, 1:].view(torch.float32))
+                assert flag == (bits, top), (name, count, bad, flag)
+
+
 def check_banks() -> None:
     """Banks fill, leave, land in order and are used again; a poll completes only what landed."""
     queue.SLOTS, queue.ROWS, queue.MAX_AGE_S = 4, 16, 1e9
@@ -164,7 +209,10 @@ if __name__ == "__main__":
     if what == "banks":
         check_dtypes(names)
         check_large()
+        check_flags()
         check_banks()
+    elif what == "flags":
+        check_flagger()
     else:
         check_dtypes(names, every_layout=True)
     print("passed")

@@ -19,6 +19,7 @@ from tensorprobe.numerics import launch, rows, triton_kernels as kernels
 
 READS = {"bfloat16": "*i16", "float16": "*fp16", "float32": "*fp32"}
 PLACES = {"table": "*i64", "weights": "*i64", "rows": "*i64", "meta": "*i32", "digests": "*i64"}
+PLACES["flags"] = "*i32"
 NUMBERS = dict.fromkeys(["n", "words", "row", "slot"], "i32")
 SAME = {"FIELDS": rows.FIELDS, "LANES": launch.LANES}
 
@@ -47,6 +48,12 @@ for name, read in READS.items():
         {"KIND": kind, "WIDE": False, "VECTOR": 16 // unit, **SAME},
     )
     assert "ld.global.v4.b32" in tally, name
+    flag = ptx(
+        kernels.flag_floats,
+        {"x": read},
+        {"KIND": kind, "WIDE": False, "VECTOR": 16 // unit, "LANES": launch.LANES},
+    )
+    assert "ld.global.v4.b32" in flag, name
     both = ptx(
         kernels.digest_and_tally_floats,
         {"x": "*i64", "elements": read},
@@ -72,6 +79,10 @@ def interpret(*arguments: str) -> None:
 def test_every_way_of_reading_and_the_banks() -> None:
     # One dtype for each way; test_every_dtype_and_layout has the others.
     interpret("banks", "float64", "bfloat16", "float8_e4m3fn", "uint64", "bool", "complex64")
+
+
+def test_flags_of_what_is_not_finite() -> None:
+    interpret("flags")
 
 
 def test_floats_are_read_16_bytes_at_a_time() -> None:

@@ -1,11 +1,15 @@
 """Statistics of every dtype, content and layout against exact arithmetic, on both CPU paths."""
 
+import math
+
 import pytest
 import torch
 
 from numerics import cases
+from tensorprobe.numerics import host_torch
 from tensorprobe.numerics.backends import HostBackend, TorchBackend
 from tensorprobe.numerics.summary import Summarizer
+from tensorprobe.records import TensorSummary
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 PATHS = {"host": HostBackend, "torch": TorchBackend}
@@ -30,3 +34,64 @@ def test_equal_exact_arithmetic(path: str, dtype: torch.dtype) -> None:
         assert result.ready, name
         assert result.error is None, name
         cases.assert_summary(result.summary, tensor)
+
+
+def large(dtype: torch.dtype) -> torch.Tensor:
+    """Several blocks, rows that are not whole, zeros; a few values far larger than the others."""
+    numbers = cases.ordinary(torch.float32, 3 * host_torch.LARGE + 1234)
+    numbers[::97] = 0
+    numbers[5::10007] *= 1e4
+    return numbers.to(dtype)
+
+
+def assert_large_summary(actual: TensorSummary | None, tensor: torch.Tensor) -> None:
+    """As for the small ones, by correctly rounded sums: fractions would take minutes."""
+    assert actual is not None
+    numbers = tensor.double().flatten()
+    finite = numbers[numbers.isfinite()]
+    values = finite.tolist()
+    norm = math.sqrt(math.fsum((finite * finite).tolist()))
+    assert actual.min == numbers[~numbers.isnan()].min()
+    assert actual.max == numbers[~numbers.isnan()].max()
+    assert actual.nan_count == numbers.isnan().sum()
+    assert actual.inf_count == numbers.isinf().sum()
+    assert actual.zero_count == (numbers == 0).sum()
+    cases.assert_close(actual.norm, norm, 1e-13)
+    mean = math.fsum(values) / len(values)
+    cases.assert_close(actual.mean, mean, 1e-13, norm / math.sqrt(len(values)))
+
+
+LARGE_DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", LARGE_DTYPES, ids=cases.title)
+def test_large_tensors_equal_exact_arithmetic(dtype: torch.dtype) -> None:
+    numbers = large(dtype)
+    spoilt = numbers.clone()
+    spoilt[[7, 70_000, -1]] = torch.tensor([torch.inf, torch.nan, -torch.inf], dtype=dtype)
+    wide = numbers[: numbers.numel() // 64 * 64].view(64, -1)
+    tensors = (numbers, spoilt, numbers.abs() + 1, wide.t(), wide.unsqueeze(1).expand(64, 3, -1))
+    for tensor in tensors:
+        assert host_torch.summarize(tensor, cases.title(dtype)) is not None
+        assert_large_summary(Summarizer().submit(tensor).summary, tensor)
+
+
+@pytest.mark.parametrize("dtype", LARGE_DTYPES, ids=cases.title)
+def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype) -> None:
+    tensor = large(dtype)
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            found.append(Summarizer().submit(tensor).summary)
+    finally:
+        torch.set_num_threads(before)
+    assert found == found[:1] * 4
+
+
+def test_what_torch_cannot_read_in_one_piece_is_left_to_numpy() -> None:
+    numbers = large(torch.float32)
+    holes = numbers.view(-1, 2)[:, 0]
+    for tensor in (holes, numbers.double(), numbers[: host_torch.LARGE - 1]):
+        assert host_torch.summarize(tensor, str(tensor.dtype).removeprefix("torch.")) is None

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tensorprobe.capture.calls import OpenCall
-from tensorprobe.capture.encode import as_arguments, nest
+from tensorprobe.capture.encode import as_arguments, nest_gradients
 from tensorprobe.capture.gradients import Gradients, Path, Spot, Trace
 from tensorprobe.capture.naming import CallNames, split_direction, with_direction
 from tensorprobe.capture.quiet import Quiet
-from tensorprobe.records import Role
+from tensorprobe.records import Keep, Role
 from tensorprobe.store.lines import CallLine, EndLine
 
 if TYPE_CHECKING:
     from tensorprobe.capture.tape import Tape
+
+_DISABLED = torch._C.DisableTorchFunction
 
 
 class Backward:
@@ -24,11 +26,22 @@ class Backward:
     It holds no node and no tensor of the graph, or the graph would never be freed.
     """
 
-    __slots__ = ("_call", "_passes", "_tape", "aliases", "contributions", "n_nodes")
+    __slots__ = (
+        "_keep",
+        "_names",
+        "_passes",
+        "_stack",
+        "_step",
+        "_tape",
+        "aliases",
+        "contributions",
+        "n_nodes",
+    )
 
     def __init__(self, tape: Tape, call: OpenCall, trace: Trace, aliases: dict[Path, Path]) -> None:
         self._tape = tape
-        self._call = (call.names, call.keep, call.stack, call.step)
+        self._names, self._keep = call.names, call.keep
+        self._stack, self._step = call.stack, call.step
         self._passes = 0
         self.contributions = trace.contributions()
         self.n_nodes = len(trace.outputs) + len(trace.boundary)
@@ -37,25 +50,34 @@ class Backward:
     @property
     def name(self) -> str:
         """What the backward is called."""
-        return with_direction(split_direction(self._call[0].name)[0], "backward")
+        name = self._names.name
+        if name.endswith(".forward"):
+            return f"{name[:-8]}.backward"
+        return with_direction(split_direction(name)[0], "backward")
 
     def incoming(self, spots: list[Spot], grads: Gradients) -> None:
         """Backward has come to a node of an output."""
-        self._event(BackwardRun.receive, spots, grads)
-
-    def outgoing(self, spots: list[Spot], grads: Gradients) -> None:
-        """Backward leaves a node at an input's edge."""
-        self._event(BackwardRun.send, spots, grads)
-
-    def _event(self, event: Any, spots: list[Spot], grads: Gradients) -> None:
         tape = self._tape
         if not tape.recording:
             return
         try:
-            with Quiet():
+            with _DISABLED():
                 run = self._run()
                 if run is not None:
-                    event(run, spots, grads)
+                    run.receive(spots, grads)
+        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+            tape.gap(self.name, error)
+
+    def outgoing(self, spots: list[Spot], grads: Gradients, came_in: Gradients) -> None:
+        """Backward leaves a node at an input's edge."""
+        tape = self._tape
+        if not tape.recording:
+            return
+        try:
+            with _DISABLED():
+                run = self._run()
+                if run is not None:
+                    run.send(spots, grads)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             tape.gap(self.name, error)
 
@@ -63,29 +85,27 @@ class Backward:
         """The pass under way; None where it is not wanted, which is asked once a pass."""
         running = self._tape.running
         key = (id(self), torch._C._current_graph_task_id())
-        if key in running:
+        try:
             return running[key]
-        call = self._begin()
-        running[key] = run = BackwardRun(self._tape, key, call, self) if call else None
-        return run
+        except KeyError:
+            running[key] = run = self._begin(key)
+            return run
 
-    def _begin(self) -> OpenCall | None:
+    def _begin(self, key: tuple[int, int]) -> BackwardRun | None:
         tape = self._tape
-        names, keep, stack, step = self._call
-        names = CallNames(names.api, self.name, names.module, "backward")
+        names = CallNames(self._names.api, self.name, self._names.module, "backward")
         if not tape.wants(names):
             return None
         tape.open_step()
-        call = OpenCall(names, keep, tape.step)
-        call.id = next(tape.ids)
-        if step == tape.step:
-            call.stack = stack
+        run = BackwardRun(tape, key, names, self._keep, self)
+        if self._step == tape.step:
+            run.stack = self._stack
         else:
-            call.notes.append(f"its forward ran in step {step}")
+            run.notes.append(f"its forward ran in step {self._step}")
         self._passes += 1
         if self._passes > 1:
-            call.notes.append(f"backward pass {self._passes} through the same graph")
-        return call
+            run.notes.append(f"backward pass {self._passes} through the same graph")
+        return run
 
 
 class BackwardRun:
@@ -96,9 +116,8 @@ class BackwardRun:
     """
 
     __slots__ = (
-        "_aliases",
+        "_backward",
         "_begun",
-        "_call",
         "_key",
         "_late",
         "_left",
@@ -107,14 +126,22 @@ class BackwardRun:
         "_sent",
         "_sums",
         "_tape",
+        "id",
+        "keep",
+        "names",
+        "notes",
+        "stack",
     )
 
     def __init__(
-        self, tape: Tape, key: tuple[int, int], call: OpenCall, backward: Backward
+        self, tape: Tape, key: tuple[int, int], names: CallNames, keep: Keep, backward: Backward
     ) -> None:
-        self._tape, self._key, self._call = tape, key, call
-        self._aliases = backward.aliases
-        self._left = dict(backward.contributions)
+        self._tape, self._key, self._backward = tape, key, backward
+        self.names, self.keep = names, keep
+        self.id = next(tape.ids)
+        self.stack: int | None = None
+        self.notes: list[str] = []
+        self._left: dict[Path, int] | None = None  # of inputs that get several gradients
         self._n_left = backward.n_nodes
         self._received: dict[Path, Any] = {}
         self._sums: dict[Path, torch.Tensor] = {}
@@ -124,13 +151,16 @@ class BackwardRun:
 
     def receive(self, spots: list[Spot], grads: Gradients) -> None:
         """Gradients of outputs, as they come in."""
+        tape = self._tape
+        wanted = tape.wants_input
         for number, path, window in spots:
             if number >= len(grads):
                 continue
             grad = grads[number]
             if grad is not None and window is not None:
-                grad = window.cut(grad)
-            self._received[path] = self._line(grad, path, "input", self._tape.wants_input)
+                with Quiet():
+                    grad = window.cut(grad)
+            self._received[path] = self._line(grad, path, "input", wanted)
         if self._begun:
             self._late = True
         else:
@@ -141,11 +171,17 @@ class BackwardRun:
         """Gradients of inputs, as they go out."""
         if not self._begun:
             self._begin()
+        several = self._backward.contributions
+        wanted = self._tape.wants_output
         for position, path, window in spots:
             grad = grads[position] if position < len(grads) else None
             if grad is not None and window is not None:
-                grad = window.cut(grad)
-            self._add(path, grad)
+                with Quiet():
+                    grad = window.cut(grad)
+            if path in several:
+                self._add(path, grad)
+            else:
+                self._sent[path] = self._line(grad, path, "output", wanted)
         self._count_down()
 
     def finish(self) -> None:
@@ -156,11 +192,11 @@ class BackwardRun:
             self._sent[path] = self._line(grad, path, "output", self._tape.wants_output)
         notes = [
             f"output.{'.'.join(path)} is in output.{'.'.join(first)}: one tensor"
-            for path, first in self._aliases.items()
+            for path, first in self._backward.aliases.items()
             if first in self._sent
         ]
-        outputs = nest(_in_order(self._sent), always=True)
-        line = EndLine(id=self._call.id, outputs=outputs, notes=notes)
+        outputs = nest_gradients(_in_order(self._sent))
+        line = EndLine(id=self.id, outputs=outputs, notes=notes)
         if self._late:
             line.args, line.kwargs = as_arguments(_in_order(self._received))
         self._tape.writer.end(line)
@@ -173,9 +209,14 @@ class BackwardRun:
 
     def _add(self, path: Path, grad: torch.Tensor | None) -> None:
         """An input used several times gets its gradient in parts, which add up as they come."""
+        if self._left is None:
+            self._left = dict(self._backward.contributions)
         if grad is not None:
             before = self._sums.get(path)
-            self._sums[path] = grad if before is None else before + grad
+            if before is not None:
+                with Quiet():
+                    grad = before + grad
+            self._sums[path] = grad
         self._left[path] -= 1
         if self._left[path] == 0:
             self._sent[path] = self._line(
@@ -185,26 +226,26 @@ class BackwardRun:
     def _line(self, grad: torch.Tensor | None, path: Path, role: Role, wanted: bool) -> Any:
         if grad is None:
             return None
-        line = self._tape.line(grad, self._call, role, ".".join(path), wanted)
+        line = self._tape.line(grad, self, role, path, wanted)
         line.grad = False  # said of tensors of the program; a gradient has one by create_graph
         return {"tensor": line}
 
     def _begin(self) -> None:
         self._begun = True
-        call = self._call
+        names = self.names
         args, kwargs = as_arguments(_in_order(self._received))
         self._tape.writer.call(
             CallLine(
-                id=call.id,
-                name=call.names.name,
-                op=call.names.api.op,
-                module=call.names.module,
+                id=self.id,
+                name=names.name,
+                op=names.api.op,
+                module=names.module,
                 direction="backward",
-                stack=call.stack,
+                stack=self.stack,
                 args=args,
                 kwargs=kwargs,
                 thread=self._tape.place.thread,
-                notes=call.notes,
+                notes=self.notes,
             )
         )
 

@@ -17,6 +17,10 @@ MAX_DEPTH = 12  # nests deeper than this are almost always an object graph, not 
 MAX_ITEMS = 2000  # a longer list of plain numbers is data (torch.tensor([...])), not an argument
 MAX_TEXT = 2000
 
+# Not of a subclass, which may answer any question in its own way.
+PLAIN_TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
+# The paths of positional arguments.
+_POSITIONS = [(str(i),) for i in range(64)]
 _INT_BOUND = 1 << 63
 
 
@@ -28,6 +32,8 @@ def encode(
     `around` are the containers it is in, by identity.
     """
     kind = type(value)
+    if kind in PLAIN_TENSORS:
+        return tensor(value, path)
     if kind in _PLAIN:
         return value
     if isinstance(value, torch.Tensor):
@@ -52,6 +58,21 @@ def encode(
     return _other(value)
 
 
+def encode_arguments(
+    args: Iterable[Any], kwargs: Mapping[str, Any], tensor: TensorEncoder
+) -> tuple[list[Any], dict[str, Any]]:
+    """The trees of a call's arguments."""
+    positional = []
+    for i, arg in enumerate(args):
+        if type(arg) in PLAIN_TENSORS and i < 64:
+            positional.append(tensor(arg, _POSITIONS[i]))
+        else:
+            positional.append(encode(arg, tensor, (str(i),)))
+    if not kwargs:
+        return positional, {}
+    return positional, {name: encode(arg, tensor, (name,)) for name, arg in kwargs.items()}
+
+
 def map_tensors(value: Any, visit: Callable[[torch.Tensor, tuple[str, ...]], None]) -> None:
     """Call `visit` for every tensor that `encode` would meet, with the same path."""
     if isinstance(value, torch.Tensor):
@@ -60,9 +81,9 @@ def map_tensors(value: Any, visit: Callable[[torch.Tensor, tuple[str, ...]], Non
         encode(value, visit)
 
 
-def nest(leaves: Mapping[tuple[str, ...], Any], *, always: bool = False) -> Any:
+def nest(leaves: Mapping[tuple[str, ...], Any]) -> Any:
     """A tree from paths: {("1", "0"): x} is {"dict": [["1", {"dict": [["0", x]]}]]}."""
-    if not leaves and not always:
+    if not leaves:
         return None
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
@@ -71,6 +92,16 @@ def nest(leaves: Mapping[tuple[str, ...], Any], *, always: bool = False) -> Any:
             level = level.setdefault(part, {})
         level[path[-1]] = (leaf,)
     return _as_dict_tree(tree)
+
+
+def nest_gradients(leaves: Mapping[tuple[str, ...], Any]) -> Any:
+    """The same tree, also where there is no leaf; most gradients belong to plain arguments."""
+    pairs = []
+    for path, leaf in leaves.items():
+        if len(path) != 1:
+            return nest(leaves)
+        pairs.append([path[0], leaf])
+    return {"dict": pairs}
 
 
 def _as_dict_tree(tree: dict[str, Any]) -> dict[str, Any]:
@@ -84,12 +115,12 @@ def _as_dict_tree(tree: dict[str, Any]) -> dict[str, Any]:
 
 def as_arguments(leaves: Mapping[tuple[str, ...], Any]) -> tuple[list[Any], dict[str, Any]]:
     """Gradients by the path of their output, as positional and keyword arguments."""
+    if len(leaves) == 1 and _POSITIONS[0] in leaves:
+        return [leaves[_POSITIONS[0]]], {}
     tops: dict[str, dict[tuple[str, ...], Any]] = {}
     for path, leaf in leaves.items():
         tops.setdefault(path[0], {})[path[1:]] = leaf
-    trees = {
-        top: below[()] if () in below else nest(below, always=True) for top, below in tops.items()
-    }
+    trees = {top: below[()] if () in below else nest(below) for top, below in tops.items()}
     numbers = [int(top) for top in trees if top.isdigit()]
     if max(numbers, default=0) > MAX_ITEMS:  # keys of a dict, not positions
         return [], trees

@@ -19,6 +19,9 @@ from tensorprobe.capture.tape import Tape
 
 # Calls that tell the recorder something even where calls are not recorded.
 SCALER_UPDATE = "_amp_update_scale_"
+_is_grad_enabled = torch.is_grad_enabled
+_interpreter_stack = torch._C._functorch.peek_interpreter_stack
+_is_compiling = torch.compiler.is_compiling
 _DISPATCH_DEPTH = 12  # frames between a __torch_dispatch__ and the operators it calls
 
 
@@ -61,10 +64,11 @@ class UserCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # dynamo traces this line: leave no mark in its graph
+        if kwargs is None:
+            kwargs = {}
+        if _is_compiling():  # dynamo traces this line: leave no mark in its graph
             return func(*args, **kwargs)
-        if self.dispatch_depth > torch._C._len_torch_dispatch_stack():
+        if self.dispatch_depth and self.dispatch_depth > torch._C._len_torch_dispatch_stack():
             # Inside the handler of a dispatch mode that came by in backward: what a simulated
             # device, or another tool, does is not the program's call. In forward it is hidden too.
             return func(*args, **kwargs)
@@ -106,17 +110,15 @@ class CallMode(UserCalls):
         self._record = record
         self._on_scaler_update = on_scaler_update
         self._runs = compiled.Runs()
-        self._spell = Spelling() if tape.config.operators == "dunder" else None
+        self._spell = Spelling(__file__) if tape.config.operators == "dunder" else None
 
     def called(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        if not self._is_wanted() or compiled.in_backward():
+        compiles = compiled.may_run()
+        if not self._is_wanted() or (compiles and compiled.in_backward()):
             result = self._passed(api, func, args, kwargs)
-        elif (run := compiled.running()) is not None:
-            if self._runs.is_new(run) and not run.has_node:
-                self._record_compiled(run)
+        elif compiles and self._is_compiled():
             result = func(*args, **kwargs)
         else:
-            self._runs.outside()
             result = self._recorded(api, func, args, kwargs)
         if api.api == SCALER_UPDATE:
             self._on_scaler_update(optimizers_in_round())
@@ -140,6 +142,16 @@ class CallMode(UserCalls):
             self._tape.forget_written(args, kwargs)
         return result
 
+    def _is_compiled(self) -> bool:
+        """Whether this call is the inside of a compiled part, which is written down as one call."""
+        run = compiled.running(up=4)
+        if run is None:
+            self._runs.outside()
+            return False
+        if self._runs.is_new(run) and not run.has_node:
+            self._record_compiled(run)
+        return True
+
     def _record_compiled(self, run: compiled.Run) -> None:
         """Write down, as one call, a compiled part that has begun to run."""
         name = compiled.name_of(run)
@@ -147,7 +159,7 @@ class CallMode(UserCalls):
         names = self._tape.select(api, self._tape.counter.next(api), self._tape.place.module)
         if names is None or not names.wanted:
             return
-        call = self._tape.begin(names, run.entry.f_locals.get("args", ()), depth=4)
+        call = self._tape.begin(names, run.entry.f_locals.get("args", ()), depth=5)
         if call is not None:
             call.notes.append(compiled.NOTE)
             self._tape.end(call, None)
@@ -155,21 +167,13 @@ class CallMode(UserCalls):
     def _recorded(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         tape = self._tape
         if self._spell is not None and api.prefix == "Tensor":
-            api = self._spell(api, func, args, sys._getframe(3))
+            api = self._spell(api, func, args, sys._getframe(1))
         names = tape.select(api, tape.counter.next(api), tape.place.module)
         if names is None:
             return self._passed(api, func, args, kwargs)
-        grad = torch.is_grad_enabled() and not torch._C._functorch.peek_interpreter_stack()
+        grad = _is_grad_enabled() and not _interpreter_stack()
         shown = args[:1] if api.api == "__deepcopy__" else args  # the rest is copy's own memo
         call = tape.begin(names, shown, kwargs, depth=3, grad=grad)
         if call is None:
             return func(*args, **kwargs)
-        try:
-            result = func(*args, **kwargs)
-        except BaseException as error:
-            tape.raised(call, error)
-            raise
-        if api.prefix == "Distributed" and tape.await_work(call, result):
-            return result
-        tape.end(call, result)
-        return result
+        return tape.run(call, func, args, kwargs)

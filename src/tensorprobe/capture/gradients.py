@@ -7,7 +7,9 @@ in, a hook on a node at the boundary sees the gradient the call sends to an inpu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,33 +36,35 @@ class InputEdges:
         self.aliases: dict[Path, Path] = {}
         self.functions: list[tuple[torch.Tensor, Any]] = []  # made by a custom autograd.Function
 
-    def add(self, tensor: torch.Tensor, path: Path) -> None:
-        """Note one input; where it is a view, a write to it may give it a gradient later."""
-        needs_gradient = tensor.requires_grad
-        if tensor._is_view() and not tensor.is_inference():
-            view = (tensor, path if needs_gradient else None, tensor._version)
-            self.views.setdefault(id(tensor), view)
-        if not needs_gradient:
-            return
-        node = tensor.grad_fn
-        if node is None:
-            first = self.leaves.setdefault(id(tensor), (tensor, path))[1]
-        else:
-            first = self.edges.setdefault((node, tensor.output_nr), path)
-            if isinstance(node, BackwardCFunction):
-                self.functions.append((tensor, node))
-        if first is not path:
-            self.aliases[path] = first
+    def add(self, inputs: Iterable[tuple[torch.Tensor, Path]]) -> None:
+        """Note the inputs; where one is a view, a write to it may give it a gradient later."""
+        for tensor, path in inputs:
+            needs_gradient = tensor.requires_grad
+            if tensor._is_view() and not tensor.is_inference():
+                view = (tensor, path if needs_gradient else None, tensor._version)
+                self.views.setdefault(id(tensor), view)
+            if not needs_gradient:
+                continue
+            node = tensor.grad_fn
+            if node is None:
+                first = self.leaves.setdefault(id(tensor), (tensor, path))[1]
+            else:
+                first = self.edges.setdefault((node, tensor.output_nr), path)
+                if isinstance(node, BackwardCFunction):
+                    self.functions.append((tensor, node))
+            if first is not path:
+                self.aliases[path] = first
 
     def __bool__(self) -> bool:
         return bool(self.edges or self.leaves)
 
-    def find(self, node: Any, number: int) -> Path | None:
+    def find(self, edge: Edge) -> Path | None:
         """The input that this edge leads to."""
-        path = self.edges.get((node, number))
-        if path is None and self.leaves and node._sequence_nr() == LEAF:
-            leaf = self.leaves.get(id(node.variable))
-            if leaf is not None and leaf[0] is node.variable:
+        path = self.edges.get(edge)
+        if path is None and self.leaves and edge[0]._sequence_nr() == LEAF:
+            variable = edge[0].variable
+            leaf = self.leaves.get(id(variable))
+            if leaf is not None and leaf[0] is variable:
                 return leaf[1]
         return path
 
@@ -95,17 +99,16 @@ class Trace:
 
     def __init__(self) -> None:
         self.outputs: dict[Any, list[Spot]] = {}
-        self.boundary: dict[Any, list[Spot]] = {}
+        self.boundary: dict[Any, list[Spot]] = {}  # of each node at least one
         self.notes: list[str] = []
         self.gaps: list[str] = []
 
     def contributions(self) -> dict[Path, int]:
-        """How many times a gradient is sent to each input."""
-        counts: dict[Path, int] = {}
-        for spots in self.boundary.values():
-            for _, path, _ in spots:
-                counts[path] = counts.get(path, 0) + 1
-        return counts
+        """How many times a gradient is sent to each input that gets several."""
+        paths = [spot[1] for spots in self.boundary.values() for spot in spots]
+        if len(paths) == len(set(paths)):
+            return {}
+        return {path: n for path, n in Counter(paths).items() if n > 1}
 
     def output_edges(self) -> set[Edge]:
         """The edges that lead to outputs."""
@@ -127,13 +130,17 @@ def output_nodes(
     """Note the nodes this call made for its outputs; tensors merely handed through have none."""
     for tensor, path in outputs:
         node = tensor.grad_fn
-        if node is None and id(tensor) not in inputs.leaves:
-            continue
-        edge = (node, tensor.output_nr)
-        if node is None or edge in inputs.edges or node._sequence_nr() < inputs.start:
-            trace.notes.append(f"output.{'.'.join(path) or '0'} is handed through")
-        elif id(tensor) not in inputs.views or not _view_write(tensor, path, inputs, trace):
-            trace.outputs.setdefault(node, []).append((tensor.output_nr, path, None))
+        if node is None:
+            if id(tensor) not in inputs.leaves:
+                continue
+        else:
+            number = tensor.output_nr
+            if node._sequence_nr() >= inputs.start and (node, number) not in inputs.edges:
+                written = id(tensor) in inputs.views and _view_write(tensor, path, inputs, trace)
+                if not written:
+                    trace.outputs.setdefault(node, []).append((number, path, None))
+                continue
+        trace.notes.append(f"output.{'.'.join(path) or '0'} is handed through")
 
 
 def _view_write(view: torch.Tensor, path: Path, inputs: InputEdges, trace: Trace) -> bool:
@@ -167,28 +174,58 @@ def trace_call(outputs: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges)
     """The graph of one operator call; it has no outputs when backward does not pass here."""
     trace = Trace()
     output_nodes(outputs, inputs, trace)
-    if not trace.outputs:
+    if not trace.outputs or _is_one_node(trace, inputs):
         return trace
-    seen = set(trace.outputs)
+    start, find, boundary = inputs.start, inputs.find, trace.boundary
     todo = list(trace.outputs)
+    seen: set[Any] = set()
     inner_edges = set()
     while todo:
         node = todo.pop()
+        spots: list[Spot] = []
         for position, edge in enumerate(node.next_functions):
-            after, number = edge
+            after = edge[0]
             if after is None:
                 continue
-            path = inputs.find(after, number)
+            path = find(edge)
             if path is not None:
-                trace.boundary.setdefault(node, []).append((position, path, None))
-            elif inputs.start <= after._sequence_nr() < LEAF:
+                spots.append((position, path, None))
+            elif start <= after._sequence_nr() < LEAF:
                 inner_edges.add(edge)
-                if after not in seen:
+                if after not in seen and after not in trace.outputs:
                     seen.add(after)
                     todo.append(after)
+        if spots:
+            before = boundary.get(node)  # the windows of a view written in place
+            boundary[node] = spots if before is None else before + spots
     if inner_edges:
         trace.note_shared(inner_edges & trace.output_edges())
     return trace
+
+
+def _is_one_node(trace: Trace, inputs: InputEdges) -> bool:
+    """Whether the call made one node only, as most do; its edges are in the trace then."""
+    if len(trace.outputs) > 1 or trace.boundary:
+        return False
+    (node,) = trace.outputs
+    edges, leaves, start = inputs.edges, inputs.leaves, inputs.start
+    spots: list[Spot] = []
+    position = -1
+    for edge in node.next_functions:
+        position += 1
+        path = edges.get(edge)
+        if path is None:
+            after = edge[0]
+            sequence = LEAF + 1 if after is None else after._sequence_nr()
+            if start <= sequence < LEAF:
+                return False
+            if sequence != LEAF or (leaf := leaves.get(id(after.variable))) is None:
+                continue
+            path = leaf[1]
+        spots.append((position, path, None))
+    if spots:
+        trace.boundary[node] = spots
+    return True
 
 
 def trace_function(node: Any) -> Trace:
@@ -248,7 +285,7 @@ def trace_module(
     output_edges = trace.output_edges()
     own = _walk(list(trace.outputs), inputs, output_edges, owners)
     for edge, places in own.frontier.items():
-        path = inputs.find(*edge)
+        path = inputs.find(edge)
         if path is not None:
             for node, position in places:
                 trace.boundary.setdefault(node, []).append((position, path, None))
@@ -312,31 +349,17 @@ class LeafListener(NamedTuple):
 def listen(
     trace: Trace,
     incoming: Callable[[list[Spot], Gradients], None],
-    outgoing: Callable[[list[Spot], Gradients], None],
+    outgoing: Callable[[list[Spot], Gradients, Gradients], None],
 ) -> list[LeafListener]:
-    """Call `incoming` and `outgoing` when backward comes by. Neither may return a gradient."""
+    """Call `incoming` and `outgoing` when backward comes by. Neither may return a gradient.
+
+    `outgoing` is given the gradients that came in as well.
+    """
     leaves = []
     for node, spots in trace.outputs.items():
-        handle = node.register_prehook(_Prehook(spots, incoming))
+        handle = node.register_prehook(partial(incoming, spots))
         if node._sequence_nr() == LEAF:
             leaves.append(LeafListener(node, handle))
     for node, spots in trace.boundary.items():
-        node.register_hook(_Hook(spots, outgoing))
+        node.register_hook(partial(outgoing, spots))
     return leaves
-
-
-class _Prehook:
-    __slots__ = ("receive", "spots")
-
-    def __init__(self, spots: list[Spot], receive: Callable[[list[Spot], Gradients], None]) -> None:
-        self.spots, self.receive = spots, receive
-
-    def __call__(self, gradients: Gradients) -> None:
-        self.receive(self.spots, gradients)
-
-
-class _Hook(_Prehook):
-    __slots__ = ()
-
-    def __call__(self, gradients: Gradients, incoming: Gradients = ()) -> None:
-        self.receive(self.spots, gradients)

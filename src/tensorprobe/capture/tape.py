@@ -13,7 +13,14 @@ from torch.autograd.function import BackwardCFunction
 
 from tensorprobe.capture.backward import Backward, BackwardRun
 from tensorprobe.capture.calls import OpenCall
-from tensorprobe.capture.encode import encode, map_tensors, nest
+from tensorprobe.capture.encode import (
+    PLAIN_TENSORS,
+    TensorEncoder,
+    encode,
+    encode_arguments,
+    map_tensors,
+    nest,
+)
 from tensorprobe.capture.gradients import (
     InputEdges,
     LeafListener,
@@ -29,24 +36,18 @@ from tensorprobe.capture.naming import ApiName, CallNames, Counter, call_name
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.stacks import Stacks
-from tensorprobe.capture.values import Values
+from tensorprobe.capture.values import TensorName, Values
 from tensorprobe.config import RecordConfig
 from tensorprobe.devices import autocast_dtypes
-from tensorprobe.records import Role
+from tensorprobe.records import HOST, Role
 from tensorprobe.store.lines import CallLine, EndLine, GapLine, StackLine, TensorLine
 from tensorprobe.store.writer import CaptureWriter
 
-# Their sizes are plain numbers; those of other subclasses need not be.
-_PLAIN_TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
+# While it is entered, tensors are read without any function mode or subclass taking notice. It is
+# all that most calls need; where something is computed, Quiet.
+_DISABLED = torch._C.DisableTorchFunction
 # Reads the graph of a call that has ended: of an operator's, or of a module's.
 Tracer = Callable[[list[tuple[torch.Tensor, Path]], InputEdges], Trace]
-_SECTIONS: dict[Role, str] = {
-    "input": "input",
-    "output": "output",
-    "parameter": "parameters",
-    "parameter_grad": "parameters_grad",
-    "buffer": "buffers",
-}
 # What an asynchronous collective returns; torch without distributed has none.
 _WORK: tuple[type, ...] = tuple(filter(None, (getattr(torch.distributed, "Work", None),)))
 _ROLES: dict[str, Role] = {
@@ -54,6 +55,8 @@ _ROLES: dict[str, Role] = {
     "parameter_grads": "parameter_grad",
     "buffers": "buffer",
 }
+_NO_ALIASES: dict[Path, Path] = {}  # of most calls: they are many, and live until backward
+_ONLY: Path = ("0",)  # the path of a result that is one tensor
 _IN_BACKWARD = "inside backward"
 _OUTPUT_IS_ARGUMENTS = "outputs are the arguments after the call"
 
@@ -95,6 +98,7 @@ class Tape:
         self.only: dict[int, str] | None = None
         self._steps: set[int] = set()
         self._open = False
+        self.on_open: Callable[[int], None] = lambda step: None
         self._opening = threading.Lock()
         self._values = values
         self.ids = itertools.count()
@@ -108,6 +112,8 @@ class Tape:
         self._leaf_listeners: list[LeafListener] = []
         self._pending_work: list[tuple[OpenCall, list[Any], list[tuple[torch.Tensor, Path]]]] = []
         self._dtypes: dict[torch.dtype, tuple[str, bool]] = {}  # name, and whether it is wanted
+        self._devices: dict[torch.device, str] = {}
+        self._keep = config.keep if not config.keep_tensors else None  # of every call
         self._sees_functions = config.level in ("L1", "mix")
         self.wants_input = selection.wants_side("input")
         self.wants_output = selection.wants_side("output")
@@ -157,6 +163,7 @@ class Tape:
                     self.writer.stack(line)
                 self._early_stacks.clear()
                 self._open = True
+                self.on_open(self.step)
 
     # Calls
 
@@ -190,26 +197,28 @@ class Tape:
         """Write down a call before it runs. `named`: parameters, parameter_grads, buffers."""
         try:
             kwargs = kwargs or {}
-            call = OpenCall(names, self.selection.keep_for(names), self.step)
+            call = OpenCall(names, self._keep or self.selection.keep_for(names), self.step)
             if grad:
                 call.edges = InputEdges()
             if not names.wanted:
                 return self._watch(call, args, kwargs)
-            self.open_step()
+            if not self._open:
+                self.open_step()
             place = self.place
             if stack is not None:
                 call.stack = stack
             elif self.config.stacks:
                 call.stack = self._stacks.current(depth + 1, place.frame, place.stack)
-            with Quiet():
+            with _DISABLED():
                 if self._pending_work:
                     self._finish_work()
-                call.writes = (
-                    silently_written(names.api, args, kwargs) if writes is None else writes
-                )
-                if call.writes:
-                    self._forget_arguments(call.writes, args, kwargs)
-                encoder = _Encoder(self, call, "input", self.wants_input, call.inputs)
+                if writes is None:
+                    writes = silently_written(names.api, args, kwargs)
+                if writes:
+                    call.writes = writes
+                    self._forget_arguments(writes, args, kwargs)
+                encoder = self._encoder(call, "input", self.wants_input, call.inputs)
+                positional, keywords = encode_arguments(args, kwargs, encoder)
                 line = CallLine(
                     id=0,
                     name=names.name,
@@ -218,8 +227,8 @@ class Tape:
                     direction=names.direction,
                     parent=place.parent if parent is None else parent,
                     stack=call.stack,
-                    args=[encode(arg, encoder, (str(i),)) for i, arg in enumerate(args)],
-                    kwargs={k: encode(v, encoder, (k,)) for k, v in kwargs.items()},
+                    args=positional,
+                    kwargs=keywords,
                     thread=place.thread,
                     notes=_state_notes(grad),
                 )
@@ -229,7 +238,8 @@ class Tape:
                 if call.edges is not None and call.edges.functions and self._sees_functions:
                     self._record_functions(call.edges.functions)
                 if call.keep == "tensors" and (may_draw(names.api) if random is None else random):
-                    call.draws = random_state(args, kwargs)
+                    with Quiet():
+                        call.draws = random_state(args, kwargs)
                 line.id = next(self.ids)  # after the Functions that made the inputs
                 self.writer.call(line)
             call.id = line.id
@@ -237,6 +247,19 @@ class Tape:
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self.gap(names.name, error)
             return None
+
+    def run(
+        self, call: OpenCall, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call that has begun, and write down how it ended."""
+        try:
+            result = func(*args, **kwargs)
+        except BaseException as error:
+            self.raised(call, error)
+            raise
+        if call.names.api.prefix != "Distributed" or not self.await_work(call, result):
+            self.end(call, result)
+        return result
 
     def end(
         self,
@@ -248,15 +271,16 @@ class Tape:
         """Write down what a call returned, and listen to its backward."""
         try:
             outputs: list[tuple[torch.Tensor, Path]] = []
-            with Quiet():
+            with _DISABLED():
                 mutated = self._mutated(call)
                 if not call.written:
                     map_tensors(
                         result, lambda tensor, path: outputs.append((tensor, path or ("0",)))
                     )
-                    self._trace(call, outputs or mutated, tracer)
+                    if call.edges is not None and self._backward:
+                        self._trace(call, call.edges, outputs or mutated, tracer)
                     return
-                encoder = _Encoder(self, call, "output", self.wants_output, outputs)
+                encoder = self._encoder(call, "output", self.wants_output, outputs)
                 line = EndLine(id=call.id, outputs=encode(result, encoder), notes=call.notes)
                 if mutated and not outputs:
                     line.outputs = self._arguments_after(call, mutated, outputs)
@@ -267,7 +291,8 @@ class Tape:
                     line.buffers |= self._drawn(call, call.draws)
                 for name, tensor in buffers:
                     line.buffers[name] = self.line(tensor, call, "buffer", name, self.wants_output)
-                self._trace(call, outputs, tracer)
+                if call.edges is not None and self._backward:
+                    self._trace(call, call.edges, outputs, tracer)
                 self.writer.end(line)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self.gap(call.names.name, error)
@@ -288,41 +313,39 @@ class Tape:
         def note(tensor: torch.Tensor, path: Path) -> None:
             call.inputs.append((tensor, path))
 
-        with Quiet():
-            for i, arg in enumerate(args):
-                encode(arg, note, (str(i),))
-            for name, arg in kwargs.items():
-                encode(arg, note, (name,))
+        with _DISABLED():
+            encode_arguments(args, kwargs, note)
             self._note_inputs(call)
         return call
 
     def _note_inputs(self, call: OpenCall) -> None:
-        edges = call.edges
-        for tensor, path in call.inputs:
-            call.versions.append(_version(tensor))
-            if edges is not None:
-                edges.add(tensor, path)
+        call.versions = _versions(call.inputs)
+        if call.edges is not None:
+            call.edges.add(call.inputs)
 
     def _drawn(self, call: OpenCall, draws: Draws) -> dict[str, TensorLine]:
         """The state that a random call started from, by which it can be repeated."""
         read, before = draws
-        if torch.equal(before, read()):
-            return {}
+        with Quiet():
+            if torch.equal(before, read()):
+                return {}
         line = self.line(before, call, "buffer", "rng_state", False)
-        line.value = self._values.of(
-            before, _Label(call.names.name, "buffer", "rng_state"), "tensors"
-        )
+        name: TensorName = (call.names.name, "buffer", "rng_state")
+        line.value = self._values.of(before, name, "tensors", None)
         return {"rng_state": line}
 
     def _trace(
-        self, call: OpenCall, outputs: list[tuple[torch.Tensor, Path]], tracer: Tracer
+        self,
+        call: OpenCall,
+        edges: InputEdges,
+        outputs: list[tuple[torch.Tensor, Path]],
+        tracer: Tracer,
     ) -> None:
-        if call.edges is None or not self._backward:
-            return
-        trace = tracer(outputs, call.edges)
-        call.notes.extend(trace.notes)
+        trace = tracer(outputs, edges)
+        if trace.notes:
+            call.notes.extend(trace.notes)
         if trace.outputs:
-            self._follow(call, trace, call.edges.aliases)
+            self._follow(call, trace, edges.aliases)
 
     def save(self, name: str, value: Any) -> None:
         """Write down a value given by hand, as the output of a call of that name."""
@@ -352,27 +375,70 @@ class Tape:
         self.writer.gap(GapLine(name=name, reason=text[:2000]))
 
     def line(
-        self, tensor: torch.Tensor, call: OpenCall, role: Role, label: str, wanted: bool = True
+        self,
+        tensor: torch.Tensor,
+        call: OpenCall | BackwardRun,
+        role: Role,
+        label: str | Path,
+        wanted: bool = True,
     ) -> TensorLine:
-        """One tensor of a call; its content is numbered and kept where the selection wants it."""
-        known = self._dtypes.get(tensor.dtype)
-        if known is None:
-            name = str(tensor.dtype).removeprefix("torch.")
-            known = self._dtypes[tensor.dtype] = (name, self.selection.wants_tensor(name))
-        dtype, wants_dtype = known
-        line = TensorLine(dtype=dtype, shape=(), grad=tensor.requires_grad)
+        """One tensor of a call; its content is numbered and kept where the selection wants it.
+
+        `label` is its name within its role, or the parts of that.
+        """
+        dtype, wants_dtype = self._dtypes.get(tensor.dtype) or self._look_up(tensor.dtype)
+        shape: tuple[int, ...] = ()
+        stride: tuple[int, ...] | None = None
         try:
-            plain = type(tensor) in _PLAIN_TENSORS
-            line.shape = tuple(tensor.shape if plain else map(_length, tensor.shape))
-            if not tensor.is_contiguous():
-                line.stride = tuple(tensor.stride() if plain else map(_length, tensor.stride()))
+            if type(tensor) in PLAIN_TENSORS:
+                shape = tensor.shape
+                if not tensor.is_contiguous():
+                    stride = tensor.stride()
+            else:
+                with Quiet():
+                    shape = tuple(map(_length, tensor.shape))
+                    if not tensor.is_contiguous():
+                        stride = tuple(map(_length, tensor.stride()))
         except (RuntimeError, NotImplementedError):
             pass  # sparse tensors have no stride, nested ones not even a shape
-        if not tensor.is_cpu:
-            line.device = str(tensor.device)
+        device = HOST if tensor.is_cpu else self._device(tensor.device)
+        value = None
         if wanted and wants_dtype and call.keep != "structure":
-            line.value = self._values.of(tensor, _Label(call.names.name, role, label), call.keep)
-        return line
+            value = self._values.of(tensor, (call.names.name, role, label), call.keep, stride)
+        return TensorLine(dtype, shape, stride, device, tensor.requires_grad, value)
+
+    def _encoder(
+        self,
+        call: OpenCall,
+        role: Role,
+        wanted: bool,
+        tensors: list[tuple[torch.Tensor, Path]],
+    ) -> TensorEncoder:
+        """Encodes the tensors of one side of a call and collects them with their paths."""
+        seen: dict[int, Path] = {}
+        line_of = self.line
+
+        def encode_tensor(tensor: torch.Tensor, path: Path) -> Any:
+            path = path or _ONLY
+            line = line_of(tensor, call, role, path, wanted)
+            first = seen.setdefault(id(tensor), path)
+            if first is not path:
+                line.same = f"{role}.{'.'.join(first)}"
+            tensors.append((tensor, path))
+            return {"tensor": line}
+
+        return encode_tensor
+
+    def _look_up(self, dtype: torch.dtype) -> tuple[str, bool]:
+        name = str(dtype).removeprefix("torch.")
+        known = self._dtypes[dtype] = (name, self.selection.wants_tensor(name))
+        return known
+
+    def _device(self, device: torch.device) -> str:
+        name = self._devices.get(device)
+        if name is None:
+            name = self._devices[device] = str(device)
+        return name
 
     # After the call
 
@@ -410,10 +476,13 @@ class Tape:
             for tensor, _ in call.inputs:
                 self._values.forget(tensor)
             return call.inputs
+        versions = _versions(call.inputs)
+        if versions == call.versions and not call.writes:
+            return []
         found = [
             item
-            for item, before in zip(call.inputs, call.versions, strict=True)
-            if _version(item[0]) != before or item[1][0] in call.writes
+            for item, before, after in zip(call.inputs, call.versions, versions, strict=True)
+            if before != after or item[1][0] in call.writes
         ]
         for tensor, _ in found:
             # an alias made by .data has a version of its own: drop all that is known of the storage
@@ -428,7 +497,7 @@ class Tape:
     ) -> Any:
         tree: dict[Path, Any] = {}
         for tensor, path in mutated:
-            line = self.line(tensor, call, "output", ".".join(path), self.wants_output)
+            line = self.line(tensor, call, "output", path, self.wants_output)
             tree[path] = {"tensor": line}
             outputs.append((tensor, path))
         return nest(tree)
@@ -449,7 +518,7 @@ class Tape:
 
     def _follow(self, call: OpenCall, trace: Trace, aliases: dict[Path, Path]) -> None:
         """Record the backward of this call when it runs."""
-        backward = Backward(self, call, trace, aliases)
+        backward = Backward(self, call, trace, aliases or _NO_ALIASES)
         for reason in trace.gaps:
             self.gap(backward.name, reason)
         self._leaf_listeners += listen(trace, backward.incoming, backward.outgoing)
@@ -600,45 +669,6 @@ class Tape:
             self._early_stacks.append(line)
 
 
-class _Label:
-    """The full name of a tensor, put together only where it is needed."""
-
-    __slots__ = ("call", "label", "role")
-
-    def __init__(self, call: str, role: Role, label: str) -> None:
-        self.call, self.role, self.label = call, role, label
-
-    def __call__(self) -> str:
-        return f"{self.call}.{_SECTIONS[self.role]}.{self.label}"
-
-
-class _Encoder:
-    """Encodes the tensors of one side of a call and collects them with their paths."""
-
-    __slots__ = ("_call", "_role", "_seen", "_tape", "_tensors", "_wanted")
-
-    def __init__(
-        self,
-        tape: Tape,
-        call: OpenCall,
-        role: Role,
-        wanted: bool,
-        tensors: list[tuple[torch.Tensor, Path]],
-    ) -> None:
-        self._tape, self._call, self._role, self._wanted = tape, call, role, wanted
-        self._tensors = tensors
-        self._seen: dict[int, str] = {}
-
-    def __call__(self, tensor: torch.Tensor, path: Path) -> Any:
-        label = ".".join(path) or "0"
-        line = self._tape.line(tensor, self._call, self._role, label, self._wanted)
-        first = self._seen.setdefault(id(tensor), label)
-        if first is not label:
-            line.same = f"{self._role}.{first}"
-        self._tensors.append((tensor, path or ("0",)))
-        return {"tensor": line}
-
-
 def _works_in(result: Any) -> list[Any]:
     """The Work that a collective returned: alone, several (batch_isend_irecv), or boxed, as
     c10d's operators return it behind their tensors."""
@@ -650,8 +680,11 @@ def _works_in(result: Any) -> list[Any]:
     return list(items) if all(isinstance(item, _WORK) for item in items) else []
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+def _versions(tensors: list[tuple[torch.Tensor, Path]]) -> list[int]:
+    try:
+        return [tensor._version for tensor, _ in tensors]
+    except RuntimeError:  # inference tensors keep none
+        return [-1 if tensor.is_inference() else tensor._version for tensor, _ in tensors]
 
 
 def _length(length: Any) -> int:

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.transfer import Transfer
 from tensorprobe.numerics.summary import Summarizer
-from tensorprobe.records import Keep
+from tensorprobe.records import Keep, Role
 from tensorprobe.store.writer import CaptureWriter
 
-# A layout of one storage: version, offset, shape, stride, dtype, and whether its bytes are kept.
-_View = tuple[int, Any, Any, Any, torch.dtype, bool]
+# The call, the role and the label within it of a tensor, the label whole or in parts.
+TensorName = tuple[str, Role, "str | tuple[str, ...]"]
+# What tells one content from another: the mark of its storage, then version, offset, shape, stride,
+# dtype, and whether its bytes are kept. Plain numbers and tuples: the garbage collector, which the
+# many of them would set off, soon leaves them out.
+_View = tuple[int, int, Any, tuple[int, ...], Sequence[int] | None, torch.dtype, bool]
+_SECTIONS: dict[Role, str] = {
+    "input": "input",
+    "output": "output",
+    "parameter": "parameters",
+    "parameter_grad": "parameters_grad",
+    "buffer": "buffers",
+}
 
 
 class Values:
@@ -38,77 +51,91 @@ class Values:
         self._summarizer = summarizer
         self._checksums = checksums  # made of the bytes, on the host
         self._transfer = Transfer()
-        self._known: dict[int, tuple[StorageWeakRef, dict[_View, int]]] = {}
+        self._held: dict[int, StorageWeakRef] = {}  # the storages met in this step
+        self._marks: dict[int, int] = {}  # those of which something is known; anew after `forget`
+        self._numbers: dict[_View, int] = {}
         self._ids = itertools.count(1)
+        self._new_marks = itertools.count(1)
 
     def begin_step(self) -> None:
         """Start numbering afresh: a step can be read, or deleted, without the others."""
-        self._known.clear()
+        self._marks.clear()
+        self._numbers.clear()
+        self._held.clear()
         self.nbytes = 0
         self._ids = itertools.count(1)
 
     def forget(self, tensor: torch.Tensor) -> None:
         """The content of this tensor's storage was changed by something that moves no version."""
-        storage = _storage(tensor)
-        if storage is not None:
-            self._known.pop(storage._cdata, None)
+        with contextlib.suppress(NotImplementedError, RuntimeError):  # no storage: never known
+            self._marks.pop(tensor.untyped_storage()._cdata, None)
 
-    def of(self, tensor: torch.Tensor, name: Callable[[], str], keep: Keep) -> int | None:
-        """The number of this tensor's content; `name` gives what it is called where it is new."""
-        if keep == "structure":
-            return None
+    def of(
+        self, tensor: torch.Tensor, name: TensorName, keep: Keep, stride: Sequence[int] | None
+    ) -> int:
+        """The number of this tensor's content; it goes by `name` where it is new.
+
+        `stride` is None where the elements follow each other in order.
+        """
         tensors = keep == "tensors"
-        storage = _storage(tensor)
-        if storage is None:
-            return self._new(tensor, name, tensors)
-        view: _View = (
-            tensor._version,
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-            tensors,
-        )
-        known = self._known.get(storage._cdata)
-        if known is None:
-            known = self._known.setdefault(storage._cdata, (StorageWeakRef(storage), {}))
-        number = known[1].get(view)
+        try:
+            storage = tensor.untyped_storage()
+            mark = self._marks.get(storage._cdata)
+            dtype = tensor.dtype
+            if mark is None:
+                if not _is_its_storage(tensor):
+                    return self._new(tensor, name, tensors)
+                mark = self._mark(storage)
+            elif tensor.is_neg() or (dtype.is_complex and tensor.is_conj()):
+                return self._new(tensor, name, tensors)  # the same memory means other numbers
+            offset, shape = tensor.storage_offset(), tuple(tensor.shape)
+            view = (mark, tensor._version, offset, shape, stride, dtype, tensors)
+        except (NotImplementedError, RuntimeError):  # inference tensors keep no version; sparse,
+            return self._new(tensor, name, tensors)  # nested, functorch's and others no storage
+        number = self._numbers.get(view)
         if number is None:
-            number = known[1][view] = self._new(tensor, name, tensors)
+            number = self._numbers[view] = self._new(tensor, name, tensors)
         return number
 
-    def _new(self, tensor: torch.Tensor, name: Callable[[], str], tensors: bool) -> int:
+    def _mark(self, storage: torch.UntypedStorage) -> int:
+        key = storage._cdata
+        if key not in self._held:
+            self._held[key] = StorageWeakRef(storage)
+        return self._marks.setdefault(key, next(self._new_marks))
+
+    def _new(self, tensor: torch.Tensor, name: TensorName, tensors: bool) -> int:
         number = next(self._ids)
-        result = self._summarizer.submit(tensor)
-        if (tensors or self._checksums) and result.error is None:
-            self._writer.make_room(tensor.numel() * tensor.element_size())
-            copy = self._transfer.snapshot(tensor)
-            self.nbytes += copy.nbytes if tensors else 0
-            self._writer.tensor(
-                number,
-                name(),
-                copy.dtype,
-                copy.shape,
-                copy.get,
-                copy.nbytes,
-                checksum=self._checksums,
-                stored=tensors,
-            )
+        with Quiet():
+            result = self._summarizer.submit(tensor)
+            if (tensors or self._checksums) and result.error is None:
+                self._writer.make_room(tensor.numel() * tensor.element_size())
+                copy = self._transfer.snapshot(tensor)
+                self.nbytes += copy.nbytes if tensors else 0
+                self._writer.tensor(
+                    number,
+                    _text(name),
+                    copy.dtype,
+                    copy.shape,
+                    copy.get,
+                    copy.nbytes,
+                    checksum=self._checksums,
+                    stored=tensors,
+                )
         self._writer.value(number, result)
         return number
 
 
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The storage, where it and the version say what a tensor holds."""
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
-        return None
-    if tensor.is_inference():  # keeps no version
-        return None
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return None
-    if tensor.is_conj() or tensor.is_neg():  # the same memory stands for other numbers
-        return None
-    try:
-        return tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # tensors without storage: nested, wrappers
-        return None
+def _text(name: TensorName) -> str:
+    call, role, label = name
+    return f"{call}.{_SECTIONS[role]}.{label if isinstance(label, str) else '.'.join(label)}"
+
+
+def _is_its_storage(tensor: torch.Tensor) -> bool:
+    """Whether storage and version say what a tensor holds."""
+    return not (
+        tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.is_meta
+        or tensor.is_conj()  # the same memory means other numbers
+        or tensor.is_neg()
+    )

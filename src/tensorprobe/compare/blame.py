@@ -17,6 +17,8 @@ from tensorprobe.compare.scene import Scene
 from tensorprobe.compare.taint import Taint
 from tensorprobe.compare.walk import Walk
 
+_MUCH = 0.01  # of a result's size
+
 
 class Findings(msgspec.Struct):
     """What blame has found in one rank."""
@@ -27,6 +29,7 @@ class Findings(msgspec.Struct):
     n_replayed: int = 0
     n_left: int = 0  # suspects that the time did not suffice for
     first_bits: str | None = None  # the first call whose bits differ, where that is all
+    unexplained: str | None = None  # the first call that differs much, though nobody is to blame
 
 
 def blame(
@@ -74,7 +77,18 @@ def _findings(scene: Scene, replays: Replays) -> Findings:
         replays.n_replayed,
         replays.n_left,
         first.call.name if first else None,
+        _unexplained(scene),
     )
+
+
+def _unexplained(scene: Scene) -> str | None:
+    """Rounding that was blown up, as far as anyone can tell: to be said all the same."""
+    for node in scene.nodes:
+        if node.container or node.taint or node.is_random or not node.is_paired:
+            continue
+        if node.call.direction == "forward" and node.r_out > _MUCH:
+            return node.call.name
+    return None
 
 
 def _count_affected(scene: Scene) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tensorprobe.capture.calls import OpenCall
-from tensorprobe.capture.encode import as_arguments, nest
+from tensorprobe.capture.encode import as_arguments, nest_gradients
 from tensorprobe.capture.facts import environment_facts
 from tensorprobe.capture.gradients import Path as Place
 from tensorprobe.capture.naming import CallNames
@@ -92,7 +92,7 @@ def write_backward(
             kwargs=kwargs,
         )
         tape.writer.call(line)
-        outputs = nest(_lines(tape, call, sent, "output"), always=True)
+        outputs = nest_gradients(_lines(tape, call, sent, "output"))
         tape.writer.end(EndLine(id=call.id, outputs=outputs))
 
 

@@ -14,10 +14,10 @@ from tensorprobe.devices import failed_device
 from tensorprobe.guard.alone import Alone, run_alone, write_repro
 from tensorprobe.guard.arguments import describe_call
 from tensorprobe.guard.findings import Finding
-from tensorprobe.guard.kept import DROPPED, GONE
+from tensorprobe.guard.kept import DROPPED, GONE, TOO_LARGE
 from tensorprobe.guard.origin import chain, is_of_torch, words
 from tensorprobe.guard.saving import SavedInputs, direction_name
-from tensorprobe.guard.watched import WatchedCall
+from tensorprobe.guard.watched import COMPILED, WatchedCall
 from tensorprobe.records import Direction
 
 _MAX_FINDINGS = 20  # errors that a program catches may come by the thousand
@@ -26,6 +26,7 @@ _CUSTOM = (
     "it cannot be run alone: a custom autograd.Function is the program's own code. What it was "
     "given is saved"
 )
+_OPAQUE = "it cannot be run alone: it is a compiled region: the calls inside are not visible"
 
 
 class _Failure(msgspec.Struct):
@@ -84,7 +85,7 @@ class Failures:
             stack=tuple(call.frames),
             reason=f"{kind}: {text.partition(chr(10))[0]}",
             metrics=metrics,
-            inputs=str(self._inputs.folder),
+            inputs=str(self._inputs.folder) if call.given or call.incoming else None,
         )
         stem = split_direction(finding.name)[0]
         self._found.append(_Failure(finding, stem, call.device, (kind, text), missing))
@@ -107,7 +108,9 @@ class Failures:
         finding = failure.finding
         folder = self._place / "repro" / f"step{finding.step}" / failure.call
         if finding.name.startswith("Function."):
-            written: Path | str = _CUSTOM
+            written: Path | str = (
+                _OPAQUE if COMPILED in finding.metrics.get("notes", ()) else _CUSTOM
+            )
         else:
             written = write_repro(
                 self._inputs.folder, failure.call, finding.step, finding.rank, folder
@@ -115,7 +118,7 @@ class Failures:
         if failure.missing:
             alone = Alone("not possible", f"it cannot be run alone: {failure.missing[0]}")
         elif isinstance(written, str):
-            alone = Alone("not possible", written)
+            alone = Alone("not possible", written.replace(f"{failure.call}.forward ", "it ", 1))
         else:
             alone = run_alone(written, failure.device, *failure.error, self._timeout_s)
         failure.alone = alone
@@ -134,7 +137,7 @@ class Failures:
 
     def _second_run(self, failure: _Failure) -> str:
         """How to get the inputs that are missing: by holding those of this one call."""
-        if not any(text.endswith((GONE, DROPPED)) for text in failure.missing):
+        if not any(text.endswith((GONE, DROPPED, TOO_LARGE)) for text in failure.missing):
             return ""
         if self._rerun is None:
             step = failure.finding.step
@@ -177,7 +180,8 @@ def _first_words(finding: Finding) -> str:
     if "node" in finding.metrics:
         lines.append(f"backward was in {finding.metrics['node']}")
     lines += finding.metrics.get("notes", [])
-    lines.append(f"its inputs: tensorprobe show {shlex.quote(str(finding.inputs))} {finding.name}")
+    if finding.inputs is not None:
+        lines.append(f"its inputs: tensorprobe show {shlex.quote(finding.inputs)} {finding.name}")
     return "\n  ".join(lines)
 
 

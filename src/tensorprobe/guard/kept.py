@@ -22,6 +22,7 @@ from tensorprobe.numerics.memory import Unsupported
 
 GONE = "it was written to after the call"
 DROPPED = "it was let go of: what came after it filled the budget for inputs"
+TOO_LARGE = "it was not copied: the call alone has more than the budget for inputs"
 
 # A layout of one storage: version, offset, shape, stride and dtype.
 _View = tuple[int, Any, Any, Any, torch.dtype]
@@ -82,7 +83,7 @@ class Kept:
 
     def __init__(self, budget: int) -> None:
         self.nbytes = 0
-        self._budget = budget
+        self.budget = budget
         self._transfer = Transfer()
         self._calls: deque[list[Content]] = deque()
         self._memory: dict[int, int] = {}  # how many contents hold each piece of memory
@@ -129,7 +130,7 @@ class Kept:
                 self._count(content)
             content.users += 1
         self._calls.append(held)
-        while self.nbytes > self._budget and self._calls:
+        while self.nbytes > self.budget and self._calls:
             self._drop(self._calls.popleft())
 
     def release(self) -> None:

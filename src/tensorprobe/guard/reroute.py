@@ -65,6 +65,7 @@ class Reroute:
         self._watch = StepWatch(step_on, self._advance)
         self._track = _Track()
         self._on = False
+        self._advance_later = False
         self._ferry = _Ferry()
         self._mode = _CallMode(self._rules, self._track, self._ferry, self._watch)
         self._op_mode = _OpMode(self._rules, self._ferry)
@@ -154,6 +155,9 @@ class Reroute:
             self._log(str(problem))  # the user's own exception goes first
 
     def _advance(self) -> None:
+        if self._on and torch._C._current_graph_task_id() != -1:
+            self._advance_later = True  # an optimizer that steps inside of backward
+            return
         self._track.counter.reset()
         self._mode.begin_step()
         self._op_mode.begin_step()
@@ -165,6 +169,9 @@ class Reroute:
 
     def _backward_ended(self, last: bool) -> None:
         self._watch.backward_ended()
+        if self._advance_later:
+            self._advance_later = False
+            self._advance()
 
 
 def reroute(rules: Mapping[str, str]) -> Reroute:

@@ -195,8 +195,7 @@ class Sight:
                 glance.inputs = tensors_in(args, kwargs)
                 if plan.kind not in _NO_BACKWARD and quiet.grad and not _in_transform():
                     edges = glance.edges = InputEdges()
-                    for tensor, path in glance.inputs:
-                        edges.add(tensor, path)
+                    edges.add(glance.inputs)
                     if edges.functions:
                         self._watch_functions(edges.functions)
                 if plan.writes:

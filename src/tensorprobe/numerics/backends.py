@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from tensorprobe.numerics import digest, host, memory, rows, torch_ops
+from tensorprobe.numerics import digest, host, host_torch, memory, rows, torch_ops
 from tensorprobe.numerics.queue import MAX_AGE_S, Bank, Port, Queue
 from tensorprobe.numerics.result import Result
 
@@ -30,7 +30,7 @@ class Backend(Protocol):
 
 
 class HostBackend:
-    """Reads the memory of CPU tensors with numpy; results are ready at once."""
+    """Reads the memory of CPU tensors, large ones with all threads; results are ready at once."""
 
     def __init__(self, *, stats: bool, digest: bool) -> None:
         self._stats = stats
@@ -38,13 +38,15 @@ class HostBackend:
 
     def submit(self, result: Result, tensor: torch.Tensor, name: str) -> None:
         storage = host.STORAGE[name]
-        if self._stats and self._digest and tensor.is_contiguous():
+        summary = host_torch.summarize(tensor, name) if self._stats else None
+        if self._stats and self._digest and summary is None and tensor.is_contiguous():
             array = memory.logical_array(tensor, storage)
             result.summary, result.digest = host.summarize_and_digest(array, name)
         else:
-            if self._stats:
+            if self._stats and summary is None:
                 array, repeat = memory.distinct_array(tensor, storage)
-                result.summary = host.summarize_array(array, name, repeat=repeat)
+                summary = host.summarize_array(array, name, repeat=repeat)
+            result.summary = summary
             if self._digest:
                 result.digest = host.digest_strided(memory.logical_array(tensor, storage))
         result.ready = True

@@ -165,7 +165,7 @@ def _tally_bounded(tally: Tally, chunk: Array, low: float, high: float, scratch:
         wide = scratch.wide[:size]
         np.copyto(wide, chunk)
     tally.total += _sum(wide, scratch)
-    tally.square += _sum_of_squares(wide)
+    tally.square += sum_of_squares(wide)
 
 
 def _sum(wide: Array, scratch: Scratch) -> float:
@@ -174,7 +174,8 @@ def _sum(wide: Array, scratch: Scratch) -> float:
     return float(np.add.reduce(wide))
 
 
-def _sum_of_squares(wide: Array) -> float:
+def sum_of_squares(wide: Array) -> float:
+    """The sum of squares, by pieces for which numpy's BLAS starts no threads."""
     if wide.size <= DOT:
         return float(np.dot(wide, wide))
     parts = (wide[start : start + DOT] for start in range(0, wide.size, DOT))
@@ -243,7 +244,7 @@ def tally_integer(tally: Tally, chunk: Array, scratch: Scratch) -> None:
     wide = scratch.wide[:size]
     np.copyto(wide, chunk, casting="unsafe")
     tally.total += _sum(wide, scratch)
-    tally.square += _sum_of_squares(wide)
+    tally.square += sum_of_squares(wide)
 
 
 def tally_bool(tally: Tally, chunk: Array, scratch: Scratch) -> None:
@@ -294,7 +295,7 @@ def _tally_parts(tally: Tally, parts: Array, scratch: Scratch) -> None:
         tally.bounds(float(np.minimum.reduce(magnitude)), float(np.maximum.reduce(magnitude)))
         tally.zero += _count_zeros(magnitude, scratch)
     tally.total += _sum(magnitude, scratch)
-    tally.square += _sum_of_squares(wide)
+    tally.square += sum_of_squares(wide)
 
 
 STEPS: dict[str, Step] = {
@@ -330,17 +331,24 @@ def summarize_array(
     with np.errstate(all="ignore"):
         if dtype in FLOAT8:
             return _count_float8(array, dtype, digester).summary(repeat)
-        tally, scratch, step = Tally(), _LOCAL.scratch, STEPS[dtype]
+        tally = Tally()
         if digester is None and array.ndim == 1 and 0 < array.size <= SMALL:
-            step(tally, np.ascontiguousarray(array), scratch)
+            STEPS[dtype](tally, np.ascontiguousarray(array), _LOCAL.scratch)
         else:
-            for chunk in chunks(array, chunk_size(dtype), digester):
-                step(tally, chunk, scratch)
+            add_array(tally, array, dtype, digester)
         if dtype == "float64" or dtype == "complex128":
             _rescale(tally, array, dtype)
     if dtype != "bool":
         return tally.summary(repeat)
     return TensorSummary(tally.low, tally.high, None, None, 0, 0, tally.zero * repeat)
+
+
+def add_array(tally: Tally, array: Array, dtype: str, digester: Digester | None = None) -> None:
+    """Add the numbers of an array; those of float8 are counted another way."""
+    scratch, step = _LOCAL.scratch, STEPS[dtype]
+    with np.errstate(all="ignore"):
+        for chunk in chunks(array, chunk_size(dtype), digester):
+            step(tally, chunk, scratch)
 
 
 def digest_strided(array: Array) -> str:

@@ -286,43 +286,85 @@ def tally_integers(
         tl.store(meta + slot * _META + 2, 0)
 
 
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
 @triton.jit(do_not_specialize=["n", "slot"])
 def flag_floats(
-    x, table, flags, n, slot, KIND: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    x, table, flags, n, slot,
+    KIND: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Join to a slot: bits for NaN (1), +inf (2), -inf (4), and the largest finite magnitude."""
+    """Join to a slot: bits for NaN (1), +inf (2), -inf (4), and the largest finite magnitude.
+
+    Without their sign the bits of floats compare as integers do, infinity above all numbers and
+    NaN above that: one maximum tells whether a closer look is needed.
+    """
     n = n.to(tl.int64)
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
-    lane = tl.arange(0, BLOCK)
-    narrow = tl.float64 if WIDE else tl.float32
-    bits = tl.zeros([BLOCK], tl.int32)
-    top = tl.zeros([BLOCK], narrow)
-    steps = tl.cdiv(n, programs * BLOCK)
-    at = pid.to(tl.int64) * BLOCK + lane
-    for _ in range(steps):
-        inside = at < n
-        if KIND == _BFLOAT16:
-            raw = tl.load(x + at, mask=inside, other=0).to(tl.int32) << 16
-            value = raw.to(tl.float32, bitcast=True)
-        elif KIND == _TABLE:
-            value = tl.load(table + tl.load(x + at, mask=inside, other=0).to(tl.int32))
-            value = tl.where(inside, value, 0.0)
-        else:
-            value = tl.load(x + at, mask=inside, other=0.0).to(narrow)
-        nan = value != value
-        plus = value == float("inf")
-        minus = value == float("-inf")
-        bits = bits | nan.to(tl.int32) | (plus.to(tl.int32) << 1) | (minus.to(tl.int32) << 2)
-        top = tl.maximum(top, tl.where(nan | plus | minus, 0.0, tl.abs(value)))
-        at += programs * BLOCK
-    nans = tl.max(bits & 1, 0)
-    pluses = tl.max(bits & 2, 0)
-    minuses = tl.max(bits & 4, 0)
-    found = nans | pluses | minuses
-    # A magnitude has no sign bit, so its bits compare as integers do; as float32 for one word.
-    largest = tl.max(top, 0).to(tl.float32).to(tl.int32, bitcast=True)
     to = flags + slot.to(tl.int64) * 2
+    tile: tl.constexpr = LANES * VECTOR
+    if WIDE or KIND == _TABLE:
+        _flag_with_care(x, table, to, n, pid, programs, KIND, WIDE, LANES, tile)
+    else:
+        place = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+        tops = tl.zeros([LANES], tl.int32)
+        whole = n // tile
+        for index in range(pid, whole, programs):
+            bits = _magnitude_bits(tl.load(x + index * tile + place), VECTOR)
+            tops = tl.maximum(tops, tl.reduce(bits, 1, _larger))
+        top = tl.max(tops, 0)
+        if pid == whole % programs:
+            lane = tl.arange(0, LANES)
+            for start in range(whole * tile, n, LANES):
+                raw = tl.load(x + start + lane, mask=start + lane < n, other=0)
+                top = tl.maximum(top, tl.max(_magnitude_bits(raw, VECTOR), 0))
+        if KIND == _BFLOAT16:
+            value = (top << 16).to(tl.float32, bitcast=True)
+        elif VECTOR == 8:
+            value = top.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        else:
+            value = top.to(tl.float32, bitcast=True)
+        if value - value == 0.0:
+            tl.atomic_max(to + 1, value.to(tl.int32, bitcast=True))
+        else:
+            _flag_with_care(x, table, to, n, pid, programs, KIND, WIDE, LANES, tile)
+
+
+@triton.jit
+def _magnitude_bits(raw, VECTOR: tl.constexpr):
+    if VECTOR == 8:
+        bits = raw.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+    else:
+        bits = raw.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return bits
+
+
+@triton.jit
+def _flag_with_care(
+    x, table, to, n, pid, programs,
+    KIND: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    narrow: tl.constexpr = tl.float64 if WIDE else tl.float32
+    bits = tl.zeros([LANES], tl.int32)
+    top = tl.zeros([LANES], narrow)
+    lane = tl.arange(0, LANES)
+    parts: tl.constexpr = tile // LANES
+    for index in range(pid * parts, tl.cdiv(n, tile) * parts, programs * parts):
+        for part in range(parts):
+            at = (index + part) * LANES + lane
+            inside = at < n
+            value = tl.where(inside, _values(x, table, at, inside, True, KIND, narrow), 0.0)
+            nan = value != value
+            plus = value == float("inf")
+            minus = value == float("-inf")
+            bits = bits | nan.to(tl.int32) | (plus.to(tl.int32) << 1) | (minus.to(tl.int32) << 2)
+            top = tl.maximum(top, tl.where(nan | plus | minus, 0.0, tl.abs(value)))
+    found = tl.max(bits & 1, 0) | tl.max(bits & 2, 0) | tl.max(bits & 4, 0)
+    # As float32, for one word; a magnitude has no sign bit.
+    largest = tl.max(top, 0).to(tl.float32).to(tl.int32, bitcast=True)
     if found != 0:
         tl.atomic_or(to, found)
     tl.atomic_max(to + 1, largest)

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensorprobe.capture.naming import Counter
-from tensorprobe.capture.recorder import Recorder, say
+from tensorprobe.capture.recorder import Recorder
 from tensorprobe.errors import NothingRecorded, TensorprobeError
 from tensorprobe.ptdbg_ascend.settings import Switch, Target
+from tensorprobe.ptdbg_ascend.telling import say
 from tensorprobe.records import Capture
 from tensorprobe.store.loading import load
 from tensorprobe.store.ptdbg_writing import write_dump

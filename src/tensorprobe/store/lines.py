@@ -93,13 +93,14 @@ class ClosedLine(msgspec.Struct, tag_field="type", tag="closed"):
 
 Line = StackLine | CallLine | EndLine | ValueLine | GapLine | ClosedLine
 _encoder = msgspec.json.Encoder()
+_encode = _encoder.encode
 decode = msgspec.json.Decoder(Line).decode
 
 
 def encode(line: Line) -> bytes:
     """One line with its newline."""
     try:
-        return _encoder.encode(line) + b"\n"
+        return _encode(line) + b"\n"
     except UnicodeEncodeError:  # a lone surrogate, as in a file name that is not UTF-8
         return _encoder.encode(speakable(msgspec.to_builtins(line))) + b"\n"
 
@@ -115,9 +116,11 @@ def speakable(tree: Any) -> Any:
     return tree
 
 
-def pack_summary(summary: TensorSummary) -> list[Any]:
+def pack_summary(summary: TensorSummary | None) -> list[Any] | None:
     """A summary as seven JSON values, or eight where it is not counted; JSON has no NaN and no
     infinity, they become text."""
+    if summary is None:
+        return None
     s = summary
     fields: list[Any] = [s.min, s.max, s.mean, s.norm, s.nan_count, s.inf_count, s.zero_count]
     if not s.counted:

@@ -1,4 +1,4 @@
-"""Writing the native layout: call lines at once, values and tensors through a bounded queue."""
+"""Writing the native layout: call lines at once, late values and tensors through a queue."""
 
 from __future__ import annotations
 
@@ -54,41 +54,6 @@ class Result(Protocol):
     def error(self) -> str | None: ...
 
 
-class _Data(msgspec.Struct):
-    value_id: int
-    key: str
-    dtype: str
-    shape: Sequence[int]
-    data: Bytes | Callable[[], Bytes]
-    nbytes: int
-    checksum: bool = False
-    stored: bool = True
-
-
-class _Value(msgspec.Struct):
-    line: ValueLine
-    result: Result | None
-
-
-class _EndStep(msgspec.Struct):
-    pass
-
-
-class _Drop(msgspec.Struct):
-    """A step, ended before, whose files are to go."""
-
-    number: int
-
-
-_Item = EndLine | _Data | _Value | _EndStep | _Drop | threading.Event
-
-
-def _name_of(item: EndLine | _Value | _Data) -> str:
-    if isinstance(item, EndLine):
-        return f"end of call {item.id}"
-    return item.key if isinstance(item, _Data) else f"value {item.line.id}"
-
-
 class _Step:
     """The open files of one step of one rank."""
 
@@ -100,13 +65,16 @@ class _Step:
         self.fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=rank_fd)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
         self.log_fd = os.open(LOG_FILE, flags, 0o644, dir_fd=self.fd)
-        self.log_end = os.fstat(self.log_fd).st_size
         n_shards = sum(file.endswith(".safetensors") for file in os.listdir(self.fd))
         self.shards = Shards(self.fd, n_shards, shard_nbytes)
+        self.with_data: set[int] = set()  # values whose bytes are in the queue, or written
         self.blobs: dict[int, Place] = {}  # written, their value line to come
         self.gaps: dict[int, str] = {}  # not written, and why
         self.checksums: dict[int, str] = {}  # likewise, of data that has gone by
+        # Lines that wait for company: they go with the next call's, or when the thread comes by.
+        # Appending takes no lock; whoever takes some away has the log's, and takes the first ones.
         self.lines: list[bytes] = []
+        self.held: list[bytes] = []  # the thread's own: they name data, whose header goes first
         self.n_calls = 0
         self.n_gaps = 0
         self.closed = False
@@ -120,14 +88,51 @@ class _Step:
             os.close(self.fd)
 
 
+class _Data(msgspec.Struct):
+    value_id: int
+    key: str
+    dtype: str
+    shape: Sequence[int]
+    data: Bytes | Callable[[], Bytes]
+    nbytes: int
+    checksum: bool = False
+    stored: bool = True
+
+
+class _Value(msgspec.Struct, gc=False):
+    step: _Step
+    id: int
+    result: Result | None
+
+
+class _EndStep(msgspec.Struct):
+    pass
+
+
+class _Drop(msgspec.Struct):
+    """A step, ended before, whose files are to go."""
+
+    number: int
+
+
+_Item = _Data | _Value | _EndStep | _Drop | threading.Event
+
+
+def _name_of(item: EndLine | _Value | _Data) -> str:
+    if isinstance(item, EndLine):
+        return f"end of call {item.id}"
+    return item.key if isinstance(item, _Data) else f"value {item.id}"
+
+
 class CaptureWriter:
     """Writes what one rank of a run recorded, and never raises for the disk's sake.
 
-    `call`, `stack` and `gap` are in the file when they return. `tensor`, `value` and `end` go
-    through a queue that one thread empties; `tensor` of a value id comes before its `value`.
-    `poll` is called by that thread while results are outstanding, `wait` (make all results ready)
-    by the thread that ends a step, drains or closes. After a write error nothing more is written
-    than the disk takes, and `error` has the first one. In a forked child nothing is done.
+    `call`, `stack` and `gap` are in the file when they return; `end`, and `value` whose result is
+    ready, with the next of those or a moment later. `tensor`, and `value` whose result is still to
+    come, go through a queue that one thread empties; `tensor` of a value id comes before its
+    `value`. `poll` is called by that thread while results are outstanding, `wait` (make all results
+    ready) by the thread that ends a step, drains or closes. After a write error nothing more is
+    written than the disk takes, and `error` has the first one. In a forked child nothing is done.
 
         writer = CaptureWriter(Path("runs/a"), 0, run_identity(os.environ), {}, {})
         writer.begin_step(0)
@@ -167,6 +172,7 @@ class CaptureWriter:
         self._poll = poll
         self._wait = wait
         self._pid = os.getpid()
+        _forget_in_children(self)
         self._rank_fd: int | None = None
         self._step: _Step | None = None
         self._last_step: _Step | None = None  # also after its end, until the next begins
@@ -180,7 +186,7 @@ class CaptureWriter:
         self._hurry = False
         self._asleep = False
         self._stopping = False
-        self._waiting: list[tuple[_Step, _Value]] = []  # the thread's own
+        self._waiting: deque[_Value] = deque()  # in the order of their coming
         self._result_error: str | None = None
         self._thread: threading.Thread | None = None
 
@@ -228,25 +234,33 @@ class CaptureWriter:
 
     def call(self, line: CallLine) -> None:
         """Write that a call is about to run."""
-        if step := self._open_step():
-            self._write_lines(step, encode(line), n_calls=1)
+        step = self._step
+        if step is not None:
+            self._append(step, encode(line), True)
 
     def stack(self, line: StackLine) -> None:
         """Write a stack, before the first call that names it."""
-        if step := self._open_step():
-            self._write_lines(step, encode(line))
+        step = self._step
+        if step is not None:
+            self._append(step, encode(line))
 
     def gap(self, line: GapLine) -> None:
         """Write that something could not be recorded."""
-        if step := self._open_step():
-            self._write_lines(step, encode(line), n_gaps=1)
+        step = self._step
+        if step is not None:
+            self._append_gap(step, line)
 
     def end(self, line: EndLine) -> None:
-        """Queue that a call has ended."""
-        if step := self._open_step():
-            self._put(step, line)
-            if self._flush_each:
-                self._finish_queue()
+        """Write, soon, that a call has ended."""
+        step = self._step
+        if step is None:
+            return
+        try:
+            self._add_line(step, line)
+        except Exception as error:  # noqa: BLE001 recording a call must not end the program
+            self._not_written(step, line, error)
+        if self._flush_each:
+            self._finish_queue()
 
     def make_room(self, nbytes: int) -> None:
         """Wait until the queue can take this much more: before a copy is made, not after."""
@@ -278,7 +292,7 @@ class CaptureWriter:
         `data` may be a function that gives them later (a copy under way); `nbytes` is needed then.
         With `checksum` their CRC-32 is the value's digest, and they need not be `stored` for it.
         """
-        step = self._open_step()
+        step = self._step
         if step is None:
             return
         if nbytes is None:
@@ -287,16 +301,30 @@ class CaptureWriter:
         self.make_room(nbytes)
         with self._changed:
             self._queued_nbytes += nbytes
+        step.with_data.add(value_id)
         self._put(step, _Data(value_id, key, dtype, shape, data, nbytes, checksum, stored))
         if self._queued_nbytes > _BATCH_NBYTES:
             self._wake(hurry=True)
 
     def value(self, id: int, result: Result | None = None, *, gap: str | None = None) -> None:
-        """Queue the line of a value; it is written as soon as its result is ready."""
-        if step := self._open_step():
-            self._put(step, _Value(ValueLine(id=id, gap=gap), result))
-            if self._flush_each:
-                self.drain()
+        """Write the line of a value as soon as its result is ready and its bytes are there."""
+        step = self._step
+        if step is None:
+            return
+        if gap is not None:
+            self._add_line(step, ValueLine(id=id, gap=gap))
+        elif id in step.with_data:
+            self._put(step, _Value(step, id, result))
+        elif result is None:
+            self._add_line(step, ValueLine(id=id))
+        elif result.ready:
+            self._add_line(step, _value_line(id, result))
+        else:
+            self._waiting.append(_Value(step, id, result))
+            if self._asleep:
+                self._wake()
+        if self._flush_each:
+            self.drain()
 
     def drain(self) -> None:
         """Return when everything queued is in the files."""
@@ -321,10 +349,6 @@ class CaptureWriter:
 
     def _forked(self) -> bool:
         return os.getpid() != self._pid
-
-    def _open_step(self) -> _Step | None:
-        """The step to write to. Taken once a call: another thread may end it meanwhile."""
-        return None if self._forked() else self._step
 
     def _has_room(self, nbytes: int) -> bool:
         # A tensor larger than the whole queue goes alone.
@@ -363,26 +387,48 @@ class CaptureWriter:
 
     # -- the log -------------------------------------------------------------------------------
 
-    def _write_lines(self, step: _Step, text: bytes, *, n_calls: int = 0, n_gaps: int = 0) -> None:
+    def _add_line(self, step: _Step, line: Line) -> None:
+        """Let a line wait for the next write: nothing else of a capture depends on its place."""
+        if step.closed:
+            raise RuntimeError("it came after its step had ended")
+        step.lines.append(encode(line))
+        if self._asleep:
+            self._wake()
+
+    def _append(self, step: _Step, text: bytes, is_call: bool = False) -> None:
+        """Write to the log what waits, then this."""
+        lines = step.lines
         with self._log_lock:
-            self.n_calls += n_calls
-            self.n_gaps += n_gaps
-            step.n_calls += n_calls
-            step.n_gaps += n_gaps
+            if is_call:
+                self.n_calls += 1
+                step.n_calls += 1
+            if lines:
+                n = len(lines)
+                text = b"".join(lines[:n]) + text
+                del lines[:n]
             if self._log_broken or step.closed:
                 return
+            written = 0
             try:
                 written = os.write(step.log_fd, text)
                 while written < len(text):
                     written += os.write(step.log_fd, text[written:])
+                self.nbytes_written += written
             except OSError as error:
                 self._log_broken = True
                 self._failed(error)
                 with contextlib.suppress(OSError):  # leave whole lines only
-                    os.ftruncate(step.log_fd, step.log_end)
-            else:
-                step.log_end += len(text)
-                self.nbytes_written += len(text)
+                    os.ftruncate(step.log_fd, os.fstat(step.log_fd).st_size - written)
+
+    def _append_gap(self, step: _Step, gap: GapLine) -> None:
+        with self._log_lock:
+            self.n_gaps += 1
+            step.n_gaps += 1
+        self._append(step, encode(gap))
+
+    def _not_written(self, step: _Step, item: EndLine | _Value | _Data, error: Exception) -> None:
+        reason = f"not written: {type(error).__name__}: {error}"
+        self._append_gap(step, GapLine(_name_of(item), reason))
 
     def _failed(self, error: Exception) -> None:
         if self.error is None:
@@ -405,26 +451,29 @@ class CaptureWriter:
         with self._changed:
             if not self._waiting:
                 self._asleep = True
-                self._changed.wait_for(lambda: self._queue or self._stopping)
+                self._changed.wait_for(lambda: self._has_work() or self._stopping)
                 self._asleep = False
-                if not self._queue:
+                if not self._has_work():
                     return False
             self._changed.wait_for(lambda: self._hurry or self._stopping, _GATHER_S)
             self._hurry = False
             return True
 
+    def _has_work(self) -> bool:
+        step = self._last_step
+        lines = step is not None and not step.closed and step.lines
+        return bool(self._queue or self._waiting or lines)
+
     def _work(self, until: float) -> None:
         """Take what is queued, in order, for a while."""
-        step = None
+        step = self._last_step
         while self._queue and time.monotonic() < until:
             step, item = self._queue.popleft()
             if isinstance(item, _Value):
                 if item.result is None or item.result.ready:
                     self._attempt(step, self._write_value, item)
                 else:
-                    self._waiting.append((step, item))
-            elif isinstance(item, EndLine):
-                self._attempt(step, self._add_line, item)
+                    self._waiting.append(item)
             elif isinstance(item, _Data):
                 self._attempt(step, self._write_data, item)
                 self._release(item)
@@ -442,21 +491,18 @@ class CaptureWriter:
             self._hurry = True
 
     def _attempt(
-        self, step: _Step, write: Callable[[_Step, Any], None], item: EndLine | _Value | _Data
+        self, step: _Step, write: Callable[[_Step, Any], None], item: _Value | _Data
     ) -> None:
         """Write one thing; if that fails it is a gap, and the program and the rest go on."""
         try:
-            if step.closed:
-                raise RuntimeError("it came after its step had ended")
             write(step, item)
         except Exception as error:  # noqa: BLE001 recording a call must not end the program
-            gap = GapLine(_name_of(item), f"not written: {type(error).__name__}: {error}")
-            self._write_lines(step, encode(gap), n_gaps=1)
+            self._not_written(step, item, error)
 
     def _finish_step(self, step: _Step) -> None:
         self._write_ready(ending=step)
-        step.lines.append(encode(ClosedLine(step.n_calls, step.n_gaps)))
         self._flush(step)
+        self._append(step, encode(ClosedLine(step.n_calls, step.n_gaps)))
         with self._log_lock:  # no other thread is about to write to a number that is let go
             try:
                 step.close()
@@ -480,27 +526,40 @@ class CaptureWriter:
 
     def _write_ready(self, ending: _Step | None = None) -> None:
         """Write outstanding values whose result has come, and all of a step that ends."""
-        waiting, self._waiting = self._waiting, []
-        for step, value in waiting:
-            if step is ending or (value.result is not None and value.result.ready):
-                self._attempt(step, self._write_value, value)
-            else:
-                self._waiting.append((step, value))
-        for step in {step for step, _ in waiting}:
+        waiting = self._waiting
+        steps: dict[int, _Step] = {}
+        while waiting:
+            value = waiting[0]
+            step, result = value.step, value.result
+            if not (step is ending or result is None or result.ready):
+                break
+            waiting.popleft()
+            steps[id(step)] = step
+            self._attempt(step, self._write_value, value)
+        for step in steps.values():
             self._flush(step)
 
     def _write_value(self, step: _Step, value: _Value) -> None:
-        line, result = value.line, value.result
-        line.blob = step.blobs.pop(line.id, None)
-        problem = step.gaps.pop(line.id, None)
-        if result is not None and result.ready:
-            line.summary = pack_summary(result.summary) if result.summary is not None else None
-            line.digest = step.checksums.pop(line.id, None) or result.digest
-            problem = problem or result.error
-        elif result is not None:
+        result = value.result
+        if result is None:
+            line = ValueLine(id=value.id)
+        elif result.ready:
+            line = _value_line(value.id, result)
+        else:
             problem = self._result_error or "its summary did not come back from the device"
-        line.gap = line.gap or problem
-        self._add_line(step, line)
+            line = ValueLine(id=value.id, gap=problem)
+        if value.id in step.with_data:
+            step.with_data.discard(value.id)
+            line.blob = step.blobs.pop(value.id, None)
+            line.gap = step.gaps.pop(value.id, None) or line.gap
+            if result is not None and result.ready:
+                line.digest = step.checksums.pop(value.id, None) or line.digest
+        if line.blob is None:
+            self._add_line(step, line)
+        else:
+            step.held.append(encode(line))
+            if len(step.held) >= _BATCH_LINES:
+                self._flush(step)
 
     def _write_data(self, step: _Step, item: _Data) -> None:
         if self.error is not None:
@@ -536,13 +595,8 @@ class CaptureWriter:
         if self._out_of_budget:
             reason = f"{OUT_OF_BUDGET} ({self._max_disk_nbytes} bytes): statistics only from here"
             self._flush(step)
-            self._write_lines(step, encode(GapLine("tensors", reason)), n_gaps=1)
+            self._append_gap(step, GapLine("tensors", reason))
         return self._out_of_budget
-
-    def _add_line(self, step: _Step, line: Line) -> None:
-        step.lines.append(encode(line))
-        if len(step.lines) >= _BATCH_LINES:
-            self._flush(step)
 
     def _flush(self, step: _Step) -> None:
         """Data is named by the shard's header, then by the log: a value line is never early."""
@@ -552,12 +606,30 @@ class CaptureWriter:
             step.shards.flush()
         except OSError as error:
             self._failed(error)
-        lines, step.lines = step.lines, []
-        if lines:
-            self._write_lines(step, b"".join(lines))
+        held, step.held = step.held, []
+        if held or step.lines:
+            self._append(step, b"".join(held))
 
     def _release(self, item: _Data) -> None:
         item.data = _NO_DATA  # the memory first, then the room it took
         with self._changed:
             self._queued_nbytes -= item.nbytes
             self._changed.notify_all()
+
+
+def _value_line(id: int, result: Result) -> ValueLine:
+    return ValueLine(
+        id=id, summary=pack_summary(result.summary), digest=result.digest, gap=result.error
+    )
+
+
+def _forget_in_children(writer: CaptureWriter) -> None:
+    """In a forked child no step is open: asked once there, and not with every line here."""
+    reference = weakref.ref(writer)
+
+    def in_child() -> None:
+        alive = reference()
+        if alive is not None:
+            alive._step = None
+
+    os.register_at_fork(after_in_child=in_child)
