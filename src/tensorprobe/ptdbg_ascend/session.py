@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from tensorprobe.errors import BadUsage, TensorprobeError
 from tensorprobe.ptdbg_ascend.settings import Switch, Target, read_on_off, read_switch, read_target
+from tensorprobe.ptdbg_ascend.telling import import_torch, say
 
 if TYPE_CHECKING:
     from tensorprobe.ptdbg_ascend.dump import Dump
@@ -162,6 +163,7 @@ class Session:
         """Record, if everything is known that has to be."""
         if self._switch is None or self._hook is None or self._dump is not None:
             return
+        import_torch()
         from tensorprobe.capture.naming import Counter
         from tensorprobe.ptdbg_ascend.dump import Dump
 
@@ -201,6 +203,7 @@ class Session:
         if self._overflow is None:
             if not self._overflow_on:
                 return
+            import_torch()
             from tensorprobe.ptdbg_ascend.overflow import OverflowCheck
 
             # Without a path they go to the folder the program runs in, as they always did.
@@ -234,8 +237,6 @@ class Session:
     def _tell(self, text: str) -> None:
         """Say it, once."""
         if text not in self._told:
-            from tensorprobe.capture.recorder import say
-
             self._told.add(text)
             say(text)
 
