@@ -113,8 +113,6 @@ class _Bisection:
         folder.mkdir(parents=True, exist_ok=True)
         self._state = State(question=question) if restart else self._continued()
         self._state.culprits, self._state.notes = [], []
-        self._probed = 0  # in this process
-        self._reused = 0
 
     def _continued(self) -> State:
         if not self._file.exists():
@@ -210,7 +208,6 @@ class _Bisection:
     def _ask(self, rules: dict[str, str], what: str) -> Probe:
         known = next((probe for probe in self._state.probes if probe.rules == rules), None)
         if known is not None:
-            self._reused += 1
             return known
         probe = self._probe(rules)
         self._state.probes.append(probe)
