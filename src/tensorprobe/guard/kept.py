@@ -104,7 +104,7 @@ class Kept:
             return Content(None, self._transfer.snapshot(tensor)) if copy else Content(tensor)
         storage = _storage(tensor)
         if storage is None:
-            return Content(None, self._transfer.snapshot(tensor))
+            return Content(None, self._copy(tensor))
         known = self._copies.get(storage._cdata)
         if known is None or known[0].expired():
             if len(self._copies) > _PRUNE_AT:
@@ -120,7 +120,7 @@ class Kept:
         )
         content = known[1].get(view)
         if content is None or not content.is_there:
-            content = known[1][view] = Content(None, self._transfer.snapshot(tensor))
+            content = known[1][view] = Content(None, self._copy(tensor))
         return content
 
     def hold(self, contents: Sequence[Content]) -> None:
@@ -140,6 +140,12 @@ class Kept:
         while self._calls:
             self._drop(self._calls.popleft(), ENDED)
         self._prune()
+
+    def _copy(self, tensor: torch.Tensor) -> HostCopy:
+        copy = self._transfer.snapshot(tensor)
+        if device_layer(tensor.device).is_launch_blocking():
+            copy.tensor()  # the program waits for each call, and a broken device for nobody
+        return copy
 
     def _count(self, content: Content) -> None:
         if content.memory is not None:
