@@ -18,7 +18,7 @@ from tensorprobe.guard.kept import DROPPED, ENDED, GONE, TOO_LARGE
 from tensorprobe.guard.origin import chain, is_of_torch, words
 from tensorprobe.guard.saving import SavedInputs, direction_name
 from tensorprobe.guard.watched import COMPILED, WatchedCall
-from tensorprobe.records import Direction
+from tensorprobe.records import HOST, Direction
 
 _MAX_FINDINGS = 20  # errors that a program catches may come by the thousand
 _MAX_ALONE = 3  # each takes a start of Python
@@ -130,12 +130,21 @@ class Failures:
         if is_caught:
             metrics["caught"] = "the program caught it and went on"
         repro = None if alone.folder is None else str(alone.folder)
-        next_command = "" if alone.folder else self._second_run(failure)
+        next_command = self._confirm(failure, alone) if alone.folder else self._second_run(failure)
         failure.finding = finding = msgspec.structs.replace(
             finding, metrics=metrics, repro=repro, next=next_command
         )
         self._report(finding, tell=False)
         self._log(_last_words(finding))
+
+    def _confirm(self, failure: _Failure, alone: Alone) -> str:
+        """How to see that this operator is all that is wrong: by running it on the host."""
+        op = failure.finding.op
+        if failure.device == HOST or alone.outcome == "no error":
+            return ""
+        if self._rerun is None:
+            return f'with tp.reroute({{"{op}": "{HOST}"}}): ...'
+        return f"tensorprobe run --no-record --reroute {op}={HOST} {self._rerun}"
 
     def _second_run(self, failure: _Failure) -> str:
         """How to get the inputs that are missing: by holding those of this one call."""
