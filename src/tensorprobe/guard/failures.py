@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -60,12 +61,17 @@ class Failures:
         self._log = log
         self._rerun = rerun
         self._timeout_s = timeout_s
+        self._lock = threading.Lock()
         self._found: list[_Failure] = []
         self._seen: set[tuple[str, ...]] = set()
         self._count = 0  # of all that failed, the same ones too
 
     def add(self, call: WatchedCall, direction: Direction, error: Exception, node: str) -> None:
         """Save and report one failure; the same one, met again, is only counted."""
+        with self._lock:  # several threads may fail
+            self._add(call, direction, error, node)
+
+    def _add(self, call: WatchedCall, direction: Direction, error: Exception, node: str) -> None:
         kind, text = words(error)
         key = (call.names.api.op, *call.frames[:1], direction, kind, without_numbers(text[:200]))
         self._count += 1
