@@ -13,6 +13,7 @@ GROUPS = {
     "ops": ["check_ops", "check_faults", "check_overflow_and_dump"],
     "models": ["check_models"],
     "recording": ["check_recording"],
+    "guard": ["check_guard"],
 }
 TESTS = FOLDER.parents[1]
 # Of the tests of recording, those that run on the device at every change: each program once, and

@@ -13,7 +13,8 @@ from tensorprobe.numerics import launch, queue
 from tensorprobe.numerics import triton_kernels as kernels
 from tensorprobe.numerics.backends import KernelBackend
 from tensorprobe.numerics.digest import digest_array
-from tensorprobe.numerics.launch import Launcher
+from tensorprobe.numerics.finiteness import LIMITS, extent_now, readable
+from tensorprobe.numerics.launch import Flagger, Launcher
 from tensorprobe.numerics.queue import Arrival, Bank
 from tensorprobe.numerics.summary import Summarizer
 
@@ -69,6 +70,25 @@ def interpreted(*, stats: bool, digest: bool) -> tuple[Summarizer, HostPort]:
         return KernelBackend(launcher, port, new_bank, stats=stats, digest=digest)
 
     return Summarizer(stats=stats, digest=digest, choose=choose), port
+
+
+def check_flagger() -> None:
+    """Bits and magnitudes of the flag kernel are those that the host finds."""
+    tensors = []
+    for dtype in LIMITS:
+        for value in (0.5, float("nan"), float("inf"), -float("inf")):
+            x = torch.linspace(-3, 2, 5000)
+            x[4321] = value
+            x = (torch.complex(x, x) if dtype.is_complex else x).to(dtype)
+            tensors += [x, x[1:]]
+    contents = [content for x in tensors if (content := readable(x)) is not None]
+    flagger = Flagger(CPU, len(contents))
+    for slot, content in enumerate(contents):
+        flagger.start(content, content.numel(), slot, 0)
+    for content, (bits, top) in zip(contents, flagger.decode(len(contents)), strict=True):
+        expected = extent_now(content)
+        assert bits == expected.bits, (content.dtype, bits, expected)
+        assert bits or abs(top - expected.top) <= 1e-6 * expected.top, (content.dtype, top)
 
 
 # Those that a kernel sees differently: at an odd address, repeated, copied first.
@@ -191,6 +211,8 @@ if __name__ == "__main__":
         check_large()
         check_flags()
         check_banks()
+    elif what == "flags":
+        check_flagger()
     else:
         check_dtypes(names, every_layout=True)
     print("passed")

@@ -81,6 +81,10 @@ def test_every_way_of_reading_and_the_banks() -> None:
     interpret("banks", "float64", "bfloat16", "float8_e4m3fn", "uint64", "bool", "complex64")
 
 
+def test_flags_of_what_is_not_finite() -> None:
+    interpret("flags")
+
+
 def test_floats_are_read_16_bytes_at_a_time() -> None:
     # Compiled for an H100, which needs none: a mask in the wrong place costs a third of the speed.
     done = subprocess.run(

@@ -274,6 +274,7 @@ class Recorder:
         )
         values = Values(self._writer, summarizer, checksums=checksums)
         tape = self._tape = Tape(config, self._selection, self._writer, values, self._counter)
+        tape.on_open = self._step_opened
         level = config.level
         self._mode = CallMode(
             tape, record=level in ("L1", "mix"), on_scaler_update=self._watch.scaler_updated
@@ -338,7 +339,6 @@ class Recorder:
         self._optimizers.install_once()
         wanted = self._put_on()
         self._tape.begin_step(self._step, wanted)
-        self._drop_old_steps(wanted)
         self._modules.begin_step()
         if self._op_mode is not None:
             self._op_mode.begin_step()
@@ -357,14 +357,13 @@ class Recorder:
         )
         return wanted
 
-    def _drop_old_steps(self, wanted: bool) -> None:
-        """Leave `keep_last` steps on disk, the one that begins now included."""
-        if self._keep_last is None or self._writer is None:
+    def _step_opened(self, step: int) -> None:
+        """A step has got its first call: leave `keep_last` steps on disk, this one included."""
+        if self._keep_last is None or self._writer is None or step in self._on_disk:
             return
-        while len(self._on_disk) >= self._keep_last:
+        self._on_disk.append(step)
+        while len(self._on_disk) > self._keep_last:
             self._writer.drop_step(self._on_disk.pop(0))
-        if wanted and self._step not in self._on_disk:
-            self._on_disk.append(self._step)
 
     def _advance(self) -> None:
         """Go to the next step."""

@@ -31,7 +31,7 @@ from tensorprobe.guard.names import check_budget, check_timeout
 from tensorprobe.guard.origin import (
     CompiledPart,
     CustomFunction,
-    Worker,
+    Elsewhere,
     chain,
     is_programs_own,
     origin,
@@ -39,9 +39,10 @@ from tensorprobe.guard.origin import (
     words,
 )
 from tensorprobe.guard.saving import SavedInputs, direction_name
-from tensorprobe.guard.watched import WatchedCall, WatchTape
+from tensorprobe.guard.watched import COMPILED, WatchedCall, WatchTape
 from tensorprobe.records import Direction
 
+_MAX_KNOWN = 1000
 _COMPILE_WARNING = "Using `torch.compile\\(module\\)` when there are global hooks"
 
 
@@ -213,7 +214,7 @@ class ErrorWatch:
             return
         with Quiet():
             place = origin(error)
-        if isinstance(place, Worker):
+        if isinstance(place, Elsewhere):
             self._log(place.text)
         elif isinstance(place, CompiledPart):
             self._compiled_failed(place, error)
@@ -224,15 +225,14 @@ class ErrorWatch:
 
     def _compiled_failed(self, part: CompiledPart, error: Exception) -> None:
         api = ApiName("Compiled", part.name, part.name)
-        name = call_name(api, self._tape.counter.next(api))
-        call = WatchedCall(
-            CallNames(api, name, self._tape.place.module), self._step, self._tape.place.thread
-        )
+        call = self._tape.compiled.pop(api, None)  # seen when it began, where calls were seen in it
+        if call is None:
+            name = call_name(api, self._tape.counter.next(api))
+            names = CallNames(api, name, self._tape.place.module)
+            call = WatchedCall(names, self._step, self._tape.place.thread)
+        call.notes.clear()
         call.frames = part.frames
-        call.notes.append(
-            "compiled: the calls inside are not visible. To have the one that failed named, run "
-            "once more with TORCHDYNAMO_DISABLE=1"
-        )
+        call.notes.append(COMPILED)
         self._failed(call, "forward", error)
 
     def _function_failed(self, place: CustomFunction, error: Exception) -> None:
@@ -269,6 +269,8 @@ class ErrorWatch:
     def _remember(self, error: BaseException) -> None:
         # not the exception itself: its frames hold the program's tensors. An identity is used
         # again when an exception is gone, hence the words and the time.
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
         self._known[id(error)] = (words(error), self._engine.now())
 
 

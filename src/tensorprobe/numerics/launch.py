@@ -228,6 +228,10 @@ class Flagger:
         self._tables: dict[torch.dtype, torch.Tensor] = {}
         self._device = device
         self._kernel = Kernel(kernels.flag_floats, LANES // 32, LANES=LANES)
+        if device.type == "cpu":  # interpreted
+            self._host = self._flags = torch.zeros((slots, 2), dtype=torch.int32)
+            self._flags_at = self._flags.data_ptr()
+            return
         with torch.cuda.device(device), memory.kernels_only(), torch.inference_mode(False):
             self._flags = torch.zeros((slots, 2), dtype=torch.int32, device=device)
             self._flags_at = self._flags.data_ptr()
@@ -247,12 +251,16 @@ class Flagger:
         if torch._C._cuda_getDevice() != self._index:
             with torch.cuda.device(self._index):
                 return self.flag(tensor, count, slot)
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        self.start(tensor, count, slot, stream)
+
+    def start(self, tensor: torch.Tensor, count: int, slot: int, stream: int) -> None:
+        """The same on a stream of the current device."""
         name = memory.NAMES[tensor.dtype]
         read, kind = READS[name]
         table = self._flags if kind != kernels.TABLE else self._table(tensor.dtype, name)
         address = tensor.data_ptr()
         key = (name, address % 16 == 0, count < 1 << 31)
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
         programs = rows_for(name, count)
         if not self._kernel.start(
             key, programs, stream, address, table.data_ptr(), self._flags_at, count, slot
@@ -271,6 +279,10 @@ class Flagger:
             self._host[:count].copy_(self._flags[:count])
             self._flags[:count].zero_()
             torch.cuda.synchronize()
+        return self.decode(count)
+
+    def decode(self, count: int) -> list[tuple[int, float]]:
+        """What the first slots on the host say: bits, and the largest finite magnitude."""
         found = self._host[:count].numpy()
         tops = found[:, 1].view(np.float32)
         return list(zip(found[:, 0].tolist(), tops.tolist(), strict=True))
