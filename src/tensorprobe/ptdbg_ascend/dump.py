@@ -148,6 +148,7 @@ class Counting:
             log=lambda text: None,
             counter=counter,
             level="L1",
+            operators="dunder",
             keep="structure",
             stacks=False,
             calls=["Saved.nothing.0.forward"],
