@@ -11,17 +11,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tensorprobe.errors import BadUsage
 from tensorprobe.ptdbg_ascend.debugger import PrecisionDebugger
 from tensorprobe.ptdbg_ascend.session import Session
+
+if TYPE_CHECKING:
+    from tensorprobe.ptdbg_ascend.dump import Dump
 
 __all__ = [
     "PrecisionDebugger",
     "acc_cmp_dump",
     "compare",
     "compare_distributed",
+    "module_dump",
+    "module_dump_end",
     "overflow_check",
     "parse",
     "register_hook",
@@ -97,6 +102,26 @@ def acc_cmp_dump(*args: Any, **kwargs: Any) -> NoReturn:
 def overflow_check(*args: Any, **kwargs: Any) -> NoReturn:
     """What register_hook takes to look for overflows."""
     raise BadUsage("overflow_check is not called: write register_hook(model, overflow_check)")
+
+
+def module_dump(module: Any, dump_name: str) -> None:
+    """Dump this module's own calls under a name, and nothing else until module_dump_end()."""
+    _dump_under_way().only(module, dump_name)
+
+
+def module_dump_end() -> None:
+    """Dump everything again."""
+    _dump_under_way().only(None)
+
+
+def _dump_under_way() -> Dump:
+    debugger = PrecisionDebugger._instance
+    dump = _SESSION.dump if debugger is None else debugger.dump
+    if dump is None:
+        raise BadUsage(
+            "module_dump needs a dump: write set_dump_switch('ON'), or debugger.start(), before it"
+        )
+    return dump
 
 
 def compare(

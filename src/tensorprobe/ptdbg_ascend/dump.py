@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensorprobe.capture.naming import Counter
 from tensorprobe.capture.recorder import Recorder
-from tensorprobe.errors import NothingRecorded, TensorprobeError
+from tensorprobe.errors import BadUsage, NothingRecorded, TensorprobeError
 from tensorprobe.ptdbg_ascend.settings import Switch, Target
 from tensorprobe.ptdbg_ascend.telling import say
 from tensorprobe.records import Capture
@@ -75,6 +75,14 @@ class Dump:
     def stop(self) -> None:
         """Record no more until `start`."""
         self.recorder.stop()
+
+    def only(self, module: Any, name: str = "") -> None:
+        """Dump this module's own calls and nothing else; with None, everything again."""
+        if module is not None and not hasattr(module, "named_modules"):
+            raise BadUsage(f"module_dump: {type(module).__name__} is no nn.Module")
+        if module is not None and (not isinstance(name, str) or not name):
+            raise BadUsage(f"module_dump: {name!r} is no name")
+        self.recorder.only(module, name)
 
     def publish_steps(self) -> None:
         """Write out the steps that are over, and drop their private part."""

@@ -153,6 +153,11 @@ class Session:
                 )
         self._backward_input = paths
 
+    @property
+    def dump(self) -> Dump | None:
+        """The dump that is under way."""
+        return self._dump
+
     def close(self) -> None:
         """Write out what is there; the end of the program calls it."""
         self._stop_counting()
