@@ -53,12 +53,29 @@ def set_dump_path(fpath: AnyPath | None = None, dump_tag: str = "ptdbg_dump") ->
     _SESSION.set_dump_path(fpath, dump_tag)
 
 
-def register_hook(model: Any, hook: Any, **kwargs: Any) -> None:
-    """Dump calls (acc_cmp_dump), or look for overflows (overflow_check).
+def register_hook(
+    model: Any,
+    hook: Any,
+    *,
+    overflow_nums: int = 1,
+    dump_mode: str = "api",
+    dump_config: AnyPath | None = None,
+    rank: int | None = None,
+    **others: Any,
+) -> None:
+    """Dump calls (acc_cmp_dump), or look for overflows and stop at the N-th (overflow_check).
 
-    Further arguments: overflow_nums=1, dump_mode="api", dump_config, rank.
+    `dump_mode="acl"` dumps kernels, as the dump.json `dump_config` says; `rank` names the folder.
     """
-    _SESSION.register_hook(model, hook, **kwargs)
+    _SESSION.register_hook(
+        model,
+        hook,
+        overflow_nums=overflow_nums,
+        dump_mode=dump_mode,
+        dump_config=dump_config,
+        rank=rank,
+        **others,
+    )
 
 
 def set_dump_switch(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _LEFT_OVER = re.compile(r".+\.recording-(\d+)")
 _STEP = re.compile(r"step(\d+)")
 # What the recorder says of its own folder, which nobody is to see.
-_PRIVATE_WORDS = ("recorded ", "recording about ")
+_PRIVATE_WORDS = "recording about "
 
 
 def say_of_dump(text: str) -> None:
@@ -94,7 +94,7 @@ class Dump:
     def close(self) -> None:
         """Stop for good and write out what was recorded; the private part remains if that fails."""
         try:
-            self.recorder.close()
+            self.recorder.close(tell=False)
         except NothingRecorded as nothing:
             if not self._published:
                 say(str(nothing))
