@@ -17,6 +17,7 @@ import types
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -28,9 +29,11 @@ import tensorprobe as tp
 from default_device import host_only
 from recorded import ROOT, SRC, record, run_script, start_script, stems
 from tensorprobe.capture.naming import Namer
+from tensorprobe.check.one import check_one
 from tensorprobe.devices import device_layer
 from tensorprobe.operators import symbol_of
 from tensorprobe.records import Fields, Special
+from tensorprobe.replay.pairing import pair
 
 ENTRIES = [
     *(f"001-U{n}" for n in range(1, 3)),
@@ -44,14 +47,6 @@ ENTRIES = [
 ]
 # Cannot be a test: the entry is about another product's version.
 ONLY_DOCUMENTED = {"001-E3", "002-3.3.1"}
-# What recording owes to these entries is tested below. The rest belongs to a part that is to come,
-# which their paragraphs in docs/faq.md name; its tests take them from here.
-LATER = {
-    "002-2.1": "check",
-    "002-2.2": "check",
-    "002-2.4": "check",
-    "002-2.5": "check",
-}
 
 
 def entries_with_a_test() -> list[str]:
@@ -77,8 +72,6 @@ def test_every_entry_has_its_paragraph() -> None:
     assert ids == ENTRIES
     for entry, paragraph in zip(ids, paragraphs, strict=True):
         assert len(paragraph.strip()) > 40, entry
-        promised = re.findall(r"Later,\s+`(\w+)`", paragraph)
-        assert promised == ([LATER[entry]] if entry in LATER else []), entry
 
 
 # 001: ptdbg_ascend, using it
@@ -704,8 +697,18 @@ def test_002_2_1_jit_compile_is_in_the_capture(
         is_initialized=lambda: True, is_jit_compile_false=lambda: True
     )
     monkeypatch.setitem(sys.modules, "torch_npu", torch_npu)
-    capture = record(tmp_path, lambda: torch.ones(2))
+    capture = record(tmp_path / "run", lambda: torch.ones(2).exp(), level="L1")
     assert capture.facts["npu"]["jit_compile"] is False
+    # and `check` says where it stands otherwise than it did
+    (tmp_path / "jit.py").write_text(
+        "from tensorprobe.devices import sim_npu\nsim_npu.install()\n"
+        "import torch_npu\ntorch_npu.npu.set_compile_mode(jit_compile=True)\n"
+    )
+    monkeypatch.delitem(sys.modules, "torch_npu")
+    checked = tp.check(
+        tmp_path / "run", tmp_path / "out", device="npu", references=tmp_path / "jit.py"
+    )
+    assert checked.notes == ["jit_compile was False when it was recorded and is True here"]
 
 
 def test_002_2_2_dtype_conversions_are_calls_with_both_dtypes(tmp_path: Path) -> None:
@@ -717,6 +720,11 @@ def test_002_2_2_dtype_conversions_are_calls_with_both_dtypes(tmp_path: Path) ->
     assert call.tensor("output.0").summary.inf_count == 1
     assert stems(capture) == ["Tensor.type_as", "Tensor.to", "Tensor.double"]
     assert capture.call("Tensor.to.0.forward").args[1] == Special("dtype", "torch.bfloat16")
+    # the reference is the conversion itself: overflow to infinity is right, and nothing is raised
+    for each in pair(capture.calls):
+        row = check_one(each, torch.device("cpu"))
+        assert (row.verdict, row.kind, row.reference) == ("pass", "conversion", "as recorded")
+        assert row.reference_dtype == row.device_dtype
 
 
 def test_002_2_3_bfloat16_is_exact_without_torch_too(tmp_path: Path) -> None:
@@ -753,6 +761,16 @@ def test_002_2_4_dropout_can_be_judged_from_its_record(tmp_path: Path) -> None:
     assert F.dropout(source, p=0.25).equal(output.load())
     # with one seed the two runs drew alike; recording itself draws nothing
     assert runs[1].call(call.name).tensor("output.0").digest == output.digest
+    # where the device draws other numbers, share and scale are judged, and the row says so
+    (dropout,) = pair(runs[0].calls(name="*dropout*"))
+    row = check_one(dropout, torch.device("cpu"))
+    assert (row.verdict, row.reference) == ("pass", "float64")
+    without_state = msgspec.structs.replace(
+        call, tensors=tuple(t for t in call.tensors if t.role != "buffer")
+    )
+    row = check_one(dropout._replace(forward=without_state), torch.device("cpu"))
+    assert (row.verdict, row.reference) == ("pass", "its distribution")
+    assert row.tensors[0].measure == "share of zeros, in sigmas"
 
 
 def test_002_2_5_every_tensor_has_the_dtype_it_had(tmp_path: Path) -> None:
@@ -768,6 +786,10 @@ def test_002_2_5_every_tensor_has_the_dtype_it_had(tmp_path: Path) -> None:
     assert f"autocast {device} torch.bfloat16" in call.notes
     cast = capture.call("Tensor.float.0.forward")
     assert [tensor.dtype for tensor in cast.tensors] == ["bfloat16", "float32"]
+    # a check calculates its reference in higher precision, and shows both dtypes
+    linear = next(each for each in pair(capture.calls) if each.forward.name == call.name)
+    row = check_one(linear, torch.device("cpu"))
+    assert (row.verdict, row.device_dtype, row.reference_dtype) == ("pass", "bfloat16", "float64")
 
 
 MAGIC = {

@@ -176,12 +176,4 @@ class CallMode(UserCalls):
         call = tape.begin(names, shown, kwargs, depth=3, grad=grad)
         if call is None:
             return func(*args, **kwargs)
-        try:
-            result = func(*args, **kwargs)
-        except BaseException as error:
-            tape.raised(call, error)
-            raise
-        if api.prefix == "Distributed" and tape.await_work(call, result):
-            return result
-        tape.end(call, result)
-        return result
+        return tape.run(call, func, args, kwargs)

@@ -145,6 +145,7 @@ class ModuleHooks:
         # modules called in this step whose parameters may get a gradient
         self._trained: dict[int, tuple[weakref.ref[nn.Module], ApiName, str]] = {}
         self._grads_seen: dict[int, tuple[int, int]] = {}
+        self._gradients = threading.Lock()
 
     def install(self) -> None:
         self._owner_thread = threading.get_ident()
@@ -346,7 +347,7 @@ class ModuleHooks:
 
     def _record_gradients_of(self, module: nn.Module, api: ApiName, path: str) -> None:
         tape = self._tape
-        with Quiet():
+        with Quiet(), self._gradients:  # backward may end in two threads at once
             fresh = list(self._fresh_gradients(module))
         if not fresh:
             return
