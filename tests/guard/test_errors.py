@@ -637,6 +637,18 @@ def test_what_the_budget_dropped_is_held_in_a_second_run(tmp_path: Path) -> None
     assert finding.repro is not None
 
 
+def test_ranks_keep_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        findings, _ = guarded(tmp_path, run(lambda y: y @ y))
+        finding = only(findings)
+        assert finding.rank == int(rank)
+        assert finding.repro == str(tmp_path / f"rank{rank}/repro/step0/Tensor.matmul.0")
+        assert (tmp_path / f"rank{rank}" / "findings.json").exists()
+    assert tp.load(tmp_path / "inputs").ranks == (0, 1)
+
+
 def test_scatters_that_fail_half_way_are_saved_as_they_were(tmp_path: Path) -> None:
     table = torch.zeros(4)
 

@@ -597,6 +597,23 @@ def test_a_recorder_of_ops_sees_the_op(tmp_path: Any) -> None:
     assert [c.name for c in actual.calls] == [c.name for c in plain.calls]
 
 
+@host_only("an overflow in half precision")
+@pytest.mark.parametrize("outer", ["guard", "reroute"])
+@pytest.mark.parametrize("name", ["F.mse_loss", "F.gelu"])
+def test_a_guard_judges_what_came_back(tmp_path: Any, outer: str, name: str) -> None:
+    x = torch.zeros(100, dtype=torch.float16)
+    x[3] = 300
+    guard = tp.Guard(tmp_path / "guard", overflow_nums=-1)
+    rerouted = tp.reroute({name: "float32"})
+    first, second = (guard, rerouted) if outer == "guard" else (rerouted, guard)
+    with first, second:
+        F.mse_loss(x, torch.zeros_like(x))
+        F.gelu(x)
+    found = [finding.name for finding in guard.findings]
+    assert found == ([] if name == "F.mse_loss" else ["Functional.mse_loss.0.forward"])
+    assert rerouted.counts == {name: 1}
+
+
 def test_two_at_once() -> None:
     model, x = net(), ramp(2, 8)
     expected = model(x)

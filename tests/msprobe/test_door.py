@@ -17,7 +17,7 @@ from torch import nn
 
 import tensorprobe as tp
 from recorded import run_script
-from tensorprobe.errors import BadUsage
+from tensorprobe.errors import BadUsage, GuardStopped
 from tensorprobe.msprobe.pytorch import (
     PrecisionDebugger,
     compare,
@@ -327,10 +327,44 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
         PrecisionDebugger(task="statistics")
     with pytest.raises(BadUsage, match="no configuration can be read"):
         PrecisionDebugger(tmp_path / "none.json")
-    with pytest.raises(BadUsage, match="task='overflow_check' is not supported"):
-        PrecisionDebugger(dump_path=tmp_path, task="overflow_check")
     with pytest.raises(BadUsage, match="Did you mean 'summary_mode'"):
         PrecisionDebugger(config(tmp_path, statistics={"sumary_mode": "md5"}))
+
+
+def test_overflow_check_stops_at_the_nth_overflow(tmp_path: Path) -> None:
+    path = config(tmp_path, task="overflow_check", overflow_check={"overflow_nums": 2})
+    debugger = PrecisionDebugger(path)
+    debugger.start()
+    big = torch.full((2,), 1e30)
+    big * big
+    big.square()
+    with pytest.raises(GuardStopped):  # at the latest when it is told to look no more
+        debugger.stop()
+    PrecisionDebugger.close()
+    findings = json.loads((tmp_path / "dump" / "findings.json").read_text())["findings"]
+    assert [found["name"] for found in findings] == [
+        "Tensor.mul.0.forward",
+        "Tensor.square.0.forward",
+    ]
+
+
+def test_the_command_line_of_msprobe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tensorprobe.msprobe.command import main
+
+    debugger = PrecisionDebugger(config(tmp_path, task="tensor"))
+    run(debugger, Net(), steps=2)
+    PrecisionDebugger.close()
+    a, b = (str(tmp_path / "dump" / f"step{i}") for i in (0, 1))
+    out = str(tmp_path / "out")
+    assert main(["-f", "pytorch", "compare", "-tp", a, "-gp", b, "-o", out, "-fm"]) == 0
+    (tmp_path / "pair.json").write_text(json.dumps({"npu_path": a, "bench_path": b}))
+    assert main(["compare", "-i", str(tmp_path / "pair.json"), "-o", out, "-s"]) == 0
+    assert len(list((tmp_path / "out").glob("compare_result_*.csv"))) >= 1
+    assert main(["acc_check", "-api_info", a, "-o", str(tmp_path / "ut")]) == 0
+    assert list((tmp_path / "ut").glob("accuracy_checking_result*.csv"))
+    assert main(["graph_visualize", "-tp", a]) == 2
+    assert main(["compare", "-tp", a]) == 2
+    assert "give both dumps: -tp DUMP -gp DUMP" in capsys.readouterr().err
 
 
 def test_an_old_configuration_is_read(tmp_path: Path) -> None:

@@ -12,16 +12,19 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.transfer import Transfer
+from tensorprobe.numerics.memory import is_dense
 from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.records import Keep, Role
 from tensorprobe.store.writer import CaptureWriter
 
 # The call, the role and the label within it of a tensor, the label whole or in parts.
 TensorName = tuple[str, Role, "str | tuple[str, ...]"]
-# What tells one content from another: the mark of its storage, then version, offset, shape, stride,
-# dtype, and whether its bytes are kept. Plain numbers and tuples: the garbage collector, which the
-# many of them would set off, soon leaves them out.
-_View = tuple[int, int, Any, tuple[int, ...], Sequence[int] | None, torch.dtype, bool]
+# What tells one content from another: the mark of its storage, then version, offset, number of
+# elements, shape and stride (where they do not follow each other in order), dtype, and whether its
+# bytes are kept. Plain numbers and tuples: the garbage collector, which the many of them would set
+# off, soon leaves them out.
+_Layout = tuple[tuple[int, ...], Sequence[int]] | None
+_View = tuple[int, int, Any, int, _Layout, torch.dtype, bool]
 _SECTIONS: dict[Role, str] = {
     "input": "input",
     "output": "output",
@@ -88,8 +91,15 @@ class Values:
                 mark = self._mark(storage)
             elif tensor.is_neg() or (dtype.is_complex and tensor.is_conj()):
                 return self._new(tensor, name, tensors)  # the same memory means other numbers
-            offset, shape = tensor.storage_offset(), tuple(tensor.shape)
-            view = (mark, tensor._version, offset, shape, stride, dtype, tensors)
+            layout: _Layout = None
+            if stride is not None:
+                shape = tuple(tensor.shape)
+                # Statistics ask for no order: those of a transposed matrix are the matrix's own.
+                ordered = keep != "stats" or self._checksums
+                if ordered or not is_dense(shape, tuple(stride)):
+                    layout = (shape, stride)
+            offset, numel = tensor.storage_offset(), tensor.numel()
+            view = (mark, tensor._version, offset, numel, layout, dtype, tensors)
         except (NotImplementedError, RuntimeError):  # inference tensors keep no version; sparse,
             return self._new(tensor, name, tensors)  # nested, functorch's and others no storage
         number = self._numbers.get(view)

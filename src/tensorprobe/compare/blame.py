@@ -9,15 +9,16 @@ import msgspec
 
 from tensorprobe.compare.containers import blame_module, settle_containers
 from tensorprobe.compare.culprit import Culprit
+from tensorprobe.compare.drift import drifted
 from tensorprobe.compare.hunt import hunt
-from tensorprobe.compare.judge import ROUNDING
+from tensorprobe.compare.judge import ROUNDING, pair_roundoff
 from tensorprobe.compare.measure import CallPair
 from tensorprobe.compare.replays import Replays
 from tensorprobe.compare.scene import Scene
 from tensorprobe.compare.taint import Taint
 from tensorprobe.compare.walk import Walk
 
-_MUCH = 0.01  # of a result's size
+_MUCH = 0.1  # of a result's size
 
 
 class Findings(msgspec.Struct):
@@ -51,6 +52,8 @@ def blame(
     if replays.enabled and not scene.culprits:
         hunt(scene, replays, faint=True)
         scene.culprits.sort(key=lambda item: -item[1].own_error)
+    if not scene.culprits and not scene.has_tensors and (found := drifted(scene)):
+        scene.culprits.append(found)
     if not scene.culprits and walk.hazards:
         scene.culprits.append(walk.hazards[0])
     settle_containers(scene)
@@ -87,7 +90,9 @@ def _unexplained(scene: Scene) -> str | None:
         if node.container or node.taint or node.is_random or not node.is_paired:
             continue
         if node.call.direction == "forward" and node.r_out > _MUCH:
-            return node.call.name
+            u = max((pair_roundoff(row) for row in node.outputs), default=0.0)
+            if node.r_out > ROUNDING * u:
+                return node.call.name
     return None
 
 

@@ -400,7 +400,7 @@ def _notes(
     much = next((found.unexplained for found in findings if found.unexplained), None)
     if verdict.verdict == "match" and much:
         notes.append(
-            f"values differ by more than 1 % from {much} on, though no call is to blame for it: "
+            f"values differ by more than 10 % from {much} on, though no call is to blame for it: "
             "look at comparison.csv before you trust them"
         )
     missing = [

@@ -42,6 +42,7 @@ from tensorprobe.guard.saving import SavedInputs, direction_name
 from tensorprobe.guard.watched import COMPILED, WatchedCall, WatchTape
 from tensorprobe.records import Direction
 
+_MAX_KNOWN = 1000
 _COMPILE_WARNING = "Using `torch.compile\\(module\\)` when there are global hooks"
 
 
@@ -268,6 +269,8 @@ class ErrorWatch:
     def _remember(self, error: BaseException) -> None:
         # not the exception itself: its frames hold the program's tensors. An identity is used
         # again when an exception is gone, hence the words and the time.
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
         self._known[id(error)] = (words(error), self._engine.now())
 
 

@@ -11,10 +11,10 @@ import msgspec
 
 from tensorprobe.capture.naming import split_direction
 from tensorprobe.devices import failed_device
-from tensorprobe.guard.alone import Alone, run_alone, write_repro
+from tensorprobe.guard.alone import Alone, run_alone, without_numbers, write_repro
 from tensorprobe.guard.arguments import describe_call
 from tensorprobe.guard.findings import Finding
-from tensorprobe.guard.kept import DROPPED, GONE, TOO_LARGE
+from tensorprobe.guard.kept import DROPPED, ENDED, GONE, TOO_LARGE
 from tensorprobe.guard.origin import chain, is_of_torch, words
 from tensorprobe.guard.saving import SavedInputs, direction_name
 from tensorprobe.guard.watched import COMPILED, WatchedCall
@@ -61,15 +61,17 @@ class Failures:
         self._rerun = rerun
         self._timeout_s = timeout_s
         self._found: list[_Failure] = []
-        self._again: dict[tuple[str, ...], int] = {}  # how often the same was met
+        self._seen: set[tuple[str, ...]] = set()
+        self._count = 0  # of all that failed, the same ones too
 
     def add(self, call: WatchedCall, direction: Direction, error: Exception, node: str) -> None:
         """Save and report one failure; the same one, met again, is only counted."""
         kind, text = words(error)
-        key = (call.names.api.op, *call.frames[:1], direction, kind, text[:200])
-        self._again[key] = self._again.get(key, 0) + 1
-        if self._again[key] > 1 or len(self._found) >= _MAX_FINDINGS:
+        key = (call.names.api.op, *call.frames[:1], direction, kind, without_numbers(text[:200]))
+        self._count += 1
+        if key in self._seen or len(self._found) >= _MAX_FINDINGS:
             return
+        self._seen.add(key)
         missing = self._inputs.save(call, direction, f"{kind}: {text}"[:2000])
         metrics: dict[str, Any] = {"error": f"{kind}: {text}"[:2000], "call": describe_call(call)}
         optional = {"node": node, "missing": missing, "notes": self._notes(call, text)}
@@ -100,9 +102,9 @@ class Failures:
         for number, failure in enumerate(fatal[::-1] + others):
             if failure.alone is None and number < _MAX_ALONE:
                 self._try_alone(failure, is_caught=failure in others)
-        met_again = sum(self._again.values()) - len(self._found)
-        if met_again:
-            self._log(f"{met_again} more errors were of the same kind, or beyond {_MAX_FINDINGS}")
+        more = self._count - len(self._found)
+        if more:
+            self._log(f"{more} more errors were of the same kind, or beyond {_MAX_FINDINGS}")
 
     def _try_alone(self, failure: _Failure, *, is_caught: bool) -> None:
         finding = failure.finding
@@ -137,7 +139,7 @@ class Failures:
 
     def _second_run(self, failure: _Failure) -> str:
         """How to get the inputs that are missing: by holding those of this one call."""
-        if not any(text.endswith((GONE, DROPPED, TOO_LARGE)) for text in failure.missing):
+        if not any(text.endswith((GONE, DROPPED, ENDED, TOO_LARGE)) for text in failure.missing):
             return ""
         if self._rerun is None:
             step = failure.finding.step

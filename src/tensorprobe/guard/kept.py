@@ -22,11 +22,13 @@ from tensorprobe.numerics.memory import Unsupported
 
 GONE = "it was written to after the call"
 DROPPED = "it was let go of: what came after it filled the budget for inputs"
+ENDED = "it was let go of when its step ended"
 TOO_LARGE = "it was not copied: the call alone has more than the budget for inputs"
 
 # A layout of one storage: version, offset, shape, stride and dtype.
 _View = tuple[int, Any, Any, Any, torch.dtype]
 _PRUNE_AT = 1000
+_MAX_CALLS = 50_000  # of a program that has no steps, each with small tensors
 
 
 class Content:
@@ -64,10 +66,10 @@ class Content:
         if storage is not None:
             self.memory, self.nbytes = storage._cdata, storage.nbytes()
 
-    def let_go(self) -> None:
+    def let_go(self, reason: str) -> None:
         """Give the memory back; `read` says why there is nothing then."""
         self._tensor = self._copy = None
-        self._reason = DROPPED
+        self._reason = reason
 
     def read(self) -> HostCopy:
         """The content on the host; Unsupported, with the reason, where there is none."""
@@ -130,13 +132,13 @@ class Kept:
                 self._count(content)
             content.users += 1
         self._calls.append(held)
-        while self.nbytes > self.budget and self._calls:
-            self._drop(self._calls.popleft())
+        while self._calls and (self.nbytes > self.budget or len(self._calls) > _MAX_CALLS):
+            self._drop(self._calls.popleft(), DROPPED)
 
     def release(self) -> None:
         """Let everything go: a step is over."""
         while self._calls:
-            self._drop(self._calls.popleft())
+            self._drop(self._calls.popleft(), ENDED)
         self._prune()
 
     def _count(self, content: Content) -> None:
@@ -145,12 +147,12 @@ class Kept:
             self._memory[content.memory] = holders + 1
             self.nbytes += 0 if holders else content.nbytes
 
-    def _drop(self, contents: list[Content]) -> None:
+    def _drop(self, contents: list[Content], reason: str) -> None:
         for content in contents:
             content.users -= 1
             if content.users:
                 continue
-            content.let_go()
+            content.let_go(reason)
             if content.memory is not None:
                 self._memory[content.memory] -= 1
                 if not self._memory[content.memory]:

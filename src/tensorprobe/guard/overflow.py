@@ -71,7 +71,10 @@ class OverflowWatch:
         self._round_step = 0
         self._skipped: list[int] = []
         self._warnings: list[dict[str, Any]] = []
+        self._gaps: list[dict[str, str]] = []
         self._patience = PATIENCE
+        self._news: list[Case] = []  # certain, and not reported yet
+        self.attention = False  # whether `call_made` is to be called after each call
         self._advance_later = False
         self._rank = 0
         self._tape: Tape | None = None
@@ -108,6 +111,7 @@ class OverflowWatch:
             self._sight.wake_living()
             self._settle(certain=True)
             self._sight.look_at_parameters()
+            self._report_news()
             if error is None:
                 self._stop_if_due()
         finally:
@@ -156,7 +160,22 @@ class OverflowWatch:
         if case.write is not None and self._count <= SAVED:
             case.saved = case.write()
         case.write = None
-        self._report(case.finding(self._rank), tell=False)
+        self._news.append(case)
+        self.attention = True
+
+    def _report_news(self) -> None:
+        """Write down what is certain. Not where it is found: whoever is told may end the program,
+        and what looks at a call lets nothing out."""
+        news, self._news = self._news, []
+        for case in news:
+            self._report(self._finding(case), tell=False)
+
+    def _finding(self, case: Case, **more: Any) -> Finding:
+        """The case as it stands, with what is saved of it on disk."""
+        if case.saved and self._tape is not None:
+            self._tape.writer.drain()
+            more["inputs"] = str(self._capture)
+        return case.finding(self._rank, **more)
 
     def warn(self, name: str, step: int, text: str) -> None:
         """Something will overflow soon."""
@@ -166,10 +185,16 @@ class OverflowWatch:
 
     def trouble(self, name: str, error: BaseException) -> None:
         """A call could not be looked at."""
-        self._note("gaps", [{"name": name, "reason": f"{type(error).__name__}: {error}"}])
+        if len(self._gaps) < SAVED:
+            self._gaps.append({"name": name, "reason": f"{type(error).__name__}: {error}"[:300]})
+            self._note("gaps", self._gaps)
 
     def call_made(self) -> None:
-        """One more call of the program, while it is to be stopped soon."""
+        """A call of the program has ended, and something was found."""
+        self._report_news()
+        if not self.is_due:
+            self.attention = False
+            return
         self._patience -= 1
         if self._patience <= 0:
             self._patience = PATIENCE
@@ -253,6 +278,7 @@ class OverflowWatch:
     # Telling and stopping
 
     def _stop_if_due(self) -> None:
+        self._report_news()
         if not self.is_due:
             return
         last = self._cases[-1] if self._cases else None
@@ -275,13 +301,12 @@ class OverflowWatch:
         assert self._tape is not None
         capture = shlex.quote(str(self._capture))
         if case.saved:
-            self._tape.writer.drain()
+            self._tape.writer.drain()  # the repro is made from the files
             step, folder = case.sighting.step, self._folder / "repro" / f"{case.name}.step"
             folder = folder.with_name(f"{folder.name}{step}")
             made = write_repro(self._capture, case.name, step, self._rank, folder)
-            return case.finding(
-                self._rank,
-                inputs=str(self._capture),
+            return self._finding(
+                case,
                 repro=None if made is None else str(folder),
                 next=f"tensorprobe show {capture} {case.name}",
             )

@@ -54,6 +54,8 @@ Tensors = list[tuple[torch.Tensor, Path]]
 class Watcher(Protocol):
     """Whom a sight tells."""
 
+    attention: bool
+
     @property
     def is_full(self) -> bool: ...
     @property
@@ -87,7 +89,18 @@ class SightMode(UserCalls):
 class _Glance:
     """One call while it runs: what has to be known of it before, for the case that it is bad."""
 
-    __slots__ = ("args", "edges", "inputs", "kwargs", "number", "plan", "trail", "written")
+    __slots__ = (
+        "args",
+        "edges",
+        "inputs",
+        "kwargs",
+        "noted",
+        "number",
+        "plan",
+        "trail",
+        "was_bad",
+        "written",
+    )
 
     def __init__(self, plan: Plan, number: int, args: tuple[Any, ...], kwargs: Any) -> None:
         self.plan, self.number = plan, number
@@ -95,6 +108,8 @@ class _Glance:
         self.inputs: Tensors = []
         self.edges: InputEdges | None = None
         self.written: dict[Path, torch.Tensor] = {}  # live ones, of which `args` has copies
+        self.noted: list[tuple[str, int]] | None = None  # memory of inputs that will be written to
+        self.was_bad: Case | bool = False  # what a collective was given: it has no copies
         self.trail: Trail = ()
 
 
@@ -171,7 +186,7 @@ class Sight:
         result = func(*args, **kwargs)
         if glance is not None:
             self._after(glance, result)
-        if self._watcher.is_due:
+        if self._watcher.attention:
             self._watcher.call_made()
         return result
 
@@ -201,9 +216,7 @@ class Sight:
                 if plan.writes:
                     self._copy_written(glance)
                 elif plan.kind is Kind.COMMUNICATES:
-                    glance.args = tuple(_copied(arg) for arg in args)
-                    glance.kwargs = {key: _copied(value) for key, value in kwargs.items()}
-                    glance.written = {path: tensor for tensor, path in glance.inputs}
+                    self._before_collective(glance)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self._watcher.trouble(plan.api.stem, error)
             return None
@@ -215,12 +228,31 @@ class Sight:
         tensors = tensors_in((first,), {})
         contents = [readable(tensor) for tensor, _ in tensors]
         if not any(each is not None and self._is_immediate(each) for each in contents):
+            glance.noted = self._note_memory(glance.inputs)
             return
         storages = {each.untyped_storage()._cdata for each in contents if each is not None}
         for tensor, path in tensors:
             glance.written[path] = tensor
         glance.args = tuple(_copied(arg, storages) for arg in glance.args)
         glance.kwargs = {key: _copied(value, storages) for key, value in glance.kwargs.items()}
+
+    def _before_collective(self, glance: _Glance) -> None:
+        """A collective writes to what it is given, which may be large: look, and copy nothing."""
+        contents = _contents(glance.inputs)
+        now = [each for each in contents if self._is_immediate(each)]
+        if len(now) < len(contents):
+            glance.noted = self._note_memory(glance.inputs)
+        for content in now:
+            if extent_now(content).bits:
+                glance.was_bad = self.taint.case_of(content) or True
+
+    def _note_memory(self, tensors: Tensors) -> list[tuple[str, int]]:
+        named = []
+        for tensor, path in tensors:
+            content = readable(tensor)
+            if content is not None:
+                named.append((f"input.{'.'.join(path)}", content))
+        return self._ring.inputs(named)
 
     def _looks_now(self, tensor: torch.Tensor) -> bool:
         content = readable(tensor)
@@ -235,7 +267,11 @@ class Sight:
         try:
             with Quiet():
                 outputs = tensors_out(result)
-                if not outputs and (glance.written or plan.kind is Kind.MOVES):
+                if plan.kind is Kind.COMMUNICATES:
+                    if _is_under_way(result):
+                        return  # who waits for it, or reads it, sees what came
+                    outputs = glance.inputs
+                elif not outputs and (glance.written or plan.kind is Kind.MOVES):
                     outputs = glance.inputs[:1] if not glance.written else _live(glance)
                 if plan.uninitialised:
                     self._note_uninitialised(outputs)
@@ -310,8 +346,11 @@ class Sight:
         if self._ring.active:
             self.look()  # what a device has found comes first
         plan = glance.plan
-        inputs = look_at(_labelled(tensors_in(glance.args, glance.kwargs), "input"))
         returned = look_at(_labelled(outputs, "output"))
+        if plan.kind is Kind.COMMUNICATES:
+            self._suspect_collective(glance, returned)
+            return
+        inputs = look_at(_labelled(tensors_in(glance.args, glance.kwargs), "input"))
         case = self._case_behind(inputs) or self._optimizer_behind(inputs)
         if case is not None:
             case.carry(Sighting(plan, glance.number, "", self._step, ()).name())
@@ -325,6 +364,21 @@ class Sight:
             reason = fault(plan, inputs, returned, scalar_bits(glance.args, glance.kwargs))
         if reason is not None:
             self._open(glance, result, reason, inputs, returned)
+
+    def _suspect_collective(self, glance: _Glance, returned: list[Seen]) -> None:
+        sighting = self._sighting(glance)
+        if isinstance(glance.was_bad, Case):
+            glance.was_bad.carry(sighting.name())
+            self._spoil(returned, glance.was_bad)
+        elif not glance.was_bad and not self._watcher.is_full:
+            bad = next(each for each in returned if each.bits)
+            reason = (
+                f"what this rank gave is finite, and {bad.label} is not: it came from another "
+                "rank, or the sum overflows"
+            )
+            case = Case(sighting, "forward", reason, {e.label: e.facts for e in returned}, None)
+            self._spoil(returned, case)
+            self._watcher.add(case, pending=torch._C._current_graph_task_id() != -1)
 
     def _suspect_clamped(self, glance: _Glance, result: Any, outputs: Tensors) -> None:
         """The chip clamps what overflows, and its flag says that something did."""
@@ -508,16 +562,11 @@ class Sight:
 
     def _look_later(self, glance: _Glance, outputs: list[tuple[str, torch.Tensor]]) -> None:
         """Note the call; what it made is known when the device has got there."""
-        plan = glance.plan
-        inputs = []
-        for tensor, path in glance.inputs:
-            content = readable(tensor)
-            if content is not None:
-                inputs.append((f"input.{'.'.join(path)}", content))
-        moves = plan.kind is Kind.PASSES
+        moves = glance.plan.kind is Kind.PASSES
+        noted = glance.noted
         event = Event(
             self._sighting(glance),
-            inputs=self._ring.inputs(inputs if not glance.written else inputs[1:]),
+            inputs=self._note_memory(glance.inputs) if noted is None else noted,
             told=scalar_bits(glance.args, glance.kwargs),
             scaler=torch._C._current_graph_task_id() != -1,
         )
@@ -550,6 +599,8 @@ class Sight:
 
     def backward_begins(self, roots: Any) -> None:
         """Backward starts from these tensors."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # inside another one: a checkpoint's
         self._pass_case = None
         with Quiet():
             tensors = [root for root in roots if isinstance(root, torch.Tensor)]
@@ -927,6 +978,12 @@ def _contents(tensors: Tensors) -> list[torch.Tensor]:
 
 def _labelled(tensors: Iterable[tuple[torch.Tensor, Path]], side: str) -> list[Any]:
     return [(f"{side}.{'.'.join(path)}", tensor) for tensor, path in tensors]
+
+
+def _is_under_way(result: Any) -> bool:
+    """Whether a collective goes on after it returned: it gave a Work to wait for."""
+    works = result if isinstance(result, list | tuple) else [result]
+    return any(hasattr(work, "is_completed") for work in works)
 
 
 def _live(glance: _Glance) -> Tensors:

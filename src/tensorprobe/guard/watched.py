@@ -30,6 +30,7 @@ COMPILED = (
     "with TORCHDYNAMO_DISABLE=1"
 )
 _BY_NODE = "seen by its graph node: the inputs are not visible"
+_OF_BASE = "the call wrote to a view in place: its gradient is a part of that of the base"
 _HALF_WAY = re.compile(r"_?(index|scatter|put|masked|select|slice|__setitem__)")
 _MAX_GAPS = 1000
 
@@ -65,6 +66,14 @@ class WatchedCall(OpenCall):
         return next((device for device in devices if device != HOST), HOST)
 
 
+class Output(NamedTuple):
+    """One output of a call: which of its node's it is, its place, and its shape."""
+
+    number: int
+    path: Path
+    shape: Sequence[int]
+
+
 class Stamp(NamedTuple):
     """On a graph node: the call that made it, and which outputs it is the node of.
 
@@ -72,7 +81,7 @@ class Stamp(NamedTuple):
     """
 
     call: WatchedCall
-    outputs: tuple[tuple[int, Path], ...] | None
+    outputs: tuple[Output, ...] | None
 
 
 class WatchTape(Tape):
@@ -216,15 +225,27 @@ class WatchTape(Tape):
         call = stamp.call
         if not call.names.wanted or stamp.outputs == ():
             return
-        outputs = stamp.outputs or [(number, (str(number),)) for number in range(len(grads))]
+        outputs = stamp.outputs
+        if outputs is None:
+            outputs = tuple(
+                Output(number, (str(number),), grad.shape)
+                for number, grad in enumerate(grads)
+                if grad is not None
+            )
+        call.nbytes = 0
         taken = []
-        for number, path in outputs:
+        for number, path, shape in outputs:
             grad = grads[number] if number < len(grads) else None
-            if grad is not None:
-                line = self.line(grad, call, "input", ".".join(path), False)
-                line.grad = False
-                call.incoming[path] = given = Given(line, path, self.take(call, grad, False))
-                taken.append(given.content)
+            if grad is None:
+                continue
+            line = self.line(grad, call, "input", ".".join(path), False)
+            line.grad = False
+            if tuple(grad.shape) == tuple(shape):
+                content = self.take(call, grad, False)
+            else:
+                content = Content(None, reason=_OF_BASE)
+            call.incoming[path] = Given(line, path, content)
+            taken.append(content)
         self._hold(taken)
 
     def note_functions(self, functions: Iterable[tuple[torch.Tensor, Any]]) -> None:
@@ -268,11 +289,11 @@ class WatchTape(Tape):
 
     def _stamp(self, call: WatchedCall, outputs: Iterable[tuple[torch.Tensor, Path]]) -> bool:
         """Write on the nodes that this call made whose they are; False where it made none."""
-        spots: dict[Any, list[tuple[int, Path]]] = {}
+        spots: dict[Any, list[Output]] = {}
         for tensor, path in outputs:
             node = tensor.grad_fn
             if node is not None and call.start <= node._sequence_nr() < LEAF:
-                spots.setdefault(node, []).append((tensor.output_nr, path))
+                spots.setdefault(node, []).append(Output(tensor.output_nr, path, tensor.shape))
         todo, seen = list(spots), set(spots)
         while todo:
             node = todo.pop()

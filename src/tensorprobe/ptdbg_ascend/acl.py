@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tensorprobe.errors import BadUsage, DeviceUnusable, NothingRecorded, NotReplayable
-from tensorprobe.ptdbg_ascend.dump import Dump
+from tensorprobe.ptdbg_ascend.dump import Dump, drop
 from tensorprobe.ptdbg_ascend.telling import say
 from tensorprobe.records import Call, Capture
 
@@ -66,10 +65,10 @@ def dump_kernels_of(dump: Dump, config: Path, gradients: Sequence[Path]) -> None
         dump.recorder.close()
     except NothingRecorded as nothing:
         say(str(nothing))
-        shutil.rmtree(dump.private, ignore_errors=True)
+        drop(dump.private)
         return
     if run_with_dump(dump.calls(), scope, config, gradients):
-        shutil.rmtree(dump.private, ignore_errors=True)
+        drop(dump.private)
 
 
 def run_with_dump(

@@ -91,7 +91,7 @@ class Dump:
                 say(str(nothing))
         for folder in self._steps():
             self._publish(load(folder), folder)
-        shutil.rmtree(self.private, ignore_errors=True)
+        drop(self.private)
 
     def close_at_exit(self) -> None:
         """Close; at the end of a program there is nobody to catch an error."""
@@ -104,7 +104,7 @@ class Dump:
         """Stop, and drop what was recorded: other settings take its place."""
         with contextlib.suppress(NothingRecorded):
             self.recorder.close()
-        shutil.rmtree(self.private, ignore_errors=True)
+        drop(self.private)
 
     def calls(self) -> Capture:
         """What the private part holds now."""
@@ -132,6 +132,13 @@ class Dump:
         )
         self._published.add(index)
         return count
+
+
+def drop(private: Path) -> None:
+    """Remove a private folder, and those above it that were made for it and hold nothing else."""
+    shutil.rmtree(private, ignore_errors=True)
+    with contextlib.suppress(OSError):  # something is in it
+        private.parent.rmdir()
 
 
 def _tell_moved(older: Path) -> None:

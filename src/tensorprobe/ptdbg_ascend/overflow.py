@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ from tensorprobe.errors import GuardStopped
 from tensorprobe.guard.findings import Finding
 from tensorprobe.guard.guard import Guard
 from tensorprobe.ptdbg_ascend.acl import dump_folder, run_with_dump
+from tensorprobe.ptdbg_ascend.dump import drop
 from tensorprobe.ptdbg_ascend.settings import Target
 from tensorprobe.ptdbg_ascend.telling import say
 from tensorprobe.records import Call, Capture
@@ -79,7 +79,7 @@ class OverflowCheck:
                 self._guard.close()
         except ValueError as error:  # found at the end of the program: nobody is there to catch it
             say(str(error))
-        shutil.rmtree(self._private, ignore_errors=True)
+        drop(self._private)
 
     def _found(self, finding: Finding) -> None:
         self._count += 1

@@ -221,9 +221,11 @@ class _Dump:
         else:
             yield from _walk("output", call.outputs)
         if not self._style.only_peers:
+            # the gradients of a module's parameters are a call, whose name says so already
+            start = "parameters_grad." if ".parameters_grad." in call.name else ""
             for record in call.tensors:
                 if record.role not in ("input", "output"):
-                    yield record.name.removeprefix(call.name + "."), record
+                    yield start + record.name.removeprefix(call.name + "."), record
 
     def _places(self, call: Call) -> dict[str, str]:
         """Keywords by the number they have in the dump, which knows places only."""
