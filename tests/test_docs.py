@@ -1,4 +1,4 @@
-"""Every command in the pages a newcomer reads is one that exists, and every link leads somewhere."""
+"""Every command in the pages exists as it is written, and every link leads somewhere."""
 
 from __future__ import annotations
 
