@@ -17,6 +17,7 @@ import types
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -28,9 +29,11 @@ import tensorprobe as tp
 from default_device import host_only
 from recorded import ROOT, SRC, record, run_script, start_script, stems
 from tensorprobe.capture.naming import Namer
+from tensorprobe.check.one import check_one
 from tensorprobe.devices import device_layer
 from tensorprobe.operators import symbol_of
 from tensorprobe.records import Fields, Special
+from tensorprobe.replay.pairing import pair
 
 ENTRIES = [
     *(f"001-U{n}" for n in range(1, 3)),
@@ -44,20 +47,6 @@ ENTRIES = [
 ]
 # Cannot be a test: the entry is about another product's version.
 ONLY_DOCUMENTED = {"001-E3", "002-3.3.1"}
-# What recording owes to these entries is tested below. The rest belongs to a part that is to come,
-# which their paragraphs in docs/faq.md name; its tests take them from here.
-LATER = {
-    "001-Q4": "compare",
-    "001-E4": "guard",
-    "001-E9": "compare",
-    "002-2.1": "check",
-    "002-2.2": "check",
-    "002-2.4": "check",
-    "002-2.5": "check",
-    "002-3.2.3": "compare",
-    "002-3.3.2": "guard",
-    "002-3.3.4": "compare",
-}
 
 
 def entries_with_a_test() -> list[str]:
@@ -83,8 +72,6 @@ def test_every_entry_has_its_paragraph() -> None:
     assert ids == ENTRIES
     for entry, paragraph in zip(ids, paragraphs, strict=True):
         assert len(paragraph.strip()) > 40, entry
-        promised = re.findall(r"Later,\s+`(\w+)`", paragraph)
-        assert promised == ([LATER[entry]] if entry in LATER else []), entry
 
 
 # 001: ptdbg_ascend, using it
@@ -187,32 +174,24 @@ class Block(nn.Module):
         return self.down(F.relu(x))
 
 
-def test_001_Q4_calls_carry_what_aligns_them_beside_their_number(tmp_path: Path) -> None:
+def test_001_Q4_calls_line_up_whatever_their_numbers(tmp_path: Path) -> None:
     captures = []
     for extra in (False, True):
+        torch.manual_seed(0)
         model = nn.Sequential(Block(extra=extra), Block(extra=False))
         captures.append(
             record(tmp_path / str(extra), lambda m=model: m(torch.ones(2, 4)), level="L1")
         )
-    plain, longer = captures
+    found = tp.compare(captures[1], captures[0])
     # the last relu of both sides: another number, the same place
-    old, new = (list(c.calls(op="*.relu"))[-1] for c in captures)
-    assert (old.name, new.name) == ("Functional.relu.1.forward", "Functional.relu.2.forward")
-    assert (old.module, new.module) == ("1", "1")
-    assert old.stack[0] == new.stack[0]
-    assert "in Block.forward" in old.stack[0]
-    only_longer = [
-        key
-        for key, count in (
-            collections.Counter((c.op, c.module) for c in longer.calls)
-            - collections.Counter((c.op, c.module) for c in plain.calls)
-        ).items()
-        for _ in range(count)
-    ]
-    assert sorted(only_longer) == [
+    names = {(p.pair.actual.name, p.pair.expected.name) for p in found.pairs if p.is_paired}
+    assert ("Functional.relu.2.forward", "Functional.relu.1.forward") in names
+    assert [(call.op, call.module) for call, _ in found.one_sided] == [
         ("torch.Tensor.clone", "0"),
         ("torch.nn.functional.relu", "0"),
     ]
+    assert found.verdict.counts["only_actual"] == 2
+    assert found.verdict.verdict == "match"  # relu of relu changes nothing
 
 
 # 001: abnormal situations
@@ -290,9 +269,12 @@ def test_001_E4_no_device_is_touched_before_a_tensor_is_on_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch_npu", NpuOfAnotherProcess("torch_npu"))
-    capture = record(tmp_path, lambda: nn.Linear(2, 2)(torch.ones(2)), level=level)
+    capture = record(tmp_path / "run", lambda: nn.Linear(2, 2)(torch.ones(2)), level=level)
     assert capture.gaps == ()
     assert "Functional.linear" in stems(capture)
+    with tp.Guard(tmp_path / "guard", "errors", log=lambda text: None) as guard:
+        nn.Linear(2, 2)(torch.ones(2)).sum().backward()
+    assert guard.findings == ()
 
 
 def test_001_E5_extra_data_in_a_line_costs_that_line_only(tmp_path: Path) -> None:
@@ -364,6 +346,9 @@ def test_001_E9_captures_with_and_without_stacks_are_read_alike(tmp_path: Path) 
     assert not any(call.stack for call in captures[False].calls)
     assert stems(captures[True]) == stems(captures[False])
     assert [captures[s].facts["config"]["stacks"] for s in (True, False)] == [True, False]
+    for actual, expected in ((True, False), (False, True)):
+        found = tp.compare(captures[actual], captures[expected]).verdict
+        assert (found.verdict, found.counts["only_actual"]) == ("match", 0)
 
 
 @host_only("about machines without torch_npu")
@@ -712,8 +697,18 @@ def test_002_2_1_jit_compile_is_in_the_capture(
         is_initialized=lambda: True, is_jit_compile_false=lambda: True
     )
     monkeypatch.setitem(sys.modules, "torch_npu", torch_npu)
-    capture = record(tmp_path, lambda: torch.ones(2))
+    capture = record(tmp_path / "run", lambda: torch.ones(2).exp(), level="L1")
     assert capture.facts["npu"]["jit_compile"] is False
+    # and `check` says where it stands otherwise than it did
+    (tmp_path / "jit.py").write_text(
+        "from tensorprobe.devices import sim_npu\nsim_npu.install()\n"
+        "import torch_npu\ntorch_npu.npu.set_compile_mode(jit_compile=True)\n"
+    )
+    monkeypatch.delitem(sys.modules, "torch_npu")
+    checked = tp.check(
+        tmp_path / "run", tmp_path / "out", device="npu", references=tmp_path / "jit.py"
+    )
+    assert checked.notes == ["jit_compile was False when it was recorded and is True here"]
 
 
 def test_002_2_2_dtype_conversions_are_calls_with_both_dtypes(tmp_path: Path) -> None:
@@ -725,6 +720,11 @@ def test_002_2_2_dtype_conversions_are_calls_with_both_dtypes(tmp_path: Path) ->
     assert call.tensor("output.0").summary.inf_count == 1
     assert stems(capture) == ["Tensor.type_as", "Tensor.to", "Tensor.double"]
     assert capture.call("Tensor.to.0.forward").args[1] == Special("dtype", "torch.bfloat16")
+    # the reference is the conversion itself: overflow to infinity is right, and nothing is raised
+    for each in pair(capture.calls):
+        row = check_one(each, torch.device("cpu"))
+        assert (row.verdict, row.kind, row.reference) == ("pass", "conversion", "as recorded")
+        assert row.reference_dtype == row.device_dtype
 
 
 def test_002_2_3_bfloat16_is_exact_without_torch_too(tmp_path: Path) -> None:
@@ -761,6 +761,16 @@ def test_002_2_4_dropout_can_be_judged_from_its_record(tmp_path: Path) -> None:
     assert F.dropout(source, p=0.25).equal(output.load())
     # with one seed the two runs drew alike; recording itself draws nothing
     assert runs[1].call(call.name).tensor("output.0").digest == output.digest
+    # where the device draws other numbers, share and scale are judged, and the row says so
+    (dropout,) = pair(runs[0].calls(name="*dropout*"))
+    row = check_one(dropout, torch.device("cpu"))
+    assert (row.verdict, row.reference) == ("pass", "float64")
+    without_state = msgspec.structs.replace(
+        call, tensors=tuple(t for t in call.tensors if t.role != "buffer")
+    )
+    row = check_one(dropout._replace(forward=without_state), torch.device("cpu"))
+    assert (row.verdict, row.reference) == ("pass", "its distribution")
+    assert row.tensors[0].measure == "share of zeros, in sigmas"
 
 
 def test_002_2_5_every_tensor_has_the_dtype_it_had(tmp_path: Path) -> None:
@@ -776,6 +786,10 @@ def test_002_2_5_every_tensor_has_the_dtype_it_had(tmp_path: Path) -> None:
     assert f"autocast {device} torch.bfloat16" in call.notes
     cast = capture.call("Tensor.float.0.forward")
     assert [tensor.dtype for tensor in cast.tensors] == ["bfloat16", "float32"]
+    # a check calculates its reference in higher precision, and shows both dtypes
+    linear = next(each for each in pair(capture.calls) if each.forward.name == call.name)
+    row = check_one(linear, torch.device("cpu"))
+    assert (row.verdict, row.device_dtype, row.reference_dtype) == ("pass", "bfloat16", "float64")
 
 
 MAGIC = {
@@ -922,6 +936,10 @@ def test_002_3_2_3_selecting_less_renumbers_nothing(tmp_path: Path) -> None:
         twin = full.call(call.name)
         assert (call.module, call.op) == (twin.module, twin.op)
         assert [t.digest for t in call.tensors] == [t.digest for t in twin.tensors]
+    found = tp.compare(narrow, full)
+    assert found.verdict.verdict == "match", str(found.verdict)
+    assert found.verdict.counts["aligned"] == len(narrow.calls)
+    assert len(found.one_sided) == len(full.calls) - len(narrow.calls)
 
 
 def test_002_3_3_2_error_107002_cannot_come_from_the_recorder(
@@ -939,6 +957,11 @@ def test_002_3_3_2_error_107002_cannot_come_from_the_recorder(
             rec.step()
     capture = tp.load(tmp_path)
     assert (capture.ranks, capture.steps, capture.gaps) == ((3,), (0, 1), ())
+    guard = tp.Guard(tmp_path / "guard", "errors", log=lambda text: None, alone_timeout_s=0)
+    with pytest.raises(RuntimeError), guard:
+        model(torch.ones(3))
+    (finding,) = guard.findings
+    assert (finding.name, finding.rank) == ("Functional.linear.0.forward", 3)
 
 
 def test_002_3_3_3_deeper_nests_are_named_by_their_place(tmp_path: Path) -> None:
@@ -968,11 +991,14 @@ def test_002_3_3_4_a_stack_tells_the_line_that_called(tmp_path: Path) -> None:
     def helper(x: torch.Tensor) -> torch.Tensor:
         return torch.relu(x)  # this line
 
-    capture = record(tmp_path, lambda: helper(torch.ones(2)), level="L1")
+    x, y = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0])
+    capture = record(tmp_path / "x", lambda: helper(x), level="L1")
     (frame, *_) = capture.call("Torch.relu.0.forward").stack
     file, line, function = re.fullmatch(r"(.+):(\d+) in (.+)", frame).groups()
     assert Path(file).read_text().splitlines()[int(line) - 1].endswith("# this line")
     assert function.endswith("helper")
+    other = record(tmp_path / "y", lambda: helper(y), level="L1")
+    assert f"{file}:{line} in {function}" in str(tp.compare(capture, other).verdict)
 
 
 @host_only("about machines without torch_npu")

@@ -273,13 +273,15 @@ class MsprobeConfig(NamedTuple):
 class DoorConfig(NamedTuple):
     """Likewise for a script of msprobe's own, which gets msprobe's names, checksums and files.
 
-    `dump_enable` is None where the file does not have it: then it is not looked at again.
+    `dump_enable` is None where the file does not have it: then it is not looked at again. With
+    `overflow_nums` nothing is dumped but what a guard finds, and so many overflows end the program.
     """
 
     config: RecordConfig
     dump_path: str | None
     notes: tuple[str, ...]
     dump_enable: bool | None
+    overflow_nums: int | None = None
 
 
 DEBUG_LEVEL = "debug"
@@ -398,6 +400,8 @@ def _read_json(path: str | Path) -> Any:
 
 
 def _read_door(content: object) -> DoorConfig:
+    if isinstance(content, dict) and content.get("task") == "overflow_check":
+        return _read_overflow(content)
     debug = isinstance(content, dict) and content.get("level") == DEBUG_LEVEL
     enable = content.get("dump_enable") if isinstance(content, dict) else None
     if isinstance(content, dict):
@@ -420,6 +424,19 @@ def _read_door(content: object) -> DoorConfig:
         changes["level"] = "mix"
         notes = (*notes, f"task structure: level {config.level} has no tree; mix is recorded")
     return DoorConfig(msgspec.structs.replace(config, **changes), dump_path, notes, enable)
+
+
+def _read_overflow(content: dict[str, Any]) -> DoorConfig:
+    """A task of earlier releases: a guard that stops at the n-th overflow."""
+    section = content.get("overflow_check") or {}
+    rest = {**content, "task": "statistics"}
+    config, dump_path, notes, enable, _ = _read_door(rest)
+    count = section.get("overflow_nums", 1)
+    if type(count) is not int or (count < 1 and count != -1):
+        _refuse("overflow_check.overflow_nums", count, "a number from 1 on, or -1 for never")
+    _parse_choice(("all", "aicore", "atomic"))("check_mode", section.get("check_mode", "all"))
+    notes = (*notes, "overflow_check: every call is watched, on any device")
+    return DoorConfig(config, dump_path, notes, enable, count)
 
 
 def _read_msprobe(content: object) -> MsprobeConfig:

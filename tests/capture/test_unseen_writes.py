@@ -153,3 +153,31 @@ def test_stopped_inside_a_module(tmp_path: Path) -> None:
 def test_a_rank_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NothingRecorded, match="ranks 3 were asked for, this is rank 0"):
         record(tmp_path, lambda recorder: None, ranks=3)
+
+
+@pytest.mark.parametrize(("keep", "contents"), [("stats", 5), ("digest", 6), ("tensors", 6)])
+def test_one_content_seen_in_other_shapes(keep: str, contents: int, tmp_path: Path) -> None:
+    x = torch.arange(24.0).reshape(4, 6)
+
+    def program(recorder: tp.Recorder) -> None:
+        torch.relu(x).view(6, 4).t().reshape(24)  # the last one copies
+        x[1:3].abs()  # part of it: another content
+
+    capture = record(tmp_path, program, level="L1", keep=keep)
+    log = (tmp_path / "rank0" / "step0" / "calls.jsonl").read_text()
+    # x; its relu, with views of it; the transposed one, where order counts; a copy of that; the
+    # part, and its abs
+    assert log.count('"type":"value"') == contents
+    for name, expected in {
+        "Tensor.view.0.forward": x.view(6, 4),
+        "Tensor.t.0.forward": x.view(6, 4).t(),
+        "Tensor.reshape.0.forward": x.view(6, 4).t().reshape(24),
+        "Tensor.__getitem__.0.forward": x[1:3],
+    }.items():
+        tensor = capture.call(name).tensor("output.0")
+        assert tensor.shape == tuple(expected.shape)
+        assert tensor.summary is not None
+        assert tensor.summary.max == float(expected.max())
+        assert tensor.summary.norm == pytest.approx(float(expected.norm()))
+        if keep == "tensors":
+            assert torch.equal(tensor.load(), expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -265,19 +264,6 @@ def test_a_capture_of_structure_alone_is_skipped_with_the_reason(tmp_path: Path)
 def test_a_device_that_is_not_there(capture: Path, tmp_path: Path) -> None:
     with pytest.raises(DeviceUnusable, match="device 'cuda' is not usable here"):
         tp.check(capture, tmp_path / "out", device="cuda")
-
-
-def test_the_peers_tables_have_their_columns(healthy: Checked) -> None:
-    with (healthy.folder / "accuracy_checking_result.csv").open(encoding="utf-8-sig") as file:
-        rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["API name", "Forward Test Success", "Backward Test Success", "Message"]
-    assert {row["Forward Test Success"] for row in rows} == {"pass"}
-    with (healthy.folder / "accuracy_checking_details.csv").open(encoding="utf-8-sig") as file:
-        details = list(csv.DictReader(file))
-    assert len(details[0]) == 23
-    linear = next(d for d in details if d["API Name"] == "Functional.linear.0.forward.output.0")
-    assert float(linear["余弦相似度"]) == pytest.approx(1.0)
-    assert linear["Bench Dtype"] == "torch.float64"
 
 
 def test_check_json_is_as_promised(healthy: Checked) -> None:

@@ -78,7 +78,7 @@ class Device(TorchDispatchMode):
         fault = self.fault
         if fault is not None and name == fault.op and _phase() == fault.phase:
             if self.count == fault.nth:
-                result = self._strike(result, fault)
+                result = self._strike(result, fault, in_place=name.endswith("_"))
             self.count += 1
         return result
 
@@ -99,8 +99,10 @@ class Device(TorchDispatchMode):
         signs = torch.randint(0, 2, x.shape, generator=self.generator) * 2 - 1
         return layout_like(shift_ulps(x, steps * signs), x)
 
-    def _strike(self, result: Any, fault: Fault) -> Any:
+    def _strike(self, result: Any, fault: Fault, in_place: bool) -> Any:
         self.struck = True
+        if in_place:
+            return result.copy_(fault.alter(result.clone()))
         if isinstance(result, torch.Tensor):
             return layout_like(fault.alter(result.clone()), result)
         parts = list(result)

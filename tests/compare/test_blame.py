@@ -6,9 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from planting import Device, Fault, gain, one_value
+from torch.utils.checkpoint import checkpoint
 
 import tensorprobe as tp
 from recorded import record
@@ -153,6 +155,106 @@ def test_other_wiring_is_a_structural_difference(tmp_path: Path) -> None:
     found = verdict(tmp_path, lambda: program(True), lambda: program(False))
     assert names(found) == [("Torch.relu.0.forward", "structure")]
     assert "comes from Torch.tanh.0.forward in actual" in found.culprits[0].reason
+
+
+def test_a_call_that_one_side_lacks_is_blamed_for_constants_too(tmp_path: Path) -> None:
+    def program(negate: bool) -> None:
+        x = torch.ones(2)
+        torch.relu(-x if negate else x)
+
+    found = verdict(tmp_path, lambda: program(True), lambda: program(False))
+    assert names(found) == [("Tensor.neg.0.forward", "structure")], str(found)
+
+
+def test_differences_without_a_culprit_are_said(tmp_path: Path) -> None:
+    def program() -> None:
+        x, w = torch.randn(32, 64), torch.randn(64, 64)
+        torch.sub(torch.mm(x, w), torch.matmul(x, w)).mul(2)
+
+    found = verdict(tmp_path, program, noise=True)
+    assert found.culprits == [], str(found)
+    assert "though no call is to blame" in str(found)
+
+
+def training(optimizer: str = "AdamW", recompute: bool = False) -> Callable[[], None]:
+    def program() -> None:
+        net = torch.nn.Sequential(
+            torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.LayerNorm(64), torch.nn.Linear(64, 8)
+        )
+        steps = getattr(torch.optim, optimizer)(net.parameters(), lr=1e-2)
+        x = torch.randn(16, 32)
+        out = checkpoint(net, x, use_reentrant=False) if recompute else net(x)
+        out.square().mean().backward()
+        steps.step()
+
+    return program
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "fault", "culprit"),
+    [
+        ("AdamW", Fault("addcdiv_", 1, gain(1.01)), ("Tensor.addcdiv_.1.forward", "output")),
+        ("SGD", Fault("add_", 2, gain(1.01)), ("Tensor.add_.2.forward", "output")),
+        ("AdamW", Fault("lerp_", 1, one_value(float("nan"))),
+         ("Tensor.lerp_.1.forward", "nonfinite")),
+    ],
+)  # fmt: skip
+def test_an_operator_of_an_optimizer_is_blamed(
+    optimizer: str, fault: Fault, culprit: tuple[str, str], tmp_path: Path
+) -> None:
+    found = verdict(tmp_path, training(optimizer), None, fault, noise=True)
+    assert names(found) == [culprit], str(found)
+
+
+@pytest.mark.parametrize(("phase", "number"), [("forward", 0), ("backward", 1)])
+def test_recomputation_is_told_from_the_first_time(phase: str, number: int, tmp_path: Path) -> None:
+    """Backward calls did right by what they were given: the wrong result, or the right one."""
+    fault = Fault("gelu", 0, gain(1.01), 0, phase)
+    found = verdict(tmp_path, training(recompute=True), None, fault, noise=True)
+    assert names(found) == [(f"Functional.gelu.{number}.forward", "output")], str(found)
+
+
+def test_gradients_of_two_branches_are_told_apart(tmp_path: Path) -> None:
+    def program() -> None:
+        x, w = torch.randn(16, 32), torch.randn(32, 32, requires_grad=True)
+        h = torch.mm(x, w)
+        (torch.tanh(h) * torch.sigmoid(h)).sum().backward()
+
+    fault = Fault("sigmoid_backward", 0, gain(1.01), 0, "backward")
+    found = verdict(tmp_path, program, None, fault, noise=True)
+    assert names(found) == [("Torch.sigmoid.0.backward", "gradient")], str(found)
+
+
+@pytest.mark.parametrize(
+    ("faults", "culprits"),
+    [
+        ([], []),
+        ([Fault("add_", 0, gain(1.01))], [("Tensor.add_.0.forward", "output")]),
+        ([Fault("mul_", 0, gain(1.01))], [("Tensor.mul_.0.forward", "output")]),
+    ],
+)
+def test_what_is_written_through_a_view_is_nobodys_data(
+    faults: list[Fault], culprits: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    def program() -> None:
+        x, w = torch.randn(16, 32), torch.randn(32, 32)
+        h = torch.mm(x, w)
+        h.mul_(2)
+        h[:4].add_(1)
+        torch.mm(torch.relu_(h), w)
+
+    assert names(verdict(tmp_path, program, None, *faults, noise=True)) == culprits
+
+
+def test_a_tie_that_rounding_decides_has_no_culprit_and_is_said(tmp_path: Path) -> None:
+    def program() -> None:
+        w = torch.randn(64, 16)
+        logits = torch.mm(torch.randn(8, 64), torch.cat([w, w + 1e-7], 1))
+        F.embedding(logits.argmax(-1), torch.randn(32, 8)).sum()
+
+    found = verdict(tmp_path, program, noise=True)
+    assert found.culprits == [], str(found)
+    assert "from Tensor.argmax.0.forward on, though no call is to blame" in str(found)
 
 
 def test_a_custom_operator_takes_a_reference(tmp_path: Path) -> None:

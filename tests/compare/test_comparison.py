@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
+import os
+import pty
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +21,9 @@ import torch
 import torch.nn.functional as F
 
 import tensorprobe as tp
-from recorded import record, run_script
+from recorded import SRC, record, run_script
 from tensorprobe.cli.main import main
+from tensorprobe.compare.measure import Done
 from tensorprobe.errors import BadUsage, TensorprobeError, UnreadableCapture
 
 
@@ -245,6 +252,93 @@ def test_shapes_that_differ_are_a_row_and_a_culprit(tmp_path: Path) -> None:
     assert found.verdict.culprits[0].name == "Torch.ones.0.forward"
 
 
+def test_nan_everywhere_on_one_side_is_the_data(tmp_path: Path) -> None:
+    a, e = run(tmp_path / "a", data=math.nan), run(tmp_path / "e")
+    first = tp.compare(a, e).verdict.culprits[0]
+    assert (first.kind, first.name) == ("input", "Module.Net.forward.0")
+    (back,) = tp.compare(e, a).verdict.culprits
+    assert back.name == "Module.Net.forward.0"
+
+
+def test_a_truncated_shard_is_said_and_its_statistics_are_compared(tmp_path: Path) -> None:
+    a, e = run(tmp_path / "a", net=Net(eps=1e-2)), run(tmp_path / "e")
+    shard = next(a.rglob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    found = tp.compare(a, e)
+    assert found.verdict.culprits[0].name == "Functional.layer_norm.0.forward"
+    found.save(tmp_path / "out")
+    with (tmp_path / "out" / "comparison.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert any("safetensors" in row["note"] for row in rows), rows[0]
+    assert sum(row["norm_diff"] not in ("", "0.0") for row in rows) > 5
+
+
+def test_a_capture_without_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    e, a = run(tmp_path / "e"), run(tmp_path / "a")
+    next(a.rglob("calls.jsonl")).write_text("")  # killed before the first call
+    assert main(["compare", str(tmp_path / "a"), str(e)]) == 1
+    assert "nothing to compare: actual" in capsys.readouterr().err
+
+
+# Progress, processes, memory
+
+
+def test_a_terminal_shows_calls_gigabytes_and_time_left(tmp_path: Path) -> None:
+    leader, follower = pty.openpty()
+    code = (
+        "import time\n"
+        "from tensorprobe.compare.measure import Done, TerminalProgress\n"
+        "bar = TerminalProgress(delay_s=0)\n"
+        "for n in (1, 2, 3):\n"
+        "    bar(Done(n * 10**9, 4 * 10**9, n * 100, 400)); time.sleep(0.3)\n"
+        "bar.stop()\n"
+    )
+    (tmp_path / "bar.py").write_text(code)
+    environ = {**os.environ, "PYTHONPATH": str(SRC), "TERM": "xterm", "COLUMNS": "120"}
+    done = subprocess.Popen([sys.executable, "bar.py"], cwd=tmp_path, stderr=follower, env=environ)
+    os.close(follower)
+    text = b""
+    with contextlib.suppress(OSError):  # the terminal is gone
+        while part := os.read(leader, 65536):
+            text += part
+    assert done.wait(60) == 0
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text.decode())
+    assert "comparing 300/400 calls" in shown
+    assert "3.0/4.0 GB" in shown
+    assert re.search(r"\d:\d\d:\d\d", shown)
+
+
+def test_progress_counts_calls_and_bytes(tmp_path: Path) -> None:
+    a, e = run(tmp_path / "a", data=1.01), run(tmp_path / "e")
+    for processes in (1, 2):
+        seen: list[Done] = []
+        found = tp.compare(a, e, processes=processes, seconds=0, progress=seen.append)
+        assert [d.nbytes for d in seen] == sorted(d.nbytes for d in seen)
+        last = seen[-1]
+        assert last.nbytes == last.of_nbytes > 0
+        assert last.calls == last.of_calls == len(found.pairs)
+
+
+def test_memory_does_not_grow_with_the_captures(tmp_path: Path) -> None:
+    n_tensors, size = 24, 1 << 20
+    for name in "ae":
+        with tp.Recorder(tmp_path / name, keep="tensors") as recorder:
+            for i in range(n_tensors):
+                recorder.save(f"x{i}", torch.rand(size))
+    done = run_script(
+        tmp_path,
+        "import resource\n"
+        "from tensorprobe.report.saving import compare\n"
+        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "compare('a', 'a', processes=1)\n"
+        "before = peak()\n"
+        "compare('a', 'e', processes=1, replay=False)\n"
+        "print(peak() - before)\n",
+    )
+    both_sides = 2 * n_tensors * size * 4
+    assert int(done.stdout) < both_sides / 4, done.stderr
+
+
 # Files
 
 
@@ -280,7 +374,7 @@ def test_columns_of_ptdbg(tmp_path: Path) -> None:
     assert (good["Cosine"], good["MaxAbsErr"], good["Accuracy Reached or Not"]) == (
         "1.0", "0.000000", "Yes",
     )  # fmt: skip
-    bad = by_name["Tensor___mul___0_forward_output"]
+    bad = by_name["Tensor_mul_0_forward_output"]
     assert (bad["Cosine"], bad["Accuracy Reached or Not"]) == ("-1.000000", "No")
     assert bad["NPU Tensor Dtype"] == "torch.float32"
 

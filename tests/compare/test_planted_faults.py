@@ -68,10 +68,15 @@ def first_by_bits(actual: Path, expected: Path) -> str:
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     bench = Bench(tmp_path_factory.mktemp("planted"))
     yield bench
-    if bench.score:
-        good = sum(bench.score.values())
-        print(f"\nplanted faults: {good} of {len(bench.score)} right", end="")
-        print("".join(f"\n  wrong: {name}" for name, ok in bench.score.items() if not ok))
+    for keep in ("tensors", "stats", "digest"):
+        score = {
+            name: ok
+            for name, ok in bench.score.items()
+            if name.partition(" ")[0] == keep or (keep == "tensors" and " " not in name)
+        }
+        if score:
+            print(f"\nplanted faults, {keep}: {sum(score.values())} of {len(score)} right", end="")
+            print("".join(f"\n  wrong: {name}" for name, ok in score.items() if not ok))
 
 
 def _marked(cases: list[Case]) -> list[object]:
@@ -144,8 +149,35 @@ def test_statistics_find_a_scaled_result_and_say_how_to_settle_it(bench: Bench) 
     assert "--keep tensors --calls Torch.addmm.3.forward" in text
 
 
+def test_statistics_find_a_factor_of_four_ulp_in_sixteen_bit(bench: Bench) -> None:
+    case = next(case for case in KERNELS if case.name == "bf16-4ulp-addmm")
+    found = bench.compare(case, "stats").verdict
+    assert [c.name for c in found.culprits] == ["Torch.addmm.4.forward"], str(found)
+    assert found.culprits[0].weak
+
+
+# What statistics with noise do not show: numbers in other places, one row of 16 bit, a loss that
+# averages it away, and a few ULP in a gradient.
+UNSEEN = {
+    "permuted-bmm", "permuted-norm", "bf16-row-bmm", "bf16-log-softmax", "bf16-grad-mm",
+    "f16-grad-norm",
+}  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [c for c in HEALTHY if "noise" in c.name], ids=lambda c: c.name)
+@pytest.mark.parametrize("keep", ["stats", "digest"])
+@pytest.mark.parametrize("case", FAULTY, ids=lambda case: case.name)
+def test_statistics_find_what_they_can_show(case: Case, keep: str, bench: Bench) -> None:
+    found = bench.compare(case, keep).verdict
+    first = found.culprits[0] if found.culprits else None
+    where = bench.truth(case) if case.fault is not None else case.where
+    right = first is not None and where in f"{first.name} {first.module}"
+    bench.score[f"{keep} {case.name}"] = right
+    assert right or case.name in UNSEEN, str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", HEALTHY, ids=lambda c: c.name)
 @pytest.mark.parametrize("keep", ["stats", "digest"])
 def test_rounding_has_no_culprit_in_statistics(case: Case, keep: str, bench: Bench) -> None:
     found = bench.compare(case, keep).verdict

@@ -164,3 +164,33 @@ def test_moves_between_devices_stay_moves() -> None:
         "npu",
     )
     assert v.dtype == w.dtype == torch.float16
+
+
+def test_a_fused_op_runs_by_its_formula() -> None:
+    import torch_npu
+
+    def step() -> tuple[Tensor, Tensor]:
+        x = torch.linspace(-1, 1, 16).reshape(2, 8).requires_grad_()
+        y = torch_npu.npu_rms_norm(x, torch.ones(8))[0]
+        y.square().sum().backward()
+        assert y.device.type == x.grad.device.type == "npu"
+        return y.detach(), x.grad
+
+    healthy = step()
+    sim_npu.plant(op="npu_rms_norm", effect="inf")
+    assert not step()[0].isfinite().all()
+    with tp.reroute({"torch_npu.npu_rms_norm": "cpu"}) as rerouted:
+        cured = step()
+    assert rerouted.counts == {"torch_npu.npu_rms_norm": 1}
+    torch.testing.assert_close(cured, healthy)
+
+
+def test_a_custom_op_runs_by_its_reference() -> None:
+    library = torch.library.Library("reroute_check", "DEF")
+    library.define("double(Tensor x) -> Tensor")
+    library.impl("double", lambda x: x * 3, "CPU")  # the device computes by it, wrongly
+    x = torch.ones(3)
+    assert torch.equal(torch.ops.reroute_check.double(x), x * 3)
+    tp.reference("reroute_check::double")(lambda x: x * 2)
+    with tp.reroute({"reroute_check::double": "cpu"}):
+        assert torch.equal(torch.ops.reroute_check.double(x), x * 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import threading
 import traceback
 import warnings
 import weakref
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import tensorprobe as tp
 from capture.test_transparency import PROGRAMS, observe, same
+from tensorprobe.errors import GuardStopped
 from tensorprobe.guard.findings import Finding
 from tiny_models import MODELS
 
@@ -493,15 +495,60 @@ def test_inside_a_compiled_part(tmp_path: Path) -> None:
         return F.embedding(index, table.sin()).cos()
 
     compiled = torch.compile(part, backend="eager")
-    said: Said = []
-    findings, error = guarded(tmp_path, lambda: compiled(torch.ones(3, 2), torch.tensor([5])), said)
+    findings, error = guarded(tmp_path, lambda: compiled(torch.ones(3, 2), torch.tensor([5])))
     finding = only(findings)
     assert isinstance(error, IndexError)
-    assert finding.name.startswith("Compiled.")
+    assert finding.name == "Compiled.test_inside_a_compiled_part.part.0.forward"
+    assert finding.stack[0].endswith("in test_inside_a_compiled_part.<locals>.part")
+    assert tp.load(finding.inputs).calls[0].tensor("input.1").load().equal(torch.tensor([5]))
     assert finding.metrics["notes"] == [
         "compiled: the calls inside are not visible. To have the one that failed named, run once "
         "more with TORCHDYNAMO_DISABLE=1"
     ]
+
+
+@pytest.mark.slow
+def test_where_a_part_is_compiled_or_runs_backward(tmp_path: Path) -> None:
+    def refuses(graph: Any, examples: Any) -> Any:
+        raise RuntimeError("no")
+
+    part = torch.compile(lambda x: x.sin(), backend=refuses)
+    findings, error = guarded(tmp_path / "making", lambda: part(torch.ones(2)))
+    assert type(error).__name__ == "BackendCompilerFailed"
+    assert only(findings).name.startswith("Compiled.")
+
+    other = torch.compile(lambda x: failing_backward(x.sin()).sum(), backend="aot_eager")
+    x = torch.ones(2, requires_grad=True)
+    findings, error = guarded(tmp_path / "backward", lambda: other(x).backward())
+    finding = only(findings)
+    assert (finding.name, str(error)) == ("Function.CompiledFunction.0.backward", "no kernel")
+    assert finding.metrics["notes"][0].startswith("compiled: ")
+    assert finding.metrics["alone"] == "not possible"
+
+
+@torch.library.custom_op("guard::failing_backward", mutates_args=())
+def failing_backward(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("guard::no_kernel", mutates_args=())
+def no_kernel(grad: Tensor) -> Tensor:
+    raise RuntimeError("no kernel")
+
+
+failing_backward.register_fake(lambda x: torch.empty_like(x))
+no_kernel.register_fake(lambda grad: torch.empty_like(grad))
+failing_backward.register_autograd(lambda ctx, grad: no_kernel(grad))
+
+
+def test_inside_torchscript(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        script = torch.jit.trace(lambda x: x @ x, torch.ones(2, 2))
+    said: Said = []
+    findings, _ = guarded(tmp_path, lambda: script(torch.ones(2, 3)), said)
+    assert findings == ()
+    assert said[0].startswith("the error is inside TorchScript, whose calls are not visible.")
 
 
 class Faulty(Dataset[Tensor]):
@@ -591,6 +638,30 @@ def test_what_the_budget_dropped_is_held_in_a_second_run(tmp_path: Path) -> None
     assert finding.repro is not None
 
 
+def test_ranks_keep_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        findings, _ = guarded(tmp_path, run(lambda y: y @ y))
+        finding = only(findings)
+        assert finding.rank == int(rank)
+        assert finding.repro == str(tmp_path / f"rank{rank}/repro/step0/Tensor.matmul.0")
+        assert (tmp_path / f"rank{rank}" / "findings.json").exists()
+    assert tp.load(tmp_path / "inputs").ranks == (0, 1)
+
+
+def test_scatters_that_fail_half_way_are_saved_as_they_were(tmp_path: Path) -> None:
+    table = torch.zeros(4)
+
+    def program() -> None:
+        with torch.no_grad():
+            table.index_put_((torch.tensor([0, 1, 9]),), torch.ones(3))
+
+    findings, _ = guarded(tmp_path, program)
+    call = tp.load(only(findings).inputs).call("Tensor.index_put_.0.forward")
+    assert call.tensor("input.0").load().equal(torch.zeros(4))
+
+
 def test_late_errors_of_a_device_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Device(Tensor):
         @classmethod
@@ -653,3 +724,48 @@ def test_graphs_die_when_they_would(tmp_path: Path) -> None:
         del model
         gc.collect()
         assert weight() is None
+
+
+def test_beside_the_watch_for_overflow(tmp_path: Path) -> None:
+    """What ends a program that overflows is no error of torch's; an error is no overflow."""
+
+    def guard(name: str) -> tp.Guard:
+        both = ("overflow", "errors")
+        return tp.Guard(tmp_path / name, both, log=lambda text: None, alone_timeout_s=0)
+
+    with guard("error") as first, contextlib.suppress(RuntimeError):
+        run(lambda y: r_of(y).sum().backward())()
+    assert [finding.kind for finding in first.findings] == ["error"]
+    second = guard("overflow")
+    with pytest.raises(GuardStopped), second:
+        run(lambda y: (y * 1e38 * 1e38).sum().backward())()
+    assert [finding.kind for finding in second.findings] == ["nonfinite"]
+
+
+def test_where_nothing_can_be_written_the_programs_error_stays(tmp_path: Path) -> None:
+    (tmp_path / "inputs").write_text("a file")  # where the capture is to be
+    said: Said = []
+    findings, error = guarded(tmp_path, run(lambda y: y @ y), said)
+    assert isinstance(error, RuntimeError)
+    assert "the disk refused: " in only(findings).metrics["missing"][0]
+
+
+def test_in_a_thread_of_the_program(tmp_path: Path) -> None:
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            run(lambda y: y @ y)()
+        except RuntimeError as error:
+            failed.append(error)
+
+    def program() -> None:
+        thread = threading.Thread(target=work, name="worker")
+        thread.start()
+        thread.join()
+
+    findings, _ = guarded(tmp_path, program)
+    finding = only(findings)
+    assert len(failed) == 1
+    assert finding.name == "Tensor.matmul.0.forward"
+    assert tp.load(finding.inputs).calls[0].thread == "worker"

@@ -20,6 +20,7 @@ import tensorprobe as tp
 from default_device import ON_SIM_NPU, host_only
 from recorded import record
 from tensorprobe.errors import BadUsage, DeviceUnusable
+from tensorprobe.guard.reroute import Reroute
 
 TARGET = "cpu" if ON_SIM_NPU else "float64"
 
@@ -504,6 +505,41 @@ def test_numbers_begin_anew_with_each_step() -> None:
     assert rerouted.counts == {"Functional.linear.2": 3}
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "calls"),
+    [
+        ("training", "Functional.linear.1", 4),
+        ("training", "Functional.gelu.3", 0),
+        ("accumulating", "Functional.linear.1", 2),
+        ("accumulating", "Functional.gelu.5", 2),
+        ("inference", "Tensor.add.2", 4),
+        ("checkpointed", "Functional.layer_norm.1", 4),
+    ],
+)
+def test_numbers_are_those_of_a_recording(tmp_path: Any, kind: str, name: str, calls: int) -> None:
+    """Whatever ends a step: each call of that name in the recording ran elsewhere, no other."""
+    model, x = net("not reentrant" if kind == "checkpointed" else ""), ramp(2, 8)
+    optimizer = None if kind == "inference" else torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def program() -> None:
+        for number in range(4):
+            with torch.set_grad_enabled(optimizer is not None):
+                y = model(x)
+            if optimizer is not None:
+                y.sum().backward()
+                if kind != "accumulating" or number % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    rerouted = Reroute({name: TARGET}, step_on="auto").start()
+    capture = record(tmp_path / "a", program, level="L1", keep="structure", step_on="auto")
+    rerouted.stop()
+    recorded = [c for c in capture.calls(direction="forward") if c.name == f"{name}.forward"]
+    assert len(recorded) == calls
+    again = 2 if kind == "checkpointed" else 1  # and where it is computed again
+    assert rerouted.counts[name] == again * calls
+
+
 def test_the_most_specific_name_decides() -> None:
     model, x = net(), ramp(2, 8)
     with tp.reroute({"linear": TARGET, "blocks.0": TARGET, "Functional.linear.0": TARGET}) as r:
@@ -561,6 +597,23 @@ def test_a_recorder_of_ops_sees_the_op(tmp_path: Any) -> None:
     assert [c.name for c in actual.calls] == [c.name for c in plain.calls]
 
 
+@host_only("an overflow in half precision")
+@pytest.mark.parametrize("outer", ["guard", "reroute"])
+@pytest.mark.parametrize("name", ["F.mse_loss", "F.gelu"])
+def test_a_guard_judges_what_came_back(tmp_path: Any, outer: str, name: str) -> None:
+    x = torch.zeros(100, dtype=torch.float16)
+    x[3] = 300
+    guard = tp.Guard(tmp_path / "guard", overflow_nums=-1)
+    rerouted = tp.reroute({name: "float32"})
+    first, second = (guard, rerouted) if outer == "guard" else (rerouted, guard)
+    with first, second:
+        F.mse_loss(x, torch.zeros_like(x))
+        F.gelu(x)
+    found = [finding.name for finding in guard.findings]
+    assert found == ([] if name == "F.mse_loss" else ["Functional.mse_loss.0.forward"])
+    assert rerouted.counts == {name: 1}
+
+
 def test_two_at_once() -> None:
     model, x = net(), ramp(2, 8)
     expected = model(x)
@@ -609,6 +662,27 @@ def test_subclasses_of_tensor_stay() -> None:
     with tp.reroute({"torch.relu": TARGET}):
         y = torch.relu(x)
     assert type(y) is Named
+
+
+@host_only("kinds of tensors that the simulated device does not have")
+def test_other_kinds_of_tensors_come_back_as_they_are() -> None:
+    weight, sparse = ramp(4, 3), torch.eye(3).to_sparse()
+    nested = torch.nested.nested_tensor([ramp(2, 3), ramp(1, 3)], layout=torch.jagged)
+
+    def program() -> list[Tensor]:
+        return [
+            torch.func.vmap(lambda x: F.layer_norm(F.linear(x, weight), (4,)))(ramp(5, 3)),
+            torch.func.grad(lambda x: torch.tanh(x).sum())(ramp(5)),
+            torch.sparse.mm(sparse, ramp(3, 3)),
+            torch.nested.to_padded_tensor(nested * 2, 0.0),
+            torch.stft(ramp(100), 20, window=torch.ones(20), return_complex=True),
+            torch.linalg.svd(ramp(3, 3) + torch.eye(3)).S,
+        ]
+
+    expected = program()
+    with tp.reroute({"*": "float64"}):
+        actual = program()
+    compare(actual, expected)
 
 
 def test_the_programs_own_exception_comes_through() -> None:
@@ -676,8 +750,6 @@ def test_a_module_called_by_number_is_refused() -> None:
 @host_only("compiles")
 def test_a_compiled_part_is_not_looked_into() -> None:
     said: list[str] = []
-    from tensorprobe.guard.reroute import Reroute
-
     f = torch.compile(lambda x: torch.relu(x) + 1, backend="eager")
     with Reroute({"relu": TARGET}, log=said.append):
         assert torch.equal(f(ramp(3)), torch.relu(ramp(3)) + 1)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import importlib.metadata
 import json
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,10 +27,14 @@ from tensorprobe.records import Call, Capture, Special
 
 # Runs each script in one process: importing torch takes longer than all of them.
 CHILD = """
-import contextlib, io, json, runpy, sys, warnings
-sys.modules["tensorprobe"] = None  # an import of it fails
+import sys
+folder, tasks = sys.argv[1:]
+sys.path.append(folder)
+import contextlib, importlib.util, io, json, runpy
+others = ("tensorprobe", "safetensors", "numpy", "msgspec", "ml_dtypes", "pytest", "transformers")
+assert not [name for name in others if importlib.util.find_spec(name)]
 results = []
-for folder, arguments in json.loads(sys.argv[1]):
+for folder, arguments in json.loads(tasks):
     sys.argv = ["repro.py", *arguments]
     sys.path.insert(0, folder)
     text = io.StringIO()
@@ -41,16 +49,43 @@ print(json.dumps(results))
 """
 
 
+@functools.cache
+def torch_only() -> str:
+    """A folder with torch and what it requires, and no other package that is installed here."""
+    folder = Path(tempfile.mkdtemp(prefix="torch-only-"))
+    atexit.register(shutil.rmtree, folder)
+    todo, seen = ["torch"], set()
+    while todo:
+        name = todo.pop().lower().replace("_", "-")
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            package = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # needed on another platform
+        for file in {file.parts[0]: file for file in package.files or ()}.values():
+            there = Path(str(package.locate_file(file.parts[0])))
+            if file.parts[0] != ".." and there.exists() and not (folder / there.name).exists():
+                (folder / there.name).symlink_to(there)
+        needs = [text for text in package.requires or () if "extra ==" not in text]
+        todo += [found[0] for text in needs if (found := re.match(r"[\w.-]+", text))]
+    return str(folder)
+
+
 class Ran(NamedTuple):
     status: int
     text: str
 
 
 def run_repros(*runs: tuple[Path, tuple[str, ...]]) -> list[Ran]:
-    """-I: no PYTHONPATH and no current folder, and our own package cannot be imported."""
+    """-I -S: no PYTHONPATH, no current folder, no installed packages; torch comes by a link."""
     tasks = json.dumps([(str(folder), arguments) for folder, arguments in runs])
     done = subprocess.run(
-        [sys.executable, "-I", "-c", CHILD, tasks], capture_output=True, text=True, check=False
+        [sys.executable, "-I", "-S", "-c", CHILD, torch_only(), tasks],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return [Ran(*each) for each in json.loads(done.stdout)]

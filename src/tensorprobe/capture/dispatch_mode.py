@@ -78,12 +78,4 @@ class OpMode(TorchDispatchMode):
         call = tape.begin(names, args, kwargs, depth=2, parent=parent, random=random, writes=writes)
         if call is None:
             return func(*args, **kwargs)
-        try:
-            result = func(*args, **kwargs)
-        except BaseException as error:
-            tape.raised(call, error)
-            raise
-        if api.prefix == "Distributed" and tape.await_work(call, result):
-            return result
-        tape.end(call, result)
-        return result
+        return tape.run(call, func, args, kwargs)

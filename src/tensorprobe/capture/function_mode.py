@@ -110,7 +110,7 @@ class CallMode(UserCalls):
         self._record = record
         self._on_scaler_update = on_scaler_update
         self._runs = compiled.Runs()
-        self._spell = Spelling() if tape.config.operators == "dunder" else None
+        self._spell = Spelling(__file__) if tape.config.operators == "dunder" else None
 
     def called(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         compiles = compiled.may_run()
@@ -167,7 +167,7 @@ class CallMode(UserCalls):
     def _recorded(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         tape = self._tape
         if self._spell is not None and api.prefix == "Tensor":
-            api = self._spell(api, func, args, sys._getframe(3))
+            api = self._spell(api, func, args, sys._getframe(1))
         names = tape.select(api, tape.counter.next(api), tape.place.module)
         if names is None:
             return self._passed(api, func, args, kwargs)
@@ -176,12 +176,4 @@ class CallMode(UserCalls):
         call = tape.begin(names, shown, kwargs, depth=3, grad=grad)
         if call is None:
             return func(*args, **kwargs)
-        try:
-            result = func(*args, **kwargs)
-        except BaseException as error:
-            tape.raised(call, error)
-            raise
-        if api.prefix == "Distributed" and tape.await_work(call, result):
-            return result
-        tape.end(call, result)
-        return result
+        return tape.run(call, func, args, kwargs)

@@ -27,6 +27,7 @@ _SYMBOLS_OF_OLD = {
     "MODULO": "%", "POWER": "**", "MATRIX_MULTIPLY": "@", "AND": "&", "OR": "|", "XOR": "^",
     "LSHIFT": "<<", "RSHIFT": ">>",
 }  # fmt: skip
+# x ** 2 and a few others go through functions of torch's own
 _TORCH_FILES = (torch._tensor.__file__, torch.overrides.__file__)
 _LIMIT = 100_000  # instructions remembered
 
@@ -42,7 +43,8 @@ class _Written(NamedTuple):
 class Spelling:
     """Gives calls of operators the name of their dunder, by the instruction that made them."""
 
-    def __init__(self) -> None:
+    def __init__(self, caller: str) -> None:
+        self._between = {caller, *_TORCH_FILES}  # files between the program and here
         self._known: dict[tuple[CodeType, int], _Written | None] = {}
 
     def __call__(
@@ -51,8 +53,7 @@ class Spelling:
         name = getattr(func, "__name__", "")
         if NATIVE_NAMES.get(name) == api.api:  # torch says so itself: 1 - x, x // 2
             return api._replace(api=_in_use(name))
-        # x ** 2 and a few others go through a function of torch's own
-        while frame is not None and frame.f_code.co_filename in _TORCH_FILES:
+        while frame is not None and frame.f_code.co_filename in self._between:
             frame = frame.f_back
         if frame is None or api.api not in DUNDERS_OF_NATIVE:
             return api

@@ -36,7 +36,7 @@ from tensorprobe.capture.naming import ApiName, CallNames, Counter, call_name
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.stacks import Stacks
-from tensorprobe.capture.values import Values
+from tensorprobe.capture.values import TensorName, Values
 from tensorprobe.config import RecordConfig
 from tensorprobe.devices import autocast_dtypes
 from tensorprobe.records import HOST, Role
@@ -48,13 +48,6 @@ from tensorprobe.store.writer import CaptureWriter
 _DISABLED = torch._C.DisableTorchFunction
 # Reads the graph of a call that has ended: of an operator's, or of a module's.
 Tracer = Callable[[list[tuple[torch.Tensor, Path]], InputEdges], Trace]
-_SECTIONS: dict[Role, str] = {
-    "input": "input",
-    "output": "output",
-    "parameter": "parameters",
-    "parameter_grad": "parameters_grad",
-    "buffer": "buffers",
-}
 # What an asynchronous collective returns; torch without distributed has none.
 _WORK: tuple[type, ...] = tuple(filter(None, (getattr(torch.distributed, "Work", None),)))
 _ROLES: dict[str, Role] = {
@@ -255,6 +248,19 @@ class Tape:
             self.gap(names.name, error)
             return None
 
+    def run(
+        self, call: OpenCall, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call that has begun, and write down how it ended."""
+        try:
+            result = func(*args, **kwargs)
+        except BaseException as error:
+            self.raised(call, error)
+            raise
+        if call.names.api.prefix != "Distributed" or not self.await_work(call, result):
+            self.end(call, result)
+        return result
+
     def end(
         self,
         call: OpenCall,
@@ -324,8 +330,8 @@ class Tape:
             if torch.equal(before, read()):
                 return {}
         line = self.line(before, call, "buffer", "rng_state", False)
-        label = _Label(call.names.name, "buffer", "rng_state")
-        line.value = self._values.of(before, "tensors", label)
+        name: TensorName = (call.names.name, "buffer", "rng_state")
+        line.value = self._values.of(before, name, "tensors", None)
         return {"rng_state": line}
 
     def _trace(
@@ -398,7 +404,7 @@ class Tape:
         device = HOST if tensor.is_cpu else self._device(tensor.device)
         value = None
         if wanted and wants_dtype and call.keep != "structure":
-            value = self._values.of(tensor, call.keep, _Label(call.names.name, role, label))
+            value = self._values.of(tensor, (call.names.name, role, label), call.keep, stride)
         return TensorLine(dtype, shape, stride, device, tensor.requires_grad, value)
 
     def _encoder(
@@ -661,19 +667,6 @@ class Tape:
             self.writer.stack(line)
         else:
             self._early_stacks.append(line)
-
-
-class _Label:
-    """The full name of a tensor, put together only where it is needed."""
-
-    __slots__ = ("call", "label", "role")
-
-    def __init__(self, call: str, role: Role, label: str | Path) -> None:
-        self.call, self.role, self.label = call, role, label
-
-    def __call__(self) -> str:
-        label = self.label if isinstance(self.label, str) else ".".join(self.label)
-        return f"{self.call}.{_SECTIONS[self.role]}.{label}"
 
 
 def _works_in(result: Any) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,15 +12,26 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.transfer import Transfer
+from tensorprobe.numerics.memory import is_dense
 from tensorprobe.numerics.summary import Summarizer
-from tensorprobe.records import Keep
+from tensorprobe.records import Keep, Role
 from tensorprobe.store.writer import CaptureWriter
 
-# What tells one content from another: the mark of its storage, then version, offset, shape, stride,
-# dtype, and whether its bytes are kept. Shapes are numbered, so that nothing in it can be part of a
-# cycle: the garbage collector, which the many of them would set off, soon leaves them out.
-_MAX_SHAPES = 100_000
-_View = tuple[int, int, int, int, int, torch.dtype, bool]
+# The call, the role and the label within it of a tensor, the label whole or in parts.
+TensorName = tuple[str, Role, "str | tuple[str, ...]"]
+# What tells one content from another: the mark of its storage, then version, offset, number of
+# elements, shape and stride (where they do not follow each other in order), dtype, and whether its
+# bytes are kept. Plain numbers and tuples: the garbage collector, which the many of them would set
+# off, soon leaves them out.
+_Layout = tuple[tuple[int, ...], Sequence[int]] | None
+_View = tuple[int, int, Any, int, _Layout, torch.dtype, bool]
+_SECTIONS: dict[Role, str] = {
+    "input": "input",
+    "output": "output",
+    "parameter": "parameters",
+    "parameter_grad": "parameters_grad",
+    "buffer": "buffers",
+}
 
 
 class Values:
@@ -46,7 +57,6 @@ class Values:
         self._held: dict[int, StorageWeakRef] = {}  # the storages met in this step
         self._marks: dict[int, int] = {}  # those of which something is known; anew after `forget`
         self._numbers: dict[_View, int] = {}
-        self._shapes: dict[Any, int] = {None: 0}  # of shapes and strides
         self._ids = itertools.count(1)
         self._new_marks = itertools.count(1)
 
@@ -55,8 +65,6 @@ class Values:
         self._marks.clear()
         self._numbers.clear()
         self._held.clear()
-        if len(self._shapes) > _MAX_SHAPES:
-            self._shapes = {None: 0}
         self.nbytes = 0
         self._ids = itertools.count(1)
 
@@ -65,32 +73,33 @@ class Values:
         with contextlib.suppress(NotImplementedError, RuntimeError):  # no storage: never known
             self._marks.pop(tensor.untyped_storage()._cdata, None)
 
-    def of(self, tensor: torch.Tensor, keep: Keep, name: Callable[[], str]) -> int | None:
-        """The number of this tensor's content; `name` gives what it is called where it is new."""
-        if keep == "structure":
-            return None
+    def of(
+        self, tensor: torch.Tensor, name: TensorName, keep: Keep, stride: Sequence[int] | None
+    ) -> int:
+        """The number of this tensor's content; it goes by `name` where it is new.
+
+        `stride` is None where the elements follow each other in order.
+        """
         tensors = keep == "tensors"
-        shapes = self._shapes
         try:
             storage = tensor.untyped_storage()
             mark = self._marks.get(storage._cdata)
+            dtype = tensor.dtype
             if mark is None:
                 if not _is_its_storage(tensor):
                     return self._new(tensor, name, tensors)
                 mark = self._mark(storage)
-            elif tensor.is_neg() or (tensor.is_complex() and tensor.is_conj()):
+            elif tensor.is_neg() or (dtype.is_complex and tensor.is_conj()):
                 return self._new(tensor, name, tensors)  # the same memory means other numbers
-            shape = tensor.shape
-            stride = None if tensor.is_contiguous() else tensor.stride()
-            view: _View = (
-                mark,
-                tensor._version,
-                int(tensor.storage_offset()),
-                shapes[shape] if shape in shapes else self._number(shape),
-                shapes[stride] if stride in shapes else self._number(stride),
-                tensor.dtype,
-                tensors,
-            )
+            layout: _Layout = None
+            if stride is not None:
+                shape = tuple(tensor.shape)
+                # Statistics ask for no order: those of a transposed matrix are the matrix's own.
+                ordered = keep != "stats" or self._checksums
+                if ordered or not is_dense(shape, tuple(stride)):
+                    layout = (shape, stride)
+            offset, numel = tensor.storage_offset(), tensor.numel()
+            view = (mark, tensor._version, offset, numel, layout, dtype, tensors)
         except (NotImplementedError, RuntimeError):  # inference tensors keep no version; sparse,
             return self._new(tensor, name, tensors)  # nested, functorch's and others no storage
         number = self._numbers.get(view)
@@ -104,10 +113,7 @@ class Values:
             self._held[key] = StorageWeakRef(storage)
         return self._marks.setdefault(key, next(self._new_marks))
 
-    def _number(self, shape: Any) -> int:
-        return self._shapes.setdefault(tuple(shape), next(self._new_marks))
-
-    def _new(self, tensor: torch.Tensor, name: Callable[[], str], tensors: bool) -> int:
+    def _new(self, tensor: torch.Tensor, name: TensorName, tensors: bool) -> int:
         number = next(self._ids)
         with Quiet():
             result = self._summarizer.submit(tensor)
@@ -117,7 +123,7 @@ class Values:
                 self.nbytes += copy.nbytes if tensors else 0
                 self._writer.tensor(
                     number,
-                    name(),
+                    _text(name),
                     copy.dtype,
                     copy.shape,
                     copy.get,
@@ -127,6 +133,11 @@ class Values:
                 )
         self._writer.value(number, result)
         return number
+
+
+def _text(name: TensorName) -> str:
+    call, role, label = name
+    return f"{call}.{_SECTIONS[role]}.{label if isinstance(label, str) else '.'.join(label)}"
 
 
 def _is_its_storage(tensor: torch.Tensor) -> bool:

@@ -66,7 +66,7 @@ def _checked(pair: Pair, device: torch.device, benchmark: Pair | None, peer: boo
     forwards = _judge_all(call, None, there, results[0], device, source, peer)
     backwards = _judge_all(call, backward, back, results[1], device, source, peer) if back else []
     if benchmark is not None:
-        _three_way(forwards, backwards, benchmark)
+        _three_way(forwards, backwards, benchmark, peer)
     row = _summed(call, forwards, backwards, notes, there.how)
     row.generated = any(t.blob is None for t in call.tensors if t.role == "input")
     return row
@@ -149,7 +149,9 @@ def _judge_chance(
     return judged[:1], judged[1:]
 
 
-def _three_way(forwards: list[Judgement], backwards: list[Judgement], benchmark: Pair) -> None:
+def _three_way(
+    forwards: list[Judgement], backwards: list[Judgement], benchmark: Pair, peer: bool
+) -> None:
     """Hold the device against the benchmark device's own distance from its reference."""
     try:
         there, back, _ = _references(benchmark, load, torch.device("meta"))
@@ -173,6 +175,14 @@ def _three_way(forwards: list[Judgement], backwards: list[Judgement], benchmark:
             if name in replayed.outputs
         }
         hold_against(judgements, errors)
+        if peer:
+            from tensorprobe.check.peer_tables import peer_metrics
+
+            for judgement in judgements:
+                if judgement.name in errors:
+                    judgement.benchmark_peer = peer_metrics(
+                        recorded[judgement.name], replayed.outputs[judgement.name]
+                    )
 
 
 def _summed(

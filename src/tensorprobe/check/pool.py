@@ -81,6 +81,7 @@ class Pool:
         self._jobs = jobs
         self._timeout_s = timeout_s
         self._workers: list[_Worker] = []
+        self.facts: dict[str, Any] = {}  # about the process that runs calls, once one is there
 
     def run(self, tasks: Iterable[Task]) -> Iterator[tuple[Task, Row]]:
         todo = deque(tasks)
@@ -121,6 +122,7 @@ class Pool:
             if state == "unusable":
                 raise DeviceUnusable(f"no call can be checked: {reason}")
             worker.ready = True
+            self.facts = reason
             return
         task, worker.task = worker.task, None
         assert task is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +55,15 @@ class Results:
         with self._file.open("ab") as file:
             file.write(msgspec.json.encode(row) + b"\n")
 
-    def finish(self, calls: int) -> dict[str, int]:
+    def finish(self, calls: int, notes: Sequence[str] = ()) -> dict[str, int]:
         """Write check.json, failures first; gives the counts."""
         rows = ordered(self.rows.values())
         counts = {"calls": calls, "checked": len(rows)}
         counts |= dict.fromkeys(("pass", "fail", "skipped", "crashed"), 0)
         for row in rows:
             counts[row.verdict] += 1
-        report = {**self._about, "format": FORMAT, "counts": counts, "calls": rows}
+        about = {**self._about, "notes": notes}
+        report = {**about, "format": FORMAT, "counts": counts, "calls": rows}
         text = msgspec.json.format(msgspec.json.encode(report), indent=1)
         (self.folder / "check.json").write_bytes(text + b"\n")
         return counts
@@ -84,12 +85,12 @@ def ordered(rows: Iterable[Row]) -> list[Row]:
     )
 
 
-def benchmark_errors(path: Path) -> dict[str, dict[str, float | None]]:
-    """The errors that another check found, by call and tensor."""
+def benchmark_tensors(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """What another check says about each tensor, by call and tensor."""
     try:
         report = json.loads((path / "check.json").read_text())
         return {
-            call["name"]: {t["name"]: t["error"] for t in call.get("tensors", ())}
+            call["name"]: {t["name"]: t for t in call.get("tensors", ())}
             for call in report["calls"]
         }
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -32,6 +32,7 @@ class Judgement(msgspec.Struct, kw_only=True):
     max_rel: float = 0.0
     benchmark_error: float | None = None
     peer: dict[str, Any] | None = None
+    benchmark_peer: dict[str, Any] | None = None
 
 
 class Row(msgspec.Struct, kw_only=True):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tensorprobe.check.benchmark import hold_against
 from tensorprobe.check.plan import Planned, plan
 from tensorprobe.check.pool import Pool, Task
-from tensorprobe.check.results import Results, benchmark_errors, ordered
+from tensorprobe.check.results import Results, benchmark_tensors, ordered
 from tensorprobe.check.row import Row
+from tensorprobe.check.switches import differing
 from tensorprobe.check.worker import Setting
 from tensorprobe.errors import BadUsage
 from tensorprobe.records import Capture
@@ -24,10 +26,13 @@ Progress = Callable[[int, int, Row], None]
 class Checked:
     """The outcome of a check: its rows, failures first, and how many of each verdict."""
 
-    def __init__(self, folder: Path, rows: list[Row], counts: Mapping[str, int]) -> None:
+    def __init__(
+        self, folder: Path, rows: list[Row], counts: Mapping[str, int], notes: Sequence[str] = ()
+    ) -> None:
         self.folder = folder
         self.rows = rows
         self.counts = counts
+        self.notes = notes  # what makes the verdicts less fair
 
     @property
     def passed(self) -> bool:
@@ -77,7 +82,7 @@ def check(
         "every": every,
     }
     results = Results(Path(output), about, restart=restart)
-    todo = [each for each in planned if _key(each) not in results.rows]
+    todo = [each for each in planned if not _is_done(results.rows.get(_key(each)), peer_tables)]
     benchmark = _Benchmark(against)
     setting = Setting(
         device=device,
@@ -86,7 +91,8 @@ def check(
     )
     tasks = [Task(number, each.pair, benchmark.pair(each.pair)) for number, each in enumerate(todo)]
     done = len(planned) - len(todo)
-    for task, row in Pool(setting, jobs, timeout_s).run(tasks) if tasks else ():
+    pool = Pool(setting, jobs, timeout_s)
+    for task, row in pool.run(tasks) if tasks else ():
         row.alike = todo[task.number].alike
         benchmark.excuse(row)
         row.repro = _repro(run.path, row)
@@ -94,13 +100,21 @@ def check(
         done += 1
         if progress is not None:
             progress(done, len(planned), row)
-    counts = results.finish(sum(each.alike + 1 for each in planned))
+    notes = differing(run.facts, pool.facts, device)
+    counts = results.finish(sum(each.alike + 1 for each in planned), notes)
     rows = ordered(results.rows.values())
     if peer_tables:
         from tensorprobe.check.peer_tables import write_tables
 
         write_tables(Path(output), rows)
-    return Checked(Path(output), rows, counts)
+    return Checked(Path(output), rows, counts, notes)
+
+
+def _is_done(row: Row | None, peer_tables: bool) -> bool:
+    """Whether a row is kept; one that was made without the peers' measures lacks them."""
+    if row is None or row.reference == "its distribution":
+        return row is not None
+    return not peer_tables or all(tensor.peer is not None for tensor in row.tensors)
 
 
 def _key(planned: Planned) -> tuple[int, int, str]:
@@ -124,11 +138,11 @@ class _Benchmark:
 
     def __init__(self, against: str | Path | None) -> None:
         self._pairs: dict[tuple[int, int, str], Pair] = {}
-        self._errors: dict[str, dict[str, float | None]] = {}
+        self._tensors: dict[str, dict[str, dict[str, Any]]] = {}
         if against is None:
             return
         if (Path(against) / "check.json").is_file():
-            self._errors = benchmark_errors(Path(against))
+            self._tensors = benchmark_tensors(Path(against))
         else:
             for each in pair(load(against).calls):
                 key = (each.forward.step, each.forward.rank, each.forward.name)
@@ -140,10 +154,12 @@ class _Benchmark:
 
     def excuse(self, row: Row) -> None:
         """Let pass what the benchmark device does as well."""
-        errors = self._errors.get(row.name)
-        if errors is None or row.verdict not in ("pass", "fail"):
+        there = self._tensors.get(row.name)
+        if there is None or row.verdict not in ("pass", "fail"):
             return
-        hold_against(row.tensors, errors)
+        hold_against(row.tensors, {name: tensor["error"] for name, tensor in there.items()})
+        for judgement in row.tensors:
+            judgement.benchmark_peer = there.get(judgement.name, {}).get("peer")
         if row.verdict == "fail" and all(judgement.ok for judgement in row.tensors):
             row.verdict = "pass"
             row.reason = next((j.reason for j in row.tensors if j.reason), "")

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from tensorprobe.capture.facts import environment_facts
 from tensorprobe.errors import TensorprobeError
 from tensorprobe.replay.pairing import Pair
 
@@ -35,7 +36,7 @@ def main(descriptor: int) -> None:
         own = isinstance(error, TensorprobeError)
         connection.send(("unusable", f"{error}" if own else f"{type(error).__name__}: {error}"))
         return
-    connection.send(("ready", None))
+    connection.send(("ready", environment_facts()))
     while True:
         try:
             task = connection.recv()

@@ -125,7 +125,8 @@ def _tell(line: str) -> None:
 
 def describe(found: Bisected) -> list[str]:
     """What a person reads in the end."""
-    state = f"{found.n_probes} probes; {found.folder / 'bisect.json'}"
+    probes = f"{found.n_probes} probe{'' if found.n_probes == 1 else 's'}"
+    state = f"{probes}; {found.folder / 'bisect.json'}"
     if found.verdict == "passes":
         return [f"nothing to find: the check passes as it is. {state}"]
     from tensorprobe.guard.bisect import phrase

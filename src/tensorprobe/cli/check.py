@@ -54,24 +54,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from tensorprobe.check.run import check
 
-    with _Progress() as progress:
-        checked = check(
-            args.capture,
-            args.output,
-            device=args.device,
-            against=args.against,
-            only=args.only,
-            skip=args.skip,
-            every=args.every,
-            jobs=args.jobs,
-            timeout_s=args.timeout,
-            references=args.references,
-            peer_tables=args.peer_tables,
-            restart=args.restart,
-            step=args.step,
-            rank=args.rank,
-            progress=progress.show,
+    progress = _Progress()
+    try:
+        with progress:
+            checked = check(
+                args.capture,
+                args.output,
+                device=args.device,
+                against=args.against,
+                only=args.only,
+                skip=args.skip,
+                every=args.every,
+                jobs=args.jobs,
+                timeout_s=args.timeout,
+                references=args.references,
+                peer_tables=args.peer_tables,
+                restart=args.restart,
+                step=args.step,
+                rank=args.rank,
+                progress=progress.show,
+            )
+    except KeyboardInterrupt:
+        sys.stderr.write(
+            f"tensorprobe check: interrupted, {progress.done} of {progress.total or '?'} calls are "
+            f"done and kept in '{args.output}'. The same command goes on from there\n"
         )
+        return 1
     for line in describe(checked, args.limit):
         sys.stdout.write(line + "\n")
     return 0 if checked.passed else 3
@@ -79,6 +87,9 @@ def run(args: argparse.Namespace) -> int:
 
 class _Progress:
     """A bar on a terminal, nothing elsewhere."""
+
+    def __init__(self) -> None:
+        self.done = self.total = 0
 
     def __enter__(self) -> _Progress:
         self._bar = None
@@ -92,6 +103,7 @@ class _Progress:
         return self
 
     def show(self, done: int, total: int, row: Row) -> None:
+        self.done, self.total = done, total
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total, description=row.name)
 
@@ -118,6 +130,7 @@ def describe(checked: Checked, limit: int) -> list[str]:
     for reason, names in list(reasons.items())[:limit]:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         lines.append(f"skipped  {names[0]}{more}: {reason}")
+    lines += [f"note     {note}" for note in checked.notes]
     lines.append(
         f"{counts['calls']} calls, {counts['checked']} different: {counts['pass']} pass, "
         f"{counts['fail']} fail, {counts['crashed']} crashed, {counts['skipped']} skipped"

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     actual, expected = load(args.actual), load(args.expected)
     progress = None
     if sys.stderr.isatty():
-        progress = TerminalProgress(len(actual.calls))
+        progress = TerminalProgress()
     try:
         comparison = compare(
             actual,

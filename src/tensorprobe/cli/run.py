@@ -424,6 +424,8 @@ class _Session:
             sim_npu.install()
 
     def _record(self) -> None:
+        if self._output is None and self._guard_options is None and not self._rules:
+            return  # the script records by itself
         if self._rules:
             from tensorprobe.guard.reroute import Reroute
 

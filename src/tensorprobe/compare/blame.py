@@ -9,13 +9,16 @@ import msgspec
 
 from tensorprobe.compare.containers import blame_module, settle_containers
 from tensorprobe.compare.culprit import Culprit
+from tensorprobe.compare.drift import drifted
 from tensorprobe.compare.hunt import hunt
-from tensorprobe.compare.judge import ROUNDING
+from tensorprobe.compare.judge import ROUNDING, pair_roundoff
 from tensorprobe.compare.measure import CallPair
 from tensorprobe.compare.replays import Replays
 from tensorprobe.compare.scene import Scene
 from tensorprobe.compare.taint import Taint
 from tensorprobe.compare.walk import Walk
+
+_MUCH = 0.1  # of a result's size
 
 
 class Findings(msgspec.Struct):
@@ -27,6 +30,7 @@ class Findings(msgspec.Struct):
     n_replayed: int = 0
     n_left: int = 0  # suspects that the time did not suffice for
     first_bits: str | None = None  # the first call whose bits differ, where that is all
+    unexplained: str | None = None  # the first call that differs much, though nobody is to blame
 
 
 def blame(
@@ -48,6 +52,8 @@ def blame(
     if replays.enabled and not scene.culprits:
         hunt(scene, replays, faint=True)
         scene.culprits.sort(key=lambda item: -item[1].own_error)
+    if not scene.culprits and not scene.has_tensors and (found := drifted(scene)):
+        scene.culprits.append(found)
     if not scene.culprits and walk.hazards:
         scene.culprits.append(walk.hazards[0])
     settle_containers(scene)
@@ -74,7 +80,20 @@ def _findings(scene: Scene, replays: Replays) -> Findings:
         replays.n_replayed,
         replays.n_left,
         first.call.name if first else None,
+        _unexplained(scene),
     )
+
+
+def _unexplained(scene: Scene) -> str | None:
+    """Rounding that was blown up, as far as anyone can tell: to be said all the same."""
+    for node in scene.nodes:
+        if node.container or node.taint or node.is_random or not node.is_paired:
+            continue
+        if node.call.direction == "forward" and node.r_out > _MUCH:
+            u = max((pair_roundoff(row) for row in node.outputs), default=0.0)
+            if node.r_out > ROUNDING * u:
+                return node.call.name
+    return None
 
 
 def _count_affected(scene: Scene) -> None:

@@ -242,7 +242,8 @@ def _judge(
         culprits=[],
         facts=fact_differences(actual.facts, expected.facts),
     )
-    if aligned * 2 < _common_calls(pairs):
+    narrow = is_narrow(actual), is_narrow(expected)
+    if aligned * 2 < _common_calls(pairs, narrow):
         verdict.verdict = "incomparable"
         verdict.reason = _why_incomparable(actual, expected, pairs, aligned)
         return Comparison(actual, expected, pairs, verdict)
@@ -253,7 +254,9 @@ def _judge(
         replay = _torch_is_there(verdict)
     for rank in ranks:
         mine = [pair for pair in pairs if pair.call.rank == rank]
-        found = blame(mine, replay=replay, seconds=seconds / len(ranks), floors=floors)
+        found = blame(
+            _recorded(mine, narrow), replay=replay, seconds=seconds / len(ranks), floors=floors
+        )
         findings.append(found)
         structure += found.structure
         verdict.ranks += _rank_results(rank, mine, found)
@@ -265,15 +268,41 @@ def _judge(
     return Comparison(actual, expected, pairs, verdict, structure)
 
 
-def _common_calls(pairs: Sequence[CallPair]) -> int:
-    """How many calls could align: of the ranks and steps that both sides have, the larger side."""
+def _common_calls(pairs: Sequence[CallPair], narrow: tuple[bool, bool]) -> int:
+    """How many calls could align: of the ranks and steps that both sides have, the larger side.
+
+    Where one side was told to record some calls only, those.
+    """
     counts: dict[tuple[int, int], list[int]] = {}
     for pair in pairs:
         unit = counts.setdefault((pair.call.rank, pair.call.step), [0, 0])
         unit[0] += pair.pair.actual is not None
         unit[1] += pair.pair.expected is not None
     common = [unit for unit in counts.values() if all(unit)] or list(counts.values())
-    return max(sum(unit[side] for unit in common) for side in (0, 1))
+    sides = [sum(unit[side] for unit in common) for side in (0, 1)]
+    return min(sides) if any(narrow) else max(sides)
+
+
+def is_narrow(capture: Capture) -> bool:
+    """Whether the recorder was told to leave calls out: what is missing was not looked at."""
+    config = capture.facts.get("config")
+    if not isinstance(config, dict):
+        return False
+    if any(config.get(key) for key in ("calls", "between", "apis", "modules", "names")):
+        return True
+    return len(config.get("directions") or ("forward", "backward")) < 2
+
+
+def _recorded(pairs: list[CallPair], narrow: tuple[bool, bool]) -> list[CallPair]:
+    """Without the calls that the other side was told not to record."""
+    if not any(narrow):
+        return pairs
+    return [
+        pair
+        for pair in pairs
+        if not (narrow[0] and pair.pair.actual is None)
+        and not (narrow[1] and pair.pair.expected is None)
+    ]
 
 
 def _torch_is_there(verdict: Verdict) -> bool:
@@ -289,11 +318,13 @@ def _rank_results(rank: int, pairs: list[CallPair], found: Findings) -> Iterator
     for step in sorted({pair.call.step for pair in pairs}):
         unit = [pair for pair in pairs if pair.call.step == step]
         culprit = next((c.name for c in found.culprits if c.step == step), None)
+        aligned = sum(pair.is_paired for pair in unit)
+        verdict: Outcome = "diverged" if culprit else ("match" if aligned else "incomparable")
         yield RankResult(
             rank,
             step,
-            "diverged" if culprit else "match",
-            sum(pair.is_paired for pair in unit),
+            verdict,
+            aligned,
             sum(pair.pair.expected is None for pair in unit),
             sum(pair.pair.actual is None for pair in unit),
             found.diverged.get(step, 0),
@@ -366,6 +397,12 @@ def _notes(
     bits = next((found.first_bits for found in findings if found.first_bits), None)
     if verdict.verdict == "match" and bits:
         notes.append(f"bits differ from {bits} on, within what rounding explains")
+    much = next((found.unexplained for found in findings if found.unexplained), None)
+    if verdict.verdict == "match" and much:
+        notes.append(
+            f"values differ by more than 10 % from {much} on, though no call is to blame for it: "
+            "look at comparison.csv before you trust them"
+        )
     missing = [
         sorted({*a} ^ {*e})
         for a, e in ((actual.ranks, expected.ranks), (actual.steps, expected.steps))
@@ -373,6 +410,9 @@ def _notes(
     for what, numbers in zip(("ranks", "steps"), missing, strict=True):
         if numbers and not (what == "steps" and len(actual.steps) == len(expected.steps) == 1):
             notes.append(f"{what} {', '.join(map(str, numbers))} exist on one side only")
+    for side, capture in (("actual", actual), ("expected", expected)):
+        if is_narrow(capture):
+            notes.append(f"{side} has a selection of its calls: the others were not compared")
     if verdict.counts["gaps"]:
         notes.append(
             f"{verdict.counts['gaps']} gaps in the recordings: tensorprobe show RUN --gaps"

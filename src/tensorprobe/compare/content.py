@@ -14,7 +14,7 @@ def content(record: TensorRecord) -> Hashable | None:
     s = record.summary
     if s is None or s.norm is None:
         return None
-    return (s.min, s.max, s.mean, s.norm, s.zero_count, record.numel)
+    return (s.min, s.max, s.mean, s.norm, s.zero_count, record.numel, record.dtype)
 
 
 def is_constant(record: TensorRecord) -> bool:

@@ -34,6 +34,8 @@ def hunt(scene: Scene, replays: Replays, *, faint: bool) -> None:
             continue
         forward = scene.forward_of(node)
         if forward is not None:
+            if replays.is_cleared_by_recomputation(node, FAINT if faint else ROUNDING):
+                continue
             if any(at == forward.i for at, _ in scene.culprits):
                 continue  # its forward call did it: what backward reuses of that is wrong too
             if earlier := _forward_did_it(forward, found, replays):

@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import msgspec
 
@@ -31,7 +32,17 @@ _IN_PROCESS_NBYTES = 96 << 20
 _BATCH_NBYTES = 64 << 20
 _BATCH = 256
 
-Progress = Callable[[int, int], None]  # bytes done, of how many
+
+class Done(NamedTuple):
+    """How far measuring has come: bytes of both sides, and calls."""
+
+    nbytes: int
+    of_nbytes: int
+    calls: int
+    of_calls: int
+
+
+Progress = Callable[[Done], None]
 
 
 class TensorPair(msgspec.Struct, gc=False):
@@ -157,32 +168,68 @@ def measure(
     pairs: Iterable[CallPair], *, processes: int | None = None, progress: Progress | None = None
 ) -> None:
     """Fill in the metrics of every tensor whose content both sides kept."""
-    jobs: dict[tuple[Any, ...], list[TensorPair]] = {}
-    for row in (row for pair in pairs for row in pair.tensors):
-        a, e = row.actual, row.expected
-        if a is None or e is None or a.blob is None or e.blob is None:
-            continue
-        if a.shape != e.shape:
-            row.problem = f"shapes differ: {list(a.shape)} and {list(e.shape)}"
-        elif a.digest is not None and a.digest == e.digest and a.dtype == e.dtype:
-            norm = e.summary.norm if e.summary else None
-            row.metrics = equal_metrics(e.numel, norm, e.dtype in FRACTION_BITS)
-        else:
-            jobs.setdefault((a.blob, e.blob, a.dtype, e.dtype), []).append(row)
-    rows = [(group[0].actual, group[0].expected) for group in jobs.values()]
-    for group, result in zip(jobs.values(), _results(rows, processes, progress), strict=True):
-        for row in group:
+    pairs = list(pairs)
+    jobs: dict[tuple[Any, ...], list[tuple[int, TensorPair]]] = {}
+    for i, pair in enumerate(pairs):
+        for row in pair.tensors:
+            key = _job(row)
+            if key is not None:
+                jobs.setdefault(key, []).append((i, row))
+    rows = [(group[0][1].actual, group[0][1].expected) for group in jobs.values()]
+    tell = _Counter(len(pairs), jobs.values(), progress) if progress is not None else None
+    for group, result in zip(jobs.values(), _results(rows, processes, tell), strict=True):
+        for _, row in group:
             if isinstance(result, str):
                 row.problem = result
             else:
                 row.metrics = result
 
 
+def _job(row: TensorPair) -> tuple[Any, ...] | None:
+    """What has to be read to measure a pair; None where nothing has."""
+    a, e = row.actual, row.expected
+    if a is None or e is None or a.blob is None or e.blob is None:
+        return None
+    if a.shape != e.shape:
+        row.problem = f"shapes differ: {list(a.shape)} and {list(e.shape)}"
+        return None
+    if a.digest is not None and a.digest == e.digest and a.dtype == e.dtype:
+        norm = e.summary.norm if e.summary else None
+        row.metrics = equal_metrics(e.numel, norm, e.dtype in FRACTION_BITS)
+        return None
+    return a.blob, e.blob, a.dtype, e.dtype
+
+
+class _Counter:
+    """Counts bytes, and calls all of whose tensors are measured."""
+
+    def __init__(
+        self,
+        n_calls: int,
+        groups: Iterable[list[tuple[int, TensorPair]]],
+        progress: Progress,
+    ) -> None:
+        self._owners = [[i for i, _ in group] for group in groups]
+        self._left = Counter(i for owners in self._owners for i in owners)
+        self._calls = n_calls - len(self._left)
+        self._n_calls = n_calls
+        self._nbytes = 0
+        self._progress = progress
+
+    def __call__(self, jobs: Iterable[int], nbytes: int, total: int) -> None:
+        self._nbytes += nbytes
+        for job in jobs:
+            for i in self._owners[job]:
+                self._left[i] -= 1
+                self._calls += not self._left[i]
+        self._progress(Done(self._nbytes, total, self._calls, self._n_calls))
+
+
 Work = tuple[TensorRecord, TensorRecord]
 
 
 def _results(
-    work: list[Any], processes: int | None, progress: Progress | None
+    work: list[Any], processes: int | None, tell: _Counter | None
 ) -> Iterator[PairMetrics | str]:
     """The metrics of each, or why there are none, in order."""
     nbytes = [_nbytes(item) for item in work]
@@ -190,14 +237,12 @@ def _results(
     n = processes or len(os.sched_getaffinity(0))
     n = min(n, len(work))
     if n <= 1 or (processes is None and total < _IN_PROCESS_NBYTES):
-        done = 0
-        for item, size in zip(work, nbytes, strict=True):
+        for i, (item, size) in enumerate(zip(work, nbytes, strict=True)):
             yield measure_records(*item)
-            done += size
-            if progress:
-                progress(done, total)
+            if tell:
+                tell((i,), size, total)
         return
-    yield from _in_processes(work, nbytes, n, progress)
+    yield from _in_processes(work, nbytes, n, tell)
 
 
 def _nbytes(item: Work) -> int:
@@ -224,7 +269,7 @@ def _batches(nbytes: list[int]) -> Iterator[range]:
 
 
 def _in_processes(
-    work: list[Any], nbytes: list[int], n: int, progress: Progress | None
+    work: list[Any], nbytes: list[int], n: int, tell: _Counter | None
 ) -> Iterator[PairMetrics | str]:
     """Plain child processes that run this module, not multiprocessing's: those would import the
     user's script again, which has no `__main__` guard."""
@@ -240,14 +285,13 @@ def _in_processes(
     ]
     for thread in threads:
         thread.start()
-    total, finished = sum(nbytes), 0
+    total = sum(nbytes)
     for _ in batches:
         batch, found = done.get()
         for i, result in zip(batch, found, strict=True):
             results[i] = result
-        finished += sum(nbytes[i] for i in batch)
-        if progress:
-            progress(finished, total)
+        if tell:
+            tell(batch, sum(nbytes[i] for i in batch), total)
     for thread in threads:
         thread.join()
     for found_result in results:
@@ -304,22 +348,22 @@ def serve(stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None) -> No
 
 
 class TerminalProgress:
-    """A bar on a terminal: gigabytes, and how long it will take."""
+    """A bar on a terminal: calls, gigabytes, and how long it will take."""
 
-    def __init__(self, n_calls: int) -> None:
-        self._n_calls = n_calls
+    def __init__(self, delay_s: float = 0.5) -> None:
+        self._delay_s = delay_s  # what is over sooner needs no bar
         self._bar: Any = None
         self._task: Any = None
         self._begun = time.monotonic()
 
-    def __call__(self, done: int, total: int) -> None:
+    def __call__(self, done: Done) -> None:
         if self._bar is None:
-            if time.monotonic() - self._begun < 0.5:
+            if time.monotonic() - self._begun < self._delay_s:
                 return
-            self._start(total)
-        self._bar.update(self._task, completed=done)
+            self._start(done)
+        self._bar.update(self._task, completed=done.nbytes, calls=done.calls)
 
-    def _start(self, total: int) -> None:
+    def _start(self, done: Done) -> None:
         from rich.console import Console
         from rich.progress import (
             BarColumn,
@@ -329,12 +373,14 @@ class TerminalProgress:
             TimeRemainingColumn,
         )
 
-        text = TextColumn("comparing {task.fields[calls]} calls")
+        text = TextColumn("comparing {task.fields[calls]}/{task.fields[of_calls]} calls")
         columns = (text, BarColumn(), DownloadColumn(), TimeRemainingColumn())
         self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self._bar.add_task("", total=total, calls=self._n_calls)
+        fields = {"calls": done.calls, "of_calls": done.of_calls}
+        self._task = self._bar.add_task("", total=done.of_nbytes, **fields)
         self._bar.start()
 
     def stop(self) -> None:
+        """Take the bar away."""
         if self._bar is not None:
             self._bar.stop()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tensorprobe.compare.evidence import Evidence, OwnError, own_error
 from tensorprobe.compare.nodes import FAINT, Node, shrink_factor
+from tensorprobe.compare.recomputation import recomputed_forwards
 from tensorprobe.compare.scene import Scene
 from tensorprobe.records import Call
 
@@ -55,6 +56,25 @@ class Replays:
             return None
         return node.evidence
 
+    def is_cleared_by_recomputation(self, node: Node, threshold: float) -> bool:
+        """Whether a backward call did right by what was recomputed for it.
+
+        Under checkpointing backward is given what its forward call, or those before it, gave when
+        they ran for the second time.
+        """
+        return any(
+            all(
+                not evidence.problem and score(node, worst(node, evidence)) <= threshold
+                for evidence in self._backwards(node, forwards)
+            )
+            for forwards in recomputed_forwards(self.scene, node)
+        )
+
+    def _backwards(self, node: Node, forwards: tuple[Call, Call]) -> Iterator[Evidence]:
+        for forward, backward in zip(forwards, node.pair.pair[:2], strict=True):
+            assert isinstance(backward, Call)
+            yield own_error(forward, backward, self.references)
+
     def evidence(self, node: Node, side: int, noise: bool) -> Evidence:
         """One side's; a backward call is replayed together with its forward call."""
         call = node.pair.pair[side]
@@ -63,10 +83,10 @@ class Replays:
         is_kernel = at is None and call.op.startswith("torch.ops.")  # of backward, seen at L2
         if call.direction == "forward" or is_kernel:
             return own_error(call, None, self.references, noise=noise)
-        forward = at.pair.pair[side] if at is not None else None
-        if not isinstance(forward, Call):
+        given = at.pair.pair[side] if at is not None else None
+        if not isinstance(given, Call):
             return Evidence(problem=f"{call.name}: its forward call was not recorded")
-        return own_error(forward, call, self.references, noise=noise)
+        return own_error(given, call, self.references, noise=noise)
 
 
 def worst(node: Node, evidence: Evidence) -> OwnError | None:

@@ -42,6 +42,7 @@ class Scene:
         self.sees_all = any(node.call.name.startswith(_OPERATORS) for node in self.nodes)
         self.first_step = min((node.call.step for node in self.nodes), default=0)
         self._children = self._find_children()
+        self._recomputed: dict[object, list[Node]] | None = None
         self.in_optimizer = {
             at
             for node in self.nodes
@@ -94,6 +95,19 @@ class Scene:
         at = self.flow.forward.get(node.i)
         return None if at is None else self.nodes[at]
 
+    def recomputed(self, node: Node) -> list[Node]:
+        """Forward calls like this one that ran after backward had begun."""
+        if self._recomputed is None:
+            self._recomputed = {}
+            in_backward: set[int] = set()
+            for other in self.nodes:
+                if other.call.direction == "backward":
+                    in_backward.add(other.call.step)
+                elif other.call.step in in_backward:
+                    self._recomputed.setdefault(_likeness(other), []).append(other)
+        found = self._recomputed.get(_likeness(node), [])
+        return [other for other in found if other is not node]
+
     def inside(self, node: Node) -> set[int]:
         """What ran inside a module, or as part of an optimizer's step."""
         if node.call.name.startswith("Optimizer."):
@@ -136,6 +150,11 @@ class Scene:
                     if record is not None and (key := content(record)) is not None:
                         names.setdefault(key, full.strip("."))
         return names
+
+
+def _likeness(node: Node) -> object:
+    call = node.call
+    return call.step, call.op, call.module, tuple(record.shape for record in call.tensors)
 
 
 def place(call: Call, record: TensorRecord) -> str:

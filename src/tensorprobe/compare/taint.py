@@ -53,6 +53,9 @@ class Taint:
         forward = scene.forward_of(node)
         if forward is not None:
             taint |= forward.taint
+            for twin in scene.recomputed(forward):
+                if twin.i < node.i:
+                    taint |= twin.taint
         return taint | self._bit_at(node.i)
 
     def _bit_at(self, at: int | None) -> int:

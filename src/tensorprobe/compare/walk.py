@@ -32,6 +32,7 @@ from tensorprobe.compare.nodes import (
 from tensorprobe.compare.replays import Replays, score, worst
 from tensorprobe.compare.scene import Scene
 from tensorprobe.compare.taint import Taint
+from tensorprobe.compare.views import written_through_view
 from tensorprobe.compare.wiring import wired_otherwise
 from tensorprobe.replay.kinds import kind_of
 
@@ -92,6 +93,9 @@ class Walk:
             if node.call.step != scene.first_step and row.role != "input":
                 continue
             if not self._changes_something(node):
+                continue
+            if row.role == "input" and (origin := written_through_view(scene, node, row)):
+                node.taint |= origin.taint
                 continue
             self.taint.bad_contents |= dict.fromkeys(keys, node.i)
             return node.i, self._leaf_culprit(node, row)

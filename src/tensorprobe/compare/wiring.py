@@ -22,7 +22,7 @@ def wired_otherwise(scene: Scene, replays: Replays, node: Node) -> tuple[int, Cu
         if d <= ROUNDING or row.actual is None or row.expected is None:
             continue
         ours, theirs = scene.flow.producers(node.i, row.name)
-        if ours == theirs or is_constant(row.actual) or is_constant(row.expected):
+        if ours == theirs:
             continue
         if node.call.direction == "backward" and None in (ours, theirs):
             continue
@@ -30,6 +30,8 @@ def wired_otherwise(scene: Scene, replays: Replays, node: Node) -> tuple[int, Cu
         known, region = _region(scene, origin)
         if any(scene.nodes[at].taint for at in (*known, *region)):
             continue
+        if not region and (is_constant(row.actual) or is_constant(row.expected)):
+            continue  # many calls make the same constant: who made this one is a guess
         before = max((scene.nodes[at].r_out for at in known), default=0.0)
         if relative(row, d) > ROUNDING * (pair_roundoff(row) + AMPLIFIES * before):
             return (

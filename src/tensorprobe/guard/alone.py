@@ -74,7 +74,9 @@ def run_alone(folder: Path, device: str, kind: str, text: str, timeout_s: float)
 def _judge(status: int, output: str, device: str, kind: str, text: str) -> Alone:
     raised = _RAISED.search(output)
     if raised:
-        if raised[1] == kind and _shape(raised[2]) == _shape(text.partition("\n")[0]):
+        if raised[1] == kind and without_numbers(raised[2]) == without_numbers(
+            text.partition("\n")[0]
+        ):
             return Alone("reproduced", f"the call alone, on {device}, raises the same error")
         other = f"the call alone, on {device}, raises {raised[1]}: {raised[2]}"
         return Alone("other error", other)
@@ -90,7 +92,8 @@ def _judge(status: int, output: str, device: str, kind: str, text: str) -> Alone
     return Alone("not possible", f"the repro ended with status {status}: {last}")
 
 
-def _shape(text: str) -> str:
+def without_numbers(text: str) -> str:
+    """What two occurrences of one error have in common."""
     return _NUMBERS.sub("#", text)
 
 

@@ -19,6 +19,8 @@ from tensorprobe.capture.naming import ApiName
 from tensorprobe.devices import autocast_dtypes
 from tensorprobe.devices.autocast_lists import FLOAT32, FLOAT32_BY_DTYPE, LOW
 from tensorprobe.guard.targets import Target
+from tensorprobe.replay.decompositions import vendor_op_formula
+from tensorprobe.replay.references import find, registered
 
 VIEW = "it is a view, which computes nothing"
 _MOVES = "it moves a tensor between devices, or hands it out, and computes nothing"
@@ -31,7 +33,7 @@ _REASONS = {
         resize_as_ detach_ rename_ data.__set__ real.__set__ imag.__set__ _make_subclass""",
 }
 _AT_HOME = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-_MAY_MOVE = ("to", "type", "type_as", "_to_copy", "copy_to")
+_MAY_MOVE = ("to", "type", "type_as", "_to_copy")
 
 _LOW = frozenset(name.partition(".")[0] for name in LOW.split())
 _FLOAT32 = frozenset(
@@ -67,12 +69,20 @@ def run_elsewhere(
     with function_modes_off():
         args, kwargs = journey.away()
     with journey.autocast():
-        result = call.func(*args, **kwargs)
+        result = (_formula(call, target) or call.func)(*args, **kwargs)
     with function_modes_off():
         if journey.is_view_of_copies(result):
             return call.make(), VIEW
         journey.write_back(result, writes)
         return journey.home(result), None
+
+
+def _formula(call: Call, target: Target) -> Callable[..., Any] | None:
+    """What to call on another device for an op that has a kernel on its own only."""
+    if target.device is None:
+        return None
+    op = call.api.op
+    return find(op, registered()) or vendor_op_formula(op, call.kwargs)
 
 
 def _why_at_home(call: Call, target: Target) -> str | None:
@@ -270,7 +280,7 @@ class _Journey:
     def _result_dtypes(self, count: int) -> list[torch.dtype | None]:
         """What the call returns at home, for each tensor in order; None: as it is there."""
         low = self._autocast.get(self._home.type) if self._home is not None else None
-        if self._dtype is None and low is None:
+        if low is None and not (self._makes_tensors or self._was_raised()):
             return [None] * count
         asked = [v for v in (*self._call.args, *self._call.kwargs.values())
                  if isinstance(v, torch.dtype)]  # fmt: skip
@@ -284,12 +294,18 @@ class _Journey:
                 return [torch.float32] * count
         return self._plain_dtypes(count)
 
+    def _was_raised(self) -> bool:
+        """Whether a tensor or a dtype argument went there in another dtype."""
+        return any(
+            copy.there.dtype != copy.original.dtype for copy in self._copies.values()
+        ) or any(
+            isinstance(value, torch.dtype) and self._raised(value) != value
+            for value in (*self._call.args, *self._call.kwargs.values())
+        )
+
     def _plain_dtypes(self, count: int) -> list[torch.dtype | None]:
         """The dtypes that the call gives on tensors without content."""
         call = self._call
-        args, kwargs = _map(call.args, _hollow), _map(dict(call.kwargs), _hollow)
-        if self._makes_tensors or kwargs.get("device") is not None:
-            kwargs["device"] = "meta"
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
@@ -297,6 +313,9 @@ class _Journey:
             for kind, dtype in self._autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=False))
             try:
+                args, kwargs = _map(call.args, _hollow), _map(dict(call.kwargs), _hollow)
+                if self._makes_tensors or kwargs.get("device") is not None:
+                    kwargs["device"] = "meta"
                 found = [tensor.dtype for tensor in _tensors(call.func(*args, **kwargs))]
             except _META_ERRORS:  # a kernel that needs content, or dtypes that only autocast joins
                 found = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,14 @@ import msgspec
 
 from tensorprobe.capture.naming import split_direction
 from tensorprobe.devices import failed_device
-from tensorprobe.guard.alone import Alone, run_alone, write_repro
+from tensorprobe.guard.alone import Alone, run_alone, without_numbers, write_repro
 from tensorprobe.guard.arguments import describe_call
 from tensorprobe.guard.findings import Finding
-from tensorprobe.guard.kept import DROPPED, GONE
+from tensorprobe.guard.kept import DROPPED, ENDED, GONE, TOO_LARGE
 from tensorprobe.guard.origin import chain, is_of_torch, words
 from tensorprobe.guard.saving import SavedInputs, direction_name
-from tensorprobe.guard.watched import WatchedCall
-from tensorprobe.records import Direction
+from tensorprobe.guard.watched import COMPILED, WatchedCall
+from tensorprobe.records import HOST, Direction
 
 _MAX_FINDINGS = 20  # errors that a program catches may come by the thousand
 _MAX_ALONE = 3  # each takes a start of Python
@@ -26,6 +27,7 @@ _CUSTOM = (
     "it cannot be run alone: a custom autograd.Function is the program's own code. What it was "
     "given is saved"
 )
+_OPAQUE = "it cannot be run alone: it is a compiled region: the calls inside are not visible"
 
 
 class _Failure(msgspec.Struct):
@@ -59,16 +61,23 @@ class Failures:
         self._log = log
         self._rerun = rerun
         self._timeout_s = timeout_s
+        self._lock = threading.Lock()
         self._found: list[_Failure] = []
-        self._again: dict[tuple[str, ...], int] = {}  # how often the same was met
+        self._seen: set[tuple[str, ...]] = set()
+        self._count = 0  # of all that failed, the same ones too
 
     def add(self, call: WatchedCall, direction: Direction, error: Exception, node: str) -> None:
         """Save and report one failure; the same one, met again, is only counted."""
+        with self._lock:  # several threads may fail
+            self._add(call, direction, error, node)
+
+    def _add(self, call: WatchedCall, direction: Direction, error: Exception, node: str) -> None:
         kind, text = words(error)
-        key = (call.names.api.op, *call.frames[:1], direction, kind, text[:200])
-        self._again[key] = self._again.get(key, 0) + 1
-        if self._again[key] > 1 or len(self._found) >= _MAX_FINDINGS:
+        key = (call.names.api.op, *call.frames[:1], direction, kind, without_numbers(text[:200]))
+        self._count += 1
+        if key in self._seen or len(self._found) >= _MAX_FINDINGS:
             return
+        self._seen.add(key)
         missing = self._inputs.save(call, direction, f"{kind}: {text}"[:2000])
         metrics: dict[str, Any] = {"error": f"{kind}: {text}"[:2000], "call": describe_call(call)}
         optional = {"node": node, "missing": missing, "notes": self._notes(call, text)}
@@ -84,7 +93,7 @@ class Failures:
             stack=tuple(call.frames),
             reason=f"{kind}: {text.partition(chr(10))[0]}",
             metrics=metrics,
-            inputs=str(self._inputs.folder),
+            inputs=str(self._inputs.folder) if call.given or call.incoming else None,
         )
         stem = split_direction(finding.name)[0]
         self._found.append(_Failure(finding, stem, call.device, (kind, text), missing))
@@ -99,15 +108,17 @@ class Failures:
         for number, failure in enumerate(fatal[::-1] + others):
             if failure.alone is None and number < _MAX_ALONE:
                 self._try_alone(failure, is_caught=failure in others)
-        met_again = sum(self._again.values()) - len(self._found)
-        if met_again:
-            self._log(f"{met_again} more errors were of the same kind, or beyond {_MAX_FINDINGS}")
+        more = self._count - len(self._found)
+        if more:
+            self._log(f"{more} more errors were of the same kind, or beyond {_MAX_FINDINGS}")
 
     def _try_alone(self, failure: _Failure, *, is_caught: bool) -> None:
         finding = failure.finding
         folder = self._place / "repro" / f"step{finding.step}" / failure.call
         if finding.name.startswith("Function."):
-            written: Path | str = _CUSTOM
+            written: Path | str = (
+                _OPAQUE if COMPILED in finding.metrics.get("notes", ()) else _CUSTOM
+            )
         else:
             written = write_repro(
                 self._inputs.folder, failure.call, finding.step, finding.rank, folder
@@ -115,7 +126,7 @@ class Failures:
         if failure.missing:
             alone = Alone("not possible", f"it cannot be run alone: {failure.missing[0]}")
         elif isinstance(written, str):
-            alone = Alone("not possible", written)
+            alone = Alone("not possible", written.replace(f"{failure.call}.forward ", "it ", 1))
         else:
             alone = run_alone(written, failure.device, *failure.error, self._timeout_s)
         failure.alone = alone
@@ -125,16 +136,25 @@ class Failures:
         if is_caught:
             metrics["caught"] = "the program caught it and went on"
         repro = None if alone.folder is None else str(alone.folder)
-        next_command = "" if alone.folder else self._second_run(failure)
+        next_command = self._confirm(failure, alone) if alone.folder else self._second_run(failure)
         failure.finding = finding = msgspec.structs.replace(
             finding, metrics=metrics, repro=repro, next=next_command
         )
         self._report(finding, tell=False)
         self._log(_last_words(finding))
 
+    def _confirm(self, failure: _Failure, alone: Alone) -> str:
+        """How to see that this operator is all that is wrong: by running it on the host."""
+        op = failure.finding.op
+        if failure.device == HOST or alone.outcome == "no error":
+            return ""
+        if self._rerun is None:
+            return f'with tp.reroute({{"{op}": "{HOST}"}}): ...'
+        return f"tensorprobe run --no-record --reroute {op}={HOST} {self._rerun}"
+
     def _second_run(self, failure: _Failure) -> str:
         """How to get the inputs that are missing: by holding those of this one call."""
-        if not any(text.endswith((GONE, DROPPED)) for text in failure.missing):
+        if not any(text.endswith((GONE, DROPPED, ENDED, TOO_LARGE)) for text in failure.missing):
             return ""
         if self._rerun is None:
             step = failure.finding.step
@@ -177,7 +197,8 @@ def _first_words(finding: Finding) -> str:
     if "node" in finding.metrics:
         lines.append(f"backward was in {finding.metrics['node']}")
     lines += finding.metrics.get("notes", [])
-    lines.append(f"its inputs: tensorprobe show {shlex.quote(str(finding.inputs))} {finding.name}")
+    if finding.inputs is not None:
+        lines.append(f"its inputs: tensorprobe show {shlex.quote(finding.inputs)} {finding.name}")
     return "\n  ".join(lines)
 
 

@@ -20,6 +20,8 @@ def smallest(items: Sequence[Item], passes: Passes[Item]) -> list[Item]:
 
         smallest("abcdef", lambda part: "b" in part and "e" in part)     # ["b", "e"]
     """
+    if len(items) == 1:
+        return list(items)
     found = _in_order(items, _needed(items, [], list(items), False, passes))
     # More is not always better: two wrongs can make a right. Then halve without that assumption.
     if not found or not passes(found):

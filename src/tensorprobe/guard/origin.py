@@ -15,7 +15,8 @@ import torch
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FUNCTION = os.path.join(_TORCH, "autograd", "function.py")
 _ENGINE = os.path.join(_TORCH, "autograd", "graph.py")
-_DYNAMO = os.path.join(_TORCH, "_dynamo") + os.sep
+_ENTRY = os.path.join(_TORCH, "_dynamo", "eval_frame.py")
+_SCRIPT = "operation failed in the TorchScript interpreter"
 # Where the code of a compiled part runs: torch.fx's own, inductor's files, what stands around them.
 _GENERATED = re.compile(
     r"<eval_with_key>|.*[\\/]torchinductor_|"
@@ -42,8 +43,8 @@ class CompiledPart(NamedTuple):
     frames: list[str]
 
 
-class Worker(NamedTuple):
-    """A process of a DataLoader."""
+class Elsewhere(NamedTuple):
+    """Where no call of this process is seen: a worker of a DataLoader, TorchScript."""
 
     text: str
 
@@ -54,11 +55,14 @@ def frames_of(error: BaseException) -> list[FrameType]:
 
 
 def user_frames(error: BaseException) -> list[str]:
-    """The program's own lines among them, the innermost first, as in a recorded stack."""
+    """The program's own lines that led to it, the innermost first, as in a recorded stack."""
+    trace = error.__traceback__
+    outside = traceback.walk_stack(trace.tb_frame.f_back) if trace is not None else ()
     lines = []
-    for frame, number in traceback.walk_tb(error.__traceback__):
+    for frame, number in [*reversed([*outside]), *traceback.walk_tb(trace)]:
         code = frame.f_code
-        if not code.co_filename.startswith((_TORCH, _OURS, "<")):
+        own = not code.co_filename.startswith((_TORCH, _OURS, "<"))
+        if own and not _GENERATED.match(code.co_filename):
             name = getattr(code, "co_qualname", code.co_name)
             lines.append(f"{code.co_filename}:{number} in {name}")
     return lines[::-1]
@@ -88,11 +92,11 @@ def chain(error: BaseException) -> Iterator[BaseException]:
         current = current.__cause__ or current.__context__
 
 
-def origin(error: BaseException) -> CustomFunction | CompiledPart | Worker | None:
+def origin(error: BaseException) -> CustomFunction | CompiledPart | Elsewhere | None:
     """What kind of place raised it; None where it is the program's own code."""
-    worker = _worker(words(error)[1])
-    if worker is not None:
-        return worker
+    elsewhere = _elsewhere(words(error)[1])
+    if elsewhere is not None:
+        return elsewhere
     frames = frames_of(error)
     return _compiled(error, frames) or _custom_function(frames)
 
@@ -131,44 +135,47 @@ def _custom_function(frames: list[FrameType]) -> CustomFunction | None:
 
 
 def _is_apply(frame: FrameType) -> bool:
-    return frame.f_code.co_filename == _FUNCTION and frame.f_code.co_name == "apply"
+    return frame.f_code.co_filename == _FUNCTION and frame.f_code.co_name.startswith("apply")
 
 
 def _compiled(error: BaseException, frames: list[FrameType]) -> CompiledPart | None:
     """The part whose generated code, or whose making, the exception came out of."""
     made = type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
-    entry = next((n for n, frame in enumerate(frames) if _is_in(frame, _DYNAMO)), None)
-    if entry is None and not made:
+    inside = [frame for frame in frames if _GENERATED.match(frame.f_code.co_filename)]
+    if not made and not inside:
         return None
-    below = frames[entry:] if entry is not None else []
-    if not made and not any(_GENERATED.match(frame.f_code.co_filename) for frame in below):
-        return None
-    name = next((_compiled_name(frame) for frame in below if _compiled_name(frame)), "part")
-    return CompiledPart(name, user_frames(error))
-
-
-def _is_in(frame: FrameType, folder: str) -> bool:
-    return frame.f_code.co_filename.startswith(folder)
+    name = ""
+    frame: FrameType | None = inside[0] if inside else frames[-1]
+    while frame is not None and not name:  # by the callers: the traceback begins where it is now
+        name = _compiled_name(frame)
+        frame = frame.f_back
+    return CompiledPart(name or "part", user_frames(error)) if name or made else None
 
 
 def _compiled_name(frame: FrameType) -> str:
-    """What was compiled, where the frame is that of dynamo's entry or of its wrapped function."""
-    if not _is_in(frame, _DYNAMO):
+    """What was compiled, where the frame is dynamo's entry to it."""
+    if frame.f_code.co_filename != _ENTRY or frame.f_code.co_name != "compile_wrapper":
         return ""
     function = frame.f_locals.get("fn")
-    if isinstance(function, torch.nn.Module):
-        return type(function).__name__
+    module = getattr(function, "__self__", function)
+    if isinstance(module, torch.nn.Module):
+        return type(module).__name__
     name = getattr(function, "__qualname__", "")
     return str(name).replace(".<locals>", "").replace("<lambda>", "lambda")
 
 
-def _worker(text: str) -> Worker | None:
+def _elsewhere(text: str) -> Elsewhere | None:
+    if _SCRIPT in text:
+        return Elsewhere(
+            "the error is inside TorchScript, whose calls are not visible. To have the one that "
+            "failed named, run once more with PYTORCH_JIT=0"
+        )
     found = _WORKER.search(text)
     if found:
         lines = _ORIGINAL_FRAME.findall(text)
         theirs = [line for line in lines if not line[0].startswith((_TORCH, _OURS))]
         file, number, name = (theirs or lines or [("?", "0", "?")])[-1]
-        return Worker(
+        return Elsewhere(
             f"{found[1]} was raised in DataLoader worker process {found[2]}, at {file}:{number} in "
             f"{name}: not in a torch call of this process. To watch that code too, run it here: "
             "DataLoader(..., num_workers=0)"
@@ -176,7 +183,7 @@ def _worker(text: str) -> Worker | None:
     dead = _DEAD_WORKER.search(text)
     if dead is None:
         return None
-    return Worker(
+    return Elsewhere(
         f"DataLoader worker process {dead[1].strip()} ended without an exception (killed, out of "
         "memory or shared memory, or a crash in C code): not in a torch call of this process. To "
         "see the line, run it here: DataLoader(..., num_workers=0), with python -X faulthandler"

@@ -8,12 +8,11 @@ from types import TracebackType
 from typing import Any, cast
 
 import torch
-from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorprobe.capture import compiled
 from tensorprobe.capture.engine import EngineEntry
-from tensorprobe.capture.function_mode import SCALER_UPDATE, below_backward
+from tensorprobe.capture.function_mode import SCALER_UPDATE, UserCalls
 from tensorprobe.capture.hidden_state import written_arguments
 from tensorprobe.capture.mode_stack import (
     add_below,
@@ -26,7 +25,6 @@ from tensorprobe.capture.naming import (
     ApiName,
     CallNames,
     Counter,
-    Namer,
     call_name,
     is_noise,
     operator_name,
@@ -34,8 +32,9 @@ from tensorprobe.capture.naming import (
 )
 from tensorprobe.capture.optimizer_hooks import OptimizerHooks
 from tensorprobe.capture.recorder import say
+from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.steps import StepOn, StepWatch, optimizers_in_round
-from tensorprobe.capture.tape import Place, Tape
+from tensorprobe.capture.tape import Tape
 from tensorprobe.config import RecordConfig
 from tensorprobe.errors import BadUsage
 from tensorprobe.guard.elsewhere import VIEW, Call, run_elsewhere
@@ -63,8 +62,9 @@ class Reroute:
         self._rules = Rules(targets)
         self._log = log
         self._watch = StepWatch(step_on, self._advance)
-        self._track = _Track()
+        self._track = _Track(log, recording=True)
         self._on = False
+        self._advance_later = False
         self._ferry = _Ferry()
         self._mode = _CallMode(self._rules, self._track, self._ferry, self._watch)
         self._op_mode = _OpMode(self._rules, self._ferry)
@@ -72,12 +72,11 @@ class Reroute:
         if self._rules.has_operators:
             modes.append(self._op_mode)
         self._modes = modes
-        # Only what `record=False` uses is there: no line is ever written.
         self._modules = ModuleHooks(
-            cast(Tape, self._track), record=False, modes=modes, on_root=self._watch.root_called
+            self._track, record=False, modes=modes, on_root=self._watch.root_called
         )
         self._optimizers = OptimizerHooks(
-            cast(Tape, _Track(recording=False)), dict, self._optimizer_stepped
+            _Track(log, recording=False), dict, self._optimizer_stepped
         )
         self._engine = EngineEntry(modes, lambda roots: None, self._backward_ended)
 
@@ -154,6 +153,9 @@ class Reroute:
             self._log(str(problem))  # the user's own exception goes first
 
     def _advance(self) -> None:
+        if self._on and torch._C._current_graph_task_id() != -1:
+            self._advance_later = True  # an optimizer that steps inside of backward
+            return
         self._track.counter.reset()
         self._mode.begin_step()
         self._op_mode.begin_step()
@@ -165,6 +167,9 @@ class Reroute:
 
     def _backward_ended(self, last: bool) -> None:
         self._watch.backward_ended()
+        if self._advance_later:
+            self._advance_later = False
+            self._advance()
 
 
 def reroute(rules: Mapping[str, str]) -> Reroute:
@@ -181,17 +186,21 @@ def reroute(rules: Mapping[str, str]) -> Reroute:
     return Reroute(rules)
 
 
-class _Track:
-    """Where the program is: what a recorder's tape knows beside what it writes."""
+class _Track(Tape):
+    """Where the program is: a recorder's tape on which nothing is ever written."""
 
-    def __init__(self, *, recording: bool = True) -> None:
+    def __init__(self, log: Callable[[str], None], *, recording: bool) -> None:
+        config = RecordConfig(stacks=False)
+        super().__init__(config, Selection(config), cast(Any, None), cast(Any, None))
         self.recording = recording
-        self.config = RecordConfig(stacks=False)
-        self.place = Place()
-        self.counter = Counter()
+        self._log = log
+        self._told = False
 
     def gap(self, name: str, reason: BaseException | str) -> None:
         """A module whose path could not be told; its calls are matched by their other names."""
+        if not self._told:
+            self._told = True
+            self._log(f"reroute: paths of modules are not known, {name}: {reason}")
 
 
 class _Inside(threading.local):
@@ -234,28 +243,19 @@ class _Ferry:
 _CALLS_LIMIT = 100_000
 
 
-class _CallMode(TorchFunctionMode):
+class _CallMode(UserCalls):
     """Sees every torch call of the program, after all other modes: a recorder has the user's call.
 
     It names and counts calls as a recorder does.
     """
 
-    def __init__(
-        self,
-        rules: Rules,
-        track: _Track,
-        ferry: _Ferry,
-        watch: StepWatch,
-    ) -> None:
+    def __init__(self, rules: Rules, track: _Track, ferry: _Ferry, watch: StepWatch) -> None:
         super().__init__()
         self._rules = rules
         self._track = track
         self._ferry = ferry
         self._watch = watch
-        self._namer = Namer(resolve_name)
-        self._plans: dict[Any, ApiName | None] = {}
         self._recomputation = Recomputation()
-        self.dispatch_depth = 0  # set by EngineEntry
         self.compiled_parts = 0
 
     def __enter__(self) -> _CallMode:
@@ -268,23 +268,8 @@ class _CallMode(TorchFunctionMode):
     def begin_step(self) -> None:
         self._recomputation.begin_step()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # dynamo traces this line: leave no mark in its graph
-            return func(*args, **kwargs)
-        if self.dispatch_depth > torch._C._len_torch_dispatch_stack():  # see CallMode
-            return func(*args, **kwargs)
-        try:
-            api = self._plans[func]
-        except KeyError:
-            api = self._plan(func)
-        except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
-            api = None
-        if api is None or (api.prefix == "Aten" and below_backward()):
-            return func(*args, **kwargs)
-        if compiled.in_backward() or compiled.running() is not None:
+    def called(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if compiled.may_run() and (compiled.in_backward() or compiled.running() is not None):
             self.compiled_parts += 1
             return func(*args, **kwargs)
         track = self._track
@@ -300,12 +285,6 @@ class _CallMode(TorchFunctionMode):
         if api.api == SCALER_UPDATE:
             self._watch.scaler_updated(optimizers_in_round())
         return result
-
-    def _plan(self, func: Any) -> ApiName | None:
-        api = self._namer(func)
-        plan = None if is_noise(api) else api
-        self._plans[func] = plan
-        return plan
 
 
 class _OpMode(TorchDispatchMode):

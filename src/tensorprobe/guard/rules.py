@@ -63,7 +63,10 @@ def _module_path(name: str) -> str:
 
 
 class Rules:
-    """Finds the rule of a call: a call's own name goes before a module, a module before an API."""
+    """Finds the rule of a call: a call's own name goes before a module, a module before an API.
+
+    Of those that are not calls' names, one that says `home` goes before all others.
+    """
 
     def __init__(self, targets: Mapping[str, Target]) -> None:
         self.rules = [Rule(name, target) for name, target in targets.items()]
@@ -99,9 +102,11 @@ class Rules:
         self._note(names.api.stem)
         if names.module:
             self._note(names.module)
-        inside = (rule for rule in self.rules if rule.takes_module(names.module))
-        called = (rule for rule in self.rules if rule.takes_api(names.api))
-        return next(inside, None) or next(called, None)
+        inside = [rule for rule in self.rules if rule.takes_module(names.module)]
+        called = [rule for rule in self.rules if rule.takes_api(names.api)]
+        found = [*inside, *called]
+        at_home = (rule for rule in found if rule.target == HOME)
+        return next(at_home, found[0] if found else None)
 
     def find_operator(self, api: ApiName, name: str) -> Rule | None:
         """The rule for an op below autograd, which only aten's own names can mean."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,12 +19,19 @@ from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.tape import Tape, Tracer
 from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig
-from tensorprobe.guard.kept import Content, Kept
+from tensorprobe.guard.kept import TOO_LARGE, Content, Kept, can_be_lost
 from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.records import HOST
 from tensorprobe.store.lines import TensorLine
 from tensorprobe.store.writer import CaptureWriter
 
+COMPILED = (
+    "compiled: the calls inside are not visible. To have the one that failed named, run once more "
+    "with TORCHDYNAMO_DISABLE=1"
+)
+_BY_NODE = "seen by its graph node: the inputs are not visible"
+_OF_BASE = "the call wrote to a view in place: its gradient is a part of that of the base"
+_HALF_WAY = re.compile(r"_?(index|scatter|put|masked|select|slice|__setitem__)")
 _MAX_GAPS = 1000
 
 
@@ -38,7 +46,7 @@ class Given(NamedTuple):
 class WatchedCall(OpenCall):
     """A call with what it was given, for as long as that is kept."""
 
-    __slots__ = ("args", "frames", "given", "incoming", "kwargs", "start", "thread")
+    __slots__ = ("args", "frames", "given", "incoming", "kwargs", "nbytes", "start", "thread")
 
     def __init__(self, names: CallNames, step: int, thread: str) -> None:
         super().__init__(names, "tensors", step)
@@ -48,6 +56,7 @@ class WatchedCall(OpenCall):
         self.given: list[Given] = []
         self.incoming: dict[Path, Given] = {}  # the gradients of its outputs, once backward is here
         self.frames: list[str] = []
+        self.nbytes = 0  # of what was copied for it
         self.start = -1  # the number of its first graph node; -1 where it makes none
 
     @property
@@ -57,6 +66,14 @@ class WatchedCall(OpenCall):
         return next((device for device in devices if device != HOST), HOST)
 
 
+class Output(NamedTuple):
+    """One output of a call: which of its node's it is, its place, and its shape."""
+
+    number: int
+    path: Path
+    shape: Sequence[int]
+
+
 class Stamp(NamedTuple):
     """On a graph node: the call that made it, and which outputs it is the node of.
 
@@ -64,7 +81,7 @@ class Stamp(NamedTuple):
     """
 
     call: WatchedCall
-    outputs: tuple[tuple[int, Path], ...] | None
+    outputs: tuple[Output, ...] | None
 
 
 class WatchTape(Tape):
@@ -86,6 +103,7 @@ class WatchTape(Tape):
         super().__init__(config, Selection(config), writer, Values(writer, Summarizer()))
         self.key = f"tensorprobe {id(self)}"  # of stamps
         self.troubles: dict[str, str] = {}  # calls that could not be noted, and why
+        self.compiled: dict[ApiName, WatchedCall] = {}  # the last run of each compiled part
         self._kept = kept
         self._on_raised = on_raised
         self._frames: dict[int, list[str]] = {}
@@ -96,6 +114,7 @@ class WatchTape(Tape):
         if step != self.step:
             self._kept.release()
             self._frames.clear()
+            self.compiled.clear()
         super().begin_step(step, wanted)
 
     def open_step(self) -> None:
@@ -132,8 +151,9 @@ class WatchTape(Tape):
             kwargs = kwargs or {}
             call = WatchedCall(names, self.step, self.place.thread)
             call.frames = self._frames_here(depth + 1)
+            writes_over = self._writes_over(names.api, args, kwargs)
             with Quiet():
-                noting = _Noting(self, call, self._writes(names.api, args, kwargs))
+                noting = _Noting(self, call, writes_over)
                 call.args = [encode(arg, noting, (str(i),)) for i, arg in enumerate(args)]
                 call.kwargs = {k: encode(v, noting, (k,)) for k, v in kwargs.items()}
                 if noting.functions:
@@ -150,7 +170,13 @@ class WatchTape(Tape):
         if not call.names.wanted:
             return Content(None, reason="it is not among the calls whose inputs are kept")
         try:
-            return self._kept.take(tensor, copy=copy or not self.selection.everything)
+            if not self.selection.everything:
+                return self._kept.take(tensor, copy=True)
+            copies = copy or can_be_lost(tensor)
+            call.nbytes += tensor.nbytes if copies else 0
+            if copies and call.nbytes > self._kept.budget:
+                return Content(None, reason=TOO_LARGE)
+            return self._kept.take(tensor, copy=copy)
         except Exception as error:  # noqa: BLE001 recording one call: this tensor is missing
             self.gap(call.names.name, error)
             return Content(None, reason=f"it could not be read: {error}".partition("\n")[0])
@@ -168,6 +194,8 @@ class WatchTape(Tape):
             if call.start >= 0:
                 with Quiet():
                     self._follow_result(call, result)
+            if call.names.api.prefix == "Compiled":
+                self.compiled[call.names.api] = call
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self.gap(call.names.name, error)
         finally:
@@ -197,15 +225,27 @@ class WatchTape(Tape):
         call = stamp.call
         if not call.names.wanted or stamp.outputs == ():
             return
-        outputs = stamp.outputs or [(number, (str(number),)) for number in range(len(grads))]
+        outputs = stamp.outputs
+        if outputs is None:
+            outputs = tuple(
+                Output(number, (str(number),), grad.shape)
+                for number, grad in enumerate(grads)
+                if grad is not None
+            )
+        call.nbytes = 0
         taken = []
-        for number, path in outputs:
+        for number, path, shape in outputs:
             grad = grads[number] if number < len(grads) else None
-            if grad is not None:
-                line = self.line(grad, call, "input", ".".join(path), False)
-                line.grad = False
-                call.incoming[path] = given = Given(line, path, self.take(call, grad, False))
-                taken.append(given.content)
+            if grad is None:
+                continue
+            line = self.line(grad, call, "input", ".".join(path), False)
+            line.grad = False
+            if tuple(grad.shape) == tuple(shape):
+                content = self.take(call, grad, False)
+            else:
+                content = Content(None, reason=_OF_BASE)
+            call.incoming[path] = Given(line, path, content)
+            taken.append(content)
         self._hold(taken)
 
     def note_functions(self, functions: Iterable[tuple[torch.Tensor, Any]]) -> None:
@@ -223,7 +263,8 @@ class WatchTape(Tape):
         names = self.select(api, self.counter.next(api), self.place.module)
         call = WatchedCall(names, self.step, self.place.thread)
         call.frames = self._frames_here(depth)
-        call.notes.append("seen by its graph node: the inputs are not visible")
+        seen = COMPILED if kind.__name__ == "CompiledFunction" else _BY_NODE
+        call.notes.append(seen)
         return call
 
     def note_arguments(self, call: WatchedCall, args: Sequence[Any]) -> None:
@@ -248,11 +289,11 @@ class WatchTape(Tape):
 
     def _stamp(self, call: WatchedCall, outputs: Iterable[tuple[torch.Tensor, Path]]) -> bool:
         """Write on the nodes that this call made whose they are; False where it made none."""
-        spots: dict[Any, list[tuple[int, Path]]] = {}
+        spots: dict[Any, list[Output]] = {}
         for tensor, path in outputs:
             node = tensor.grad_fn
             if node is not None and call.start <= node._sequence_nr() < LEAF:
-                spots.setdefault(node, []).append((tensor.output_nr, path))
+                spots.setdefault(node, []).append(Output(tensor.output_nr, path, tensor.shape))
         todo, seen = list(spots), set(spots)
         while todo:
             node = todo.pop()
@@ -264,7 +305,14 @@ class WatchTape(Tape):
                         todo.append(after)
         return bool(spots)
 
-    def _writes(self, api: ApiName, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def _writes_over(self, api: ApiName, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether what it is given may have to be copied, for it is written over.
+
+        Without a graph there is no backward to need it, and most calls that fail have not begun to
+        write: an optimizer's are not worth a copy of every parameter. Scatters fail half-way.
+        """
+        if not torch.is_grad_enabled() and not _HALF_WAY.match(api.api):
+            return False
         in_place = writes_in_place(api) or "out" in kwargs or kwargs.get("inplace") is True
         return in_place or bool(silently_written(api, args, kwargs))
 

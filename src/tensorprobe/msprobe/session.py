@@ -16,6 +16,7 @@ from tensorprobe.capture.recorder import Recorder, say
 from tensorprobe.config import DoorConfig
 from tensorprobe.devices import current_rank, world_size
 from tensorprobe.errors import BadUsage, NothingRecorded
+from tensorprobe.guard.guard import Guard
 from tensorprobe.store import native
 from tensorprobe.store.claim import make_way, run_identity
 from tensorprobe.store.foreign import UNFINISHED
@@ -182,6 +183,41 @@ class Session:
         parent = self.folder / UNFINISHED
         if parent.is_dir() and not any(parent.iterdir()):
             parent.rmdir()
+
+
+class OverflowSession:
+    """The task overflow_check of earlier releases: a guard, and no dump."""
+
+    def __init__(self, settings: DoorConfig, log: Callable[[str], None] = say) -> None:
+        assert settings.overflow_nums is not None
+        for note in settings.notes:
+            log(note)
+        self.step_number = 0
+        self._guard = Guard(
+            settings.dump_path or "guard",
+            overflow_nums=settings.overflow_nums,
+            step_on="explicit",
+            log=log,
+        )
+
+    def start(self, models: Sequence[nn.Module] = (), rank_id: int | None = None) -> None:
+        self._guard.start()
+
+    def stop(self) -> None:
+        self._guard.stop()
+
+    def step(self) -> None:
+        self._guard.step()
+        self.step_number += 1
+
+    def save(self, name: str, value: Any) -> None:
+        raise BadUsage("save() needs a dump: task overflow_check makes none")
+
+    def only(self, module: nn.Module | None, name: str = "") -> None:
+        raise BadUsage("module_dump() needs a dump: task overflow_check makes none")
+
+    def close(self) -> None:
+        self._guard.close()
 
 
 def _grew(log: Path, size: int) -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tensorprobe.errors import BadUsage, DeviceUnusable, NothingRecorded, NotReplayable
-from tensorprobe.ptdbg_ascend.dump import Dump
+from tensorprobe.ptdbg_ascend.dump import Dump, drop
+from tensorprobe.ptdbg_ascend.telling import say
 from tensorprobe.records import Call, Capture
 
 _EXAMPLE = '{"dump": {"dump_list": [], "dump_path": "./dump/output", "dump_op_switch": "on"}}'
@@ -47,9 +47,7 @@ def check_config(path: Path) -> dict[str, Any]:
             f"'{path}': dump_mode '{dump['dump_mode']}' is not one of output, input, all"
         )
     if dump.get("dump_op_switch", "off") != "on":
-        from tensorprobe.capture.recorder import say
-
-        say(f"dump_op_switch is off in '{path}', so the device will dump nothing: set it to 'on'")
+        say(f"dump_op_switch is off in '{path}': the device dumps nothing until it is 'on'")
     return dump
 
 
@@ -62,24 +60,21 @@ def dump_folder(config: Path) -> Path:
 
 def dump_kernels_of(dump: Dump, config: Path, gradients: Sequence[Path]) -> None:
     """Re-execute the call that was recorded; where that cannot be, keep it for a repro."""
-    from tensorprobe.capture.recorder import say
-
     (scope,) = dump.switch.scope
     try:
         dump.recorder.close()
     except NothingRecorded as nothing:
         say(str(nothing))
-        shutil.rmtree(dump.private, ignore_errors=True)
+        drop(dump.private)
         return
     if run_with_dump(dump.calls(), scope, config, gradients):
-        shutil.rmtree(dump.private, ignore_errors=True)
+        drop(dump.private)
 
 
 def run_with_dump(
     capture: Capture, scope: str, config: Path, gradients: Sequence[Path] = ()
 ) -> bool:
     """Run the call of that name under an ACL dump; False, with a warning, when it cannot be."""
-    from tensorprobe.capture.recorder import say
     from tensorprobe.replay.kernel_dump import run_under_dump
 
     wants_backward = scope.endswith("backward")
@@ -92,7 +87,9 @@ def run_with_dump(
     except NotReplayable as error:
         say(f"{error}. {_how_to_repro(capture, forward)}")
         return False
-    say(f"{scope} was run again under ACL dump: {len(files)} files in '{dump_folder(config)}'")
+    hint = "" if files else ". A view runs no kernel; and dump_op_switch has to be 'on'"
+    folder = dump_folder(config)
+    say(f"{scope} was run again under ACL dump: {len(files)} files in '{folder}'{hint}")
     return True
 
 

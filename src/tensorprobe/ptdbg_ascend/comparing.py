@@ -12,6 +12,7 @@ from tensorprobe.compare.comparison import Comparison
 from tensorprobe.compare.comparison import compare as compare_captures
 from tensorprobe.errors import BadUsage, UnreadableCapture
 from tensorprobe.ptdbg_ascend.advice import advise
+from tensorprobe.ptdbg_ascend.telling import say
 from tensorprobe.records import Capture
 from tensorprobe.report import ptdbg_columns
 from tensorprobe.report.csv import write_csv
@@ -78,8 +79,6 @@ def compare_ranks(
     is_loud: bool,
 ) -> list[Path]:
     """Compare rank by rank, by number; ranks that one side lacks are named."""
-    from tensorprobe.capture.recorder import say
-
     ours, theirs = _units("npu_dump_dir", npu_dump_dir), _units("bench_dump_dir", bench_dump_dir)
     pairs = [(key, key) for key in sorted(ours.keys() & theirs.keys())]
     if not pairs and len(ours) == len(theirs) == 1:
@@ -142,8 +141,6 @@ def _compare(
     auto_analyze: bool,
     is_loud: bool,
 ) -> Path:
-    from tensorprobe.capture.recorder import say
-
     comparison = compare_captures(actual, expected, replay=False)
     table = ptdbg_columns.table(comparison)
     rows = list(table.rows)

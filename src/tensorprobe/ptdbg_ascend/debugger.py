@@ -16,6 +16,7 @@ from tensorprobe.ptdbg_ascend.session import (
     read_overflow_nums,
 )
 from tensorprobe.ptdbg_ascend.settings import Switch, Target, read_on_off, read_switch
+from tensorprobe.ptdbg_ascend.telling import import_torch, say
 
 if TYPE_CHECKING:
     from tensorprobe.ptdbg_ascend.dump import Dump
@@ -105,7 +106,7 @@ class PrecisionDebugger:
         if self._hook_name == "overflow_check":
             self._configure_overflow(mode, acl_config, overflow_nums, filter_switch)
             if need_replicate:
-                _say("need_replicate is not needed: tensorprobe repro runs an overflow alone")
+                say("need_replicate is not needed: tensorprobe repro runs an overflow alone")
             return
         if (mode == "acl") != (acl_config is not None):
             raise BadUsage("mode='acl' and acl_config='./dump.json' go together: give both")
@@ -160,6 +161,7 @@ class PrecisionDebugger:
             self._overflow.step()
 
     def _start(self) -> None:
+        import_torch()
         if self._hook_name == "overflow_check":
             self._watch()
             return
@@ -202,7 +204,8 @@ class PrecisionDebugger:
                 self._rank_number,
                 self._overflow_nums,
                 self._acl,
-                say_ignored=_say,
+                say_ignored=say,
+                first_step=None if self._automatic else self._step,
             )
             self._overflow.is_filtered = self._is_filtered
         self._overflow.start()
@@ -212,6 +215,11 @@ class PrecisionDebugger:
         from tensorprobe.devices import current_rank
 
         return current_rank() or device_number(self._model)
+
+    @property
+    def dump(self) -> Dump | None:
+        """The dump that is under way."""
+        return self._dump
 
     def close(self) -> None:
         """Write out what is left; the end of the program calls it."""
@@ -231,7 +239,7 @@ class PrecisionDebugger:
         try:
             self.close()
         except TensorprobeError as error:
-            _say(str(error))
+            say(str(error))
 
 
 def _the(cls: type[PrecisionDebugger]) -> PrecisionDebugger:
@@ -253,9 +261,3 @@ def _dump_folder(dump_path: Any) -> Path:
     if folder.exists() and not folder.is_dir():
         raise BadUsage(f"dump_path='{folder}' is a file; expected a folder")
     return folder
-
-
-def _say(text: str) -> None:
-    from tensorprobe.capture.recorder import say
-
-    say(text)

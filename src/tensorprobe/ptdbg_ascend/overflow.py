@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from tensorprobe.capture.recorder import say
+from tensorprobe.capture.naming import split_direction
+from tensorprobe.capture.steps import StepOn
+from tensorprobe.errors import GuardStopped
 from tensorprobe.guard.findings import Finding
 from tensorprobe.guard.guard import Guard
 from tensorprobe.ptdbg_ascend.acl import dump_folder, run_with_dump
+from tensorprobe.ptdbg_ascend.dump import drop
 from tensorprobe.ptdbg_ascend.settings import Target
+from tensorprobe.ptdbg_ascend.telling import say
+from tensorprobe.records import Call, Capture
 from tensorprobe.store.loading import load
+from tensorprobe.store.names import peer_name, renamed
 from tensorprobe.store.ptdbg_names import stem_of
 from tensorprobe.store.ptdbg_writing import Style, write_dump
 
@@ -32,6 +37,7 @@ class OverflowCheck:
         acl_config: Path | None,
         *,
         say_ignored: Callable[[str], None],
+        first_step: int | None = None,  # None: steps end by themselves
     ) -> None:
         self.target = target
         self.is_filtered = True
@@ -45,7 +51,9 @@ class OverflowCheck:
             say_ignored(f"set_dump_path is not used: ACL data goes to dump_path of '{acl_config}'")
             self.target = target._replace(folder=folder)
         self._private = self.target.root / f"overflow.recording-{os.getpid()}"
-        self._guard = _DoorGuard(self._found, self._private)
+        self._step = first_step  # of the program, where that says itself when one ends
+        step_on: StepOn = "auto" if first_step is None else "explicit"
+        self._guard = _DoorGuard(self._found, self._private, overflow_nums, step_on)
 
     def start(self) -> None:
         """Look from here on."""
@@ -55,17 +63,24 @@ class OverflowCheck:
     def stop(self) -> None:
         """Look no more until `start`."""
         self.is_on = False
-        self._guard.stop()
+        with contextlib.suppress(GuardStopped):  # told as a ValueError, which somebody caught
+            self._guard.stop()
 
     def step(self) -> None:
         """One step of the program has ended."""
         self._guard.step()
+        if self._step is not None:
+            self._step += 1
 
     def close(self) -> None:
         """Stop for good, and drop the private part."""
         self.is_on = False
-        self._guard.close()
-        shutil.rmtree(self._private, ignore_errors=True)
+        try:
+            with contextlib.suppress(GuardStopped):
+                self._guard.close()
+        except ValueError as error:  # found at the end of the program: nobody is there to catch it
+            say(str(error))
+        drop(self._private)
 
     def _found(self, finding: Finding) -> None:
         self._count += 1
@@ -75,15 +90,13 @@ class OverflowCheck:
 
     def _save(self, finding: Finding) -> Path:
         """Write one overflow's call to files of its own, or dump its kernels."""
-        if finding.inputs is None:
-            say(f"{finding.name} overflowed, and nothing of it could be saved: {finding.reason}")
-            return self.target.root
-        capture = load(finding.inputs)
-        if self._acl_config is not None:
-            stem = stem_of(capture.calls[0])
-            run_with_dump(capture, stem, self._acl_config)
+        calls = self._calls(finding)
+        call = next(call for call in calls if call.name == finding.name)
+        if self._acl_config is not None and finding.inputs is not None:
+            capture = Capture(Path(finding.inputs), "native", calls)
+            run_with_dump(capture, stem_of(call), self._acl_config)
             return self.target.folder
-        index = self._index(finding, stem_of(capture.calls[0]))
+        index = self._index(finding, stem_of(renamed(call, peer_name)))
         style = Style(
             self.target.release,
             "tensors",
@@ -92,30 +105,61 @@ class OverflowCheck:
             only_peers=True,
             flag=_NOT_COMPARABLE,
         )
-        write_dump(capture.calls, index, style)
-        say(f"{finding.name} overflowed: {index}")
+        write_dump([renamed(call, peer_name)], index, style)
+        say(f"{finding.name} overflowed, {finding.reason}: {index}")
         return index
+
+    def _calls(self, finding: Finding) -> list[Call]:
+        """The forward call of a finding and its backward, as far as the guard has saved them."""
+        stem = split_direction(finding.name)[0]
+        saved = load(finding.inputs).calls(step=finding.step) if finding.inputs else ()
+        calls = [call for call in saved if split_direction(call.name)[0] == stem]
+        if any(call.name == finding.name for call in calls):
+            return calls
+        told = Call(
+            index=0,
+            name=finding.name,
+            op=finding.op,
+            module=finding.module,
+            direction=finding.direction,
+            stack=finding.stack,
+        )
+        return [*calls, told]
 
     def _index(self, finding: Finding, stem: str) -> Path:
         if self.target.release != "2.3":
             place = self.target._replace(stem=f"{stem}_{self._count}")
-            return place.index_of("", self._rank(), finding.step)
+            step = finding.step if self._step is None else self._step
+            return place.index_of("", self._rank(), step)
         stamp = time.strftime("%Y%m%d_%H%M%S", time.gmtime())
         place = self.target._replace(stem=f"Overflow_info_{stamp}_{self._count}")
         return place.index_of("", self._rank())
 
 
 class _DoorGuard(Guard):
-    """A guard that tells the door of each finding, and leaves it to the door to stop."""
+    """A guard that tells the door of each finding, which may raise in its place."""
 
-    def __init__(self, found: Callable[[Finding], None], folder: Path) -> None:
-        super().__init__(folder, "overflow", overflow_nums=-1, look_every=1, log=_silent)
+    def __init__(
+        self,
+        found: Callable[[Finding], None],
+        folder: Path,
+        overflow_nums: int,
+        step_on: StepOn,
+    ) -> None:
+        super().__init__(
+            folder,
+            "overflow",
+            overflow_nums=overflow_nums,
+            look_every=1,
+            step_on=step_on,
+            log=_silent,
+        )
         self._found = found
 
-    def report(self, finding: Finding, **options: Any) -> None:
-        known = any(finding.identity == old.identity for old in self.findings)
-        super().report(finding, **options)
-        if not known:
+    def report(self, finding: Finding, *, tell: bool = True) -> None:
+        """It is told once, when all of it is known; before a guard would stop the program."""
+        super().report(finding, tell=tell)
+        if tell:
             self._found(finding)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,11 @@ Formula = Callable[..., Any]
 
 def vendor_formula(call: Call) -> Formula | None:
     """What a vendor's own op computes, as its documentation has it: torch_npu's fused ops."""
-    op = call.op
+    return vendor_op_formula(call.op, call.kwargs)
+
+
+def vendor_op_formula(op: str, kwargs: Mapping[str, Any]) -> Formula | None:
+    """The same for an op that is called with these keyword arguments."""
     if not op.startswith(("torch_npu.", "torch.ops.npu.")):
         return None
     from tensorprobe.devices.sim_npu.torch_npu import TABLES
@@ -25,7 +29,7 @@ def vendor_formula(call: Call) -> Formula | None:
     known = next(found, None)
     if known is None:
         return None
-    kept = call.kwargs.get("keep_prob", 1 if "keep_prob=1" in known.schema else 0)
+    kept = kwargs.get("keep_prob", 1 if "keep_prob=1" in known.schema else 0)
     draws = known.is_random and kept != 1  # other numbers than the device drew
     return None if draws else known.body
 

@@ -91,7 +91,7 @@ class _Leaf(msgspec.Struct, frozen=True):
     def digest(self) -> str:
         value = self.value
         if isinstance(value, TensorRecord):
-            return value.digest or _ABSENT
+            return (value.digest or _ABSENT).rpartition(":")[2]  # without the kind
         if value is None:
             return _ABSENT
         text = value.text if isinstance(value, Special) else str(value)
@@ -112,13 +112,19 @@ def table(comparison: Comparison) -> Table:
 
 
 def _rows(comparison: Comparison, mode: str, has_stacks: bool) -> Iterator[tuple[Row, str]]:
+    culprits = {(c.rank, c.step, c.name): c for c in comparison.verdict.culprits}
     for pair in comparison.pairs:
         call = pair.pair.actual
         if call is None:
-            continue
-        lines = [_line(ours, theirs, row, mode) for ours, theirs, row in _leaves(pair, mode)]
-        msprobe_rules.judge(call, lines, mode)
-        stack = str(list(call.stack)) if call.stack else _ABSENT
+            lines = list(_bench_only(pair, mode))
+        else:
+            leaves = list(_leaves(pair, mode))
+            lines = [_line(ours, theirs, row, mode) for ours, theirs, row in leaves]
+            msprobe_rules.judge(call, lines, mode)
+            culprit = culprits.get((call.rank, call.step, call.name))
+            for line, (_, _, row) in zip(lines, leaves, strict=True):
+                msprobe_rules.correct(line, row, pair.is_paired, culprit)
+        stack = str(list(call.stack)) if call is not None and call.stack else _ABSENT
         for line in lines:
             end: Row = (line.consistent, line.result, json.dumps(line.messages))
             if has_stacks:
@@ -127,6 +133,24 @@ def _rows(comparison: Comparison, mode: str, has_stacks: bool) -> Iterator[tuple
                 end = (*end, line.data_name)
             colour = {"error": "bad", "warning": "warn"}.get(line.result, "")
             yield (*line.common, *line.middle, *end), colour
+
+
+def _bench_only(pair: CallPair, mode: str) -> Iterator[Line]:
+    """The values of a call that the bench alone has; msprobe leaves such calls out."""
+    assert pair.pair.expected is not None
+    for _, leaf in _named(pair.pair.expected, mode):
+        common: Row = (
+            _ABSENT, leaf.name, _ABSENT, leaf.dtype, _ABSENT, leaf.shape, _ABSENT,
+            leaf.requires_grad,
+        )  # fmt: skip
+        numbers = (_ABSENT,) * 4
+        line = Line(common, is_output=False, statistics=numbers, expected=leaf.statistics)
+        missing = len(_MIDDLE[mode]) - (1 if mode == "digest" else 4)
+        known: Row = (leaf.digest,) if mode == "digest" else leaf.statistics
+        line.middle = (*(_ABSENT,) * missing, *known)
+        line.data_name = str([_ABSENT, _data_name(leaf)])
+        line.say("warning", "this call is in the bench only.")
+        yield line
 
 
 # Which values a call has

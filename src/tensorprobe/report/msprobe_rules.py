@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tensorprobe.compare.culprit import Culprit
+from tensorprobe.compare.judge import ROUNDING, distance, number_text
+from tensorprobe.compare.measure import TensorPair
 from tensorprobe.records import Call
 from tensorprobe.report.table import Cell, Row
 
@@ -76,6 +79,18 @@ def judge(call: Call, lines: Sequence[Line], mode: str) -> None:
             _cosines(inputs, outputs)
         else:
             _growth(inputs, outputs)
+
+
+def correct(line: Line, row: TensorPair | None, is_paired: bool, culprit: Culprit | None) -> None:
+    """Where msprobe's rules say pass and that is wrong: a row without a partner, a tensor that
+    differs by more than rounding explains, the call that our verdict names."""
+    if culprit is not None and row is not None and culprit.tensor in (None, row.name):
+        line.say("error", culprit.reason)
+    if not line.has_partner and (row is not None or not is_paired):
+        line.say("warning", "no bench data matched.")
+    elif row is not None and line.result == "pass" and (found := distance(row)) > ROUNDING:
+        times = "altogether" if math.isinf(found) else f"{number_text(found)} times what rounding"
+        line.say("warning", f"it differs {times}" + ("." if math.isinf(found) else " explains."))
 
 
 def _digests(lines: Sequence[Line]) -> None:

@@ -116,9 +116,11 @@ def speakable(tree: Any) -> Any:
     return tree
 
 
-def pack_summary(summary: TensorSummary) -> list[Any]:
+def pack_summary(summary: TensorSummary | None) -> list[Any] | None:
     """A summary as seven JSON values, or eight where it is not counted; JSON has no NaN and no
     infinity, they become text."""
+    if summary is None:
+        return None
     s = summary
     fields: list[Any] = [s.min, s.max, s.mean, s.norm, s.nan_count, s.inf_count, s.zero_count]
     if not s.counted:

@@ -60,7 +60,7 @@ def load(path: str | os.PathLike[str]) -> Capture:
 
 def _unfinished(path: Path) -> list[Path]:
     """Where a door has left a recording that it could not finish, the newest first."""
-    place = path / UNFINISHED
+    place = path if path.name == UNFINISHED else path / UNFINISHED
     if not place.is_dir():
         return []
     parts = sorted(place.iterdir(), key=lambda part: part.stat().st_mtime, reverse=True)

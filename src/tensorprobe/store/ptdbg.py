@@ -291,8 +291,11 @@ class _IndexReader:
             section, _, path = rest.partition(".")
             if section == "output" and not path:
                 path, trees["lone"] = "0", {}
+            full = f"{text}.{section}.{path}"
+            if section == "parameters_grad" and ".parameters_grad." in text:
+                full = f"{text}.{path}"
             try:
-                value = self._value(f"{text}.{section}.{path}", _ROLES[section], fields, lines)
+                value = self._value(full, _ROLES[section], fields, lines)
             except (ValueError, TypeError, OverflowError) as error:
                 self._gap(number, f"{rest}: {error}")
                 continue

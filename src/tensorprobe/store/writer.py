@@ -54,41 +54,6 @@ class Result(Protocol):
     def error(self) -> str | None: ...
 
 
-class _Data(msgspec.Struct):
-    value_id: int
-    key: str
-    dtype: str
-    shape: Sequence[int]
-    data: Bytes | Callable[[], Bytes]
-    nbytes: int
-    checksum: bool = False
-    stored: bool = True
-
-
-class _Value(msgspec.Struct):
-    id: int
-    result: Result | None
-
-
-class _EndStep(msgspec.Struct):
-    pass
-
-
-class _Drop(msgspec.Struct):
-    """A step, ended before, whose files are to go."""
-
-    number: int
-
-
-_Item = _Data | _Value | _EndStep | _Drop | threading.Event
-
-
-def _name_of(item: EndLine | _Value | _Data) -> str:
-    if isinstance(item, EndLine):
-        return f"end of call {item.id}"
-    return item.key if isinstance(item, _Data) else f"value {item.id}"
-
-
 class _Step:
     """The open files of one step of one rank."""
 
@@ -121,6 +86,42 @@ class _Step:
         finally:
             os.close(self.log_fd)
             os.close(self.fd)
+
+
+class _Data(msgspec.Struct):
+    value_id: int
+    key: str
+    dtype: str
+    shape: Sequence[int]
+    data: Bytes | Callable[[], Bytes]
+    nbytes: int
+    checksum: bool = False
+    stored: bool = True
+
+
+class _Value(msgspec.Struct, gc=False):
+    step: _Step
+    id: int
+    result: Result | None
+
+
+class _EndStep(msgspec.Struct):
+    pass
+
+
+class _Drop(msgspec.Struct):
+    """A step, ended before, whose files are to go."""
+
+    number: int
+
+
+_Item = _Data | _Value | _EndStep | _Drop | threading.Event
+
+
+def _name_of(item: EndLine | _Value | _Data) -> str:
+    if isinstance(item, EndLine):
+        return f"end of call {item.id}"
+    return item.key if isinstance(item, _Data) else f"value {item.id}"
 
 
 class CaptureWriter:
@@ -185,7 +186,7 @@ class CaptureWriter:
         self._hurry = False
         self._asleep = False
         self._stopping = False
-        self._waiting: deque[tuple[_Step, _Value]] = deque()  # in the order of their coming
+        self._waiting: deque[_Value] = deque()  # in the order of their coming
         self._result_error: str | None = None
         self._thread: threading.Thread | None = None
 
@@ -313,11 +314,13 @@ class CaptureWriter:
         if gap is not None:
             self._add_line(step, ValueLine(id=id, gap=gap))
         elif id in step.with_data:
-            self._put(step, _Value(id, result))
-        elif result is None or result.ready:
-            self._attempt(step, self._write_value, _Value(id, result))
+            self._put(step, _Value(step, id, result))
+        elif result is None:
+            self._add_line(step, ValueLine(id=id))
+        elif result.ready:
+            self._add_line(step, _value_line(id, result))
         else:
-            self._waiting.append((step, _Value(id, result)))
+            self._waiting.append(_Value(step, id, result))
             if self._asleep:
                 self._wake()
         if self._flush_each:
@@ -385,7 +388,7 @@ class CaptureWriter:
     # -- the log -------------------------------------------------------------------------------
 
     def _add_line(self, step: _Step, line: Line) -> None:
-        """Let a line wait for the next write: nothing else of the capture depends on its place."""
+        """Let a line wait for the next write: nothing else of a capture depends on its place."""
         if step.closed:
             raise RuntimeError("it came after its step had ended")
         step.lines.append(encode(line))
@@ -470,7 +473,7 @@ class CaptureWriter:
                 if item.result is None or item.result.ready:
                     self._attempt(step, self._write_value, item)
                 else:
-                    self._waiting.append((step, item))
+                    self._waiting.append(item)
             elif isinstance(item, _Data):
                 self._attempt(step, self._write_data, item)
                 self._release(item)
@@ -524,32 +527,33 @@ class CaptureWriter:
     def _write_ready(self, ending: _Step | None = None) -> None:
         """Write outstanding values whose result has come, and all of a step that ends."""
         waiting = self._waiting
-        step: _Step | None = None
+        steps: dict[int, _Step] = {}
         while waiting:
-            before, (step, value) = step, waiting[0]
-            if not (step is ending or value.result is None or value.result.ready):
+            value = waiting[0]
+            step, result = value.step, value.result
+            if not (step is ending or result is None or result.ready):
                 break
             waiting.popleft()
-            if before is not None and before is not step:
-                self._flush(before)
+            steps[id(step)] = step
             self._attempt(step, self._write_value, value)
-        if step is not None:
+        for step in steps.values():
             self._flush(step)
 
     def _write_value(self, step: _Step, value: _Value) -> None:
-        line, result = ValueLine(id=value.id), value.result
-        problem = None
+        result = value.result
+        if result is None:
+            line = ValueLine(id=value.id)
+        elif result.ready:
+            line = _value_line(value.id, result)
+        else:
+            problem = self._result_error or "its summary did not come back from the device"
+            line = ValueLine(id=value.id, gap=problem)
         if value.id in step.with_data:
             step.with_data.discard(value.id)
             line.blob = step.blobs.pop(value.id, None)
-            problem = step.gaps.pop(value.id, None)
-        if result is not None and result.ready:
-            line.summary = pack_summary(result.summary) if result.summary is not None else None
-            line.digest = step.checksums.pop(line.id, None) or result.digest
-            problem = problem or result.error
-        elif result is not None:
-            problem = self._result_error or "its summary did not come back from the device"
-        line.gap = problem
+            line.gap = step.gaps.pop(value.id, None) or line.gap
+            if result is not None and result.ready:
+                line.digest = step.checksums.pop(value.id, None) or line.digest
         if line.blob is None:
             self._add_line(step, line)
         else:
@@ -611,6 +615,12 @@ class CaptureWriter:
         with self._changed:
             self._queued_nbytes -= item.nbytes
             self._changed.notify_all()
+
+
+def _value_line(id: int, result: Result) -> ValueLine:
+    return ValueLine(
+        id=id, summary=pack_summary(result.summary), digest=result.digest, gap=result.error
+    )
 
 
 def _forget_in_children(writer: CaptureWriter) -> None:

@@ -122,7 +122,7 @@ class _UnitWriter:
             name, _, number = call.name[len("Saved.") :].rpartition(".")[0].rpartition(".")
             backward = call.direction == "backward"
             key = f"{name}{'_grad' if backward else ''}.{number}.debug"
-            value = _merged(call.args, call.kwargs) if backward else call.outputs
+            value = _saved_gradient(call) if backward else call.outputs
             data[key] = write_value(value, lambda t, path, key=key: self._tensor(t, key, path))
         self._write_dump(DEBUG_FILE, "debug", data)
 
@@ -235,6 +235,13 @@ class _UnitWriter:
         with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
             json.dump(value, file, indent=1, allow_nan=False)
         temporary.replace(path)
+
+
+def _saved_gradient(call: Call) -> Any:
+    """In the structure of the value, as far as that is known: one tensor, or several."""
+    if len(call.args) == 1 and not call.kwargs:
+        return call.args[0]
+    return _merged(call.args, call.kwargs)
 
 
 def _merged(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

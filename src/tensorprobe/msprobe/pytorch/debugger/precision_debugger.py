@@ -12,7 +12,7 @@ from torch import nn
 from tensorprobe.capture.recorder import say
 from tensorprobe.config import DoorConfig, from_door_arguments
 from tensorprobe.errors import BadUsage
-from tensorprobe.msprobe.session import Session
+from tensorprobe.msprobe.session import OverflowSession, Session
 
 _LOOK_AGAIN_S = 0.5  # how often a configuration with dump_enable is read anew
 
@@ -63,7 +63,7 @@ class PrecisionDebugger:
         self._settings = self._read()
         self._first_step = 0
         self._looked = (time.monotonic(), self._stamp())
-        self.session = Session(self._settings)
+        self.session = _session(self._settings)
         self._tokens: _Tokens | None = None
         self._custom: set[str] = set()
         PrecisionDebugger._instance = self
@@ -127,7 +127,7 @@ class PrecisionDebugger:
             raise BadUsage(f"set_init_step({step!r}): expected a whole number from 0 on")
         debugger = cls._get()
         debugger.session.close()
-        debugger.session = Session(debugger._settings, step)
+        debugger.session = _session(debugger._settings, step)
 
     @classmethod
     def register_custom_api(cls, module: Any, api: str, api_prefix: str | None = None) -> None:
@@ -198,7 +198,7 @@ class PrecisionDebugger:
         self._settings = settings
         step = self.session.step_number
         self.session.close()
-        self.session = Session(settings, step)
+        self.session = _session(settings, step)
         state = "on" if settings.dump_enable else "off"
         say(f"{self._request[0]} has changed: recording is {state}")
 
@@ -208,11 +208,22 @@ class PrecisionDebugger:
             self._tokens = None
 
 
+def _session(settings: DoorConfig, step: int = 0) -> Session | OverflowSession:
+    if settings.overflow_nums is not None:
+        return OverflowSession(settings)
+    return Session(settings, step)
+
+
 class _Tokens:
     """Counts the calls of a model, and records from one to another, both included."""
 
     def __init__(
-        self, session: Session, model: nn.Module, first: int, last: int, rank_id: int | None
+        self,
+        session: Session | OverflowSession,
+        model: nn.Module,
+        first: int,
+        last: int,
+        rank_id: int | None,
     ) -> None:
         self._session = session
         self._model = model

@@ -1,0 +1,7 @@
+"""`python -m tensorprobe.msprobe`: msprobe's command line, for the verbs that have one here."""
+
+import sys
+
+from tensorprobe.msprobe.command import main
+
+sys.exit(main())

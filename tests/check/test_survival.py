@@ -1,0 +1,153 @@
+"""A check goes on: past calls that crash or hang, in several processes, after Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import tensorprobe as tp
+from recorded import SRC, record
+
+# What a call does is in a file that every process of the check runs first.
+OPS = """
+import os, time, torch
+from pathlib import Path
+import tensorprobe as tp
+library = torch.library.Library("tensorprobe_survival", "DEF")
+library.define("work(Tensor x, float seconds) -> Tensor")
+here = Path(__file__).parent
+
+def work(x, seconds):
+    time.sleep(seconds)
+    with (here / "pids").open("a") as file:
+        file.write(f"{os.getpid()}\\n")
+    return x * 2
+
+library.impl("work", work, "CPU")
+tp.reference("tensorprobe_survival::work")(lambda x, seconds: x * 2)
+"""
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """A capture of eight calls, each of which takes a while."""
+    library = torch.library.Library("tensorprobe_survival", "FRAGMENT")
+    library.define("work(Tensor x, float seconds) -> Tensor")
+    library.impl("work", lambda x, seconds: x * 2, "CPU")
+
+    def program() -> None:
+        for n in range(8):
+            torch.ops.tensorprobe_survival.work(torch.ones(n + 1), 0.2)
+
+    record(tmp_path / "run", program, level="L1")
+    library._destroy()
+    (tmp_path / "ops.py").write_text(OPS)
+    return tmp_path
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    return [
+        sys.executable, "-m", "tensorprobe", "check", str(folder / "run"), "-o",
+        str(folder / "out"), "--only", "work", "--references", str(folder / "ops.py"), *more,
+    ]  # fmt: skip
+
+
+ENVIRON = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
+
+
+def test_several_processes_share_the_work(work: Path) -> None:
+    checked = tp.check(
+        work / "run", work / "out", only=["work"], jobs=2, references=work / "ops.py"
+    )
+    assert {row.verdict for row in checked.rows} == {"pass"}
+    assert len(checked.rows) == 8
+    pids = (work / "pids").read_text().split()
+    assert len(pids) == 8
+    assert len(set(pids)) == 2
+    assert str(os.getpid()) not in pids
+
+
+def test_ctrl_c_keeps_what_is_done(work: Path) -> None:
+    process = subprocess.Popen(
+        command(work), env=ENVIRON, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    rows = work / "out" / "rows.jsonl"
+    deadline = time.monotonic() + 60
+    while not rows.exists() or len(rows.read_bytes().splitlines()) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the workers get it too
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "of 8 calls are done and kept in" in stderr
+    assert "Traceback" not in stderr
+    done = {json.loads(line)["name"] for line in rows.read_bytes().splitlines()[1:]}
+    assert 2 <= len(done) < 8
+    before = (work / "pids").read_text().split()
+    again = subprocess.run(command(work), env=ENVIRON, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert "8 calls, 8 different: 8 pass" in again.stdout
+    after = (work / "pids").read_text().split()
+    assert len(after) - len(before) == 8 - len(done)
+
+
+@pytest.mark.slow
+def test_a_bar_shows_on_a_terminal(work: Path) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        command(work), env={**ENVIRON, "TERM": "xterm"}, stderr=theirs, stdout=subprocess.PIPE
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while part := os.read(ours, 4096):
+            shown += part
+    except OSError:
+        pass  # the other end is closed
+    finally:
+        os.close(ours)
+    process.communicate()
+    assert process.returncode == 0
+    assert b"Ops.tensorprobe_survival.work.7.forward" in shown
+    assert b"100%" in shown
+
+
+@pytest.mark.gpu
+def test_a_device_side_assert_is_survived(tmp_path: Path) -> None:
+    """After it nothing works in the process that made the call: the rest runs in another one."""
+    names = ["embedding", "tanh", "exp"]
+
+    def program() -> None:
+        table = torch.randn(4, 3)
+        torch.nn.functional.embedding(torch.tensor([1, 3]), table)
+        torch.randn(5).tanh().exp()
+
+    record(tmp_path / "run", program, level="L1")
+    capture = tp.load(tmp_path / "run")
+    # the index is out of bounds on the device alone: the reference never sees it
+    (tmp_path / "break.py").write_text(
+        "import torch, tensorprobe.check.one as one\n"
+        "perform = one.perform\n"
+        "def broken(call, backward, device, source):\n"
+        "    if call.op.endswith('embedding'):\n"
+        "        index = torch.tensor([99], device=device)\n"
+        "        torch.zeros(4, device=device)[index].sum().item()\n"
+        "    return perform(call, backward, device, source)\n"
+        "one.perform = broken\n"
+    )
+    checked = tp.check(
+        capture, tmp_path / "out", device="cuda", only=names, references=tmp_path / "break.py"
+    )
+    rows = {row.op.rpartition(".")[2]: row for row in checked.rows}
+    assert rows["embedding"].verdict == "crashed"
+    assert "assert" in rows["embedding"].reason
+    assert (rows["tanh"].verdict, rows["exp"].verdict) == ("pass", "pass")

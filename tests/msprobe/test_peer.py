@@ -1,0 +1,182 @@
+"""Both ways with the installed tool: it reads and compares what we write, we read what it wrote.
+
+TENSORPROBE_PEER_PYTHON is the interpreter of an environment with mindstudio-probe 26.2.0 in it.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from msprobe_making import ROOT
+
+import tensorprobe as tp
+
+PEER = os.environ.get("TENSORPROBE_PEER_PYTHON", "")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PEER, reason="no TENSORPROBE_PEER_PYTHON"),
+    pytest.mark.timeout(600),
+]
+
+# One program for both tools: only the import differs.
+PROGRAM = """
+import json, sys
+import torch, torch.nn.functional as F
+from torch import nn
+from {package} import PrecisionDebugger
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(4, 3)
+        self.act = nn.ReLU()
+        self.fc2 = nn.Linear(3, 2)
+    def forward(self, x, scale=None):
+        h = self.act(2 * self.fc1(x) + 1 - x.mean())
+        return self.fc2(h if scale is None else h * scale) ** 2
+
+torch.manual_seed(0)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+x = torch.randn(2, 4)
+json.dump({config}, open("config.json", "w"))
+debugger = PrecisionDebugger(config_path="config.json")
+for step in range(2):
+    debugger.start(model=model)
+    out = model(x, scale=torch.ones(3))
+    loss = F.cross_entropy(out, torch.tensor([0, 1]))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    debugger.stop()
+    debugger.step()
+"""
+
+
+def dump(folder: Path, who: str, **config: object) -> Path:
+    """The program's dump by us or by the peer."""
+    folder.mkdir(parents=True)
+    fields = {"dump_path": "./dump", "rank": [], "step": [], "risk_level": "ALL", **config}
+    package = "msprobe.pytorch" if who == "peer" else "tensorprobe.msprobe.pytorch"
+    script = folder / "script.py"
+    script.write_text(PROGRAM.format(package=package, config=fields))
+    interpreter = PEER if who == "peer" else sys.executable
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONPATH", None)
+    if who != "peer":
+        environment["PYTHONPATH"] = str(ROOT / "src")
+    done = subprocess.run(
+        [interpreter, str(script)],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder / "dump"
+
+
+def peer_compare(actual: Path, expected: Path, out: Path) -> list[dict[str, str]]:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    command = Path(PEER).with_name("msprobe")
+    done = subprocess.run(
+        [str(command), "compare", "-tp", str(actual), "-gp", str(expected), "-o", str(out)],
+        env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert "compare ends successfully" in done.stderr + done.stdout, done.stderr
+    (table,) = out.glob("compare_result*.csv")
+    with table.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def data(dump: Path) -> dict[str, object]:
+    (path,) = (dump / "step0").glob("*/dump.json")
+    return json.loads(path.read_text())["data"]
+
+
+# Where we differ on purpose: gradients that calls send to their inputs, and arguments that torch
+# fills in with their defaults before it tells anybody.
+def differs_on_purpose(name: str) -> bool:
+    return ".backward.output" in name and not name.startswith("Module.")
+
+
+CONFIGS = [
+    ("L1", "statistics", {}),
+    ("L0", "statistics", {}),
+    ("mix", "statistics", {}),
+    ("mix", "tensor", {}),
+    ("L1", "statistics", {"statistics": {"summary_mode": "md5"}}),
+]
+
+
+@pytest.mark.parametrize(("level", "task", "more"), CONFIGS, ids=lambda v: str(v))
+def test_both_ways(tmp_path: Path, level: str, task: str, more: dict[str, object]) -> None:
+    ours = dump(tmp_path / "ours", "us", level=level, task=task, **more)
+    theirs = dump(tmp_path / "theirs", "peer", level=level, task=task, **more)
+    # the same records, under the same names
+    a, b = data(ours), data(theirs)
+    only_theirs = {name for name in b if name not in a}
+    assert not only_theirs
+    # msprobe compares our dump with its own, by step folder, and finds every number equal
+    rows = peer_compare(ours / "step0", theirs / "step0", tmp_path / "out")
+    assert len(rows) > 15
+    compared = [
+        r for r in rows if r["Bench Name"] != "N/A" and not differs_on_purpose(r["NPU Name"])
+    ]
+    assert len(compared) > 12
+    for row in compared:
+        # ours are statistics of float64, theirs of float32: their rules take that for growth
+        assert row["Result"] in ("pass", "warning" if "Max diff" in row else "pass"), row
+        if "NPU MD5" in row:
+            assert row["NPU MD5"] == row["BENCH MD5"], row
+        elif "MaxAbsErr" in row:
+            assert row["MaxAbsErr"] in ("0.0", "unsupported"), row
+        else:
+            assert row["Max diff"] in ("0", "0.0"), row
+    # and we compare its dump with ours, and with a native recording of the same
+    verdict = tp.compare(theirs, ours).verdict
+    assert verdict.verdict == "match"
+    assert verdict.counts["aligned"] == 2 * len(b)
+    assert tp.load(theirs).gaps == ()
+
+
+def test_msprobe_compares_what_convert_writes(tmp_path: Path) -> None:
+    theirs = dump(tmp_path / "theirs", "peer", level="mix", task="tensor")
+    native, back = tmp_path / "native", tmp_path / "back"
+    from tensorprobe.cli.main import main
+
+    assert main(["convert", str(theirs), "--to", "native", "-o", str(native)]) == 0
+    assert main(["convert", str(native), "--to", "msprobe", "-o", str(back)]) == 0
+    (source,) = (theirs / "step0").glob("proc*")
+    rows = peer_compare(
+        back / "step0" / "rank0" / "dump.json", source / "dump.json", tmp_path / "o"
+    )
+    assert {row["Result"] for row in rows} == {"pass"}
+    assert all(row["Bench Name"] != "N/A" for row in rows)
+    for path in (source / "dump_tensor_data").iterdir():
+        twin = back / "step0" / "rank0" / "dump_tensor_data" / path.name
+        a, b = (torch.load(p, weights_only=True) for p in (path, twin))
+        assert torch.equal(a, b)
+
+
+def test_the_check_of_a_dump_of_msprobe(tmp_path: Path) -> None:
+    theirs = dump(tmp_path / "theirs", "peer", level="L1", task="tensor")
+    checked = tp.check(theirs / "step0", tmp_path / "out", device="cpu")
+    assert checked.passed
+    assert checked.counts["pass"] >= 5
+
+
+def test_two_processes_in_one_folder(tmp_path: Path) -> None:
+    theirs = dump(tmp_path / "theirs", "peer", level="L1", task="statistics")
+    again = dump(tmp_path / "again", "peer", level="L1", task="statistics")
+    for step in again.iterdir():
+        for process in step.iterdir():
+            shutil.copytree(process, theirs / step.name / f"{process.name}7")
+    capture = tp.load(theirs)
+    assert len(capture.gaps) == 2
+    assert tp.compare(capture, again).verdict.verdict == "match"
