@@ -234,6 +234,25 @@ def test_parameters_after_an_optimizer(tmp_path: Path) -> None:
     assert "--calls Optimizer.Adam.step.0 --steps 0 --keep tensors" in finding.next
 
 
+def test_parameters_that_an_earlier_step_spoiled(tmp_path: Path) -> None:
+    def program() -> None:
+        weight = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=0.01)
+        for step in range(3):
+            (weight * (1e38 if step == 1 else 1) * 10).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    findings = found(tmp_path, program)
+    assert [(f.name, f.step) for f in findings] == [
+        ("Tensor.mul.1.forward", 1),
+        ("Tensor.mul.0.forward", 2),
+    ]
+    assert findings[1].reason == (
+        "it reads input.0, a parameter that Tensor.mul.1.forward has spoiled in step 1"
+    )
+
+
 def test_custom_functions_and_checkpoints(tmp_path: Path) -> None:
     class Odd(torch.autograd.Function):
         @staticmethod

@@ -358,7 +358,10 @@ class Sight:
             if bits_of(returned) & NAN:
                 self._wake(case)
             return
-        if bits_of(inputs) & NAN:
+        reason = self._reading_spoiled(inputs)
+        if reason is not None:
+            pass
+        elif bits_of(inputs) & NAN:
             reason = self._reading(plan, inputs)
         else:
             reason = fault(plan, inputs, returned, scalar_bits(glance.args, glance.kwargs))
@@ -409,6 +412,18 @@ class Sight:
                 sighting, case = found
                 if case is None:
                     return self._blame_optimizer(sighting, [each])
+        return None
+
+    def _reading_spoiled(self, inputs: list[Seen]) -> str | None:
+        """Why a call is reported that uses a parameter which an earlier step has spoiled."""
+        for each in inputs:
+            found = self._writer_of(each.tensor) if each.bits else None
+            if found is not None and found[1] is not None:
+                case = found[1]
+                return (
+                    f"it reads {each.label}, a parameter that {case.name} has spoiled in step "
+                    f"{case.sighting.step}"
+                )
         return None
 
     def _writer_of(self, content: torch.Tensor) -> tuple[Sighting, Case | None] | None:
@@ -486,7 +501,8 @@ class Sight:
         metrics = {each.label: each.facts for each in (*inputs, *returned)}
         case = Case(sighting, "forward", reason, metrics, write)
         case.pending = in_backward or _made_by_scaler(sighting.trail)
-        self._spoil([each for each in inputs if each.bits & NAN], case)
+        known = bits_of(inputs) & NAN or self._reading_spoiled(inputs) is not None
+        self._spoil([each for each in inputs if each.bits and known], case)
         self._spoil(returned, case, any_value=any_value)
         if sleeps:
             self._asleep.append(case)
