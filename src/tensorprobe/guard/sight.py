@@ -39,7 +39,7 @@ from tensorprobe.guard.judging import Seen, bits_of, fault, is_pole, look_at, sc
 from tensorprobe.guard.kinds import Kind, Plan, plan_for
 from tensorprobe.guard.latent import Latent
 from tensorprobe.guard.ring import Event, Ring
-from tensorprobe.guard.trail import Trail, trail_here
+from tensorprobe.guard.trail import BRIEF, Trail, render, trail_here
 from tensorprobe.numerics.finiteness import LIMITS, NAN, extent_now, readable
 
 _NEAR = {dtype: limit / 2 for dtype, limit in LIMITS.items()}
@@ -564,6 +564,7 @@ class Sight:
         """Note the call; what it made is known when the device has got there."""
         moves = glance.plan.kind is Kind.PASSES
         noted = glance.noted
+        glance.trail = glance.trail or trail_here(1, BRIEF)
         event = Event(
             self._sighting(glance),
             inputs=self._note_memory(glance.inputs) if noted is None else noted,
@@ -639,7 +640,7 @@ class Sight:
         assert glance.edges is not None
         trace = trace_call(outputs, glance.edges)
         if trace.boundary:
-            glance.trail = glance.trail or trail_here(1)
+            glance.trail = glance.trail or trail_here(1, BRIEF)
             leaves = frozenset(path for _, path in glance.edges.leaves.values())
             self._listen(trace, self._sighting(glance), _Remembered(glance), leaves)
 
@@ -1032,8 +1033,6 @@ def _parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:
 
 
 def _frames(sighting: Sighting) -> tuple[str, ...]:
-    from tensorprobe.guard.trail import render
-
     return render(sighting.trail)
 
 
