@@ -24,6 +24,7 @@ from tensorprobe.numerics.memory import Unsupported
 GONE = "it was written to after the call"
 DROPPED = "it was let go of: what came after it filled the budget for inputs"
 ENDED = "it was let go of when its step ended"
+STEPPING = "it was not copied: what an optimizer calls is copied only where it is asked for"
 TOO_LARGE = "it was not copied: the call alone has more than the budget for inputs"
 
 # A layout of one storage: version, offset, shape, stride and dtype.
