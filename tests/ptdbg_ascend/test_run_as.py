@@ -186,6 +186,20 @@ def test_processes_that_the_program_forks_write_their_dumps(tmp_path: Path) -> N
     assert not list(tmp_path.rglob("*.recording-*"))
 
 
+def test_a_forked_child_that_ends_leaves_the_dump_to_its_parent(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        SCRIPT + "import os, sys\n"
+        "if os.fork() == 0:\n    sys.exit(0)\n"
+        "os.wait()\nmodel(torch.ones(3, 4)).tanh()\n"
+    )
+    done = run(tmp_path, "--as", "ptdbg_ascend", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("calls dumped") == 1
+    names = [call.name for call in tp.load(tmp_path / "all_v2.3").calls]
+    assert names[0].startswith("Torch.ones.0")
+    assert "Tensor.tanh.0.forward" in names
+
+
 @pytest.mark.parametrize("end", ["sys.exit(0)", "raise SystemExit", "1/0"])
 def test_however_a_program_ends_its_dump_is_written(end: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT + f"import sys\n{end}\n")
