@@ -116,7 +116,7 @@ def aligning() -> None:
     with timed() as clock:
         pairs = align(calls, expected)
     wrong = sum(a is not e for a, e, _ in pairs if a and e)
-    print(f"align {N_ROWS} calls, 2000 missing: {clock.wall_s:.2f} s wall, {wrong} mispaired")
+    print(f"align {N_ROWS} calls, 2000 missing: {clock}, {wrong} mispaired")
 
 
 def capture(peer_python: str | None = None) -> None:

@@ -79,6 +79,25 @@ def test_the_op_whose_backward_raises_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_module_may_be_all_that_is_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "class Loss(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return torch.nn.functional.mse_loss(x, x * 0)\n"
+        "net = torch.nn.Module()\n"
+        "net.a, net.b = Loss(), Loss()\n"
+        "net.forward = lambda x: (net.a(x / 300), net.b(torch.tanh(x) * 300))\n"
+        "x = torch.zeros(100).half()\n"
+        "x[3] = 300\n"
+        "assert net(x)[1].isfinite()\n"
+    )
+    done = tensorprobe(tmp_path, "bisect", "--apis", "b", "-o", "out", "--", "train.py")
+    assert done.returncode == 3, done.stderr
+    assert names(tmp_path) == ["Functional.mse_loss.1.forward"]
+
+
+@pytest.mark.slow
 def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     words = ["bisect", "--sim-npu", "--apis", "group_norm,softmax", "-o", "out", "--", "train.py"]

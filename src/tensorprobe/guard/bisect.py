@@ -113,8 +113,6 @@ class _Bisection:
         folder.mkdir(parents=True, exist_ok=True)
         self._state = State(question=question) if restart else self._continued()
         self._state.culprits, self._state.notes = [], []
-        self._probed = 0  # in this process
-        self._reused = 0
 
     def _continued(self) -> State:
         if not self._file.exists():
@@ -147,7 +145,7 @@ class _Bisection:
                 "is not known: it ends by os._exit, or does its work in processes of its own"
             )
         groups = _by_api(everything.calls)
-        apis = smallest(list(groups), lambda part: self._passes_apis(part, len(groups)))
+        apis = smallest(list(groups), lambda part: self._passes_apis(part, groups))
         calls = [call for api in apis for call in groups[api]]
         names, by_call = self._calls(apis, calls)
         return self._end("found", names, groups=groups, by_call=by_call)
@@ -170,9 +168,12 @@ class _Bisection:
                 return probe
             homes |= dict.fromkeys(new, "home")
 
-    def _passes_apis(self, apis: Sequence[str], total: int) -> bool:
-        what = f"{len(apis)} of {total} APIs {phrase(self._to)}"
-        return self._ask(dict.fromkeys(apis, self._to), what).passed
+    def _passes_apis(self, apis: Sequence[str], groups: dict[str, list[str]]) -> bool:
+        what = f"{len(apis)} of {len(groups)} APIs {phrase(self._to)}"
+        names: Sequence[str] = apis
+        if self._question.apis:  # an API may be called outside of what is looked at, too
+            names = [call for api in apis for call in groups[api]]
+        return self._ask(dict.fromkeys(names, self._to), what).passed
 
     def _calls(self, apis: list[str], calls: list[str]) -> tuple[list[str], bool]:
         """The smallest set of calls of these APIs, and whether it was found call by call."""
@@ -207,7 +208,6 @@ class _Bisection:
     def _ask(self, rules: dict[str, str], what: str) -> Probe:
         known = next((probe for probe in self._state.probes if probe.rules == rules), None)
         if known is not None:
-            self._reused += 1
             return known
         probe = self._probe(rules)
         self._state.probes.append(probe)

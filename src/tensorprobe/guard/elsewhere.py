@@ -33,7 +33,7 @@ _REASONS = {
         resize_as_ detach_ rename_ data.__set__ real.__set__ imag.__set__ _make_subclass""",
 }
 _AT_HOME = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-_MAY_MOVE = ("to", "type", "type_as", "_to_copy", "copy_to")
+_MAY_MOVE = ("to", "type", "type_as", "_to_copy")
 
 _LOW = frozenset(name.partition(".")[0] for name in LOW.split())
 _FLOAT32 = frozenset(
