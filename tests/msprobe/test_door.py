@@ -554,3 +554,21 @@ def test_everything_can_be_imported_from_where_msprobe_has_it() -> None:
 
     assert (a, b, c, d) == (seed_all, seed_all, compare, compare_distributed)
     assert e is f is PrecisionDebugger
+
+
+def test_a_dump_of_the_door_against_a_native_recording_names_the_culprit(tmp_path: Path) -> None:
+    weight = torch.linspace(0.5, 2, 12).reshape(3, 4)
+
+    def program(factor: float) -> None:
+        torch.tanh(F.linear(X * factor, weight) + 1)
+
+    debugger = PrecisionDebugger(config(tmp_path, task="tensor"))
+    debugger.start()
+    program(1.01)
+    debugger.stop()
+    with tp.Recorder(tmp_path / "native", level="L1", keep="tensors"):
+        program(1.0)
+    verdict = tp.compare(tmp_path / "dump", tmp_path / "native").verdict
+    assert (verdict.verdict, verdict.counts["aligned"]) == ("diverged", 4)
+    assert verdict.culprits[0].name == "Tensor.__mul__.0.forward"
+    assert "1.01 here, 1.0 expected" in verdict.culprits[0].reason
