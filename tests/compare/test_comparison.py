@@ -374,7 +374,7 @@ def test_columns_of_ptdbg(tmp_path: Path) -> None:
     assert (good["Cosine"], good["MaxAbsErr"], good["Accuracy Reached or Not"]) == (
         "1.0", "0.000000", "Yes",
     )  # fmt: skip
-    bad = by_name["Tensor___mul___0_forward_output"]
+    bad = by_name["Tensor_mul_0_forward_output"]
     assert (bad["Cosine"], bad["Accuracy Reached or Not"]) == ("-1.000000", "No")
     assert bad["NPU Tensor Dtype"] == "torch.float32"
 

@@ -16,11 +16,13 @@ import torch
 from tensorprobe.capture.naming import api_name
 from tensorprobe.devices import (
     accelerator,
+    block_launches,
     check_environment,
     check_kernel_dump,
     current_rank,
     device_layer,
     explain,
+    failed_device,
     local_rank,
     rng_kept,
     rows,
@@ -129,6 +131,45 @@ def test_launch_blocking_and_deterministic_variables(monkeypatch: pytest.MonkeyP
     assert os.environ["HCCL_DETERMINISTIC"] == "false"  # the user's word stands
     assert os.environ["CLOSE_MATMUL_K_SHIFT"] == "1"
     monkeypatch.delenv("CLOSE_MATMUL_K_SHIFT")
+
+
+def test_launches_are_blocked_where_nobody_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
+    monkeypatch.setenv("ASCEND_LAUNCH_BLOCKING", "1")
+    assert block_launches() == []
+    assert os.environ["CUDA_LAUNCH_BLOCKING"] == "0"
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert block_launches() == []  # too late: the device is in use
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert block_launches() == ["CUDA_LAUNCH_BLOCKING"]
+    assert os.environ["CUDA_LAUNCH_BLOCKING"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("text", "device"),
+    [
+        ("CUDA error: device-side assert triggered", "cuda"),
+        ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", "cuda"),
+        ("NPU error, error code is 507015", "npu"),
+        ("NPU function error: call aclnnAdd failed, error code is 561103", "npu"),
+        ("EZ9999: Inner Error! aicore exception", "npu"),
+        ("mat1 and mat2 shapes cannot be multiplied (2x4 and 5x5)", None),
+        ("CUDA out of memory. Tried to allocate 20.00 GiB", None),  # nothing is broken by that
+        ("size 107002 is too large for HE9999", None),
+    ],
+)
+def test_which_device_has_failed(text: str, device: str | None) -> None:
+    row = failed_device(text)
+    assert (row.type if row else None) == device
+
+
+def test_where_the_log_of_a_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ASCEND_PROCESS_LOG_PATH", raising=False)
+    assert device_layer("npu").find_log() == "~/ascend/log"
+    monkeypatch.setenv("ASCEND_PROCESS_LOG_PATH", "/logs")
+    assert device_layer("npu").find_log() == "/logs"
+    assert device_layer("cuda").find_log() is None
 
 
 def test_the_accelerator_of_this_machine() -> None:

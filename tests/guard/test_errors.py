@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import threading
 import traceback
 import warnings
 import weakref
@@ -739,3 +740,32 @@ def test_beside_the_watch_for_overflow(tmp_path: Path) -> None:
     with pytest.raises(GuardStopped), second:
         run(lambda y: (y * 1e38 * 1e38).sum().backward())()
     assert [finding.kind for finding in second.findings] == ["nonfinite"]
+
+
+def test_where_nothing_can_be_written_the_programs_error_stays(tmp_path: Path) -> None:
+    (tmp_path / "inputs").write_text("a file")  # where the capture is to be
+    said: Said = []
+    findings, error = guarded(tmp_path, run(lambda y: y @ y), said)
+    assert isinstance(error, RuntimeError)
+    assert "the disk refused: " in only(findings).metrics["missing"][0]
+
+
+def test_in_a_thread_of_the_program(tmp_path: Path) -> None:
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            run(lambda y: y @ y)()
+        except RuntimeError as error:
+            failed.append(error)
+
+    def program() -> None:
+        thread = threading.Thread(target=work, name="worker")
+        thread.start()
+        thread.join()
+
+    findings, _ = guarded(tmp_path, program)
+    finding = only(findings)
+    assert len(failed) == 1
+    assert finding.name == "Tensor.matmul.0.forward"
+    assert tp.load(finding.inputs).calls[0].thread == "worker"

@@ -66,7 +66,6 @@ print("trained", float(loss))
 """
 NAME = "Functional.group_norm.2"
 GUARDED = ("tensorprobe", "run", "--sim-npu", "--guard", "errors")
-REROUTED = ("tensorprobe", "run", "--sim-npu", "--no-record", "--reroute")
 ERROR = "RuntimeError: NPU error, error code is 507015 (planted): aicore exception in "
 
 
@@ -122,14 +121,19 @@ def test_found_saved_reproduced_and_confirmed(folder: Path) -> None:
     assert "status   raised: RuntimeError: NPU error" in shown.stdout
 
     # Confirmed: with that one operator on the CPU the program runs.
-    cured = run(folder, *REROUTED, "torch.group_norm=cpu", "train.py")
+    assert finding["next"] == (
+        "tensorprobe run --no-record --reroute torch.nn.functional.group_norm=cpu --sim-npu "
+        "train.py"
+    )
+    cured = run(folder, *finding["next"].split())
     assert cured.returncode == 0, cured.stderr
     assert cured.stdout.startswith("trained ")
 
 
 @pytest.mark.slow
 def test_another_operator_on_the_cpu_cures_nothing(folder: Path) -> None:
-    other = run(folder, *REROUTED, "torch.silu=cpu", "train.py")
+    rerouted = ("tensorprobe", "run", "--sim-npu", "--no-record", "--reroute")
+    other = run(folder, *rerouted, "torch.silu=cpu", "train.py")
     assert other.returncode == 1
     assert ERROR in other.stderr
 

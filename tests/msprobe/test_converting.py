@@ -15,6 +15,7 @@ from torch import nn
 import tensorprobe as tp
 from recorded import record
 from tensorprobe.cli.main import main
+from tensorprobe.operators import native_name
 from tensorprobe.records import Call, Capture
 from tensorprobe.store import msprobe, native
 
@@ -43,10 +44,11 @@ def trainer() -> Callable[[], None]:
 
 def strip(call: Call) -> tuple[object, ...]:
     tensors = [
-        (t.name, t.role, t.dtype, t.shape, t.requires_grad, t.load().tolist()) for t in call.tensors
+        (native_name(t.name), t.role, t.dtype, t.shape, t.requires_grad, t.load().tolist())
+        for t in call.tensors
     ]
     scalars = [arg for arg in call.args if isinstance(arg, int | float)]
-    return call.name, call.direction, scalars, tensors
+    return native_name(call.name), call.direction, scalars, tensors
 
 
 def kept(capture: Capture) -> list[tuple[object, ...]]:
@@ -92,6 +94,16 @@ def test_native_to_native_is_the_same(tmp_path: Path) -> None:
                 u.stride,
             )
             assert torch.equal(t.load(), u.load())
+
+
+def test_msprobe_to_native_and_back_keeps_every_name(tmp_path: Path) -> None:
+    x = leaf(torch.ones(2))
+    names = ["Tensor.__rmul__.0.forward", "Tensor.mul.0.forward", "Tensor.__add__.0.forward"]
+    write_dump(tmp_path / "a", {name: {"output": [x]} for name in names})
+    assert native.write(tp.load(tmp_path / "a"), tmp_path / "b") == []
+    assert msprobe.write(tp.load(tmp_path / "b"), tmp_path / "c") == []
+    for folder in "abc":
+        assert [call.name for call in tp.load(tmp_path / folder).calls] == names
 
 
 def test_files_as_msprobe_has_them(tmp_path: Path) -> None:

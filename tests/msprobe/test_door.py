@@ -431,6 +431,7 @@ def test_a_killed_run_can_be_turned(tmp_path: Path) -> None:
     assert {call.step for call in rest.calls} == {1}
 
 
+@pytest.mark.slow
 def test_torchrun_ranks_are_rank_folders(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -259,7 +259,7 @@ NAMES = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.dictionaries(NAMES, RECORD | JSON, max_size=4), stack=JSON, construct=JSON)
 def test_any_json_is_read_or_skipped(
     tmp_path_factory: pytest.TempPathFactory, data: object, stack: object, construct: object
@@ -337,7 +337,7 @@ def flip_bytes(folder: Path, count: int) -> None:
 
 
 def test_bytes_that_are_wrong(tmp_path: Path) -> None:
-    flip_bytes(tmp_path, 1000)
+    flip_bytes(tmp_path, 500)
 
 
 @pytest.mark.slow

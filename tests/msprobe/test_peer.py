@@ -124,11 +124,11 @@ def test_both_ways(tmp_path: Path, level: str, task: str, more: dict[str, object
     assert not only_theirs
     # msprobe compares our dump with its own, by step folder, and finds every number equal
     rows = peer_compare(ours / "step0", theirs / "step0", tmp_path / "out")
-    assert len(rows) > 20
+    assert len(rows) > 15
     compared = [
         r for r in rows if r["Bench Name"] != "N/A" and not differs_on_purpose(r["NPU Name"])
     ]
-    assert len(compared) > 15
+    assert len(compared) > 12
     for row in compared:
         # ours are statistics of float64, theirs of float32: their rules take that for growth
         assert row["Result"] in ("pass", "warning" if "Max diff" in row else "pass"), row

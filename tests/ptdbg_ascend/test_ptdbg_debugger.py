@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tensorprobe as tp
 from tensorprobe.errors import BadUsage
-from tensorprobe.ptdbg_ascend import PrecisionDebugger
+from tensorprobe.ptdbg_ascend import PrecisionDebugger, module_dump, module_dump_end
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +95,30 @@ def test_a_model_is_dumped_by_its_modules(tmp_path: Path) -> None:
     assert not any(name.startswith("Functional") for name in found)
     capture = tp.load(tmp_path)
     assert capture.call("Module.fc.Linear.forward.0").module == "fc"
+
+
+def test_one_module_under_a_name_of_its_own(tmp_path: Path) -> None:
+    model = net()
+    debugger = PrecisionDebugger(tmp_path, "dump")
+    with pytest.raises(BadUsage, match=r"debugger\.start\(\), before it"):
+        module_dump(model.fc, "mine")
+    debugger.start()
+    model.conv(torch.ones(1, 3, 6, 6))
+    module_dump(model.fc, "mine")
+    model(torch.ones(2, 3, 6, 6)).sum().backward()
+    module_dump_end()
+    model.fc(torch.ones(2, 8))
+    debugger.close()
+    found = call_names(tmp_path / folders(tmp_path)[0])
+    forward = [name for name in found if name.endswith("forward") and "ones" not in name]
+    assert forward == [
+        "Functional_conv2d_0_forward",
+        "Module_mine.Linear_0_forward",
+        "Functional_linear_0_forward",
+    ]
+    assert "Module_mine.Linear_0_backward" in found
+    with pytest.raises(BadUsage, match="needs a dump"):
+        module_dump_end()
 
 
 def test_checksums_are_those_of_the_original(tmp_path: Path) -> None:

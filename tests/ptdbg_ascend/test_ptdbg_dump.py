@@ -52,9 +52,30 @@ def test_numbers_go_on_over_steps_and_switches(tmp_path: Path) -> None:
         train(model)
     index = tmp_path / "ptdbg_dump_v2.3" / "rank0" / "a.pkl"
     convs = [n for n in call_names(index) if "conv2d" in n and "forward" in n]
-    assert convs == [f"Functional_conv2d_{i}_forward" for i in range(3)]
+    # the third step, with the switch off, has taken its number
+    assert convs == [f"Functional_conv2d_{i}_forward" for i in (0, 1, 3)]
     data = index.with_suffix("")
     assert {f"{name}.npy" for name in names(index)} == {p.name for p in data.glob("*.npy")}
+
+
+def test_a_name_means_one_call_wherever_the_switch_is(tmp_path: Path) -> None:
+    scope = ["Functional_linear_2_forward"]
+    whole = dump(tmp_path / "a" / "x.pkl", lambda: train(net(), steps=3)) / "x.pkl"
+    model = net()
+    with session(tmp_path / "b" / "x.pkl") as made:
+        train(model, steps=2)
+        made.set_dump_switch("ON", mode="list", scope=scope)
+        train_from(model, 2)
+    late = tmp_path / "b" / "ptdbg_dump_v2.3" / "rank0" / "x.pkl"
+    assert call_names(late) == scope
+    wanted = [line for line in lines(whole) if line[0].startswith(scope[0])]
+    assert [line for line in lines(late) if len(line) > 2] == wanted
+
+
+def train_from(model: Net, step: int) -> None:
+    """The one step of the training that comes after `step` others."""
+    x = torch.arange(216, dtype=torch.float32).reshape(2, 3, 6, 6) / 100 + step
+    torch.nn.functional.cross_entropy(model(x), torch.tensor([0, 1])).backward()
 
 
 def test_a_second_run_moves_the_first_aside(
@@ -66,10 +87,8 @@ def test_a_second_run_moves_the_first_aside(
     said = capsys.readouterr().err
     assert said.count("an earlier dump was there") == 1
     assert (folder / "a.1.pkl").read_text() == old
-    assert (folder / "a.1" / "Tensor___add___0_forward_output.npy").is_file()
-    assert [n for n in call_names(folder / "a.pkl") if "Tensor" in n] == [
-        "Tensor___mul___0_forward"
-    ]
+    assert (folder / "a.1" / "Tensor_add_0_forward_output.npy").is_file()
+    assert [n for n in call_names(folder / "a.pkl") if "Tensor" in n] == ["Tensor_mul_0_forward"]
     dump(tmp_path / "a.pkl", lambda: torch.ones(3).sub(2.0))
     assert (folder / "a.2.pkl").is_file()
     assert (folder / "a.1.pkl").read_text() == old
@@ -220,7 +239,7 @@ def test_repeating_is_harmless_or_names_the_first_line(tmp_path: Path) -> None:
         with pytest.raises(BadUsage, match=r"register_hook\(acc_cmp_dump\) in .*\.py:\d+"):
             made.register_hook(net(), overflow_check)
     index = tmp_path / "ptdbg_dump_v2.3" / "rank0" / "a.pkl"
-    assert call_names(index).count("Tensor___add___0_forward") == 1
+    assert call_names(index).count("Tensor_add_0_forward") == 1
 
 
 WRONG = [

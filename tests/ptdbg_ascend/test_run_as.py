@@ -165,6 +165,27 @@ def test_what_a_killed_program_dumped_can_be_had(tmp_path: Path) -> None:
     assert {call.name for call in tp.load(tmp_path / "all_v2.3" / "rank0").calls} <= names
 
 
+def test_processes_that_the_program_forks_write_their_dumps(tmp_path: Path) -> None:
+    """Such a process leaves without Python's own end."""
+    (tmp_path / "train.py").write_text(
+        "import multiprocessing, torch\n"
+        "from ptdbg_ascend import *\n"
+        "def work(rank):\n"
+        "    set_dump_path('./d.pkl')\n"
+        "    register_hook(None, acc_cmp_dump, rank=rank)\n"
+        "    set_dump_switch('ON')\n"
+        "    torch.ones(2).abs()\n"
+        "context = multiprocessing.get_context('fork')\n"
+        "processes = [context.Process(target=work, args=(rank,)) for rank in (0, 1)]\n"
+        "[process.start() for process in processes]\n"
+        "[process.join() for process in processes]\n"
+    )
+    done = run(tmp_path, "--as", "ptdbg_ascend", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert tp.load(tmp_path / "ptdbg_dump_v2.3").ranks == (0, 1)
+    assert not list(tmp_path.rglob("*.recording-*"))
+
+
 @pytest.mark.parametrize("end", ["sys.exit(0)", "raise SystemExit", "1/0"])
 def test_however_a_program_ends_its_dump_is_written(end: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT + f"import sys\n{end}\n")

@@ -7,7 +7,9 @@ import functools
 import inspect
 import math
 import sys
+import weakref
 from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ _UNNAMED: dict[str, dict[str, Any]] = {"RNN": {"nonlinearity": "tanh"}}
 _KEPT_AS = {("PairwiseDistance", "p"): "norm"}
 # Modules of torch.nn that use the parameters of a Linear they hold, but never call it.
 _UNCALLED = {"MultiheadAttention": "out_proj", "LinearCrossEntropyLoss": "linear"}
+_ATOMS = frozenset([type(None), bool, int, float, str, torch.dtype, torch.device])
+_CONSTANT = _ATOMS | {tuple, type, FunctionType, BuiltinFunctionType}
 
 
 def notes_on(module: nn.Module) -> list[str]:
@@ -40,6 +44,55 @@ def notes_on(module: nn.Module) -> list[str]:
         return []
     notes = [note] if len(note) <= _MOST else []
     return notes if module.training else [*notes, "eval"]
+
+
+class MadeNotes:
+    """The notes on modules, each worked out anew only when what it says may have changed."""
+
+    _LIMIT = 20_000  # modules made anew for every call would fill the table without end
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[nn.Module], Any, list[str]]] = {}
+
+    def of(self, module: nn.Module) -> list[str]:
+        """As `notes_on` gives them."""
+        state = _state(module)
+        known = self._known.get(id(module))
+        if known is not None and known[1] == state and known[0]() is module:
+            return known[2]
+        notes = notes_on(module)
+        if _can_be_kept(module, state):
+            if len(self._known) >= self._LIMIT:
+                self._known.clear()
+            self._known[id(module)] = (weakref.ref(module), state, notes)
+        return notes
+
+
+def _state(module: nn.Module) -> tuple[Any, ...]:
+    """What the notes are made of: values that cannot change, of all others the type."""
+    held = module.__dict__
+    names = held.keys() - _NOT_ITS_OWN
+    values = [held[name] for name in names]
+    kinds = [type(value) for value in values]
+    plain = [v if k in _CONSTANT else None for v, k in zip(values, kinds, strict=True)]
+    children = [(name, type(child)) for name, child in module._modules.items()]
+    absent = [name for name, tensor in module._parameters.items() if tensor is None]
+    absent += [name for name, tensor in module._buffers.items() if tensor is None]
+    return (list(names), kinds, plain, children, absent, module.training)
+
+
+def _can_be_kept(module: nn.Module, state: tuple[Any, ...]) -> bool:
+    """Whether `_state` holds all that the notes say."""
+    if type(module).__name__ in _UNCALLED or "extra_repr" in module.__dict__:
+        return False
+    if any(isinstance(child, _HOLDERS) for child in module._modules.values()):
+        return False
+    for kind, value, name in zip(state[1], state[2], state[0], strict=True):
+        if kind is tuple and not all(type(item) in _ATOMS for item in value):
+            return False
+        if kind is list or (kind not in _CONSTANT and callable(module.__dict__[name])):
+            return False
+    return True
 
 
 def uncalled_parameters(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

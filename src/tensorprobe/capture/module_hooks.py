@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 from tensorprobe.capture import compiled
 from tensorprobe.capture.calls import OpenCall
 from tensorprobe.capture.gradients import InputEdges, Path, Region, Trace, trace_module
-from tensorprobe.capture.making import notes_on, uncalled_parameters
+from tensorprobe.capture.making import MadeNotes, uncalled_parameters
 from tensorprobe.capture.mode_stack import enter_missing
 from tensorprobe.capture.naming import ApiName, CallNames, module_name
 from tensorprobe.capture.quiet import Quiet
@@ -146,6 +146,7 @@ class ModuleHooks:
         self._trained: dict[int, tuple[weakref.ref[nn.Module], ApiName, str]] = {}
         self._grads_seen: dict[int, tuple[int, int]] = {}
         self._gradients = threading.Lock()
+        self._made = MadeNotes()
 
     def install(self) -> None:
         self._owner_thread = threading.get_ident()
@@ -283,7 +284,7 @@ class ModuleHooks:
             entry.buffers = {name: _state_of(buffer) for name, buffer in _present(module._buffers)}
             if getattr(module, "_compiled_call_impl", None) or kind.__name__ == "OptimizedModule":
                 entry.call.notes.append("compiled: the calls inside are not visible")
-            entry.call.notes.extend(notes_on(module))
+            entry.call.notes.extend(self._made.of(module))
             if module._parameters:
                 self._trained[id(module)] = (weakref.ref(module), api, path)
 

@@ -33,6 +33,7 @@ class HostCopy:
         """The copy itself, on the host."""
         if self._ready is not None:
             self._ready()
+            self._ready = None  # a device that fails later is not asked again
         return self._host
 
 

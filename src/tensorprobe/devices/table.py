@@ -205,7 +205,7 @@ _ROWS = {
             log_folder="ASCEND_PROCESS_LOG_PATH",
             default_log="~/ascend/log",
             failure=r"NPU error|NPU function error|aicore exception|vector core exception|"
-            r"\b(?:5070\d\d|1070\d\d|5610\d\d|E[EIJKLZ]\d{4}|ERR0\d{4})\b",
+            r"error code is \d{6}|\b(?:E[EIJKLZ]\d{4}|E[A-Z3]9999|ERR0\d{4})\b",
             fused_ops=FusedOps(module="torch_npu", namespace="npu", prefix="NPU"),
             overflow_flag=OverflowFlag(
                 is_needed=ascend_runtime.saturates,

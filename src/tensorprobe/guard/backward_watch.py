@@ -77,7 +77,7 @@ class BackwardWatch(EngineEntry):
             for handle in leaves:
                 handle.remove()
             # a node that is held keeps the graph below it
-            entered = {k: each for k, each in self._entered.items() if each[0] < began}
+            entered = {k: each for k, each in list(self._entered.items()) if each[0] < began}
             self._entered = entered if before is None else {**entered, ident: before}
 
     def _begins(self, roots: Any) -> None:
@@ -92,7 +92,7 @@ class BackwardWatch(EngineEntry):
             tape.gap("backward", error)
 
     def _last_entered(self, began: int) -> Any:
-        recent = [each for each in self._entered.values() if each[0] > began]
+        recent = [each for each in list(self._entered.values()) if each[0] > began]
         return max(recent, key=lambda each: each[0])[1] if recent else None
 
     def _listen(self, roots: Any) -> list[Any]:

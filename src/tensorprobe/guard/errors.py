@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import nn
@@ -38,12 +39,30 @@ from tensorprobe.guard.origin import (
     user_frames,
     words,
 )
-from tensorprobe.guard.saving import SavedInputs, direction_name
+from tensorprobe.guard.saving import SavedInputs
 from tensorprobe.guard.watched import COMPILED, WatchedCall, WatchTape
 from tensorprobe.records import Direction
 
 _MAX_KNOWN = 1000
 _COMPILE_WARNING = "Using `torch.compile\\(module\\)` when there are global hooks"
+
+
+_Arguments = ParamSpec("_Arguments")
+
+
+def _shielded(
+    method: Callable[Concatenate[ErrorWatch, _Arguments], None],
+) -> Callable[Concatenate[ErrorWatch, _Arguments], None]:
+    """Whatever goes wrong while an error is looked at is said, and never the program's problem."""
+
+    @functools.wraps(method)
+    def shielded(watch: ErrorWatch, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
+        try:
+            method(watch, *args, **kwargs)
+        except Exception as problem:  # noqa: BLE001 recording one call: the program's own goes first
+            watch.log(f"an error could not be looked at: {type(problem).__name__}: {problem}")
+
+    return shielded
 
 
 class ErrorWatch:
@@ -69,7 +88,7 @@ class ErrorWatch:
         steps: Sequence[int] | None = None,
         alone_timeout_s: float = 120,
     ) -> None:
-        self._log = log
+        self.log = log
         self._kept = Kept(check_budget(inputs_budget))
         inputs = SavedInputs(folder / "inputs", current_rank())
         self._tape = WatchTape(inputs.writer, self._kept, calls, steps, self._forward_failed)
@@ -166,6 +185,7 @@ class ErrorWatch:
         if os.getpid() == self._pid:
             self._failed(call, "forward", error)
 
+    @_shielded
     def _small_call_failed(self, api: ApiName, args: Any, kwargs: Any, error: Exception) -> None:
         """One of the calls that a recording leaves out: `size`, `requires_grad_`, `backward`."""
         asked = isinstance(error, AttributeError) or api.stem.endswith((".__get__", ".__set__"))
@@ -178,6 +198,7 @@ class ErrorWatch:
         if call is not None:
             self._failed(call, direction, error)
 
+    @_shielded
     def _backward_failed(self, error: Exception, node: Any, began: int) -> None:
         """An exception came out of backward; `node` is where it was, None before the first."""
         if self._is_known(error, began):
@@ -208,6 +229,7 @@ class ErrorWatch:
             if isinstance(error, Exception):
                 self._surfaced(error)
 
+    @_shielded
     def _surfaced(self, error: Exception) -> None:
         """An exception has come up to where it can be seen, whether or not its call was."""
         if self._is_known(error) or type(error).__name__ == "_StopRecomputationError":
@@ -215,7 +237,7 @@ class ErrorWatch:
         with Quiet():
             place = origin(error)
         if isinstance(place, Elsewhere):
-            self._log(place.text)
+            self.log(place.text)
         elif isinstance(place, CompiledPart):
             self._compiled_failed(place, error)
         elif isinstance(place, CustomFunction):
@@ -244,20 +266,14 @@ class ErrorWatch:
 
     # What was dealt with
 
+    @_shielded
     def _failed(
         self, call: WatchedCall, direction: Direction, error: Exception, node: str = ""
     ) -> None:
-        """Report one failure; whatever goes wrong here is said, and never the program's problem."""
         self._remember(error)
         if isinstance(error, TensorprobeError):  # another guard stops the program, or a recorder
             return
-        try:
-            self._failures.add(call, direction, error, node)
-        except Exception as problem:  # noqa: BLE001 recording one call: the program's own goes first
-            self._log(
-                f"{direction_name(call, direction)} failed, and could not be written down: "
-                f"{type(problem).__name__}: {problem}"
-            )
+        self._failures.add(call, direction, error, node)
 
     def _is_known(self, error: BaseException, since: int = 0) -> bool:
         """Whether it, or what it was raised from, was dealt with; in a forked child all is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from tensorprobe.guard.kept import DROPPED, ENDED, GONE, TOO_LARGE
 from tensorprobe.guard.origin import chain, is_of_torch, words
 from tensorprobe.guard.saving import SavedInputs, direction_name
 from tensorprobe.guard.watched import COMPILED, WatchedCall
-from tensorprobe.records import Direction
+from tensorprobe.records import HOST, Direction
 
 _MAX_FINDINGS = 20  # errors that a program catches may come by the thousand
 _MAX_ALONE = 3  # each takes a start of Python
@@ -60,12 +61,17 @@ class Failures:
         self._log = log
         self._rerun = rerun
         self._timeout_s = timeout_s
+        self._lock = threading.Lock()
         self._found: list[_Failure] = []
         self._seen: set[tuple[str, ...]] = set()
         self._count = 0  # of all that failed, the same ones too
 
     def add(self, call: WatchedCall, direction: Direction, error: Exception, node: str) -> None:
         """Save and report one failure; the same one, met again, is only counted."""
+        with self._lock:  # several threads may fail
+            self._add(call, direction, error, node)
+
+    def _add(self, call: WatchedCall, direction: Direction, error: Exception, node: str) -> None:
         kind, text = words(error)
         key = (call.names.api.op, *call.frames[:1], direction, kind, without_numbers(text[:200]))
         self._count += 1
@@ -130,12 +136,21 @@ class Failures:
         if is_caught:
             metrics["caught"] = "the program caught it and went on"
         repro = None if alone.folder is None else str(alone.folder)
-        next_command = "" if alone.folder else self._second_run(failure)
+        next_command = self._confirm(failure, alone) if alone.folder else self._second_run(failure)
         failure.finding = finding = msgspec.structs.replace(
             finding, metrics=metrics, repro=repro, next=next_command
         )
         self._report(finding, tell=False)
         self._log(_last_words(finding))
+
+    def _confirm(self, failure: _Failure, alone: Alone) -> str:
+        """How to see that this operator is all that is wrong: by running it on the host."""
+        op = failure.finding.op
+        if failure.device == HOST or alone.outcome == "no error":
+            return ""
+        if self._rerun is None:
+            return f'with tp.reroute({{"{op}": "{HOST}"}}): ...'
+        return f"tensorprobe run --no-record --reroute {op}={HOST} {self._rerun}"
 
     def _second_run(self, failure: _Failure) -> str:
         """How to get the inputs that are missing: by holding those of this one call."""

@@ -8,6 +8,7 @@ there is copied to the host before the call.
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -86,6 +87,7 @@ class Kept:
     def __init__(self, budget: int) -> None:
         self.nbytes = 0
         self.budget = budget
+        self._lock = threading.RLock()  # backward runs in a thread a device
         self._transfer = Transfer()
         self._calls: deque[list[Content]] = deque()
         self._memory: dict[int, int] = {}  # how many contents hold each piece of memory
@@ -104,13 +106,7 @@ class Kept:
             return Content(None, self._transfer.snapshot(tensor)) if copy else Content(tensor)
         storage = _storage(tensor)
         if storage is None:
-            return Content(None, self._transfer.snapshot(tensor))
-        known = self._copies.get(storage._cdata)
-        if known is None or known[0].expired():
-            if len(self._copies) > _PRUNE_AT:
-                self._prune()
-            known = (StorageWeakRef(storage), weakref.WeakValueDictionary())
-            self._copies[storage._cdata] = known
+            return Content(None, self._copy(tensor))
         view = (
             _version(tensor),
             tensor.storage_offset(),
@@ -118,28 +114,49 @@ class Kept:
             tensor.stride(),
             tensor.dtype,
         )
-        content = known[1].get(view)
-        if content is None or not content.is_there:
-            content = known[1][view] = Content(None, self._transfer.snapshot(tensor))
-        return content
+        with self._lock:
+            copies = self._copies_of(storage)
+            content = copies.get(view)
+            if content is None or not content.is_there:
+                content = copies[view] = Content(None, self._copy(tensor))
+            return content
 
     def hold(self, contents: Sequence[Content]) -> None:
         """Keep these after their call has ended, until the budget or the step does."""
         held = [content for content in contents if content.is_there]
-        for content in held:
-            if content.users == 0:
-                content.outlive_call()
-                self._count(content)
-            content.users += 1
-        self._calls.append(held)
-        while self._calls and (self.nbytes > self.budget or len(self._calls) > _MAX_CALLS):
-            self._drop(self._calls.popleft(), DROPPED)
+        with self._lock:
+            for content in held:
+                if content.users == 0:
+                    content.outlive_call()
+                    self._count(content)
+                content.users += 1
+            self._calls.append(held)
+            while self._calls and (self.nbytes > self.budget or len(self._calls) > _MAX_CALLS):
+                self._drop(self._calls.popleft(), DROPPED)
 
     def release(self) -> None:
         """Let everything go: a step is over."""
-        while self._calls:
-            self._drop(self._calls.popleft(), ENDED)
-        self._prune()
+        with self._lock:
+            while self._calls:
+                self._drop(self._calls.popleft(), ENDED)
+            self._prune()
+
+    def _copies_of(
+        self, storage: torch.UntypedStorage
+    ) -> weakref.WeakValueDictionary[_View, Content]:
+        known = self._copies.get(storage._cdata)
+        if known is None or known[0].expired():
+            if len(self._copies) > _PRUNE_AT:
+                self._prune()
+            known = (StorageWeakRef(storage), weakref.WeakValueDictionary())
+            self._copies[storage._cdata] = known
+        return known[1]
+
+    def _copy(self, tensor: torch.Tensor) -> HostCopy:
+        copy = self._transfer.snapshot(tensor)
+        if device_layer(tensor.device).is_launch_blocking():
+            copy.tensor()  # the program waits for each call, and a broken device for nobody
+        return copy
 
     def _count(self, content: Content) -> None:
         if content.memory is not None:

@@ -11,17 +11,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tensorprobe.errors import BadUsage
 from tensorprobe.ptdbg_ascend.debugger import PrecisionDebugger
 from tensorprobe.ptdbg_ascend.session import Session
+
+if TYPE_CHECKING:
+    from tensorprobe.ptdbg_ascend.dump import Dump
 
 __all__ = [
     "PrecisionDebugger",
     "acc_cmp_dump",
     "compare",
     "compare_distributed",
+    "module_dump",
+    "module_dump_end",
     "overflow_check",
     "parse",
     "register_hook",
@@ -48,12 +53,29 @@ def set_dump_path(fpath: AnyPath | None = None, dump_tag: str = "ptdbg_dump") ->
     _SESSION.set_dump_path(fpath, dump_tag)
 
 
-def register_hook(model: Any, hook: Any, **kwargs: Any) -> None:
-    """Dump calls (acc_cmp_dump), or look for overflows (overflow_check).
+def register_hook(
+    model: Any,
+    hook: Any,
+    *,
+    overflow_nums: int = 1,
+    dump_mode: str = "api",
+    dump_config: AnyPath | None = None,
+    rank: int | None = None,
+    **others: Any,
+) -> None:
+    """Dump calls (acc_cmp_dump), or look for overflows and stop at the N-th (overflow_check).
 
-    Further arguments: overflow_nums=1, dump_mode="api", dump_config, rank.
+    `dump_mode="acl"` dumps kernels, as the dump.json `dump_config` says; `rank` names the folder.
     """
-    _SESSION.register_hook(model, hook, **kwargs)
+    _SESSION.register_hook(
+        model,
+        hook,
+        overflow_nums=overflow_nums,
+        dump_mode=dump_mode,
+        dump_config=dump_config,
+        rank=rank,
+        **others,
+    )
 
 
 def set_dump_switch(
@@ -97,6 +119,26 @@ def acc_cmp_dump(*args: Any, **kwargs: Any) -> NoReturn:
 def overflow_check(*args: Any, **kwargs: Any) -> NoReturn:
     """What register_hook takes to look for overflows."""
     raise BadUsage("overflow_check is not called: write register_hook(model, overflow_check)")
+
+
+def module_dump(module: Any, dump_name: str) -> None:
+    """Dump this module's own calls under a name, and nothing else until module_dump_end()."""
+    _dump_under_way().only(module, dump_name)
+
+
+def module_dump_end() -> None:
+    """Dump everything again."""
+    _dump_under_way().only(None)
+
+
+def _dump_under_way() -> Dump:
+    debugger = PrecisionDebugger._instance
+    dump = _SESSION.dump if debugger is None else debugger.dump
+    if dump is None:
+        raise BadUsage(
+            "module_dump needs a dump: write set_dump_switch('ON'), or debugger.start(), before it"
+        )
+    return dump
 
 
 def compare(

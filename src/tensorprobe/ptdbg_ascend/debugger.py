@@ -216,6 +216,11 @@ class PrecisionDebugger:
 
         return current_rank() or device_number(self._model)
 
+    @property
+    def dump(self) -> Dump | None:
+        """The dump that is under way."""
+        return self._dump
+
     def close(self) -> None:
         """Write out what is left; the end of the program calls it."""
         dump, self._dump = self._dump, None

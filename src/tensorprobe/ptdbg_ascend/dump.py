@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensorprobe.capture.naming import Counter
 from tensorprobe.capture.recorder import Recorder
-from tensorprobe.errors import NothingRecorded, TensorprobeError
+from tensorprobe.errors import BadUsage, NothingRecorded, TensorprobeError
 from tensorprobe.ptdbg_ascend.settings import Switch, Target
 from tensorprobe.ptdbg_ascend.telling import say
 from tensorprobe.records import Capture
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 _LEFT_OVER = re.compile(r".+\.recording-(\d+)")
 _STEP = re.compile(r"step(\d+)")
 # What the recorder says of its own folder, which nobody is to see.
-_PRIVATE_WORDS = ("recorded ", "recording about ")
+_PRIVATE_WORDS = "recording about "
 
 
 def say_of_dump(text: str) -> None:
@@ -75,6 +76,14 @@ class Dump:
         """Record no more until `start`."""
         self.recorder.stop()
 
+    def only(self, module: Any, name: str = "") -> None:
+        """Dump this module's own calls and nothing else; with None, everything again."""
+        if module is not None and not hasattr(module, "named_modules"):
+            raise BadUsage(f"module_dump: {type(module).__name__} is no nn.Module")
+        if module is not None and (not isinstance(name, str) or not name):
+            raise BadUsage(f"module_dump: {name!r} is no name")
+        self.recorder.only(module, name)
+
     def publish_steps(self) -> None:
         """Write out the steps that are over, and drop their private part."""
         for folder in self._steps():
@@ -85,7 +94,7 @@ class Dump:
     def close(self) -> None:
         """Stop for good and write out what was recorded; the private part remains if that fails."""
         try:
-            self.recorder.close()
+            self.recorder.close(tell=False)
         except NothingRecorded as nothing:
             if not self._published:
                 say(str(nothing))
@@ -132,6 +141,33 @@ class Dump:
         )
         self._published.add(index)
         return count
+
+
+class Counting:
+    """A recorder that selects nothing: calls between register_hook and ON take their numbers too.
+
+    So a name means the same call wherever in the program the switch is.
+    """
+
+    def __init__(self, counter: Counter) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="tensorprobe-"))
+        self._recorder = Recorder(
+            self._folder,
+            log=lambda text: None,
+            counter=counter,
+            level="L1",
+            operators="dunder",
+            keep="structure",
+            stacks=False,
+            calls=["Saved.nothing.0.forward"],
+        )
+        self._recorder.start()
+
+    def close(self) -> None:
+        """Count no more."""
+        with contextlib.suppress(NothingRecorded):
+            self._recorder.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def drop(private: Path) -> None:

@@ -19,6 +19,7 @@ from tensorprobe.ptdbg_ascend.settings import Target
 from tensorprobe.ptdbg_ascend.telling import say
 from tensorprobe.records import Call, Capture
 from tensorprobe.store.loading import load
+from tensorprobe.store.names import peer_name, renamed
 from tensorprobe.store.ptdbg_names import stem_of
 from tensorprobe.store.ptdbg_writing import Style, write_dump
 
@@ -95,7 +96,7 @@ class OverflowCheck:
             capture = Capture(Path(finding.inputs), "native", calls)
             run_with_dump(capture, stem_of(call), self._acl_config)
             return self.target.folder
-        index = self._index(finding, stem_of(call))
+        index = self._index(finding, stem_of(renamed(call, peer_name)))
         style = Style(
             self.target.release,
             "tensors",
@@ -104,7 +105,7 @@ class OverflowCheck:
             only_peers=True,
             flag=_NOT_COMPARABLE,
         )
-        write_dump([call], index, style)
+        write_dump([renamed(call, peer_name)], index, style)
         say(f"{finding.name} overflowed, {finding.reason}: {index}")
         return index
 

@@ -13,7 +13,8 @@ from tensorprobe.ptdbg_ascend.settings import Switch, Target, read_on_off, read_
 from tensorprobe.ptdbg_ascend.telling import import_torch, say
 
 if TYPE_CHECKING:
-    from tensorprobe.ptdbg_ascend.dump import Dump
+    from tensorprobe.capture.naming import Counter
+    from tensorprobe.ptdbg_ascend.dump import Counting, Dump
     from tensorprobe.ptdbg_ascend.overflow import OverflowCheck
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -42,7 +43,8 @@ class Session:
         self._dump: Dump | None = None
         self._backward_input: list[Path] = []
         self._published: set[Path] = set()
-        self._counter: Any = None
+        self._counter: Counter | None = None
+        self._counting: Counting | None = None  # while the switch is off
         self._overflow: OverflowCheck | None = None
         self._overflow_on = True
         self._overflow_filtered = True
@@ -108,6 +110,7 @@ class Session:
         if not read_on_off("switch", switch):
             self._switch = None
             self._end()
+            self._begin()
             return
         if self._hook is not None and self._hook.kind == "overflow_check":
             raise BadUsage(
@@ -150,8 +153,14 @@ class Session:
                 )
         self._backward_input = paths
 
+    @property
+    def dump(self) -> Dump | None:
+        """The dump that is under way."""
+        return self._dump
+
     def close(self) -> None:
         """Write out what is there; the end of the program calls it."""
+        self._stop_counting()
         self._end()
         if self._overflow is not None:
             self._overflow.close()
@@ -160,13 +169,18 @@ class Session:
     # Behind it
 
     def _begin(self) -> None:
-        """Record, if everything is known that has to be."""
-        if self._switch is None or self._hook is None or self._dump is not None:
+        """Record, if everything is known that has to be; else count, from register_hook on."""
+        if self._hook is None or self._dump is not None:
             return
         import_torch()
         from tensorprobe.capture.naming import Counter
-        from tensorprobe.ptdbg_ascend.dump import Dump
+        from tensorprobe.ptdbg_ascend.dump import Counting, Dump
 
+        self._counter = self._counter or Counter()
+        if self._switch is None:
+            self._counting = self._counting or Counting(self._counter)
+            close_at_exit(self.close_at_exit)
+            return
         target = self._target or Target(Path.cwd())
         if (self._hook.acl_config is None) != (self._switch.mode != "acl"):
             raise BadUsage(
@@ -177,11 +191,16 @@ class Session:
             target = self._acl_target(self._hook.acl_config)
         elif self._target is None:
             self._tell(f"no set_dump_path: the dump goes to '{target.root}'")
-        self._counter = self._counter or Counter()
+        self._stop_counting()
         dump = Dump(target, self._switch, self.rank, self._published, counter=self._counter)
         dump.start()
         self._dump = dump
         close_at_exit(self.close_at_exit)
+
+    def _stop_counting(self) -> None:
+        if self._counting is not None:
+            self._counting.close()
+            self._counting = None
 
     def _end(self) -> None:
         dump, self._dump = self._dump, None

@@ -113,6 +113,7 @@ def read_switch(
         stacks = "yes"
     options: dict[str, Any] = {
         "level": "L1",
+        "operators": "dunder",  # a + b is Tensor___add___0, as they have it
         "keep": _keep(mode, content),
         "stacks": stacks != "no",
         "dtypes": "float" if is_filtered else "all",

@@ -1,14 +1,14 @@
-"""Calls under other names: the native ones, or those that the peers give."""
+"""Calls under the names that the peers give them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from tensorprobe.operators import NATIVE_NAMES, OPERATORS
+from tensorprobe.operators import OPERATORS
 from tensorprobe.records import Call, Fields, TensorRecord
 
 # "Tensor.add.3.forward": the method, the number, and what follows.
@@ -21,36 +21,6 @@ _DUNDERS = {
     for operator in reversed(OPERATORS)
     if operator.native not in _WRITTEN_AS_METHODS and not operator.native.endswith("_")
 }
-
-
-def native_names(calls: Iterable[Call]) -> dict[str, str]:
-    """The native name of every call of one step and rank that goes by another.
-
-    Where a program both writes `a + b` and calls `a.add(b)`, which the peers count apart, the
-    calls are numbered anew in their order.
-    """
-    spellings: dict[str, set[str]] = {}
-    found = []
-    for call in calls:
-        parts = _METHOD_CALL.fullmatch(call.name)
-        if parts is not None:
-            native = NATIVE_NAMES.get(parts[1], parts[1])
-            spellings.setdefault(native, set()).add(parts[1])
-            found.append((call.name, parts, native))
-    names: dict[str, str] = {}
-    numbers: dict[tuple[str, str], str] = {}
-    counts: dict[str, int] = {}
-    for name, parts, native in found:
-        number = parts[2]
-        if len(spellings[native]) > 1:
-            key = (parts[1], parts[2])
-            if key not in numbers:
-                numbers[key] = str(counts.get(native, 0))
-                counts[native] = counts.get(native, 0) + 1
-            number = numbers[key]
-        if (new := f"Tensor.{native}.{number}{parts[3]}") != name:
-            names[name] = new
-    return names
 
 
 def peer_name(name: str) -> str:

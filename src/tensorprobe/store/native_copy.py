@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from tensorprobe.records import Call, Capture, Gap, Role, TensorRecord, TensorSu
 from tensorprobe.store import tree
 from tensorprobe.store.claim import run_identity
 from tensorprobe.store.lines import CallLine, EndLine, GapLine, StackLine, TensorLine
-from tensorprobe.store.names import by_rank_and_step, native_names, renamed
+from tensorprobe.store.names import by_rank_and_step
 from tensorprobe.store.shard import Bytes
 from tensorprobe.store.writer import CaptureWriter
 
@@ -38,33 +38,22 @@ class _Known(msgspec.Struct):
 
 
 def write(capture: Capture, folder: Path) -> list[str]:
-    """Write a capture into a folder; what is not native in its names becomes so."""
+    """Write a capture into a folder; all of it is carried, the names of its calls too."""
     units = by_rank_and_step(capture.calls)
     ranks: dict[int, list[int]] = {}
     for rank, step in units:
         ranks.setdefault(rank, []).append(step)
-    renamed_calls = 0
     for rank, steps in ranks.items():
         writer = CaptureWriter(
             folder, rank, run_identity(os.environ), _facts(capture), _rank_facts(capture, rank)
         )
         for step in steps:
-            calls = units[rank, step]
-            names = native_names(calls)
-            renamed_calls += len(names)
-            calls = [renamed(call, _given(names)) for call in calls]
             gaps = [gap for gap in capture.gaps if (gap.rank, gap.step) == (rank, step)]
-            _StepWriter(writer).write(step, calls, gaps)
+            _StepWriter(writer).write(step, units[rank, step], gaps)
         writer.close()
         if writer.error is not None:
             raise WriteFailed(f"'{folder}' could not be written: {writer.error}")
-    if not renamed_calls:
-        return []
-    return [f"{renamed_calls} calls have their native names now: Tensor.__add__ is Tensor.add"]
-
-
-def _given(names: dict[str, str]) -> Callable[[str], str]:
-    return lambda name: names.get(name, name)
+    return []
 
 
 def _facts(capture: Capture) -> dict[str, Any]:

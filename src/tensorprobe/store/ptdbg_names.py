@@ -7,7 +7,6 @@ from typing import Literal, NamedTuple
 
 from tensorprobe.operators import NATIVE_NAMES
 from tensorprobe.records import Call, Direction, TensorRecord
-from tensorprobe.store.names import peer_name
 
 Separator = Literal["_", "."]
 
@@ -112,7 +111,7 @@ def stem_of(call: Call, number: str | None = None) -> str:
 
 def name_of(call: Call, number: str | None = None) -> Name:
     """A native call's name taken apart, with another number where one is given."""
-    kind, _, rest = peer_name(call.name).partition(".")
+    kind, _, rest = call.name.partition(".")
     direction = call.direction
     if kind in ("Module", "Optimizer"):
         api, _, own = rest.rpartition(".")

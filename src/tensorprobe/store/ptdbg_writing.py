@@ -19,6 +19,7 @@ import numpy as np
 from tensorprobe.errors import WriteFailed
 from tensorprobe.records import Call, Capture, Fields, TensorRecord, TensorSummary
 from tensorprobe.store.foreign import file_name
+from tensorprobe.store.names import peer_name, renamed
 from tensorprobe.store.ptdbg_names import name_of
 from tensorprobe.store.widening import is_widened, widen
 
@@ -62,11 +63,18 @@ def write(capture: Capture, folder: Path) -> list[str]:
     has_tensors = any(record.blob for call in capture.calls for record in call.tensors)
     style = Style(release, "tensors" if has_tensors else "statistics", "yes")
     root = Path(folder) / f"ptdbg_dump_v{release}"
+    config = capture.facts.get("config")
+    knows = capture.layout != "native" or (config or {}).get("operators") == "dunder"
+
+    def spelt(call: Call) -> Call:
+        # of `a + b` and `a.add(b)` a native name does not tell which it was; mostly the former
+        return call if knows else renamed(call, peer_name)
+
     for step in capture.steps:
         for rank in capture.ranks:
-            calls = capture.calls(step=step, rank=rank)
+            calls = [spelt(call) for call in capture.calls(step=step, rank=rank)]
             place = root / f"step{step}" if several else root
-            if len(calls):
+            if calls:
                 index = place / f"rank{rank}" / "api_stack_dump.pkl"
                 write_dump(calls, index, style)
     return _lost(capture)

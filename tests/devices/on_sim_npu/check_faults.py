@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ import torch_npu
 from torch import nn
 
 from tensorprobe.devices import sim_npu
+from tensorprobe.devices.children import child
 from tensorprobe.errors import BadUsage
 
 
@@ -138,6 +143,32 @@ def test_names_overloads_and_patterns() -> None:
 def test_mistakes_in_planting_are_explained(op: str, effect: str, message: str) -> None:
     with pytest.raises(BadUsage, match=message):
         sim_npu.plant(op=op, effect=effect)
+
+
+def test_faults_go_along_into_child_processes() -> None:
+    """As the process that tries a failed call alone gets them; effects that are functions stay."""
+    sim_npu.plant("native_layer_norm", effect="raise:broken", calls=[1])
+    sim_npu.plant("exp", effect=torch.zeros_like)
+    start = child("npu", ["-"])
+    program = """
+import torch, torch_npu
+x = torch.ones(2, 4).npu()
+print(torch.exp(x).sum().item() > 8, end=" ")
+for _ in range(2):
+    try:
+        torch.nn.functional.layer_norm(x, (4,)); print("fine", end=" ")
+    except RuntimeError as error:
+        print(error)
+"""
+    script = Path(tempfile.mkdtemp()) / "script.py"
+    script.write_text(program)
+    command = [*start.command[:-1], str(script)]
+    environment = {**os.environ, **start.environment}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("True fine broken\n", 0), done.stderr
+    assert start.environment["ASCEND_LAUNCH_BLOCKING"] == "1"
+    plain = child("cpu", ["script.py"])
+    assert (plain.command[1:], plain.environment) == (["script.py"], {})
 
 
 def test_clearing() -> None:

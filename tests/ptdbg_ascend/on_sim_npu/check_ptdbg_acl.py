@@ -163,6 +163,7 @@ def test_half_of_the_settings_say_the_other_half() -> None:
         session.register_hook(None, acc_cmp_dump, dump_mode="acl", dump_config="dump.json")
     with pytest.raises(BadUsage, match=r"there is no file 'nowhere\.npy'"):
         session.set_backward_input(["nowhere.npy"])
+    session.close()
 
 
 def test_each_overflowing_call_is_run_again_under_dump(

@@ -159,6 +159,7 @@ class _UnitReader:
         self.config = {
             "level": level if level in ("L0", "L1", "L2", "mix") else None,
             "keep": _KEEPS.get(str(head.get("task")), "stats"),
+            "operators": "dunder",
         }
         for item in parse_items(text, at):
             if isinstance(item, Problem):
