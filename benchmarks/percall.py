@@ -86,7 +86,7 @@ def run(program: Program, sync: Callable[[], None]) -> tuple[float, float]:
     return middle - began, time.perf_counter() - middle
 
 
-def thread_s(pid: int = 0) -> dict[int, float]:
+def thread_s() -> dict[int, float]:
     """Processor seconds of each thread of this process, by its id. Linux."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
@@ -232,7 +232,7 @@ def callgrind(args: argparse.Namespace, level: str, keep: str) -> int:
         int(line.split()[1])
         for path in folder.iterdir()
         for line in path.read_text().splitlines()
-        if line.startswith(("totals:", "summary:"))
+        if line.startswith("totals:")
     ]
     shutil.rmtree(folder)
     return max(counts, default=0)

@@ -374,7 +374,7 @@ def from_door_arguments(
 
     Names and checksums are msprobe's own here: `a + b` is Tensor.__add__, md5 a CRC-32.
     """
-    content: Any = {} if path is None else _read_json(path)
+    content: Any = {"dump_path": "./dump_path"} if path is None else _read_json(path)
     if isinstance(content, dict):
         content = {**content, **(arguments or {})}
     with _naming(path):

@@ -257,6 +257,54 @@ def test_a_tie_that_rounding_decides_has_no_culprit_and_is_said(tmp_path: Path) 
     assert "from Tensor.argmax.0.forward on, though no call is to blame" in str(found)
 
 
+def activation(act: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], None]:
+    def program() -> None:
+        x = torch.randn(16, 32, requires_grad=True)
+        act(x @ torch.randn(32, 32)).sum().backward()
+
+    return program
+
+
+@pytest.mark.parametrize("tanh_is_actual", [True, False])
+def test_an_argument_that_one_side_leaves_out(tanh_is_actual: bool, tmp_path: Path) -> None:
+    sides = [activation(lambda h: F.gelu(h, approximate="tanh")), activation(F.gelu)]
+    found = verdict(tmp_path, *(sides if tanh_is_actual else sides[::-1]), noise=True)
+    assert names(found) == [("Functional.gelu.0.forward", "argument")], str(found)
+    assert "absent" in found.culprits[0].reason
+
+
+def test_a_default_that_one_side_spells_out_is_no_difference(tmp_path: Path) -> None:
+    spelt = activation(lambda h: F.gelu(h, approximate="none"))
+    assert verdict(tmp_path, spelt, activation(F.gelu), noise=True).culprits == []
+
+
+class Exponential(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return torch.exp(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * torch.exp(x)
+
+
+def test_what_runs_inside_a_custom_backward_is_blamed_and_not_the_whole(tmp_path: Path) -> None:
+    program = activation(lambda h: Exponential.apply(h * 0.1))
+    fault = Fault("exp", 0, gain(1.01), 0, "backward")
+    found = verdict(tmp_path, program, None, fault, noise=True)
+    assert names(found) == [("Torch.exp.1.forward", "output")], str(found)
+
+
+def test_a_gradient_that_cancels_is_acquitted(tmp_path: Path) -> None:
+    def program() -> None:
+        net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16))
+        net(torch.randn(32, 8)).sum().backward()  # the sum of what is normalised is always 0
+
+    assert verdict(tmp_path, program, noise=True).culprits == []
+
+
 def test_a_custom_operator_takes_a_reference(tmp_path: Path) -> None:
     library = torch.library.Library("tpblame", "FRAGMENT")
     library.define("double(Tensor x) -> Tensor")

@@ -38,7 +38,8 @@ torch.cuda.synchronize()
 
 def guarded(folder: Path, **environ: str) -> tuple[int, str, dict[str, Any]]:
     (folder / "script.py").write_text(SCRIPT)
-    variables = {**os.environ, "PYTHONPATH": str(SRC), **environ}
+    path = os.pathsep.join([str(SRC), os.environ.get("PYTHONPATH", "")])
+    variables = {**os.environ, "PYTHONPATH": path, **environ}
     done = subprocess.run(
         [sys.executable, "-m", "tensorprobe", "run", "--guard", "errors", "script.py"],
         cwd=folder,
@@ -56,7 +57,7 @@ def test_a_broken_device_is_not_needed_to_save_the_inputs(tmp_path: Path) -> Non
     status, said, finding = guarded(tmp_path)
     assert status == 1
     assert "device-side assert triggered" in said
-    assert finding["name"] == "Functional.embedding.1.forward"
+    assert (finding["name"], finding["step"]) == ("Functional.embedding.0.forward", 1)
     assert "missing" not in finding["metrics"]
     call = tp.load(tmp_path / finding["inputs"]).call(finding["name"])
     assert call.tensor("input.0").load().tolist() == [0, 9, 1]

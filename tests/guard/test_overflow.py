@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tensorprobe as tp
-from recorded import run_script
+from recorded import run_script, start_script
 from tensorprobe.errors import BadUsage, GuardStopped
 from tensorprobe.guard.findings import Finding, describe, write_findings
 from tiny_models import MODELS
@@ -234,6 +234,25 @@ def test_parameters_after_an_optimizer(tmp_path: Path) -> None:
     assert "--calls Optimizer.Adam.step.0 --steps 0 --keep tensors" in finding.next
 
 
+def test_parameters_that_an_earlier_step_spoiled(tmp_path: Path) -> None:
+    def program() -> None:
+        weight = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=0.01)
+        for step in range(3):
+            (weight * (1e38 if step == 1 else 1) * 10).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    findings = found(tmp_path, program)
+    assert [(f.name, f.step) for f in findings] == [
+        ("Tensor.mul.1.forward", 1),
+        ("Tensor.mul.0.forward", 2),
+    ]
+    assert findings[1].reason == (
+        "it reads input.0, a parameter that Tensor.mul.1.forward has spoiled in step 1"
+    )
+
+
 def test_custom_functions_and_checkpoints(tmp_path: Path) -> None:
     class Odd(torch.autograd.Function):
         @staticmethod
@@ -437,6 +456,36 @@ def test_workers_of_a_loader_are_left_alone(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "0"
+
+
+RANK = """
+import os, sys, torch, torch.distributed as dist
+import tensorprobe as tp
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+with tp.Guard("g", overflow_nums=-1, look_every=int(sys.argv[2]) or None) as guard:
+    x = torch.full((3,), 1e30)
+    y = x * (x if rank == 0 else 1)
+    dist.all_reduce(y)
+    y + 1
+print([(f.name, f.rank, f.travelled) for f in guard.findings])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("look_every", ["0", "1000"])
+def test_infinity_from_another_rank(tmp_path: Path, look_every: str) -> None:
+    environ = {"WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    arguments = (str(tmp_path / "store"), look_every)
+    ranks = [
+        start_script(tmp_path, RANK, *arguments, RANK=rank, LOCAL_RANK=rank, **environ)
+        for rank in ("0", "1")
+    ]
+    first, second = (process.communicate(timeout=120) for process in ranks)
+    after = ("Tensor.add.0.forward",)
+    made = [("Tensor.mul.0.forward", 0, ("Distributed.all_reduce.0.forward", *after))]
+    assert first[0].strip() == str(made), first[1]
+    assert second[0].strip() == str([("Distributed.all_reduce.0.forward", 1, after)]), second[1]
 
 
 # ---- keeping the last steps --------------------------------------------------------------------

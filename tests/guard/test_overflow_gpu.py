@@ -47,7 +47,8 @@ def test_flags_are_those_of_the_host() -> None:
         expected = extent_now(tensor.cpu())
         assert found.bits == expected.bits, tensor.dtype
         if not found.bits:
-            assert found.top == pytest.approx(min(expected.top, 3.4e38), rel=1e-6)
+            largest = tensor.to(torch.float64).abs().max().item()
+            assert found.top == pytest.approx(largest, rel=1e-6)
     assert flags.fetch() == []
     flags.submit(torch.ones(3, device="cuda"))
     assert flags.fetch()[0].bits == 0  # slots are clean again

@@ -251,3 +251,15 @@ def test_samples_of_one_run_at_three_keeps_match() -> None:
         for other in ("md5", "tensor"):
             verdict = tp.compare(dumps / f"{level}_{other}", stats).verdict
             assert verdict.counts["only_actual"] == verdict.counts["only_expected"] == 0
+
+
+def test_the_three_layouts_compare_with_each_other(tmp_path: Path) -> None:
+    record(tmp_path / "native", trainer(), level="L1")
+    for name in ("msprobe", "ptdbg"):
+        out = ["--to", name, "-o", str(tmp_path / name)]
+        assert main(["convert", str(tmp_path / "native"), *out]) == 0
+    for ours in ("native", "msprobe", "ptdbg"):
+        for theirs in ("native", "msprobe", "ptdbg"):
+            verdict = tp.compare(tmp_path / ours, tmp_path / theirs, seconds=5).verdict
+            assert (ours, theirs, verdict.verdict) == (ours, theirs, "match")
+            assert verdict.counts["aligned"] >= 14

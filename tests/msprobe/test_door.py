@@ -323,8 +323,9 @@ def test_a_second_debugger_is_the_first_or_an_error(tmp_path: Path) -> None:
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     with pytest.raises(BadUsage, match="no PrecisionDebugger yet"):
         PrecisionDebugger.start()
+    (tmp_path / "empty.json").write_text("{}")
     with pytest.raises(BadUsage, match="dump_path is missing"):
-        PrecisionDebugger(task="statistics")
+        PrecisionDebugger(tmp_path / "empty.json")
     with pytest.raises(BadUsage, match="no configuration can be read"):
         PrecisionDebugger(tmp_path / "none.json")
     with pytest.raises(BadUsage, match="Did you mean 'summary_mode'"):
@@ -429,6 +430,34 @@ def test_a_killed_run_can_be_turned(tmp_path: Path) -> None:
     assert "a step that the run did not finish" in capture.gaps[0].reason
     rest = tp.load(tmp_path / "dump" / ".tensorprobe")
     assert {call.step for call in rest.calls} == {1}
+    done = run_script(tmp_path, script.replace("if i:", "if 0:"))
+    assert done.returncode == 0, done.stderr
+    capture = tp.load(tmp_path / "dump")
+    assert ({call.step for call in capture.calls}, capture.gaps) == ({0, 1}, ())
+    assert (tmp_path / "dump" / "earlier" / "1" / ".tensorprobe").is_dir()
+
+
+def test_without_arguments_it_is_msprobes_own_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(PrecisionDebugger(), Net())
+    assert (tmp_path / "dump_path" / "step0" / PROC / "dump.json").is_file()
+
+
+def test_a_process_that_gets_its_rank_later(tmp_path: Path) -> None:
+    script = (
+        "import torch, torch.distributed as dist\n"
+        "from tensorprobe.msprobe.pytorch import PrecisionDebugger\n"
+        "d = PrecisionDebugger(dump_path='dump')\n"
+        "for i in range(2):\n"
+        "    if i: dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)\n"
+        "    d.start(rank_id=3 if i else None); torch.relu(torch.ones(2)); d.stop(); d.step()\n"
+        "dist.destroy_process_group()\n"
+    )
+    done = run_script(tmp_path, script)
+    assert done.returncode == 0, done.stderr
+    assert [p.name for p in (tmp_path / "dump").glob("step*/*")] == ["rank3", "rank3"]
 
 
 @pytest.mark.slow
@@ -525,3 +554,21 @@ def test_everything_can_be_imported_from_where_msprobe_has_it() -> None:
 
     assert (a, b, c, d) == (seed_all, seed_all, compare, compare_distributed)
     assert e is f is PrecisionDebugger
+
+
+def test_a_dump_of_the_door_against_a_native_recording_names_the_culprit(tmp_path: Path) -> None:
+    weight = torch.linspace(0.5, 2, 12).reshape(3, 4)
+
+    def program(factor: float) -> None:
+        torch.tanh(F.linear(X * factor, weight) + 1)
+
+    debugger = PrecisionDebugger(config(tmp_path, task="tensor"))
+    debugger.start()
+    program(1.01)
+    debugger.stop()
+    with tp.Recorder(tmp_path / "native", level="L1", keep="tensors"):
+        program(1.0)
+    verdict = tp.compare(tmp_path / "dump", tmp_path / "native").verdict
+    assert (verdict.verdict, verdict.counts["aligned"]) == ("diverged", 4)
+    assert verdict.culprits[0].name == "Tensor.__mul__.0.forward"
+    assert "1.01 here, 1.0 expected" in verdict.culprits[0].reason

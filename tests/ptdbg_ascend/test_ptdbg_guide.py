@@ -49,7 +49,10 @@ def run_blocks(folder: Path, *, edited: bool) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["run --as", "one line changed"])
+EDITED = pytest.param(True, id="one line changed", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=[pytest.param(False, id="run --as"), EDITED])
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:

@@ -275,6 +275,41 @@ def test_a_missing_file_is_a_row_and_never_a_wait(tmp_path: Path) -> None:
     assert len(rows) == len(names(index))
 
 
+def test_a_factor_that_the_rule_lets_pass_is_named_by_the_advice(tmp_path: Path) -> None:
+    """The rule of the guide stays that of the guide: a tensor that is twice as large passes."""
+    index = dumped(tmp_path / "a")
+    name = "Functional_linear_0_forward_output"
+    wrong = broken(index, tmp_path / "b", name, lambda x: x * np.float32(2))
+    rows = rows_of(compare(given(wrong, index), tmp_path / "out"))
+    assert "No" not in accuracy(rows).values()
+    line, _, text = advice(tmp_path / "out")
+    assert line == "Line: NA"
+    assert "the first culprit is Functional.linear.0.forward" in text
+
+
+def test_memory_that_nobody_wrote_to_is_not_judged(tmp_path: Path) -> None:
+    """torch.empty and what fills it: a model that is made while the switch is on."""
+
+    def program(value: float) -> Any:
+        def run() -> None:
+            torch.empty(4).fill_(value)  # so that the next one may get this memory
+            x = torch.empty(4)
+            x.zero_()
+            x.abs()
+
+        return run
+
+    ours = dump(tmp_path / "x" / "a.pkl", program(5.0)) / "a.pkl"
+    theirs = dump(tmp_path / "y" / "a.pkl", program(7.0)) / "a.pkl"
+    for index, value in ((ours, 1.0), (theirs, 9.0)):  # or whatever was there
+        for name in ("Torch_empty_1_forward_output", "Tensor_zero__0_forward_input.0"):
+            np.save(index.with_suffix("") / f"{name}.npy", np.full(4, value, np.float32))
+    found = accuracy(rows_of(compare(given(ours, theirs), tmp_path / "out")))
+    assert found["Torch_empty_1_forward_output"] == "Nan"
+    assert found["Tensor_zero__0_forward_input.0"] == "Nan"
+    assert found["Tensor_zero__0_forward_output"] == "Yes"
+
+
 def test_shapes_that_differ_keep_the_table(tmp_path: Path) -> None:
     """4.0 deletes the whole table."""
     index = dumped(tmp_path / "a")

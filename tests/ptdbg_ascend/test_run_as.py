@@ -60,6 +60,21 @@ def test_it_wins_over_a_shadowing_package_and_says_so(tmp_path: Path) -> None:
     assert (tmp_path / "all_v2.3").is_dir()
 
 
+def test_msprobe_is_found_with_all_that_is_in_it(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "from msprobe.pytorch import PrecisionDebugger, seed_all\n"
+        "import msprobe.pytorch as door, tensorprobe.msprobe.pytorch as ours\n"
+        "assert door is ours and ours.__spec__.name == 'tensorprobe.msprobe.pytorch'\n"
+        "debugger = PrecisionDebugger(task='statistics', dump_path='./d', level='L1')\n"
+        "debugger.start()\ntorch.ones(2).abs()\ndebugger.stop()\ndebugger.step()\n"
+    )
+    done = run(tmp_path, "--as", "msprobe", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "tensorprobe run: msprobe is tensorprobe.msprobe\n" in done.stderr
+    assert tp.load(tmp_path / "d").layout == "msprobe"
+
+
 def test_it_wins_over_an_installed_one(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     site = tmp_path / "site" / "ptdbg_ascend"
@@ -184,6 +199,20 @@ def test_processes_that_the_program_forks_write_their_dumps(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     assert tp.load(tmp_path / "ptdbg_dump_v2.3").ranks == (0, 1)
     assert not list(tmp_path.rglob("*.recording-*"))
+
+
+def test_a_forked_child_that_ends_leaves_the_dump_to_its_parent(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        SCRIPT + "import os, sys\n"
+        "if os.fork() == 0:\n    sys.exit(0)\n"
+        "os.wait()\nmodel(torch.ones(3, 4)).tanh()\n"
+    )
+    done = run(tmp_path, "--as", "ptdbg_ascend", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("calls dumped") == 1
+    names = [call.name for call in tp.load(tmp_path / "all_v2.3").calls]
+    assert names[0].startswith("Torch.ones.0")
+    assert "Tensor.tanh.0.forward" in names
 
 
 @pytest.mark.parametrize("end", ["sys.exit(0)", "raise SystemExit", "1/0"])

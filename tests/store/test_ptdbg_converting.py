@@ -16,6 +16,7 @@ from torch import nn
 import tensorprobe as tp
 from recorded import SRC, record
 from tensorprobe.records import Call, Capture, TensorRecord
+from tensorprobe.store import loading as layouts
 from tensorprobe.store import ptdbg
 from tensorprobe.store.dtypes import numpy_dtype
 from tensorprobe.store.foreign import file_name
@@ -140,6 +141,27 @@ def test_the_command_converts_between_all_layouts(tmp_path: Path) -> None:
     ours, theirs = tp.load(last), tp.load(tmp_path / "native")
     found = tp.compare(_forward(ours), _forward(theirs))
     assert found.verdict.verdict == "match", str(found.verdict)
+
+
+def test_the_layouts_compare_with_each_other(tmp_path: Path) -> None:
+    native = record(tmp_path / "native", program, level="L1")
+    for layout in ("ptdbg", "msprobe"):
+        layouts.layout(layout).write(native, tmp_path / layout)
+    found = tp.compare(tmp_path / "ptdbg", tmp_path / "msprobe")
+    # of an optimizer's step msprobe has the calls inside only
+    assert {call.name.partition(".")[0] for call, _ in found.one_sided} <= {"Optimizer"}
+    assert not [c for c in found.verdict.culprits if c.direction == "forward"], str(found.verdict)
+    model = nn.Linear(4, 8)
+
+    def other() -> None:
+        torch.manual_seed(0)
+        model(torch.ones(3, 4))
+
+    layouts.layout("msprobe").write(record(tmp_path / "x", other, level="L1"), tmp_path / "m")
+    model.weight.data *= 2
+    layouts.layout("ptdbg").write(record(tmp_path / "y", other, level="L1"), tmp_path / "p")
+    found = tp.compare(tmp_path / "p", tmp_path / "m")
+    assert found.verdict.culprits[0].name == "Functional.linear.0.forward"
 
 
 def _forward(capture: Capture) -> Capture:

@@ -40,7 +40,9 @@ class HostCopy:
 class Transfer:
     """Takes private copies of tensors; those of a device travel on a stream of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, pinned: bool = True) -> None:
+        # pinned memory cannot even be given back once its device has failed: the process aborts
+        self._pinned = pinned
         self._streams: dict[torch.device, Any] = {}
 
     def snapshot(self, tensor: torch.Tensor) -> HostCopy:
@@ -65,5 +67,6 @@ class Transfer:
 
     def _side_stream(self, device: torch.device, layer: Device) -> Any:
         if device not in self._streams:
-            self._streams[device] = layer.new_stream() if layer.can_pin_memory() else None
+            pins = self._pinned and layer.can_pin_memory()
+            self._streams[device] = layer.new_stream() if pins else None
         return self._streams[device]

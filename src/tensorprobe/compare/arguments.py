@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from tensorprobe.compare.measure import CallPair
 from tensorprobe.records import Call, Fields, Special, TensorRecord
 
 # Objects whose text is about the machine or the process and not about numbers.
@@ -77,6 +78,46 @@ def _same(a: Any, e: Any) -> bool:
     if type(a) is str and type(e) is str and _is_device(a) and _is_device(e):
         return True
     return type(a) is type(e) and bool(a == e)
+
+
+def absences(actual: Call, expected: Call) -> list[str]:
+    """Arguments, tensors apart, that only one side gives: the other may have its default."""
+    if len(actual.args) != len(expected.args):
+        return []  # given by position here and by keyword there: nobody can tell which is which
+    found = []
+    for key in {**actual.kwargs, **expected.kwargs}:
+        a, e = actual.kwargs.get(key, _ABSENT), expected.kwargs.get(key, _ABSENT)
+        if (a is _ABSENT) != (e is _ABSENT) and not isinstance(a, TensorRecord):
+            value = e if a is _ABSENT else a
+            if value is not None and not (isinstance(value, Special) and value.kind in _SILENT):
+                found.append(f"{key}: {_text(a)} here, {_text(e)} expected")
+    return found
+
+
+def transplant(actual: Call, pair: CallPair) -> Call | None:
+    """`actual` called as expected was: its own tensors in the other's arguments."""
+    import msgspec
+
+    expected = pair.pair.expected
+    if expected is None:
+        return None
+    own = {row.expected.name: row.actual for row in pair.tensors if row.expected and row.actual}
+    try:
+        args = _swapped(expected.args, own)
+        kwargs = _swapped(expected.kwargs, own)
+    except KeyError:
+        return None
+    return msgspec.structs.replace(actual, args=args, kwargs=kwargs)
+
+
+def _swapped(tree: Any, own: dict[str, TensorRecord]) -> Any:
+    if isinstance(tree, TensorRecord):
+        return own[tree.name]
+    if isinstance(tree, list | tuple):
+        return type(tree)(_swapped(part, own) for part in tree)
+    if isinstance(tree, dict):
+        return {key: _swapped(part, own) for key, part in tree.items()}
+    return tree
 
 
 def _is_number(value: Any) -> bool:

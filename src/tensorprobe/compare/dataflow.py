@@ -13,7 +13,8 @@ _INPUTS = ("input", "parameter", "buffer")
 
 
 def find_containers(pairs: Sequence[CallPair]) -> list[bool]:
-    """Which calls have others inside them: modules at `mix`, optimizer steps beside their ops."""
+    """Which calls have others inside them: modules at `mix`, optimizer steps beside their ops, and
+    custom functions whose backward is Python."""
     parents: set[tuple[int, int, str]] = set()
     for pair in pairs:
         for call in _calls(pair):
@@ -30,8 +31,24 @@ def find_containers(pairs: Sequence[CallPair]) -> list[bool]:
             inside = following.step == call.step and not following.name.startswith(
                 ("Module.", "Optimizer.")
             )
+        if call.name.startswith("Function.") and call.direction == "backward":
+            inside = _runs_calls(pairs, i)
         found.append(inside)
     return found
+
+
+def _runs_calls(pairs: Sequence[CallPair], at: int) -> bool:
+    """Whether the backward of a custom function is Python: forward calls between it and the next
+    backward call. Checkpointing runs whole modules in there."""
+    backward = pairs[at].call
+    may_be = ("Optimizer.",) if "Checkpoint" in backward.name else ("Optimizer.", "Module.")
+    for following in range(at + 1, len(pairs)):
+        call = pairs[following].call
+        if call.step != backward.step or call.name.startswith(may_be):
+            return False
+        if call.direction == "backward":
+            return following > at + 1
+    return False
 
 
 class Dataflow:

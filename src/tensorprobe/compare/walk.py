@@ -28,6 +28,7 @@ from tensorprobe.compare.nodes import (
     nonfinite_counts,
     nonfinite_differs,
     shrink_factor,
+    summed_size,
 )
 from tensorprobe.compare.replays import Replays, score, worst
 from tensorprobe.compare.scene import Scene
@@ -202,14 +203,33 @@ class Walk:
 
     def _called_otherwise(self, node: Node) -> Found:
         """Arguments that differ, and by which the values do."""
-        if not node.differences or not self._arguments_matter(node):
+        differences = node.differences
+        if not differences:
+            differences = self._left_to_default(node)
+        elif not self._arguments_matter(node):
             return None
-        if node.taint and all("." in text.partition(": ")[2] for text in node.differences):
+        if not differences:
+            return None
+        if node.taint and all("." in text.partition(": ")[2] for text in differences):
             return None  # floats, downstream of a culprit: read off a tensor
-        reason = f"called with other arguments: {'; '.join(node.differences[:4])}"
+        reason = f"called with other arguments: {'; '.join(differences[:4])}"
         row = max(node.outputs, key=distance, default=None)
         proof = "replayed" if node.evidence else "compared"
         return node.i, accuse(node, "argument", reason, node.d_out, row=row, proof=proof)
+
+    def _left_to_default(self, node: Node) -> list[str]:
+        """Arguments that one side gives and the other leaves out, where that makes a difference."""
+        a, e = node.pair.pair.actual, node.pair.pair.expected
+        if a is None or e is None or node.d_out <= FAINT or node.call.direction != "forward":
+            return []
+        absent = arguments.absences(a, e)
+        if not absent or node.is_random is not None:
+            return []
+        if self.replays.in_time:
+            found = matters(a, arguments.transplant(a, node.pair), self.replays.references)
+            if found is not None:
+                return absent if found > FAINT else []
+        return absent if not node.taint and exceeds(node) else []
 
     def _arguments_matter(self, node: Node) -> bool:
         a, e = node.pair.pair.actual, node.pair.pair.expected
@@ -245,6 +265,8 @@ class Walk:
             return accuse(node, kind, reason, node.d_out, row=row, proof="digests")
         if not exceeds(node, shrink_factor(node, row)):
             return None
+        if self.scene.distance(node, row, summed_size(node, row)) <= ROUNDING:
+            return None  # what a sum that cancels has left
         if node.i in self.scene.in_optimizer and not node.same_in:
             return None  # Adam divides noise by noise: only a replay can tell
         what = "result" if node.call.direction == "forward" else "gradient"

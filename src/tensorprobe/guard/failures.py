@@ -15,13 +15,14 @@ from tensorprobe.devices import failed_device
 from tensorprobe.guard.alone import Alone, run_alone, without_numbers, write_repro
 from tensorprobe.guard.arguments import describe_call
 from tensorprobe.guard.findings import Finding
-from tensorprobe.guard.kept import DROPPED, ENDED, GONE, TOO_LARGE
+from tensorprobe.guard.kept import DROPPED, ENDED, GONE, STEPPING, TOO_LARGE
 from tensorprobe.guard.origin import chain, is_of_torch, words
 from tensorprobe.guard.saving import SavedInputs, direction_name
 from tensorprobe.guard.watched import COMPILED, WatchedCall
 from tensorprobe.records import HOST, Direction
 
 _MAX_FINDINGS = 20  # errors that a program catches may come by the thousand
+_CURABLE = (GONE, DROPPED, ENDED, STEPPING, TOO_LARGE)  # by a second run
 _MAX_ALONE = 3  # each takes a start of Python
 _CUSTOM = (
     "it cannot be run alone: a custom autograd.Function is the program's own code. What it was "
@@ -154,7 +155,7 @@ class Failures:
 
     def _second_run(self, failure: _Failure) -> str:
         """How to get the inputs that are missing: by holding those of this one call."""
-        if not any(text.endswith((GONE, DROPPED, ENDED, TOO_LARGE)) for text in failure.missing):
+        if not any(text.endswith(_CURABLE) for text in failure.missing):
             return ""
         if self._rerun is None:
             step = failure.finding.step

@@ -24,6 +24,7 @@ from tensorprobe.numerics.memory import Unsupported
 GONE = "it was written to after the call"
 DROPPED = "it was let go of: what came after it filled the budget for inputs"
 ENDED = "it was let go of when its step ended"
+STEPPING = "it was not copied: what an optimizer calls is copied only where it is asked for"
 TOO_LARGE = "it was not copied: the call alone has more than the budget for inputs"
 
 # A layout of one storage: version, offset, shape, stride and dtype.
@@ -88,7 +89,7 @@ class Kept:
         self.nbytes = 0
         self.budget = budget
         self._lock = threading.RLock()  # backward runs in a thread a device
-        self._transfer = Transfer()
+        self._transfer = Transfer(pinned=False)
         self._calls: deque[list[Content]] = deque()
         self._memory: dict[int, int] = {}  # how many contents hold each piece of memory
         # what was copied from each live storage; only calls keep the copies alive
@@ -106,7 +107,7 @@ class Kept:
             return Content(None, self._transfer.snapshot(tensor)) if copy else Content(tensor)
         storage = _storage(tensor)
         if storage is None:
-            return Content(None, self._copy(tensor))
+            return Content(None, self._transfer.snapshot(tensor))
         view = (
             _version(tensor),
             tensor.storage_offset(),
@@ -118,7 +119,7 @@ class Kept:
             copies = self._copies_of(storage)
             content = copies.get(view)
             if content is None or not content.is_there:
-                content = copies[view] = Content(None, self._copy(tensor))
+                content = copies[view] = Content(None, self._transfer.snapshot(tensor))
             return content
 
     def hold(self, contents: Sequence[Content]) -> None:
@@ -151,12 +152,6 @@ class Kept:
             known = (StorageWeakRef(storage), weakref.WeakValueDictionary())
             self._copies[storage._cdata] = known
         return known[1]
-
-    def _copy(self, tensor: torch.Tensor) -> HostCopy:
-        copy = self._transfer.snapshot(tensor)
-        if device_layer(tensor.device).is_launch_blocking():
-            copy.tensor()  # the program waits for each call, and a broken device for nobody
-        return copy
 
     def _count(self, content: Content) -> None:
         if content.memory is not None:

@@ -39,7 +39,7 @@ from tensorprobe.guard.judging import Seen, bits_of, fault, is_pole, look_at, sc
 from tensorprobe.guard.kinds import Kind, Plan, plan_for
 from tensorprobe.guard.latent import Latent
 from tensorprobe.guard.ring import Event, Ring
-from tensorprobe.guard.trail import Trail, trail_here
+from tensorprobe.guard.trail import BRIEF, Trail, render, trail_here
 from tensorprobe.numerics.finiteness import LIMITS, NAN, extent_now, readable
 
 _NEAR = {dtype: limit / 2 for dtype, limit in LIMITS.items()}
@@ -358,7 +358,10 @@ class Sight:
             if bits_of(returned) & NAN:
                 self._wake(case)
             return
-        if bits_of(inputs) & NAN:
+        reason = self._reading_spoiled(inputs)
+        if reason is not None:
+            pass
+        elif bits_of(inputs) & NAN:
             reason = self._reading(plan, inputs)
         else:
             reason = fault(plan, inputs, returned, scalar_bits(glance.args, glance.kwargs))
@@ -409,6 +412,18 @@ class Sight:
                 sighting, case = found
                 if case is None:
                     return self._blame_optimizer(sighting, [each])
+        return None
+
+    def _reading_spoiled(self, inputs: list[Seen]) -> str | None:
+        """Why a call is reported that uses a parameter which an earlier step has spoiled."""
+        for each in inputs:
+            found = self._writer_of(each.tensor) if each.bits else None
+            if found is not None and found[1] is not None:
+                case = found[1]
+                return (
+                    f"it reads {each.label}, a parameter that {case.name} has spoiled in step "
+                    f"{case.sighting.step}"
+                )
         return None
 
     def _writer_of(self, content: torch.Tensor) -> tuple[Sighting, Case | None] | None:
@@ -486,7 +501,8 @@ class Sight:
         metrics = {each.label: each.facts for each in (*inputs, *returned)}
         case = Case(sighting, "forward", reason, metrics, write)
         case.pending = in_backward or _made_by_scaler(sighting.trail)
-        self._spoil([each for each in inputs if each.bits & NAN], case)
+        known = bits_of(inputs) & NAN or self._reading_spoiled(inputs) is not None
+        self._spoil([each for each in inputs if each.bits and known], case)
         self._spoil(returned, case, any_value=any_value)
         if sleeps:
             self._asleep.append(case)
@@ -564,6 +580,7 @@ class Sight:
         """Note the call; what it made is known when the device has got there."""
         moves = glance.plan.kind is Kind.PASSES
         noted = glance.noted
+        glance.trail = glance.trail or trail_here(1, BRIEF)
         event = Event(
             self._sighting(glance),
             inputs=self._note_memory(glance.inputs) if noted is None else noted,
@@ -639,7 +656,7 @@ class Sight:
         assert glance.edges is not None
         trace = trace_call(outputs, glance.edges)
         if trace.boundary:
-            glance.trail = glance.trail or trail_here(1)
+            glance.trail = glance.trail or trail_here(1, BRIEF)
             leaves = frozenset(path for _, path in glance.edges.leaves.values())
             self._listen(trace, self._sighting(glance), _Remembered(glance), leaves)
 
@@ -1032,8 +1049,6 @@ def _parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:
 
 
 def _frames(sighting: Sighting) -> tuple[str, ...]:
-    from tensorprobe.guard.trail import render
-
     return render(sighting.trail)
 
 

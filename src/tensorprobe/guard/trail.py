@@ -7,16 +7,17 @@ from types import CodeType, FrameType
 
 from tensorprobe.capture.stacks import is_hidden
 
-_DEPTH = 40
+BRIEF = 24  # frames: what is noted of every call, for the case that its backward is bad
+_WHOLE = 200
 
 Trail = tuple[tuple[CodeType, int], ...]
 
 
-def trail_here(depth: int) -> Trail:
-    """The frames from `depth` above the caller on, at most 40; holds no frame and no local."""
+def trail_here(depth: int, limit: int = _WHOLE) -> Trail:
+    """The frames from `depth` above the caller on; holds no frame and no local."""
     frame: FrameType | None = sys._getframe(depth + 1)
     found = []
-    for _ in range(_DEPTH):
+    for _ in range(limit):
         if frame is None:
             break
         found.append((frame.f_code, frame.f_lasti))

@@ -19,7 +19,7 @@ from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.tape import Tape, Tracer
 from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig
-from tensorprobe.guard.kept import TOO_LARGE, Content, Kept, can_be_lost
+from tensorprobe.guard.kept import STEPPING, TOO_LARGE, Content, Kept, can_be_lost
 from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.records import HOST
 from tensorprobe.store.lines import TensorLine
@@ -107,12 +107,14 @@ class WatchTape(Tape):
         self._kept = kept
         self._on_raised = on_raised
         self._frames: dict[int, list[str]] = {}
+        self._stepping = False  # inside an optimizer, which is given all parameters there are
 
     # Steps
 
     def begin_step(self, step: int, wanted: bool = True) -> None:
         if step != self.step:
             self._kept.release()
+            self._stepping = False
             self._frames.clear()
             self.compiled.clear()
         super().begin_step(step, wanted)
@@ -158,6 +160,8 @@ class WatchTape(Tape):
                 call.kwargs = {k: encode(v, noting, (k,)) for k, v in kwargs.items()}
                 if noting.functions:
                     self.note_functions(noting.functions)
+            if names.api.prefix == "Optimizer":
+                self._stepping = True
             if torch.is_grad_enabled():
                 call.start = torch._C._autograd._get_sequence_nr()
             return call
@@ -172,6 +176,8 @@ class WatchTape(Tape):
         try:
             if not self.selection.everything:
                 return self._kept.take(tensor, copy=True)
+            if self._stepping and can_be_lost(tensor):
+                return Content(None, reason=STEPPING)
             copies = copy or can_be_lost(tensor)
             call.nbytes += tensor.nbytes if copies else 0
             if copies and call.nbytes > self._kept.budget:
@@ -190,6 +196,8 @@ class WatchTape(Tape):
     ) -> None:
         """Follow a call that has returned into backward, if it will be there."""
         assert isinstance(call, WatchedCall)
+        if call.names.api.prefix == "Optimizer":
+            self._stepping = False
         try:
             if call.start >= 0:
                 with Quiet():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,6 +24,9 @@ from tensorprobe.store.foreign import UNFINISHED
 from tensorprobe.store.msprobe.folders import STEP
 from tensorprobe.store.msprobe.writing import NOT_MSPROBES, write_unit
 
+# What a run leaves in the folder: its steps, and what it did not come to turn into files.
+_OF_A_RUN = re.compile(rf"{STEP.pattern}|{re.escape(UNFINISHED)}")
+
 
 class Session:
     """Records natively into a private folder, and turns each step into msprobe's files."""
@@ -41,6 +45,7 @@ class Session:
         self._log = log
         self._recorder: Recorder | None = None
         self._rank_id: int | None = None
+        self._rank = 0  # of the recording: a process group may come later
         self._private = self.folder / UNFINISHED
         self._written: tuple[int, int] = (-1, 0)  # the step, and how large its log was
         self._lost: dict[int, Counter[str]] = {}
@@ -129,7 +134,8 @@ class Session:
             self._private /= f"proc{os.getpid()}"
         self.folder.mkdir(parents=True, exist_ok=True)
         run = run_identity(os.environ) if several else f"{run_identity(os.environ)}/{os.getpid()}"
-        make_way(self.folder, run, STEP, self._log)
+        make_way(self.folder, run, _OF_A_RUN, self._log)
+        self._rank = current_rank()
         self._recorder = Recorder(
             self._private,
             first_step=self.step_number,
@@ -143,8 +149,19 @@ class Session:
     def _has_rank(self) -> bool:
         return self._rank_id is not None or world_size() > 1 or "RANK" in os.environ
 
+    def _name(self) -> str:
+        """The folder of this process: by its rank, as soon as it has one."""
+        process = f"proc{os.getpid()}"
+        if not self._has_rank():
+            return process
+        name = f"rank{self._rank_id if self._rank_id is not None else current_rank()}"
+        for old in self.folder.glob(f"step*/{process}"):  # from before the process group
+            if not old.with_name(name).exists():
+                old.rename(old.with_name(name))
+        return name
+
     def _step_folder(self) -> Path:
-        return self._private / f"rank{current_rank()}" / f"step{self.step_number}"
+        return self._private / f"rank{self._rank}" / f"step{self.step_number}"
 
     def _write(self) -> None:
         """Write the files of this step, unless they are there with all that was recorded."""
@@ -156,9 +173,7 @@ class Session:
         if step == self.step_number and not _grew(log, size):
             return
         capture = native.read(source)
-        rank = self._rank_id if self._rank_id is not None else current_rank()
-        name = f"rank{rank}" if self._has_rank() else f"proc{os.getpid()}"
-        self._place = self.folder / f"step{self.step_number}" / name
+        self._place = self.folder / f"step{self.step_number}" / self._name()
         lost: Counter[str] = Counter()
         write_unit(
             list(capture.calls),
@@ -177,7 +192,7 @@ class Session:
 
     def _remove_private(self) -> None:
         """Away with what is private, as far as it is ours and empty."""
-        shutil.rmtree(self._private / f"rank{current_rank()}", ignore_errors=True)
+        shutil.rmtree(self._private / f"rank{self._rank}", ignore_errors=True)
         if not any(self._private.glob("rank*/step*")) and not (self._private / "earlier").exists():
             shutil.rmtree(self._private, ignore_errors=True)
         parent = self.folder / UNFINISHED

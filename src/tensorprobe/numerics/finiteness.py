@@ -66,8 +66,19 @@ def readable(tensor: torch.Tensor) -> torch.Tensor | None:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+# Dtypes so wide that their sum stays far within it, and how far: a sum is finite only where all
+# numbers are, and takes a third of the time that finding the bounds does.
+_WIDE = frozenset([torch.float32, torch.float64, torch.bfloat16])
+_FAR_WITHIN = 1e30
+
+
 def extent_now(tensor: torch.Tensor) -> Extent:
-    """The extent of a `readable` tensor, waiting for its device where it has one."""
+    """The extent of a `readable` tensor, waiting for its device where it has one.
+
+    The magnitude of one that is far from its limit is given as 0.
+    """
+    if tensor.dtype in _WIDE and -_FAR_WITHIN < tensor.sum().item() < _FAR_WITHIN:
+        return FINE
     low, high = _low_and_high(tensor)
     return from_bounds(low.item(), high.item())
 

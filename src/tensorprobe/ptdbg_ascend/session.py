@@ -49,6 +49,7 @@ class Session:
         self._overflow_on = True
         self._overflow_filtered = True
         self._told: set[str] = set()
+        self._pid = os.getpid()
 
     # What the user calls
 
@@ -64,7 +65,7 @@ class Session:
         self._target, self._target_line = target, caller_line()
         if self._dump is not None and self._dump.switch.mode != "acl":
             self._dump.target = target
-        if self._overflow is not None:
+        if self._overflow is not None and self._hook is not None and not self._hook.acl_config:
             self._overflow.target = target
 
     def register_hook(
@@ -93,6 +94,7 @@ class Session:
             caller_line(),
         )
         old = self._hook
+        self._pid = os.getpid()
         if old is not None and old.kind != new.kind:
             raise BadUsage(
                 f"register_hook({new.kind}) here, and register_hook({old.kind}) in {old.line}: "
@@ -261,6 +263,8 @@ class Session:
 
     def close_at_exit(self) -> None:
         """Close; at the end of a program there is nobody to catch an error."""
+        if os.getpid() != self._pid:  # a forked child: the dump is its parent's
+            return
         try:
             self.close()
         except TensorprobeError as error:

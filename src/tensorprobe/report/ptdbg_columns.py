@@ -10,6 +10,7 @@ from tensorprobe.compare.comparison import Comparison
 from tensorprobe.compare.measure import CallPair, TensorPair
 from tensorprobe.numerics.metrics import PairMetrics
 from tensorprobe.records import Call, Fields, TensorRecord, TensorSummary
+from tensorprobe.replay.kinds import kind_of
 from tensorprobe.report.table import Cell, Row, Table
 from tensorprobe.store.ptdbg import spelt_name
 from tensorprobe.store.ptdbg_names import tensor_suffix
@@ -25,6 +26,34 @@ RESULT = "Result"
 MESSAGE = "Err_message"
 _COSINE, _ABSOLUTE = 0.99, 0.001  # the guide's limits
 _ALMOST_ONE = 0.99999  # beyond it they write 1.0
+# In-place calls that do not read what they write to.
+_FILLS = frozenset(
+    [
+        "zero_",
+        "fill_",
+        "copy_",
+        "uniform_",
+        "normal_",
+        "random_",
+        "bernoulli_",
+        "exponential_",
+        "cauchy_",
+        "log_normal_",
+        "geometric_",
+        "trunc_normal_",
+        "kaiming_uniform_",
+        "kaiming_normal_",
+        "xavier_uniform_",
+        "xavier_normal_",
+        "zeros_",
+        "ones_",
+        "constant_",
+        "eye_",
+        "dirac_",
+        "orthogonal_",
+        "sparse_",
+    ]
+)
 _STATISTICS_LIMIT = 0.5  # a statistic this far off is a warning
 _FRAME = re.compile(r"(.*):(\d+) in (.*)", re.DOTALL)
 NAN = "Nan"  # spelt so that pandas does not take it for a missing cell
@@ -37,6 +66,7 @@ class _Item(NamedTuple):
     expected: Any
     names: tuple[str, str]
     row: TensorPair | None = None
+    is_undefined: bool = False  # memory that nobody has written to yet
 
 
 def table(comparison: Comparison) -> Table:
@@ -74,12 +104,16 @@ def _cells(item: _Item, mode: str) -> tuple[Row, bool]:
     start: Row = (*item.names, _dtype(a), _dtype(e), _shape(a), _shape(e))
     if mode == "digest":
         result, message = _digest_result(a, e)
+        if item.is_undefined:
+            result, message = NAN, "memory that nothing was written to yet"
         return (*start, _digest(a), _digest(e), result, message), result == "Different"
     if mode == "tensors":
         cosine, error, accuracy, message = _result(item)
         numbers = (*_numbers(a)[:3], *_numbers(e)[:3])
         return (*start, cosine, error, *numbers, accuracy, message), accuracy == "No"
     differences, result, message = _statistics_result(a, e)
+    if item.is_undefined:
+        result, message = NAN, "memory that nothing was written to yet"
     return (*start, *differences, *_numbers(a), *_numbers(e), result, message), result == "Warning"
 
 
@@ -101,10 +135,19 @@ def _items(pair: CallPair) -> Iterator[_Item]:
         names = (_name(pair.pair.actual, suffix), NAN)
         if other is not None:
             names = (names[0], _name(pair.pair.expected, their))
-        yield _Item(value, other, names, row)
+        yield _Item(value, other, names, row, _is_undefined(pair.call, suffix))
     for suffix, value in theirs.items():
         if suffix not in seen:
             yield _Item(None, value, (NAN, _name(pair.pair.expected, suffix)))
+
+
+def _is_undefined(call: Call, suffix: str) -> bool:
+    """torch.empty gives whatever was in memory, and a call that fills it is given that."""
+    if call.direction == "backward" or call.name.startswith("Module."):
+        return False
+    if suffix.startswith("output"):
+        return kind_of(call) == "uninitialised"
+    return suffix == "input.0" and call.op.rpartition(".")[2] in _FILLS
 
 
 def _leaves(call: Call | None) -> dict[str, Any]:
@@ -190,6 +233,8 @@ def _result(item: _Item) -> tuple[str, str, str, str]:
         return NAN, NAN, NAN, _one_sided(a)
     if not isinstance(a, TensorRecord):
         return _number_result(a, e)
+    if item.is_undefined:
+        return NAN, NAN, NAN, "memory that nothing was written to yet"
     if a.shape != e.shape:
         return "shape unmatched", "shape unmatched", "Unmatched", "shapes differ; not compared"
     metrics = item.row.metrics if item.row is not None else None

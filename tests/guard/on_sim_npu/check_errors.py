@@ -109,6 +109,22 @@ def test_a_fused_op_of_the_vendor(tmp_path: Path) -> None:
     assert tp.load(finding.inputs).calls[0].tensor("input.0").load().equal(x.detach().cpu())
 
 
+def test_what_an_optimizer_calls_is_copied_in_a_second_run(tmp_path: Path) -> None:
+    def program() -> None:
+        model = nn.Linear(4, 4).npu()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        model(torch.ones(2, 4).npu()).sum().backward()
+        with sim_npu.plant("add_*", effect="raise"):
+            optimizer.step()
+
+    (finding,) = guarded(tmp_path / "first", program)
+    assert finding.name == "Tensor.add_.0.forward"
+    assert finding.metrics["missing"][0].endswith("only where it is asked for")
+    assert finding.next == 'tp.Guard(watch="errors", calls=["Tensor.add_.0"], steps=[0])'
+    (finding,) = guarded(tmp_path / "second", program, calls=["Tensor.add_.0"], steps=[0])
+    assert "missing" not in finding.metrics
+
+
 def test_nothing_is_changed_or_kept(tmp_path: Path) -> None:
     def run(step: Any) -> list[torch.Tensor]:
         torch.manual_seed(3)
