@@ -96,6 +96,12 @@ def names(capture: Capture) -> list[str]:
     return [spelt_name(call) for call in capture.calls]
 
 
+def tensors(capture: Capture) -> set[str]:
+    """The names of gradients, without the numbers of their calls."""
+    backward = [call for call in capture.calls if call.direction == "backward"]
+    return {re.sub(r"\.\d+\.backward", "", t.name) for call in backward for t in call.tensors}
+
+
 def test_every_mode_dumps_on_the_npu_what_it_dumps_on_the_cpu(dumps: Path) -> None:
     for mode in SWITCHES:
         npu, cpu = of(dumps, "npu", mode), of(dumps, "cpu", mode)
@@ -117,6 +123,9 @@ def test_the_modes_choose(dumps: Path) -> None:
     assert all(call.stack and not call.tensors for call in found["stack"].calls)
     assert names(found["api_list"]) == ["Torch_relu_4_forward", "Torch_relu_4_backward"]
     assert {call.direction for call in found["backward"].calls} == {"backward"}
+    # A gradient has the same name whatever else is dumped, and a listed backward has its stack.
+    assert tensors(found["backward"]) == tensors(found["whole"])
+    assert all(call.stack for call in found["list"].calls)
     kinds = {mode: {t.dtype for c in found[mode].calls for t in c.tensors} for mode in SWITCHES}
     assert "int64" not in kinds["whole"]
     assert "int64" in kinds["unfiltered"]
