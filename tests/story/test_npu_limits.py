@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from npu_program import end, run, start
 
@@ -39,6 +40,8 @@ for step in range(6):
 AS_IT_IS = ["run", "--sim-npu", "--as", "ptdbg_ascend", "train.py", "npu"]
 CONFIG = {"dump_list": [], "dump_path": "./dump/output", "dump_op_switch": "on"}
 ACL = {"dump_mode": "acl", "dump_config": "./dump.json"}
+STOP = r"ValueError: \[overflow 3 times\]: dump file is saved in '(.*\.pkl)'\."
+OVERFLOWS = ["Tensor.__mul__.0.forward", "Tensor.__mul__.0.forward", "Torch.sqrt.0.backward"]
 
 
 @pytest.fixture
@@ -51,26 +54,32 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_overflows_are_counted_and_dumped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     api, acl = (
-        start(folder, *AS_IT_IS, repr(options), TASK_QUEUE_ENABLE="0")
-        for options in ({"overflow_nums": 3}, {"overflow_nums": 2, **ACL})
+        start(folder, *AS_IT_IS, repr({"overflow_nums": 3, **more}), TASK_QUEUE_ENABLE="0")
+        for more in ({}, ACL)
     )
     done = end(api)
     assert done.returncode == 1
-    stop = re.search(
-        r"ValueError: \[overflow 3 times\]: dump file is saved in '(.*\.pkl)'\.", done.stderr
-    )
+    stop = re.search(STOP, done.stderr)
     assert stop is not None, done.stderr
     indexes = sorted((folder / "found" / "overflow_v2.3" / "rank0").glob("Overflow_info_*.pkl"))
-    assert len(indexes) == 3
     assert Path(stop[1]) == indexes[-1]
-    names = [tp.load(index).calls[0].name for index in indexes]
-    assert all("mul" in name for name in names[:1]), names
+    assert [tp.load(index).calls[0].name for index in indexes] == OVERFLOWS
+    # What autograd no longer had is had by a second run.
+    again = re.search(r"as `tensorprobe run` with (.*)", done.stderr)
+    assert again is not None
+    verb, *words = AS_IT_IS
+    run(folder, verb, *again[1].split(), *words, repr({"overflow_nums": 3}))
+    second = tp.load(folder / "again")
+    assert [call.name for call in second.calls] == ["Torch.sqrt.0.forward", OVERFLOWS[2]]
+    assert np.isinf(second.call(OVERFLOWS[2]).tensor("output.0").array()).all()
 
-    # With ACL data it is not set_dump_path but dump.json that says where.
+    # With ACL data it is not set_dump_path but dump.json that says where; the calls that were run
+    # again for it are none of the program's.
     done = end(acl)
     assert done.returncode == 1
-    assert "[overflow 2 times]: dump file is saved in" in done.stderr
+    assert re.search(STOP, done.stderr)
     assert done.stderr.count("set_dump_path is not used") == 1
+    assert done.stderr.count("was run again under ACL dump: 1 files") == 2
     monkeypatch.chdir(folder)
     assert main(["ascend", "convert", "dump/output", "-o", "arrays"]) == 0
     assert len(list(Path("arrays").rglob("Mul.*.output.0.npy"))) == 2

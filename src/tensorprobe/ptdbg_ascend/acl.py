@@ -82,15 +82,24 @@ def run_with_dump(
     capture: Capture, scope: str, config: Path, gradients: Sequence[Path] = ()
 ) -> bool:
     """Run the call of that name under an ACL dump; False, with a warning, when it cannot be."""
+    import torch
+
+    from tensorprobe.capture.quiet import Quiet
     from tensorprobe.replay.kernel_dump import run_under_dump
 
     wants_backward = scope.endswith("backward")
     forward = next(call for call in capture.calls if call.direction == "forward")
     backward = next((call for call in capture.calls if call.direction == "backward"), None)
     try:
-        files = run_under_dump(
-            forward, config, backward=backward, gradients=gradients, with_backward=wants_backward
-        )
+        # A guard or a recorder that is on would take this for a call of the program.
+        with Quiet(), torch.enable_grad():
+            files = run_under_dump(
+                forward,
+                config,
+                backward=backward,
+                gradients=gradients,
+                with_backward=wants_backward,
+            )
     except NotReplayable as error:
         say(f"{error}. {_how_to_repro(capture, forward)}")
         return False

@@ -110,6 +110,12 @@ class OverflowCheck:
         )
         write_dump([renamed(call, peer_name)], index, style)
         say(f"{finding.name} overflowed, {finding.reason}: {index}")
+        if finding.inputs is None:
+            stem = split_direction(finding.name)[0]
+            say(
+                "its inputs are gone. To have them, run it again as `tensorprobe run` with "
+                f"--calls {stem} --steps {finding.step} --keep tensors -o again"
+            )
         return index
 
     def _calls(self, finding: Finding) -> list[Call]:
