@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ from tensorprobe.errors import BadUsage, DeviceUnusable, NothingRecorded, NotRep
 from tensorprobe.ptdbg_ascend.dump import Dump, drop
 from tensorprobe.ptdbg_ascend.telling import say
 from tensorprobe.records import Call, Capture
+from tensorprobe.store.loading import load
 
 _EXAMPLE = '{"dump": {"dump_list": [], "dump_path": "./dump/output", "dump_op_switch": "on"}}'
 
@@ -67,8 +70,12 @@ def dump_kernels_of(dump: Dump, config: Path, gradients: Sequence[Path]) -> None
         say(str(nothing))
         drop(dump.private)
         return
-    if run_with_dump(dump.calls(), scope, config, gradients):
-        drop(dump.private)
+    # By another name: one that says it is being recorded is taken for a killed program's.
+    kept = dump.private.with_name(f"{scope}-{os.getpid()}")
+    shutil.rmtree(kept, ignore_errors=True)
+    dump.private.rename(kept)
+    if run_with_dump(load(kept), scope, config, gradients):
+        drop(kept)
 
 
 def run_with_dump(
