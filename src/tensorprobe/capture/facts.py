@@ -88,6 +88,9 @@ def environment_facts() -> dict[str, Any]:
     }
     if torch is not None:
         facts["torch"] = _ask(torch, _TORCH)
+        if not torch.version.cuda or torch.cuda.is_initialized():
+            # It asks cuDNN for its version, which initialises CUDA for good.
+            facts["torch"] |= _ask(torch, {"build": "__config__.show"})
         facts["numerics"] = {**_ask(torch, _NUMERICS), "autocast": _autocast_dtypes()}
         facts["seed"] = _ask(torch, {"torch": "initial_seed"})
         devices = {"cuda": _cuda_facts(torch), "npu": _npu_facts(sys.modules.get("torch_npu"))}
@@ -130,7 +133,6 @@ _TORCH = {
     "num_threads": "get_num_threads",
     "num_interop_threads": "get_num_interop_threads",
     "default_dtype": "get_default_dtype",
-    "build": "__config__.show",
 }
 _NUMERICS = {
     "float32_matmul_precision": "get_float32_matmul_precision",
