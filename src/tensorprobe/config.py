@@ -363,8 +363,9 @@ def from_msprobe_config(path: str | Path) -> MsprobeConfig:
 
         config, dump_path, notes = from_msprobe_config("config.json")
     """
+    content = _read_json(path)
     with _naming(path):
-        return _read_msprobe(_read_json(path))
+        return _read_msprobe(content)
 
 
 def from_door_arguments(

@@ -435,3 +435,65 @@ def test_no_hook_is_left_on_a_leaf(tmp_path: Path) -> None:
     (x * 2).sum().backward()
     assert fired == [1]
     assert len(gc.get_referrers(kept)) == len(before)
+
+
+# ---- backward that fails -----------------------------------------------------------------------
+
+
+class Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no gradient of this")
+
+
+def test_the_call_whose_backward_raised_is_marked(tmp_path: Path) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with tp.Recorder(tmp_path / "r", level="L1"):
+        with pytest.raises(ValueError, match="no gradient of this"):
+            Refusing.apply(x.sin()).exp().sum().backward()
+    calls = [c for c in tp.load(tmp_path / "r").calls if c.direction == "backward"]
+    assert [(call.name, call.status, call.error) for call in calls] == [
+        ("Tensor.sum.0.backward", "complete", None),
+        ("Tensor.exp.0.backward", "complete", None),
+        ("Function.Refusing.0.backward", "raised", "ValueError: no gradient of this"),
+    ]
+
+
+@pytest.mark.parametrize("level", ["L0", "L1", "mix"])
+def test_a_kernel_that_refuses_in_backward(tmp_path: Path, level: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 3))
+    made: list[torch.Tensor] = []
+    model[1].register_forward_hook(lambda module, args, result: made.append(result))
+    with tp.Recorder(tmp_path / "r", level=level):
+        loss = model(torch.ones(2, 3, requires_grad=True)).sum()
+        with torch.no_grad():
+            made[0].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    calls = [c for c in tp.load(tmp_path / "r").calls if c.direction == "backward"]
+    raised = {call.name for call in calls if call.status == "raised"}
+    modules = {"Module.Sequential.backward.0", "Module.2.Linear.backward.0"}
+    linear = {"Functional.linear.1.backward"}  # it keeps what tanh made for its own gradient
+    assert raised == {"L0": modules, "L1": linear, "mix": modules | linear}[level]
+
+
+def test_what_a_hook_of_the_program_raises_is_no_calls(tmp_path: Path) -> None:
+    x = torch.ones(3, requires_grad=True)
+
+    def refuse(grad: torch.Tensor) -> None:
+        raise ValueError("stop here")
+
+    with tp.Recorder(tmp_path / "r", level="L1"):
+        y = x.sin()
+        y.register_hook(refuse)
+        with pytest.raises(ValueError, match="stop here"):
+            y.exp().sum().backward()
+    calls = [c for c in tp.load(tmp_path / "r").calls if c.direction == "backward"]
+    assert [(call.name, call.status) for call in calls] == [
+        ("Tensor.sum.0.backward", "complete"),
+        ("Tensor.exp.0.backward", "complete"),
+    ]

@@ -328,7 +328,10 @@ WRONG = {
     "save in one, load in the other": ["--save-start", "a", "--load-start", "b", "train.py"],
     "give that too": ["--start-batches", "2", "train.py"],
     "'train.py' is a file; give a folder": ["-o", "train.py/x", "train.py"],
-    "can be read from 'none.json'": ["--config", "none.json", "train.py"],
+    "tensorprobe run: no configuration can be read from 'none.json': No such file or directory\n": [
+        *("--config", "none.json", "train.py"),
+    ],
+    "tensorprobe run: train.py is not JSON": ["--config", "train.py", "train.py"],
     "no capture at 'nowhere'": ["--load-start", "nowhere", "train.py"],
     "unrecognized arguments: --levle": ["--levle", "train.py"],
 }

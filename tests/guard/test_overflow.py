@@ -491,6 +491,29 @@ def test_infinity_from_another_rank(tmp_path: Path, look_every: str) -> None:
 # ---- keeping the last steps --------------------------------------------------------------------
 
 
+def test_steps_count_while_nothing_is_watched(tmp_path: Path) -> None:
+    guard = tp.Guard(tmp_path / "g", overflow_nums=-1, log=quiet)
+    guard.step()  # before the first start
+    guard.start()
+    overflow()
+    guard.stop()
+    guard.step()
+    guard.step()
+    guard.start()
+    overflow()
+    guard.stop()
+    guard.start()  # the same step: numbers of calls stand
+    overflow()
+    guard.close()
+    assert [(f.name, f.step) for f in guard.findings] == [
+        ("Tensor.mul.0.forward", 1),
+        ("Tensor.mul.0.forward", 3),
+        ("Tensor.mul.1.forward", 3),
+    ]
+    calls = tp.load(tmp_path / "g" / "capture").calls
+    assert [(call.name, call.step) for call in calls] == [(f.name, f.step) for f in guard.findings]
+
+
 @pytest.mark.parametrize("bad_step", [3, 99])
 def test_keep_last(tmp_path: Path, bad_step: int) -> None:
     guard = tp.Guard(tmp_path / "g", overflow_nums=-1, keep_last=2, log=quiet)

@@ -82,7 +82,7 @@ def check_flagger() -> None:
             x = (torch.complex(x, x) if dtype.is_complex else x).to(dtype)
             tensors += [x, x[1:]]
     contents = [content for x in tensors if (content := readable(x)) is not None]
-    flagger = Flagger(CPU, len(contents))
+    flagger = Flagger(CPU, len(contents), interpreted=True)
     for slot, content in enumerate(contents):
         flagger.start(content, content.numel(), slot, 0)
     for content, (bits, top) in zip(contents, flagger.decode(len(contents)), strict=True):

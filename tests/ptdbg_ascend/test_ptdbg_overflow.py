@@ -83,6 +83,28 @@ def test_the_n_th_stops_and_without_a_path_they_are_in_the_programs_folder(
     assert len(tp.load(folder).calls) == 3
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_each_file_has_its_own_call(session: Session, tmp_path: Path, backward: bool) -> None:
+    session.set_dump_path(tmp_path / "a.pkl", "ptdbg_dump")
+    session.register_hook(Net(), overflow_check, overflow_nums=2)
+    torch.full((2,), 1e30).square()
+    if backward:
+        x = torch.full((3,), 1e-30, requires_grad=True)
+        with pytest.raises(ValueError, match=r"\[overflow 2 times\]"):
+            (x.reciprocal().sum().backward(), torch.optim.SGD([x], 0.1).step())
+        second = ("Tensor.reciprocal.0.backward", (3,))
+    else:
+        torch.full((3,), 100.0).exp()
+        second = ("Tensor.exp.0.forward", (3,))
+    session.close()
+    found = sorted(tmp_path.rglob("Overflow_info_*.pkl"), key=lambda path: path.stem[-1])
+    calls = [tp.load(path).calls[-1] for path in found]
+    assert [(call.name, call.tensor("output.0").shape) for call in calls] == [
+        ("Tensor.square.0.forward", (2,)),
+        second,
+    ]
+
+
 def test_it_is_switched_on_and_off(session: Session, tmp_path: Path) -> None:
     session.set_dump_path(tmp_path / "a.pkl", "ptdbg_dump")
     session.set_overflow_check_switch("OFF", "ON")
@@ -140,3 +162,15 @@ def test_the_debugger_names_files_by_the_call(tmp_path: Path) -> None:
     name = "ptdbg_dump_v5.0/step2/rank0/Tensor___mul___1_forward_1.pkl"
     assert str(found.relative_to(tmp_path)) == name
     assert tp.load(tmp_path).steps == (2,)
+
+
+def test_the_debugger_counts_steps_while_it_is_stopped(tmp_path: Path) -> None:
+    debugger = PrecisionDebugger(tmp_path, "overflow_check", step=[1, 3])
+    debugger.configure_hook(overflow_nums=-1)
+    for _ in range(5):
+        debugger.start()
+        torch.full((2,), 1e30) * 1e30
+        debugger.stop()
+        debugger.step()
+    debugger.close()
+    assert sorted(path.parts[-3] for path in tmp_path.rglob("*.pkl")) == ["step1", "step3"]

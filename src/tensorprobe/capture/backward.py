@@ -63,6 +63,9 @@ class Backward:
         try:
             with _DISABLED():
                 run = self._run()
+                # the node of a module's output is that of the call which made it
+                if tape.entered is None or self._names.api.prefix != "Module":
+                    tape.entered = run
                 if run is not None:
                     run.receive(spots, grads)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
@@ -75,6 +78,7 @@ class Backward:
             return
         try:
             with _DISABLED():
+                tape.entered = None
                 run = self._run()
                 if run is not None:
                     run.send(spots, grads)
@@ -184,7 +188,17 @@ class BackwardRun:
                 self._sent[path] = self._line(grad, path, "output", wanted)
         self._count_down()
 
-    def finish(self) -> None:
+    @property
+    def is_inside_module(self) -> bool:
+        """Whether backward has come into a module, and not to its inputs yet."""
+        return self.names.api.prefix == "Module" and not self._sent and self._left is None
+
+    def fail(self, error: str) -> None:
+        """Backward was left by an exception inside of this call."""
+        self._tape.running.pop(self._key, None)
+        self.finish(error)
+
+    def finish(self, error: str | None = None) -> None:
         """Write down what came; some of it may be missing, and is then not there to come."""
         if not self._begun:
             self._begin()
@@ -197,6 +211,8 @@ class BackwardRun:
         ]
         outputs = nest_gradients(_in_order(self._sent))
         line = EndLine(id=self.id, outputs=outputs, notes=notes)
+        if error is not None:
+            line.status, line.error = "raised", error
         if self._late:
             line.args, line.kwargs = as_arguments(_in_order(self._received))
         self._tape.writer.end(line)

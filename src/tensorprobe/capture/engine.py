@@ -24,7 +24,7 @@ class _Thread(threading.local):
 class EngineEntry:
     """Keeps `modes` on while backward runs, and calls `on_end` when the outermost one is over.
 
-    `on_begin` is given the tensors that backward starts from.
+    `on_begin` is given the tensors that backward starts from, `on_error` what it is left by.
     """
 
     def __init__(
@@ -32,9 +32,11 @@ class EngineEntry:
         modes: Sequence[Any],
         on_begin: Callable[[Any], None],
         on_end: Callable[[bool], None],
+        on_error: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         self._modes = modes
         self._on_end = on_end
+        self._on_error = on_error
         self._on_begin = on_begin
         self._depth = 0  # of all threads
         self._thread = _Thread()
@@ -74,6 +76,9 @@ class EngineEntry:
         try:
             self._on_begin(args[0] if args else ())
             return original(*args, **kwargs)
+        except BaseException as error:
+            self._on_error(error)
+            raise
         finally:
             for mode, depth in zip(calls, before, strict=True):
                 mode.dispatch_depth = depth

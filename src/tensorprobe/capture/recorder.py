@@ -290,7 +290,9 @@ class Recorder:
         self._optimizers = OptimizerHooks(
             tape, self._modules.paths.parameter_names, self._optimizer_stepped
         )
-        self._engine = EngineEntry(modes, self._backward_begins, self._backward_ended)
+        self._engine = EngineEntry(
+            modes, self._backward_begins, self._backward_ended, self._backward_raised
+        )
         atexit.register(self.close)
         _stop_in_children(self)
         return True
@@ -402,6 +404,10 @@ class Recorder:
         tape = self._tape
         if tape is not None and tape.recording and self.config.level in ("L1", "mix"):
             tape.begin_backward(roots)
+
+    def _backward_raised(self, error: BaseException) -> None:
+        if self._tape is not None and self._tape.recording:
+            self._tape.fail_backwards(error)
 
     def _backward_ended(self, last: bool) -> None:
         """Backward is over in this thread; the last one, when it is over in all."""

@@ -106,6 +106,7 @@ class Tape:
         self._early_stacks: list[StackLine] = []  # of modules entered before the first call
         # passes of backward under way; None: not wanted
         self.running: dict[tuple[int, int], BackwardRun | None] = {}
+        self.entered: BackwardRun | None = None  # the call whose node backward came to last
         # custom Functions met in this step, by thread and sequence number of their node, with
         # those of their outputs that were seen; None: not wanted
         self._functions: dict[tuple[int, int], tuple[OpenCall, dict[Path, Any]] | None] = {}
@@ -591,10 +592,26 @@ class Tape:
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self.gap("backward", error)
 
+    def fail_backwards(self, error: BaseException) -> None:
+        """An exception comes out of backward: the call it was in has raised, and the modules that
+        the call is in. What raises elsewhere, as in a hook of the program's, is no call's."""
+        entered, self.entered = self.entered, None
+        if entered is None or entered not in self.running.values():
+            return
+        text = _error_text(error)[:2000]
+        for run in list(self.running.values()):
+            if run is not None and (run is entered or run.is_inside_module):
+                try:
+                    with Quiet():
+                        run.fail(text)
+                except Exception as trouble:  # noqa: BLE001 recording one call: it becomes a gap
+                    self.gap(run.names.name, trouble)
+
     def finish_backwards(self) -> None:
         """Close what backward calls are open: the backward pass has ended."""
         runs = list(self.running.values())
         self.running.clear()
+        self.entered = None
         with Quiet():
             for run in filter(None, runs):
                 try:

@@ -278,10 +278,7 @@ def _configuration(args: argparse.Namespace) -> tuple[RecordConfig, str | None, 
             given[name] = [part for text in given[name] for part in text.split(",") if part]
     if args.config is None:
         return RecordConfig.make(**given), None, ()
-    try:
-        config, dump_path, notes = from_msprobe_config(args.config)
-    except OSError as error:
-        raise BadUsage(f"cannot read '{args.config}': {error.strerror}") from error
+    config, dump_path, notes = from_msprobe_config(args.config)
     if config.names and "between" in given:
         raise BadUsage(f"--between contradicts the list in '{args.config}': a range or a filter")
     if config.between and "names" in given:

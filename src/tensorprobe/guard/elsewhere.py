@@ -16,7 +16,7 @@ from torch.utils._device import _device_constructors
 from tensorprobe.capture.hidden_state import silently_written, writes_in_place
 from tensorprobe.capture.mode_stack import function_modes_off
 from tensorprobe.capture.naming import ApiName
-from tensorprobe.devices import autocast_dtypes
+from tensorprobe.devices import autocast_dtypes, device_layer
 from tensorprobe.devices.autocast_lists import FLOAT32, FLOAT32_BY_DTYPE, LOW
 from tensorprobe.guard.targets import Target
 from tensorprobe.replay.decompositions import vendor_op_formula
@@ -137,7 +137,7 @@ class _Journey:
             return torch.get_default_device()
         # a number on the host may go with tensors of any device
         first = found[0] if found else None
-        return next((device for device in found if device.type != "cpu"), first)
+        return next((device for device in found if not device_layer(device).is_host), first)
 
     # There
 
@@ -290,7 +290,8 @@ class _Journey:
             name = self._call.api.api.replace(".", "_")
             if name in _LOW:
                 return [low] * count
-            if name in _FLOAT32 and self._home.type != "cpu":  # the host's list is another one
+            # the host's list is another one
+            if name in _FLOAT32 and not device_layer(self._home).is_host:
                 return [torch.float32] * count
         return self._plain_dtypes(count)
 

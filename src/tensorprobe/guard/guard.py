@@ -93,6 +93,7 @@ class Guard:
             **{name: self._options[name] for name in ("step_on", "rerun", "log")},
         }
         self._watches: list[Watch] = []
+        self._early_steps = 0  # before the first start, which makes the watches
         self._on = False
         self._closed = False
 
@@ -110,6 +111,8 @@ class Guard:
         if not self._watches:
             _move_earlier(self._place)
             self._watches = [self._make(name) for name in self._names]
+            for watch in self._watches * self._early_steps:
+                watch.step()
         self._on = True
         if self._own_recorder is not None:
             self._own_recorder.start()
@@ -128,7 +131,9 @@ class Guard:
             self._own_recorder.stop()
 
     def step(self) -> None:
-        """One step of the program has ended."""
+        """One step of the program has ended; it counts as well while nothing is watched."""
+        if not self._watches:
+            self._early_steps += 1
         for watch in self._watches:
             watch.step()
         if self._own_recorder is not None:

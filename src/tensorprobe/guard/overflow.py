@@ -41,7 +41,8 @@ class OverflowWatch:
     A finding of forward is certain at once. One of backward waits until the optimizer steps, or
     the step ends: a GradScaler that finds the infinity itself skips the step, and all is well.
     The program is stopped before backward begins, before the optimizer steps, or when the step
-    ends, whichever comes first, so that it shows where the value went and no parameter is spoiled.
+    ends, whichever comes first, so that it shows where the value went; on the host, where each call
+    is looked at as it ends, no parameter is spoiled.
     """
 
     def __init__(
@@ -86,9 +87,8 @@ class OverflowWatch:
         """Put the mode and the hooks in place."""
         if self._tape is None:
             self._build()
-        assert self._tape is not None
         self._on = True
-        self._tape.begin_step(self._step, True)
+        self._begin_step()
         self._modules.install()
         self._optimizers.install_once()
         self._engine.install()
@@ -258,8 +258,8 @@ class OverflowWatch:
         if torch._C._current_graph_task_id() != -1:
             self._advance_later = True  # an optimizer that steps inside of backward
             return
-        if not self._on or self._tape is None:
-            self._step += 1
+        if not self._on:
+            self._step += 1  # the rest when it is entered again
             return
         self._sight.look()
         self._sight.wake_living()
@@ -269,9 +269,15 @@ class OverflowWatch:
         finally:
             self._tell_cases()
             self._step += 1
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        """Tell the parts which step it is; after a pause it may be the same one."""
+        assert self._tape is not None
+        self._tape.begin_step(self._step, True)
+        if self._sight.step != self._step:
             self._patience = PATIENCE
             self._cases.clear()
-            self._tape.begin_step(self._step, True)
             self._modules.begin_step()
             self._sight.begin_step(self._step)
 

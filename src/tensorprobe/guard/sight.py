@@ -122,7 +122,7 @@ class Sight:
         self._tape = tape
         self._watcher = watcher
         self._look_every = look_every
-        self._step = 0
+        self.step = 0
         self.taint = Taint()
         self._pass_case: Case | None = None  # of the backward that runs
         self._functions: set[tuple[int, int]] = set()
@@ -150,7 +150,7 @@ class Sight:
 
     def begin_step(self, step: int) -> None:
         """A new step: what is still bad counts anew."""
-        self._step = step
+        self.step = step
         self._stepped = [each for each in self._stepped if each[1].step >= step - 1]
         self.taint.begin_step()
         self._pass_case = None
@@ -330,7 +330,7 @@ class Sight:
 
     def _sighting(self, glance: _Glance) -> Sighting:
         trail = glance.trail or trail_here(1)
-        return Sighting(glance.plan, glance.number, self._tape.place.module, self._step, trail)
+        return Sighting(glance.plan, glance.number, self._tape.place.module, self.step, trail)
 
     def _note_uninitialised(self, outputs: Tensors) -> None:
         for tensor, _ in outputs:
@@ -353,7 +353,7 @@ class Sight:
         inputs = look_at(_labelled(tensors_in(glance.args, glance.kwargs), "input"))
         case = self._case_behind(inputs) or self._optimizer_behind(inputs)
         if case is not None:
-            case.carry(Sighting(plan, glance.number, "", self._step, ()).name())
+            case.carry(Sighting(plan, glance.number, "", self.step, ()).name())
             self._spoil(returned, case)
             if bits_of(returned) & NAN:
                 self._wake(case)
@@ -389,7 +389,7 @@ class Sight:
         returned = look_at(_labelled(outputs, "output"))
         case = self._case_behind(inputs, any_value=True)
         if case is not None:
-            case.carry(Sighting(glance.plan, glance.number, "", self._step, ()).name())
+            case.carry(Sighting(glance.plan, glance.number, "", self.step, ()).name())
             self._spoil(returned, case, any_value=True)
             return
         at_limit = [each for each in returned if each.top >= each.limit]
@@ -456,7 +456,7 @@ class Sight:
         with Quiet():
             for reference, sighting, case in self._stepped:
                 optimizer = reference()
-                if optimizer is None or case is not None or sighting.step < self._step - 1:
+                if optimizer is None or case is not None or sighting.step < self.step - 1:
                     continue
                 tensors = [(p, (str(n),)) for n, p in enumerate(_parameters(optimizer))]
                 contents = [(t, p) for t, p in tensors if self._looks_now(t)]
@@ -554,9 +554,9 @@ class Sight:
         inputs = look_at(_labelled(tensors_in(glance.args, glance.kwargs), "input"))
         if any(each.top >= each.limit for each in inputs):
             return  # a mask: the lowest number of its dtype, on purpose
-        name = Sighting(glance.plan, glance.number, "", self._step, ()).name()
+        name = Sighting(glance.plan, glance.number, "", self.step, ()).name()
         for each in look_at(_labelled(outputs, "output")):
-            self._latent.see(f"{name}.{each.label}", self._step, each.top, each.limit)
+            self._latent.see(f"{name}.{each.label}", self.step, each.top, each.limit)
 
     def _clamped(self, outputs: Tensors) -> bool:
         """Whether the device says that something was clamped since last asked."""
@@ -649,7 +649,7 @@ class Sight:
             api = ApiName("Function", kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
             number = self._tape.counter.next(api)
             plan = plan_for(api)
-            sighting = Sighting(plan, number, self._tape.place.module, self._step, trail_here(2))
+            sighting = Sighting(plan, number, self._tape.place.module, self.step, trail_here(2))
             self._listen(trace_function(node), sighting, None, frozenset())
 
     def _watch_backward(self, glance: _Glance, outputs: Tensors) -> None:
@@ -708,7 +708,7 @@ class Sight:
                 bad = True
             elif extent.top >= _NEAR[content.dtype]:
                 name = f"{listener.sighting.name('backward')}.{label}"
-                self._latent.see(name, self._step, extent.top, LIMITS[content.dtype])
+                self._latent.see(name, self.step, extent.top, LIMITS[content.dtype])
         if late:
             event = Event(listener.sighting, "backward", scaler=True)
             for label, content in late:
@@ -749,9 +749,9 @@ class Sight:
         seen = look_at(_labelled([(t, p) for p, t in sent.items()], "output"))
         came = look_at(_labelled([(t, p) for p, t in received.items()], "input"))
         reason = _backward_reason(seen, came, clamped)
-        here = Sighting(sighting.plan, sighting.number, sighting.module, self._step, sighting.trail)
+        here = Sighting(sighting.plan, sighting.number, sighting.module, self.step, sighting.trail)
         forward = listener.forward
-        same_step = sighting.step == self._step
+        same_step = sighting.step == self.step
 
         def write() -> bool:
             whole = forward is not None and same_step and forward.write(self._tape, here)
@@ -770,7 +770,7 @@ class Sight:
         kind = type(optimizer)
         api = optimizer_name(kind.__name__, f"{kind.__module__}.{kind.__qualname__}.step")
         number = self._tape.counter.next(api)
-        sighting = Sighting(plan_for(api), number, "", self._step, trail_here(1))
+        sighting = Sighting(plan_for(api), number, "", self.step, trail_here(1))
         if getattr(optimizer, "found_inf", None) is not None:
             return sighting, True  # a fused optimizer under a GradScaler: it looks itself
         bad = self._look_at_group(optimizer, sighting, "gradients")

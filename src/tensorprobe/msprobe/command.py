@@ -163,9 +163,10 @@ def _device(numbers: Sequence[str]) -> str:
     from tensorprobe.devices import accelerator
 
     found = accelerator()
-    kind = found.type if found is not None else "cpu"
-    if kind == "cpu" or not numbers:
-        return kind
+    if found is None:
+        return "cpu"
+    if not numbers:
+        return found.type
     if len(numbers) > 1:
         raise BadUsage(f"-d {' '.join(numbers)}: one device a check; start one for each")
-    return f"{kind}:{numbers[0]}"
+    return f"{found.type}:{numbers[0]}"

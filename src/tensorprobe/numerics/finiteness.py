@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -178,13 +179,21 @@ class KernelFlags:
         return [Extent(bits, top) for bits, top in self._flagger.read(count)] if count else []
 
 
+def _on_cuda(device: torch.device) -> Flags:
+    if importlib.util.find_spec("triton") is None:
+        return TorchFlags()
+    from tensorprobe.numerics import launch
+
+    try:
+        return KernelFlags(launch.Flagger(device, SLOTS))
+    except launch.FAILURES:
+        return TorchFlags()
+
+
+_CHOICES: dict[str, Callable[[torch.device], Flags]] = {"cuda": _on_cuda}
+
+
 def flags_for(device: torch.device) -> Flags:
     """The flags of a device: kernels where Triton can build them, else torch operations."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from tensorprobe.numerics import launch
-
-        try:
-            return KernelFlags(launch.Flagger(device, SLOTS))
-        except launch.FAILURES:
-            return TorchFlags()
-    return TorchFlags()
+    choose = _CHOICES.get(device.type)
+    return TorchFlags() if choose is None else choose(device)

@@ -220,15 +220,16 @@ class Launcher:
 class Flagger:
     """Starts the kernel that flags NaN and infinity, and reads its table.
 
-    Starting one is most of what a guard does for a tensor, so little is done here.
+    Starting one is most of what a guard does for a tensor, so little is done here. `interpreted`:
+    Triton runs its kernels in Python, and the table is on the host.
     """
 
-    def __init__(self, device: torch.device, slots: int) -> None:
+    def __init__(self, device: torch.device, slots: int, *, interpreted: bool = False) -> None:
         self._index = device.index
         self._tables: dict[torch.dtype, torch.Tensor] = {}
         self._device = device
         self._kernel = Kernel(kernels.flag_floats, LANES // 32, LANES=LANES)
-        if device.type == "cpu":  # interpreted
+        if interpreted:
             self._host = self._flags = torch.zeros((slots, 2), dtype=torch.int32)
             self._flags_at = self._flags.data_ptr()
             return

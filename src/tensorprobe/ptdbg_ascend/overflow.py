@@ -52,9 +52,10 @@ class OverflowCheck:
             self.target = target._replace(folder=folder)
         self._private = self.target.root / f"overflow-{os.getpid()}"
         self._is_needed = False  # the private part: a command names it
-        self._step = first_step  # of the program, where that says itself when one ends
         step_on: StepOn = "auto" if first_step is None else "explicit"
         self._guard = _DoorGuard(self._found, self._private, overflow_nums, step_on)
+        for _ in range(first_step or 0):
+            self._guard.step()
 
     def start(self) -> None:
         """Look from here on."""
@@ -70,8 +71,6 @@ class OverflowCheck:
     def step(self) -> None:
         """One step of the program has ended."""
         self._guard.step()
-        if self._step is not None:
-            self._step += 1
 
     def close(self) -> None:
         """Stop for good, and drop the private part."""
@@ -138,8 +137,7 @@ class OverflowCheck:
     def _index(self, finding: Finding, stem: str) -> Path:
         if self.target.release != "2.3":
             place = self.target._replace(stem=f"{stem}_{self._count}")
-            step = finding.step if self._step is None else self._step
-            return place.index_of("", self._rank(), step)
+            return place.index_of("", self._rank(), finding.step)
         stamp = time.strftime("%Y%m%d_%H%M%S", time.gmtime())
         place = self.target._replace(stem=f"Overflow_info_{stamp}_{self._count}")
         return place.index_of("", self._rank())
