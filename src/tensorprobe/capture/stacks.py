@@ -13,6 +13,7 @@ import torch
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OWN = tuple(os.path.join(_ROOT, room) + os.sep for room in ("capture", "guard", "cli"))
+_COMMAND_LINE = os.path.join(_ROOT, "cli", "main.py")  # a program under `run` begins above it
 # Machinery between the user's line and the call: present in every stack, of use in none.
 _HIDDEN = tuple(
     _TORCH + name
@@ -95,6 +96,8 @@ def _render(frame: FrameType | None, count: int) -> list[str]:
     lines = []
     while frame is not None and count > 0:
         file = frame.f_code.co_filename
+        if file == _COMMAND_LINE:
+            break
         if not is_hidden(file):
             lines.append(f"{file}:{frame.f_lineno} in {_function_name(frame.f_code)}")
         frame = frame.f_back
