@@ -170,7 +170,8 @@ class Gap(msgspec.Struct, frozen=True):
 class Calls(Sequence[Call]):
     """The calls of a capture in execution order; `calls(step=0, op="*linear")` narrows them.
 
-    Text filters are shell patterns; a name also matches any call that it is a dotted prefix of.
+    Text filters are shell patterns; a name also matches any call that it is a dotted prefix of,
+    an op any that it is the dotted end of.
     """
 
     def __init__(self, calls: Iterable[Call]) -> None:
@@ -214,7 +215,7 @@ class Calls(Sequence[Call]):
         if module is not None:
             tests.append(lambda call: fnmatch.fnmatchcase(call.module, module))
         if op is not None:
-            tests.append(lambda call: fnmatch.fnmatchcase(call.op, op))
+            tests.append(lambda call: matches_op(call.op, op))
         if direction is not None:
             tests.append(lambda call: call.direction == direction)
         return Calls(call for call in self._calls if all(test(call) for test in tests))
@@ -223,6 +224,13 @@ class Calls(Sequence[Call]):
 def matches_name(name: str, wanted: str) -> bool:
     """Whether `wanted` is the name, a dotted prefix of it, or a shell pattern for it."""
     return name == wanted or name.startswith(wanted + ".") or fnmatch.fnmatchcase(name, wanted)
+
+
+def matches_op(op: str, wanted: str) -> bool:
+    """Whether `wanted` is the op, the dotted end of it (silu, F.silu), or a shell pattern."""
+    if wanted.startswith("F."):
+        wanted = "functional." + wanted.removeprefix("F.")
+    return fnmatch.fnmatchcase(op, wanted) or fnmatch.fnmatchcase(op, f"*.{wanted}")
 
 
 class Capture:

@@ -113,6 +113,8 @@ def test_the_command_of_the_manual(workshop: Workshop) -> None:
     assert capture.steps == (0, 1)
     assert capture.calls(name="Module.Sequential.forward")
     assert capture.calls(name="Optimizer.SGD.step.0")
+    linear = capture.call("Functional.linear.0.forward", step=0)
+    assert linear.stack[-1].endswith("train.py:14 in <module>")  # nothing of ours below it
     assert capture.facts["command"][-len(given) - 1 :] == [script, *given]
 
 

@@ -161,6 +161,8 @@ def test_filters_and_pages(capture: str, capsys: pytest.CaptureFixture[str]) -> 
         return [line.split()[0] if line[0] == " " else line for line in lines[1:]]
 
     assert names("--step", "1", "--op", "*linear") == ["2"]
+    for same in ("linear", "F.linear", "functional.linear", "torch.nn.functional.linear"):
+        assert names("--step", "1", "--op", same) == ["2"]
     assert names("--module", "f*", "--rank", "0") == ["0", "2"]
     assert names("--name", "Torch.exp") == ["4"]
     assert names("--limit", "2", "--offset", "1") == ["1", "2", "2 more: --offset 3"]

@@ -65,7 +65,7 @@ class Watcher(Protocol):
     def trouble(self, name: str, error: BaseException) -> None: ...
     def call_made(self) -> None: ...
     def unscaled(self) -> None: ...
-    def scale_updated(self, found: bool, optimizers: Iterable[int]) -> None: ...
+    def scale_updated(self, skipped_at: float | None, optimizers: Iterable[int]) -> None: ...
     def optimizer_begins(self, optimizer: Any) -> None: ...
 
 
@@ -963,7 +963,9 @@ def _backward_reason(sent: list[Seen], came: list[Seen], clamped: bool) -> str:
     facts = worst.facts
     count, word = (facts["nan"], "NaN") if facts["nan"] else (facts["inf"], "infinite")
     label = worst.label.replace("output.", "input.")
-    made = f"{count} numbers in the gradient of {label} ({facts['dtype']}) are {word}"
+    numbers = "1 number in the gradient" if count == 1 else f"{count} numbers in the gradient"
+    verb = "is" if count == 1 else "are"
+    made = f"{numbers} of {label} ({facts['dtype']}) {verb} {word}"
     if not came:
         return made
     if bits_of(came):

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tensorprobe.devices import device_layer, rng_kept
 from tensorprobe.errors import NotReplayable
-from tensorprobe.records import Call, Special, TensorRecord
+from tensorprobe.records import HOST, Call, Special, TensorRecord
 from tensorprobe.replay import references as user_references
 from tensorprobe.replay.decompositions import formula, vendor_formula
 from tensorprobe.replay.kinds import Kind, api_of, backward_kind, kind_of
@@ -372,7 +372,7 @@ class _Shaker:
     """
 
     def __init__(self, *, apart: bool) -> None:
-        self._generator = torch.Generator().manual_seed(0)
+        self._generator = torch.Generator(HOST).manual_seed(0)
         self._turn = itertools.cycle((1, -1))
         self._apart = apart
 
@@ -394,8 +394,10 @@ class _Shaker:
         wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
         if self._apart:
             return wide * (1 + _STEP * next(self._turn))
-        signs = torch.randint(0, 2, wide.shape, generator=self._generator, dtype=torch.int8)
-        return wide * (1 + _STEP * (2 * signs - 1))
+        signs = torch.randint(
+            0, 2, wide.shape, generator=self._generator, dtype=torch.int8, device=HOST
+        )
+        return wide * (1 + _STEP * (2 * signs.to(wide.device) - 1))
 
 
 def _finite_limit(dtype: torch.dtype) -> float:
