@@ -284,6 +284,9 @@ def test_gradients_without_any_optimizer(workshop: Workshop) -> None:
     workshop.run("-o", "out", script)
     steps = [call.step for call in workshop.load("out").calls(name="Module.Linear.forward")]
     assert steps == [0, 1, 2]
+    workshop.run("--steps", "2", "-o", "last", script)  # counted in steps that are not wanted, too
+    steps = [call.step for call in workshop.load("last").calls(name="Module.Linear.forward")]
+    assert steps == [2]
 
 
 def test_a_config_file_and_options_on_top(here: Here) -> None:

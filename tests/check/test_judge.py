@@ -164,3 +164,13 @@ def test_random_numbers_by_their_moments(tmp_path: Path) -> None:
     assert not any(j.ok for j in judge_random(call, {"output.0": bad}) or [])
     unknown = one_call(tmp_path / "other", lambda: torch.poisson(torch.ones(3)))
     assert judge_random(unknown, {"output.0": good}) is None
+
+
+@pytest.mark.parametrize("given", [(-0.5, 0.5), ()])
+def test_the_range_of_an_initialisation(given: tuple[float, ...], tmp_path: Path) -> None:
+    """nn.init calls it a and b, Tensor.uniform_ from and to."""
+    weight = torch.empty(64)
+    capture = record(tmp_path / "run", lambda: torch.nn.init.uniform_(weight, *given), level="L1")
+    (call,) = capture.calls(direction="forward")
+    assert all(j.ok for j in judge_random(call, {"output.0": weight}) or [])
+    assert not any(j.ok for j in judge_random(call, {"output.0": weight + 1}) or [])

@@ -319,6 +319,28 @@ def test_steps_that_a_scaler_skips_are_counted(
     assert json.loads((tmp_path / "findings.json").read_text())["skipped_steps"] == [0, 1]
 
 
+@LOOKS
+def test_a_scale_that_only_falls_is_a_fault_in_the_end(
+    tmp_path: Path, look_every: int | None
+) -> None:
+    def program() -> None:
+        weight = nn.Parameter(torch.zeros(4))
+        optimizer = torch.optim.SGD([weight], lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for _ in range(9):
+            scaler.scale(weight.sqrt().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    with pytest.raises(GuardStopped):
+        with tp.Guard(tmp_path, look_every=look_every, log=quiet) as guard:
+            program()
+    [finding] = guard.findings
+    assert (finding.name, finding.step) == ("Tensor.sqrt.0.backward", 3)
+    assert json.loads((tmp_path / "findings.json").read_text())["skipped_steps"] == [0, 1, 2, 3]
+
+
 def test_a_forward_overflow_under_a_scaler_is_a_fault(tmp_path: Path) -> None:
     def program() -> None:
         weight = nn.Parameter(torch.ones(4))

@@ -131,8 +131,7 @@ def test_modes(switch: dict[str, Any], expected: list[str], tmp_path: Path) -> N
     folder = dump(tmp_path / "a.pkl", **switch)
     assert call_names(folder / "a.pkl") == expected
     stacked = [n for n in names(folder / "a.pkl") if n.endswith("stack_info")]
-    # of a call of which only the backward is dumped, the stack was not looked at
-    has_stacks = switch["mode"] != "api_list" and "dump_mode" not in switch
+    has_stacks = switch["mode"] != "api_list"
     assert len(stacked) == (len(expected) if has_stacks else 0)
 
 

@@ -66,7 +66,7 @@ def test_the_first_overflow_stops_and_its_files_are_there(session: Session, tmp_
     assert call.tensor("input.0").load().isfinite().all()
     assert call.tensor("output.0").load().isinf().all()
     session.close()
-    assert not list(tmp_path.rglob("*.recording-*"))
+    assert not list(tmp_path.rglob("overflow-*"))
 
 
 def test_the_n_th_stops_and_without_a_path_they_are_in_the_programs_folder(

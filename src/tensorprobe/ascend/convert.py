@@ -46,7 +46,7 @@ _WORTH_PROCESSES = 2 << 30
 # Never dumps, whatever their content: what else lies in a folder of dumps.
 _OTHER_SUFFIXES = {
     ".npy", ".npz", ".csv", ".json", ".txt", ".pbtxt", ".log", ".o", ".cce", ".py", ".safetensors",
-    ".pt", ".md", ".gz", ".zip", ".core", ".xlsx", ".html",
+    ".pt", ".md", ".gz", ".zip", ".core", ".xlsx", ".html", ".jsonl", ".pkl",
 }  # fmt: skip
 
 
@@ -161,7 +161,8 @@ def is_candidate(file: Path) -> bool:
     if file.is_symlink() or not file.is_file():
         return False
     named = parse_dump_name(file.name) is not None or file.name.isdigit()
-    return named or file.suffix.lower() not in _OTHER_SUFFIXES
+    is_other = file.name.startswith(".") or file.suffix.lower() in _OTHER_SUFFIXES
+    return named or not is_other
 
 
 def _serial(work: Iterable[tuple[Path, Path]], out: Path, plan: Plan) -> Iterator[Converted]:

@@ -355,7 +355,7 @@ class Recorder:
         self._switch(
             mode=wanted or (watch.automatic and (first or watch.scaler_seen)),
             hooks=wanted or first or watch.needs_roots,
-            inside=wanted or (first and watch.automatic),
+            inside=wanted or (watch.automatic and (first or watch.needs_backward)),
         )
         return wanted
 

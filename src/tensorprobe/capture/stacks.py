@@ -12,23 +12,30 @@ import torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_OWN = tuple(os.path.join(_ROOT, room) + os.sep for room in ("capture", "guard", "cli"))
+_OWN = (
+    *(os.path.join(_ROOT, room) + os.sep for room in ("capture", "guard", "cli")),
+    os.path.join(_ROOT, "__main__.py"),
+)
 # Machinery between the user's line and the call: present in every stack, of use in none.
-_HIDDEN = tuple(
-    _TORCH + name
-    for name in (
-        os.path.join("nn", "modules", "module.py"),
-        "overrides.py",
-        "_compile.py",
-        os.path.join("_dynamo", "eval_frame.py"),
-        os.path.join("utils", "_contextlib.py"),
-        os.path.join("autograd", "graph.py"),
-        os.path.join("autograd", "__init__.py"),
-        # functionals and methods written in Python are the call itself, not a caller
-        os.path.join("nn", "functional.py"),
-        "functional.py",
-        "_tensor.py",
-    )
+_HIDDEN = (
+    "<frozen runpy>",
+    *(
+        _TORCH + name
+        for name in (
+            os.path.join("nn", "modules", "module.py"),
+            "overrides.py",
+            "_compile.py",
+            os.path.join("_dynamo", "eval_frame.py"),
+            os.path.join("utils", "_contextlib.py"),
+            os.path.join("autograd", "graph.py"),
+            os.path.join("autograd", "__init__.py"),
+            # functionals and methods written in Python are the call itself, not a caller
+            os.path.join("nn", "functional.py"),
+            "functional.py",
+            "_tensor.py",
+            "_ops.py",
+        )
+    ),
 )
 _MAX_FRAMES = 200
 

@@ -46,6 +46,11 @@ class StepWatch:
             return not self._optimizers
         return self._step_on == "module"
 
+    @property
+    def needs_backward(self) -> bool:
+        """Whether the end of a backward may be the end of a step, as far as is known."""
+        return self._step_on == "auto" and not self._optimizers
+
     def be_explicit(self) -> None:
         """The program says itself when a step ends."""
         self._step_on = "explicit"

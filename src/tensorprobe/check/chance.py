@@ -117,8 +117,9 @@ _MOMENTS: dict[str, Callable[[Call], Moments]] = {
     "rand_like": lambda call: _uniform(0.0, 1.0),
     "randn": lambda call: (0.0, 1.0, -math.inf, math.inf),
     "randn_like": lambda call: (0.0, 1.0, -math.inf, math.inf),
-    "uniform": lambda call: _uniform(
-        _number(call, "from", 1, 0.0), _number(call, "to", 2, 1.0)
+    "uniform": lambda call: _uniform(  # a and b: torch.nn.init.uniform_
+        _number(call, "from", 1, _number(call, "a", 1, 0.0)),
+        _number(call, "to", 2, _number(call, "b", 2, 1.0)),
     ),
     "normal": lambda call: (
         _number(call, "mean", 1, 0.0), _number(call, "std", 2, 1.0), -math.inf, math.inf

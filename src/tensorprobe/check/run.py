@@ -59,6 +59,7 @@ def check(
     restart: bool = False,
     step: int | None = None,
     rank: int | None = None,
+    sim_npu: bool = False,
     progress: Progress | None = None,
 ) -> Checked:
     """Run each recorded call alone on `device` and hold it against a reference on the CPU.
@@ -68,6 +69,7 @@ def check(
 
     `against` is a capture of a benchmark device, or the output of a check there. Calls that crash
     or hang are marked and the rest goes on; run it again with the same output to take it up.
+    With `sim_npu` the device npu is the simulated one.
     """
     if jobs < 1 or timeout_s <= 0:
         raise BadUsage("--jobs must be at least 1 and --timeout above 0")
@@ -88,6 +90,7 @@ def check(
         device=device,
         references=None if references is None else Path(references),
         peer_metrics=peer_tables,
+        sim_npu=sim_npu,
     )
     tasks = [Task(number, each.pair, benchmark.pair(each.pair)) for number, each in enumerate(todo)]
     done = len(planned) - len(todo)

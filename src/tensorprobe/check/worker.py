@@ -22,6 +22,7 @@ class Setting(msgspec.Struct, frozen=True):
     references: Path | None = None
     peer_metrics: bool = False
     threads: int = 1
+    sim_npu: bool = False
 
 
 def main(descriptor: int) -> None:
@@ -58,6 +59,10 @@ def _ready(setting: Setting) -> tuple[Any, Any]:
     from tensorprobe.replay.references import run_file
 
     torch.set_num_threads(setting.threads)
+    if setting.sim_npu:
+        from tensorprobe.devices import sim_npu
+
+        sim_npu.install()
     if setting.references is not None:
         run_file(setting.references)
     device = find_device(setting.device)

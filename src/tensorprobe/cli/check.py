@@ -47,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also the tables of ptdbg_ascend's and msprobe's accuracy check",
     )
+    parser.add_argument(
+        "--sim-npu",
+        action="store_true",
+        help="with a simulated NPU and a stand-in torch_npu, where the hardware is missing",
+    )
     parser.add_argument("--restart", action="store_true", help="forget what OUT holds")
     parser.add_argument("--limit", type=int, default=20, metavar="N", help="rows shown (20)")
 
@@ -72,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
                 restart=args.restart,
                 step=args.step,
                 rank=args.rank,
+                sim_npu=args.sim_npu,
                 progress=progress.show,
             )
     except KeyboardInterrupt:

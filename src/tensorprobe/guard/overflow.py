@@ -28,6 +28,7 @@ from tensorprobe.guard.sight import Sight, SightMode
 PATIENCE = 500  # calls that may go by after the last overflow to stop at, to see where it goes
 SAVED = 20  # findings whose tensors are written
 LISTED = 1000  # findings that are listed
+UNSCALED = 1.0  # a GradScaler at this scale, or below, makes no gradient any larger
 
 
 class Report(Protocol):
@@ -40,7 +41,8 @@ class OverflowWatch:
     """Owns the mode and the hooks that look at every call, and decides when to stop.
 
     A finding of forward is certain at once. One of backward waits until the optimizer steps, or
-    the step ends: a GradScaler that finds the infinity itself skips the step, and all is well.
+    the step ends: a GradScaler that finds the infinity itself skips the step, and all is well,
+    unless its scale is so low that it cannot have made it.
     The program is stopped before backward begins, before the optimizer steps, or when the step
     ends, whichever comes first, so that it shows where the value went; on the host, where each call
     is looked at as it ends, no parameter is spoiled.
@@ -214,11 +216,12 @@ class OverflowWatch:
             self._round_step = self._step  # a fused optimizer ends the step before the update
         self._scaler_round = True
 
-    def scale_updated(self, found: bool, optimizers: Iterable[int]) -> None:
-        """It has ended its round, and skipped a step where it had found some."""
+    def scale_updated(self, skipped_at: float | None, optimizers: Iterable[int]) -> None:
+        """It has ended its round, and skipped a step, at this scale, where it had found some."""
         self._sight.look()
         self._scaler_round = False
-        if found:
+        if skipped_at is not None:
+            self._settle(certain=skipped_at <= UNSCALED)
             self._sight.forgive(self._pending)
             self._pending.clear()
             self._skipped.append(self._round_step)

@@ -95,8 +95,9 @@ class Sight(BackwardLooking, OptimizerLooking):
             return result
         with Quiet():
             found = bool(args[2].item())
+            scale = float(args[0].item()) if found else None  # before it is lowered
         result = func(*args, **kwargs)
-        self._watcher.scale_updated(found, optimizers_in_round())
+        self._watcher.scale_updated(scale, optimizers_in_round())
         return result
 
     def _before(self, plan: Plan, number: int, args: tuple[Any, ...], kwargs: Any) -> Glance | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ from tensorprobe.errors import BadUsage, DeviceUnusable, NothingRecorded, NotRep
 from tensorprobe.ptdbg_ascend.dump import Dump, drop
 from tensorprobe.ptdbg_ascend.telling import say
 from tensorprobe.records import Call, Capture
+from tensorprobe.store.loading import load
 
 _EXAMPLE = '{"dump": {"dump_list": [], "dump_path": "./dump/output", "dump_op_switch": "on"}}'
 
@@ -67,23 +70,36 @@ def dump_kernels_of(dump: Dump, config: Path, gradients: Sequence[Path]) -> None
         say(str(nothing))
         drop(dump.private)
         return
-    if run_with_dump(dump.calls(), scope, config, gradients):
-        drop(dump.private)
+    # By another name: one that says it is being recorded is taken for a killed program's.
+    kept = dump.private.with_name(f"{scope}-{os.getpid()}")
+    shutil.rmtree(kept, ignore_errors=True)
+    dump.private.rename(kept)
+    if run_with_dump(load(kept), scope, config, gradients):
+        drop(kept)
 
 
 def run_with_dump(
     capture: Capture, scope: str, config: Path, gradients: Sequence[Path] = ()
 ) -> bool:
     """Run the call of that name under an ACL dump; False, with a warning, when it cannot be."""
+    import torch
+
+    from tensorprobe.capture.quiet import Quiet
     from tensorprobe.replay.kernel_dump import run_under_dump
 
     wants_backward = scope.endswith("backward")
     forward = next(call for call in capture.calls if call.direction == "forward")
     backward = next((call for call in capture.calls if call.direction == "backward"), None)
     try:
-        files = run_under_dump(
-            forward, config, backward=backward, gradients=gradients, with_backward=wants_backward
-        )
+        # A guard or a recorder that is on would take this for a call of the program.
+        with Quiet(), torch.enable_grad():
+            files = run_under_dump(
+                forward,
+                config,
+                backward=backward,
+                gradients=gradients,
+                with_backward=wants_backward,
+            )
     except NotReplayable as error:
         say(f"{error}. {_how_to_repro(capture, forward)}")
         return False

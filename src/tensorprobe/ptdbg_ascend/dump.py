@@ -115,10 +115,6 @@ class Dump:
             self.recorder.close()
         drop(self.private)
 
-    def calls(self) -> Capture:
-        """What the private part holds now."""
-        return load(self.private)
-
     def _steps(self) -> list[Path]:
         found = [path for path in self.private.glob("rank*/step*") if _STEP.fullmatch(path.name)]
         return sorted(found, key=lambda path: int(path.name.removeprefix("step")))

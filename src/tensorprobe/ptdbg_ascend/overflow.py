@@ -50,7 +50,8 @@ class OverflowCheck:
             folder = dump_folder(acl_config)
             say_ignored(f"set_dump_path is not used: ACL data goes to dump_path of '{acl_config}'")
             self.target = target._replace(folder=folder)
-        self._private = self.target.root / f"overflow.recording-{os.getpid()}"
+        self._private = self.target.root / f"overflow-{os.getpid()}"
+        self._is_needed = False  # the private part: a command names it
         step_on: StepOn = "auto" if first_step is None else "explicit"
         self._guard = _DoorGuard(self._found, self._private, overflow_nums, step_on)
         for _ in range(first_step or 0):
@@ -79,7 +80,8 @@ class OverflowCheck:
                 self._guard.close()
         except ValueError as error:  # found at the end of the program: nobody is there to catch it
             say(str(error))
-        drop(self._private)
+        if not self._is_needed:
+            drop(self._private)
 
     def _found(self, finding: Finding) -> None:
         self._count += 1
@@ -93,7 +95,8 @@ class OverflowCheck:
         call = next(call for call in calls if call.name == finding.name)
         if self._acl_config is not None and finding.inputs is not None:
             capture = Capture(Path(finding.inputs), "native", calls)
-            run_with_dump(capture, stem_of(call), self._acl_config)
+            done = run_with_dump(capture, stem_of(call), self._acl_config)
+            self._is_needed = self._is_needed or not done
             return self.target.folder
         index = self._index(finding, stem_of(renamed(call, peer_name)))
         style = Style(
@@ -106,6 +109,12 @@ class OverflowCheck:
         )
         write_dump([renamed(call, peer_name)], index, style)
         say(f"{finding.name} overflowed, {finding.reason}: {index}")
+        if finding.inputs is None:
+            stem = split_direction(finding.name)[0]
+            say(
+                "its inputs are gone. To have them, run it again as `tensorprobe run` with "
+                f"--calls {stem} --steps {finding.step} --keep tensors -o again"
+            )
         return index
 
     def _calls(self, finding: Finding) -> list[Call]:

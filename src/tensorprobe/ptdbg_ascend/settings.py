@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from tensorprobe.errors import BadUsage
 from tensorprobe.store.ptdbg_names import parse_name
-from tensorprobe.store.ptdbg_writing import Content, Stacks, Style
+from tensorprobe.store.ptdbg_writing import Content, Stacks, Style, undirected
 
 Release = Literal["2.3", "5.0"]
 MODES = ("all", "list", "range", "stack", "acl", "api_list", "api_stack")
@@ -111,16 +111,28 @@ def read_switch(
         stacks = "only"
     elif mode in ("api_stack", "list", "range", "acl"):
         stacks = "yes"
+    directions, sides = _directions_and_sides(dump_mode)
+    # The forward of a backward that is asked for is recorded too; see Style.backward_only.
+    backward_only = {"*"} if directions == ["backward"] else _backward_only(mode, names)
+    recorded = [undirected(name) if undirected(name) in backward_only else name for name in names]
     options: dict[str, Any] = {
         "level": "L1",
         "operators": "dunder",  # a + b is Tensor___add___0, as they have it
         "keep": _keep(mode, content),
         "stacks": stacks != "no",
         "dtypes": "float" if is_filtered else "all",
-        **_directions_and_sides(dump_mode),
-        **_selected(mode, names, apis),
+        "directions": list(_DIRECTIONS) if "backward" in directions else directions,
+        "sides": sides,
+        **_selected(mode, recorded, apis),
     }
-    style = Style(release, content, stacks, is_filtered, only_peers=True)
+    style = Style(
+        release,
+        content,
+        stacks,
+        is_filtered,
+        only_peers=True,
+        backward_only=frozenset(backward_only),
+    )
     prefix = f"{mode}_" if mode == "api_stack" or (release != "2.3" and mode != "all") else ""
     return Switch(mode, options, style, prefix, names)
 
@@ -176,7 +188,15 @@ def _keep(mode: str, content: Content) -> str:
     return "stats" if content == "statistics" else "tensors"  # a CRC is made from the tensor
 
 
-def _directions_and_sides(dump_mode: object) -> dict[str, Any]:
+def _backward_only(mode: str, scope: Sequence[str]) -> set[str]:
+    """The calls that a list names by their backward alone."""
+    if mode != "list":
+        return set()
+    backward = {undirected(name) for name in scope if name.endswith("backward")}
+    return backward - {undirected(name) for name in scope if not name.endswith("backward")}
+
+
+def _directions_and_sides(dump_mode: object) -> tuple[list[str], list[str]]:
     """One word as in release 2.3, a list of them later; a direction alone means both sides."""
     words = [dump_mode] if isinstance(dump_mode, str) else dump_mode
     allowed = ("all", *_DIRECTIONS, *_SIDES)
@@ -186,10 +206,10 @@ def _directions_and_sides(dump_mode: object) -> dict[str, Any]:
         raise BadUsage(f"dump_mode={dump_mode!r}: expected one or a list of {', '.join(allowed)}")
     if "all" in words:
         words = ()
-    return {
-        "directions": [word for word in _DIRECTIONS if word in words] or list(_DIRECTIONS),
-        "sides": [word for word in _SIDES if word in words] or list(_SIDES),
-    }
+    return (
+        [word for word in _DIRECTIONS if word in words] or list(_DIRECTIONS),
+        [word for word in _SIDES if word in words] or list(_SIDES),
+    )
 
 
 def _selected(mode: str, scope: Sequence[str], apis: Sequence[str]) -> dict[str, Any]:

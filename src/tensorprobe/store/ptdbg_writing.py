@@ -46,11 +46,19 @@ class Style(NamedTuple):
     is_filtered: bool = False  # no integers and bools, no empty tensors, no Python numbers
     only_peers: bool = False  # only the kinds of calls and tensors that the original has
     flag: int | None = None  # the second field; the release's own where it is None
+    # Calls, as undirected() has them, whose forward is not written; "*" is all. It is read all the
+    # same: the numbers and the stack of a backward are those of its forward.
+    backward_only: frozenset[str] = frozenset()
 
     @property
     def second_field(self) -> int:
         """1 in release 2.3, 0 later."""
         return self.flag if self.flag is not None else (1 if self.release == "2.3" else 0)
+
+
+def undirected(name: str) -> str:
+    """`Functional_gelu_2` of a call's name in any spelling, whatever its direction."""
+    return re.sub(r"_(forward|backward)$", "", name.replace(".", "_"))
 
 
 def write(capture: Capture, folder: Path) -> list[str]:
@@ -203,8 +211,15 @@ class _Dump:
         for call in calls:
             if self._style.only_peers and call.name.partition(".")[0] not in _PEER_KINDS:
                 continue
-            count += self._call(call)
+            if call.direction == "forward" and self._is_unwanted(call):
+                self._places(call)
+            else:
+                count += self._call(call)
         return count
+
+    def _is_unwanted(self, call: Call) -> bool:
+        hidden = self._style.backward_only
+        return bool(hidden) and ("*" in hidden or undirected(call.name) in hidden)
 
     def _call(self, call: Call) -> bool:
         stem = name_of(call).stem

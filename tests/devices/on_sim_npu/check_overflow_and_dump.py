@@ -239,6 +239,16 @@ def test_dump_mode(tmp_path: Path, mode: str, counts: tuple[int, int]) -> None:
     assert CHIP.dump is None
 
 
+def test_a_dump_begins_once(tmp_path: Path) -> None:
+    torch.ones(1, device="npu")
+    torch_npu.npu.init_dump()
+    with pytest.raises(RuntimeError, match="initialized already"):
+        torch_npu.npu.init_dump()
+    torch_npu.npu.finalize_dump()
+    torch_npu.npu.init_dump()
+    torch_npu.npu.finalize_dump()
+
+
 def test_dump_switch_is_off_by_default(tmp_path: Path) -> None:
     path = tmp_path / "dump.json"
     path.write_text(json.dumps({"dump": {"dump_path": str(tmp_path / "out")}}))

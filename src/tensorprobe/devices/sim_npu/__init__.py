@@ -78,7 +78,7 @@ def uninstall() -> None:
     The device itself stays until the process ends: PyTorch names its backend once.
     """
     clear_faults()
-    CHIP.dump = None
+    backend.finalize_dump()
     torch_npu.uninstall()
     if _FLAG_BEFORE:
         torch.__future__.set_swap_module_params_on_conversion(_FLAG_BEFORE[0])

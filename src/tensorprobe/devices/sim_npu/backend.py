@@ -234,8 +234,14 @@ def empty_cache() -> None:
 
 
 def init_dump() -> None:
-    """Begin; nothing is written before set_dump says where."""
+    """Begin; nothing is written before set_dump says where. Once: ACL refuses to begin twice."""
     utils.require_context()
+    if CHIP.dump_is_begun:
+        raise RuntimeError(
+            "NPU error, error code is 100002: the dump is initialized already. "
+            "End it first: finalize_dump() (simulated)"
+        )
+    CHIP.dump_is_begun = True
 
 
 def set_dump(cfg_file: str) -> None:
@@ -245,3 +251,4 @@ def set_dump(cfg_file: str) -> None:
 
 def finalize_dump() -> None:
     CHIP.dump = None
+    CHIP.dump_is_begun = False

@@ -84,6 +84,7 @@ class Chip:
         self.faults = Faults()
         self.status = FloatStatus()
         self.dump: AclDump | None = None
+        self.dump_is_begun = False
         self.has_context = False  # a device was set, or a tensor was made on it
 
     def check_index(self, index: int | None) -> None:
