@@ -22,7 +22,8 @@ from tensorprobe.errors import GuardStopped
 from tensorprobe.guard.cases import Case
 from tensorprobe.guard.evidence import make_tape, write_repro
 from tensorprobe.guard.findings import Finding
-from tensorprobe.guard.sight import OptimizerSight, Sight, SightMode
+from tensorprobe.guard.looking_optimizers import OptimizerSight
+from tensorprobe.guard.sight import Sight, SightMode
 
 PATIENCE = 500  # calls that may go by after the last overflow to stop at, to see where it goes
 SAVED = 20  # findings whose tensors are written

@@ -367,8 +367,9 @@ class _Shaker:
     """Moves each number by about one rounding, up or down by chance.
 
     Tensors moved `apart` go up and down in turn, as wholes: then no element of `a - b` is spared.
-    Incoming gradients all go up: their sums may climb high and cancel late (one half of a batch
-    against the other), and every addition on the way rounds what has been climbed.
+    Incoming gradients all go up on average: their sums may climb high and cancel late (one half of
+    a batch against the other), and every addition on the way rounds what has been climbed. They go
+    by different steps: of equal ones a normalisation's backward would take away the mean.
     """
 
     def __init__(self, *, apart: bool) -> None:
@@ -383,7 +384,7 @@ class _Shaker:
             content = source(record)
             if record.name in incoming and content.is_floating_point():
                 wide = content.to(torch.float64)
-                return wide + _STEP * wide.abs()
+                return wide + _STEP * (1 + self._signs(wide)) * wide.abs()
             return self.shake(content)
 
         return shaken
@@ -394,10 +395,14 @@ class _Shaker:
         wide = tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
         if self._apart:
             return wide * (1 + _STEP * next(self._turn))
-        signs = torch.randint(
-            0, 2, wide.shape, generator=self._generator, dtype=torch.int8, device=HOST
+        return wide * (1 + _STEP * self._signs(wide))
+
+    def _signs(self, like: torch.Tensor) -> torch.Tensor:
+        """1 and -1 by chance."""
+        drawn = torch.randint(
+            0, 2, like.shape, generator=self._generator, dtype=torch.int8, device=HOST
         )
-        return wide * (1 + _STEP * (2 * signs.to(wide.device) - 1))
+        return 2 * drawn.to(like.device) - 1
 
 
 def _finite_limit(dtype: torch.dtype) -> float:

@@ -1,0 +1,288 @@
+"""Looking at backward: the gradients that each call is given, and those it sends on."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from tensorprobe.capture.gradients import (
+    LEAF,
+    Gradients,
+    Path,
+    Spot,
+    Trace,
+    trace_call,
+    trace_function,
+)
+from tensorprobe.capture.naming import ApiName
+from tensorprobe.capture.quiet import Quiet
+from tensorprobe.guard.cases import Case, Sighting
+from tensorprobe.guard.evidence import write_backward
+from tensorprobe.guard.glances import (
+    Glance,
+    Remembered,
+    Tensors,
+    contents_of,
+    frames_of,
+    labelled,
+    version_of,
+)
+from tensorprobe.guard.judging import Seen, bits_of, look_at
+from tensorprobe.guard.kinds import plan_for
+from tensorprobe.guard.looking import NEAR, Looking
+from tensorprobe.guard.ring import Event
+from tensorprobe.guard.trail import BRIEF, trail_here
+from tensorprobe.numerics.finiteness import LIMITS, extent_now, readable
+
+
+class BackwardLooking(Looking):
+    """Follows calls into backward."""
+
+    def backward_begins(self, roots: Any) -> None:
+        """Backward starts from these tensors."""
+        if torch._C._current_graph_task_id() != -1:
+            return  # inside another one: a checkpoint's
+        self._pass_case = None
+        with Quiet():
+            tensors = [root for root in roots if isinstance(root, torch.Tensor)]
+            nodes = [(root, root.grad_fn) for root in tensors]
+            functions = [(r, node) for r, node in nodes if isinstance(node, BackwardCFunction)]
+            self._watch_functions(functions)
+            for root in tensors:
+                content = readable(root)
+                if content is None:
+                    continue
+                if not self._is_immediate(content):
+                    event = Event(None, inputs=self._ring.inputs([("loss", content)]), note="loss")
+                    self._ring.add(event)
+                    continue
+                case = self.taint.case_of(content) if extent_now(content).bits else None
+                if case is not None:
+                    case.reached = "the loss"
+                    self._pass_case = case
+                    self._wake(case)
+
+    def _watch_functions(self, functions: list[tuple[torch.Tensor, Any]]) -> None:
+        """Custom autograd.Functions: `apply` is no torch call, but their node is in the graph."""
+        for _, node in functions:
+            made = (threading.get_ident(), node._sequence_nr())
+            if made in self._functions:
+                continue
+            self._functions.add(made)
+            kind = getattr(type(node), "_forward_cls", type(node))
+            api = ApiName("Function", kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+            number = self._tape.counter.next(api)
+            plan = plan_for(api)
+            sighting = Sighting(plan, number, self._tape.place.module, self.step, trail_here(2))
+            self._listen(trace_function(node), sighting, None, frozenset())
+
+    def _watch_backward(self, glance: Glance, outputs: Tensors) -> None:
+        assert glance.edges is not None
+        trace = trace_call(outputs, glance.edges)
+        if trace.boundary:
+            glance.trail = glance.trail or trail_here(1, BRIEF)
+            leaves = frozenset(path for _, path in glance.edges.leaves.values())
+            self._listen(trace, self._sighting(glance), Remembered(glance), leaves)
+
+    def _listen(
+        self,
+        trace: Trace,
+        sighting: Sighting,
+        forward: Remembered | None,
+        leaves: frozenset[Path],
+    ) -> None:
+        listener = _Listener(self, sighting, forward, leaves)
+        boundary = trace.boundary
+        for node, spots in trace.outputs.items():
+            if node not in boundary:
+                listener.waits = True
+                if node._sequence_nr() != LEAF:
+                    node.register_prehook(_Incoming(listener, spots))
+        listener.nodes = len(boundary)
+        for node, spots in boundary.items():
+            node.register_hook(_Outgoing(listener, spots, trace.outputs.get(node)))
+
+    def gradients(
+        self,
+        listener: _Listener,
+        spots: list[Spot],
+        grads: Gradients,
+        received: dict[Path, torch.Tensor],
+    ) -> None:
+        """Backward leaves a call: look at what it sends on."""
+        late: list[tuple[str, torch.Tensor]] = []
+        bad = False
+        for position, path, _ in spots:
+            grad = grads[position] if position < len(grads) else None
+            if grad is None:
+                continue
+            content = readable(grad)
+            if content is None:
+                continue
+            label = f"output.{'.'.join(path)}"
+            if not self._is_immediate(content):
+                late.append((label, content))
+                continue
+            extent = extent_now(content)
+            if not extent.bits and path in listener.leaves:
+                storage = content.untyped_storage()
+                seen = (StorageWeakRef(storage), version_of(content))
+                self._seen_gradients[storage._cdata] = seen
+            if extent.bits:
+                bad = True
+            elif extent.top >= NEAR[content.dtype]:
+                name = f"{listener.sighting.name('backward')}.{label}"
+                self._latent.see(name, self.step, extent.top, LIMITS[content.dtype])
+        if late:
+            event = Event(listener.sighting, "backward", scaler=True)
+            for label, content in late:
+                self._ring.hold(event, label, content)
+            self._ring.add(event)
+            if self._ring.is_due:
+                self.look()
+        if bad or self._clamped_backward(spots, grads):
+            self._suspect_backward(listener, spots, grads, received, clamped=not bad)
+
+    def _clamped_backward(self, spots: list[Spot], grads: Gradients) -> bool:
+        if all(grad is None or grad.is_cpu for grad in grads):
+            return False
+        return self._clamped(_sent(spots, grads))
+
+    def _suspect_backward(
+        self,
+        listener: _Listener,
+        spots: list[Spot],
+        grads: Gradients,
+        received: dict[Path, torch.Tensor],
+        *,
+        clamped: bool,
+    ) -> None:
+        sighting = listener.sighting
+        sent = {path: tensor for tensor, path in _sent(spots, grads)}
+        case = self._pass_case
+        if case is None and self.taint:
+            known = [self.taint.case_of(content) for content in contents_of(_sent(spots, grads))]
+            case = next((each for each in known if each is not None), None)
+        if case is not None:
+            self._pass_case = case
+            case.carry(sighting.name("backward"))
+            self._wake(case)
+            return
+        if self._watcher.is_full:
+            return
+        seen = look_at(labelled([(t, p) for p, t in sent.items()], "output"))
+        came = look_at(labelled([(t, p) for p, t in received.items()], "input"))
+        reason = _backward_reason(seen, came, clamped)
+        here = Sighting(sighting.plan, sighting.number, sighting.module, self.step, sighting.trail)
+        forward = listener.forward
+        same_step = sighting.step == self.step
+
+        def write() -> bool:
+            whole = forward is not None and same_step and forward.write(self._tape, here)
+            write_backward(self._tape, here.names("backward"), frames_of(here), received, sent)
+            return whole
+
+        metrics = {each.label: each.facts for each in (*came, *seen)}
+        case = self._pass_case = Case(here, "backward", reason, metrics, write)
+        self._watcher.add(case, pending=True)
+
+
+class _Listener:
+    """Follows one call into backward; it holds no node of the graph."""
+
+    __slots__ = ("forward", "leaves", "left", "nodes", "received", "sight", "sighting", "waits")
+
+    def __init__(
+        self,
+        sight: BackwardLooking,
+        sighting: Sighting,
+        forward: Remembered | None,
+        leaves: frozenset[Path],
+    ) -> None:
+        self.sight, self.sighting, self.forward = sight, sighting, forward
+        self.leaves = leaves  # inputs that are parameters, or other leaves
+        self.waits = False  # for gradients that come in at another node than they leave from
+        self.received: dict[Path, torch.Tensor] = {}
+        self.nodes = self.left = 0
+
+    def incoming(self, spots: list[Spot] | None, grads: Gradients) -> dict[Path, torch.Tensor]:
+        found = {}
+        for number, path, window in spots or ():
+            grad = grads[number] if number < len(grads) else None
+            if grad is not None:
+                found[path] = grad if window is None else window.cut(grad)
+        return found
+
+
+class _Incoming:
+    """A prehook on a node of an output: keeps the gradient until the call's backward is over."""
+
+    __slots__ = ("_listener", "_spots")
+
+    def __init__(self, listener: _Listener, spots: list[Spot]) -> None:
+        self._listener, self._spots = listener, spots
+
+    def __call__(self, grads: Gradients) -> None:
+        listener = self._listener
+        if not listener.sight.on:
+            return
+        with Quiet():
+            listener.received |= listener.incoming(self._spots, grads)
+            listener.left = listener.nodes
+
+
+class _Outgoing:
+    """A hook on a node at the edge of an input: the call sends gradients on."""
+
+    __slots__ = ("_listener", "_outputs", "_spots")
+
+    def __init__(self, listener: _Listener, spots: list[Spot], outputs: list[Spot] | None) -> None:
+        self._listener, self._spots, self._outputs = listener, spots, outputs
+
+    def __call__(self, grads: Gradients, incoming: Gradients) -> None:
+        listener = self._listener
+        if not listener.sight.on:
+            return
+        try:
+            with Quiet():
+                received = listener.received
+                if self._outputs is not None:
+                    received = received | listener.incoming(self._outputs, incoming)
+                listener.sight.gradients(listener, self._spots, grads, received)
+                listener.left -= 1
+                if listener.left <= 0:
+                    listener.received = {}
+        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+            listener.sight._watcher.trouble(listener.sighting.name("backward"), error)
+
+
+def _backward_reason(sent: list[Seen], came: list[Seen], clamped: bool) -> str:
+    if clamped:
+        return "the chip clamps, and its overflow flag was raised in its backward"
+    worst = max(sent, key=lambda each: each.facts["nan"] + each.facts["inf"])
+    facts = worst.facts
+    count, word = (facts["nan"], "NaN") if facts["nan"] else (facts["inf"], "infinite")
+    label = worst.label.replace("output.", "input.")
+    made = f"{count} numbers in the gradient of {label} ({facts['dtype']}) are {word}"
+    if not came:
+        return made
+    if bits_of(came):
+        return (
+            f"it is given a gradient that is not finite though none was sent: the sum of the "
+            f"gradients that meet there overflows, or the program began with it; {made}"
+        )
+    top = max(each.top for each in came)
+    return f"the gradients it is given are finite (up to {top:.4g}), {made}"
+
+
+def _sent(spots: list[Spot], grads: Gradients) -> Tensors:
+    found: Tensors = []
+    for position, path, window in spots:
+        grad = grads[position] if position < len(grads) else None
+        if grad is not None:
+            found.append((grad if window is None else window.cut(grad), path))
+    return found
