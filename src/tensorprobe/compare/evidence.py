@@ -117,7 +117,7 @@ def _shaken(roundoff: float, seed: int) -> Callable[[TensorRecord], torch.Tensor
             return found
         wide = found.to(torch.complex128 if found.is_complex() else torch.float64)
         signs = torch.randint(0, 2, wide.shape, generator=generator, dtype=torch.int8) * 2 - 1
-        return wide * (1 + roundoff * signs)
+        return wide * (1 + roundoff * signs.to(wide.dtype))  # of int8 it would be float32's 1
 
     return load
 

@@ -267,7 +267,9 @@ def _backward_reason(sent: list[Seen], came: list[Seen], clamped: bool) -> str:
     facts = worst.facts
     count, word = (facts["nan"], "NaN") if facts["nan"] else (facts["inf"], "infinite")
     label = worst.label.replace("output.", "input.")
-    made = f"{count} numbers in the gradient of {label} ({facts['dtype']}) are {word}"
+    numbers = "1 number in the gradient" if count == 1 else f"{count} numbers in the gradient"
+    verb = "is" if count == 1 else "are"
+    made = f"{numbers} of {label} ({facts['dtype']}) {verb} {word}"
     if not came:
         return made
     if bits_of(came):

@@ -354,7 +354,10 @@ def _is_of_module(buffer: str) -> bool:
 
 
 def with_stride(content: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
-    """The same numbers laid out in memory as they were: transposed, expanded, with gaps."""
+    """The same numbers laid out in memory as they were: transposed, expanded, with gaps.
+
+    Numbers that were moved, each for itself, can share no memory: they stay as they are.
+    """
     if stride is None or stride == content.stride() or content.numel() == 0:
         return content
     shape = content.shape
@@ -371,6 +374,8 @@ def with_stride(content: torch.Tensor, stride: tuple[int, ...] | None) -> torch.
         along = torch.arange(n, device=content.device) * step
         place = place + along.reshape([-1 if i == axis else 1 for i in range(len(shape))])
     memory[place.expand(shape).reshape(-1)] = content.reshape(-1)
+    if content.dtype == torch.float64 and not torch.equal(laid, content):
+        return content
     return laid
 
 

@@ -402,7 +402,7 @@ class _Shaker:
         drawn = torch.randint(
             0, 2, like.shape, generator=self._generator, dtype=torch.int8, device=HOST
         )
-        return 2 * drawn.to(like.device) - 1
+        return 2 * drawn.to(like.device, like.dtype) - 1
 
 
 def _finite_limit(dtype: torch.dtype) -> float:
