@@ -86,6 +86,23 @@ def test_values_are_in_the_file_soon_without_being_asked_for(tmp_path: Path) -> 
     out.close()
 
 
+def test_the_thread_is_awake_after_being_called_in_vain(tmp_path: Path) -> None:
+    writer = open_writer(tmp_path)
+    writer.begin_step(0)
+    log = tmp_path / "rank0" / "step0" / "calls.jsonl"
+    for number in range(200):
+        # The line of an end wakes the thread, and the next call takes that line away.
+        writer.call(CallLine(id=number, name=f"Torch.relu.{number}.forward", op="torch.relu"))
+        writer.end(EndLine(id=number))
+        if number % 50 == 0:
+            time.sleep(0.15)
+    deadline = time.monotonic() + 5
+    while log.read_text().count('"type":"end"') < 200:
+        assert time.monotonic() < deadline, "the last end is not written while the program sleeps"
+        time.sleep(0.02)
+    writer.close()
+
+
 def test_drain_and_the_end_of_a_step_wait_for_results(tmp_path: Path) -> None:
     device = Device()
     _, out = late_capture(tmp_path / "a", device)

@@ -450,14 +450,18 @@ class CaptureWriter:
         """Sleep until there is work, and a little longer if it may gather; False to end."""
         with self._changed:
             if not self._waiting:
-                self._asleep = True
-                self._changed.wait_for(lambda: self._has_work() or self._stopping)
+                self._changed.wait_for(self._is_called)
                 self._asleep = False
-                if not self._has_work():
+                if self._stopping and not self._has_work():
                     return False
             self._changed.wait_for(lambda: self._hurry or self._stopping, _GATHER_S)
             self._hurry = False
             return True
+
+    def _is_called(self) -> bool:
+        # Said anew after each call in vain: the program may have written what it woke us for.
+        self._asleep = True
+        return self._has_work() or self._stopping
 
     def _has_work(self) -> bool:
         step = self._last_step
