@@ -75,6 +75,14 @@ def test_msprobe_is_found_with_all_that_is_in_it(tmp_path: Path) -> None:
     assert tp.load(tmp_path / "d").layout == "msprobe"
 
 
+def test_without_it_the_way_is_told(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import torch\nimport msprobe\n")
+    done = run(tmp_path, "train.py")
+    assert done.returncode == 1
+    assert "ModuleNotFoundError: No module named 'msprobe'" in done.stderr
+    assert "a script of msprobe runs unedited with --as msprobe" in done.stderr
+
+
 def test_it_wins_over_an_installed_one(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     site = tmp_path / "site" / "ptdbg_ascend"

@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tensorprobe.cli.doors import open_doors, read_names
+from tensorprobe.cli.doors import DOORS, open_doors, read_names
 from tensorprobe.config import RecordConfig, from_msprobe_config
 from tensorprobe.errors import (
     BadUsage,
@@ -488,6 +488,10 @@ class _Session:
         if isinstance(end, SystemExit) and end.code not in (None, 0, False):
             raise end
         if end is not None and not isinstance(end, SystemExit):
+            if isinstance(end, ModuleNotFoundError) and end.name in DOORS:
+                sys.stderr.write(
+                    f"tensorprobe run: a script of {end.name} runs unedited with --as {end.name}\n"
+                )
             return 1
         if self._guard is not None and self._guard.findings:
             return 3
