@@ -764,7 +764,9 @@ def test_002_2_4_dropout_can_be_judged_from_its_record(tmp_path: Path) -> None:
     # where the device draws other numbers, share and scale are judged, and the row says so
     (dropout,) = pair(runs[0].calls(name="*dropout*"))
     row = check_one(dropout, torch.device("cpu"))
-    assert (row.verdict, row.reference) == ("pass", "float64")
+    same_generator = torch.get_default_device().type == "cpu"
+    assert row.verdict == "pass"
+    assert row.reference == ("float64" if same_generator else "its distribution")
     without_state = msgspec.structs.replace(
         call, tensors=tuple(t for t in call.tensors if t.role != "buffer")
     )

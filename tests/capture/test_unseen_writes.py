@@ -181,3 +181,11 @@ def test_one_content_seen_in_other_shapes(keep: str, contents: int, tmp_path: Pa
         assert tensor.summary.norm == pytest.approx(float(expected.norm()))
         if keep == "tensors":
             assert torch.equal(tensor.load(), expected)
+
+
+def test_what_was_compiled_before_is_no_gap(tmp_path: Path) -> None:
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    recorder = tp.Recorder(tmp_path, steps=[3], log=lambda text: None)
+    with pytest.raises(NothingRecorded), recorder:
+        torch.ones(2).relu()  # step 0, which is not wanted
+    assert not tmp_path.joinpath("rank0").exists()

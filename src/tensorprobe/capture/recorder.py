@@ -95,7 +95,7 @@ class Recorder:
         self._hooks_on = False  # steps end
         self._inside_on = False  # the engine's entry, and the mode of L2
         self._filters: Any = None
-        self._frames_compiled = 0
+        self._frames_compiled: int | None = None  # when recording began
         self._keep_last = self.config.keep_last
         self._on_disk: list[int] = []  # recorded steps that may still be dropped, oldest first
 
@@ -446,6 +446,8 @@ class Recorder:
         self._log(f"{text}. The program goes on; what was recorded before is readable.")
 
     def _note_compiled(self) -> None:
+        if self._frames_compiled is None:
+            return
         count = _frames_compiled() - self._frames_compiled
         if count > 0 and self._tape is not None:
             self._tape.gap(
