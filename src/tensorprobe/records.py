@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import msgspec
 
+from tensorprobe.contents.blob import Blob
+from tensorprobe.errors import UnreadableCapture
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -18,7 +21,6 @@ Level = Literal["L0", "L1", "L2", "mix"]
 Keep = Literal["structure", "stats", "digest", "tensors"]
 Role = Literal["input", "output", "parameter", "parameter_grad", "buffer"]
 Status = Literal["complete", "begun", "raised"]
-Container = Literal["raw", "npy", "pt"]
 
 HOST = "cpu"
 
@@ -46,18 +48,6 @@ class TensorSummary(msgspec.Struct, frozen=True, gc=False):
     @property
     def is_finite(self) -> bool:
         return self.nan_count == 0 and self.inf_count == 0
-
-
-class Blob(msgspec.Struct, frozen=True, gc=False):
-    """Where a tensor's bytes are: `nbytes` of them, little-endian and row-major.
-
-    In a file of its own, `npy` or `pt`, their place and layout are found when it is read.
-    """
-
-    path: Path
-    offset: int
-    nbytes: int
-    container: Container = "raw"
 
 
 class TensorRecord(msgspec.Struct, frozen=True, gc=False):
@@ -93,15 +83,21 @@ class TensorRecord(msgspec.Struct, frozen=True, gc=False):
 
     def array(self) -> np.ndarray[Any, Any]:
         """The content as a read-only numpy array, memory-mapped (ml_dtypes for bf16 and fp8)."""
-        from tensorprobe.store.arrays import read_blob
+        from tensorprobe.contents.arrays import read_array
 
-        return read_blob(self)
+        return read_array(self.name, self.dtype, self.shape, self._kept())
 
     def load(self) -> torch.Tensor:
         """The content as a CPU tensor of its own, exact in every dtype."""
-        from tensorprobe.store.arrays import read_tensor
+        from tensorprobe.contents.arrays import read_tensor
 
-        return read_tensor(self)
+        return read_tensor(self.name, self.dtype, self.shape, self._kept())
+
+    def _kept(self) -> Blob:
+        if self.blob is None:
+            why = self.gap or "the capture keeps no tensors; record with keep='tensors'"
+            raise UnreadableCapture(f"{self.name} has no stored content: {why}")
+        return self.blob
 
 
 class Special(msgspec.Struct, frozen=True):

@@ -17,8 +17,9 @@ from tensorprobe.compare.align import Pair
 from tensorprobe.compare.comparison import Comparison, Verdict
 from tensorprobe.compare.judge import Mode
 from tensorprobe.compare.measure import CallPair, TensorPair, pair_tensors
+from tensorprobe.contents.blob import Blob
 from tensorprobe.numerics.metrics import PairMetrics
-from tensorprobe.records import Blob, Call, Capture, TensorRecord, TensorSummary
+from tensorprobe.records import Call, Capture, TensorRecord, TensorSummary
 from tensorprobe.report.columns import table
 from tensorprobe.report.csv import write_csv
 

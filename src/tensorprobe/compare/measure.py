@@ -24,7 +24,6 @@ from tensorprobe.numerics.metrics import (
     measure_pair,
 )
 from tensorprobe.records import Call, TensorRecord, TensorSummary
-from tensorprobe.store.arrays import read_blob
 from tensorprobe.store.msprobe import LAST_NODE
 
 # Below this it is over before processes have started.
@@ -252,7 +251,7 @@ def _nbytes(item: Work) -> int:
 def measure_records(actual: TensorRecord, expected: TensorRecord) -> PairMetrics | str:
     """The metrics of two stored tensors, or why they cannot be had."""
     try:
-        return measure_pair(read_blob(actual), read_blob(expected))
+        return measure_pair(actual.array(), expected.array())
     except (TensorprobeError, OSError, ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
 

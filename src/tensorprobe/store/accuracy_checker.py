@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from tensorprobe.contents.blob import Blob
+from tensorprobe.contents.dtypes import itemsize_of
+from tensorprobe.contents.tensor_files import locate
 from tensorprobe.errors import BadArtefact, UnreadableCapture
 from tensorprobe.records import (
-    Blob,
     Call,
     Capture,
     Direction,
@@ -22,7 +24,6 @@ from tensorprobe.records import (
     TensorRecord,
     TensorSummary,
 )
-from tensorprobe.store.dtypes import itemsize_of
 from tensorprobe.store.foreign import (
     MAX_DEPTH,
     Problem,
@@ -32,7 +33,6 @@ from tensorprobe.store.foreign import (
     read_shape,
 )
 from tensorprobe.store.ptdbg_names import Name, native_name, native_op
-from tensorprobe.store.tensor_files import locate
 
 _FORWARD = re.compile(r"forward_info_(\d{1,18})\.json")
 _STEP = re.compile(r"step(\d{1,18})")

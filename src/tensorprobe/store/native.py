@@ -14,9 +14,9 @@ from typing import Any
 
 import msgspec
 
+from tensorprobe.contents.blob import Blob
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import (
-    Blob,
     Call,
     Capture,
     Gap,

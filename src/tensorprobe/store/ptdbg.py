@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from tensorprobe.contents.blob import Blob
+from tensorprobe.contents.dtypes import itemsize_of
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import (
-    Blob,
     Call,
     Capture,
     Gap,
@@ -27,7 +28,6 @@ from tensorprobe.records import (
     TensorSummary,
 )
 from tensorprobe.store import accuracy_checker
-from tensorprobe.store.dtypes import itemsize_of
 from tensorprobe.store.foreign import Problem, confined, parse_lines, read_shape
 from tensorprobe.store.msprobe import LAST_NODE
 from tensorprobe.store.ptdbg_names import (

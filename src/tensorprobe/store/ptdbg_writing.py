@@ -16,12 +16,12 @@ from typing import Any, Literal, NamedTuple, TextIO
 
 import numpy as np
 
+from tensorprobe.contents.widening import is_widened, widen
 from tensorprobe.errors import WriteFailed
 from tensorprobe.records import Call, Capture, Fields, TensorRecord, TensorSummary
 from tensorprobe.store.foreign import file_name
 from tensorprobe.store.names import peer_name, renamed
 from tensorprobe.store.ptdbg_names import name_of
-from tensorprobe.store.widening import is_widened, widen
 
 Stacks = Literal["no", "yes", "only"]
 Content = Literal["tensors", "statistics", "checksums"]

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import force_setattr
 
+from tensorprobe.contents.blob import Blob
+from tensorprobe.contents.dtypes import itemsize_of
 from tensorprobe.errors import BadArtefact, UnreadableCapture
 from tensorprobe.operators import NATIVE_NAMES
-from tensorprobe.records import Blob, Call, Capture, Direction, Fields, Gap, Role, TensorRecord
-from tensorprobe.store.dtypes import itemsize_of
+from tensorprobe.records import Call, Capture, Direction, Fields, Gap, Role, TensorRecord
 from tensorprobe.store.foreign import (
     MAX_DEPTH,
     Problem,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tensorprobe.store.dtypes import numpy_dtype
+from tensorprobe.contents.dtypes import numpy_dtype
 
 Array = np.ndarray[Any, Any]
 

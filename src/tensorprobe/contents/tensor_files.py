@@ -17,8 +17,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from tensorprobe.contents.dtypes import itemsize_of, numpy_dtype
 from tensorprobe.errors import BadArtefact
-from tensorprobe.store.dtypes import itemsize_of, numpy_dtype
 
 _MAX_HEADER_NBYTES = 1 << 16  # of a .npy; torch's own are 118
 _MAX_PICKLE_NBYTES = 1 << 16  # of one tensor's; they are some 300

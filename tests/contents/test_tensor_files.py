@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tensorprobe.contents.tensor_files import locate
 from tensorprobe.errors import BadArtefact, TensorprobeError
-from tensorprobe.store.tensor_files import locate
 
 DTYPES = [
     "float32", "float64", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int64", "int32",

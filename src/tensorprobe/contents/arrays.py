@@ -1,0 +1,78 @@
+"""Stored bytes back to arrays and tensors, exact in every dtype."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tensorprobe.contents.blob import Blob
+from tensorprobe.contents.dtypes import numpy_dtype
+from tensorprobe.contents.tensor_files import locate
+from tensorprobe.contents.widening import narrow as narrowed
+from tensorprobe.errors import BadArtefact, MissingDependency, UnreadableCapture
+
+if TYPE_CHECKING:
+    import torch
+
+
+def read_array(name: str, dtype: str, shape: tuple[int, ...], blob: Blob) -> np.ndarray[Any, Any]:
+    """The stored content of the tensor of that name, memory-mapped and read-only."""
+    if blob.container != "raw":
+        return _read_file(name, dtype, shape, blob)
+    kind = numpy_dtype(dtype)
+    nbytes = math.prod(shape) * kind.itemsize
+    if blob.nbytes != nbytes:
+        raise UnreadableCapture(
+            f"{name} is {dtype} of shape {list(shape)}, which takes {nbytes} bytes; "
+            f"{blob.path} has {blob.nbytes} for it"
+        )
+    if blob.nbytes == 0:
+        return np.empty(shape, kind)
+    raw: np.ndarray[Any, Any]
+    raw = np.memmap(blob.path, np.uint8, "r", blob.offset, (blob.nbytes,))
+    if blob.offset % kind.alignment:  # shards have no holes; ml_dtypes wants alignment
+        raw = np.array(raw)
+        raw.flags.writeable = False
+    return np.frombuffer(raw, kind).reshape(shape)
+
+
+def _read_file(name: str, dtype: str, shape: tuple[int, ...], blob: Blob) -> np.ndarray[Any, Any]:
+    """The tensor of a .npy or .pt file, in the dtype that it is said to have had.
+
+    numpy has no bfloat16 and no fp8, so the peers widen those to float32, which loses nothing.
+    """
+    try:
+        stored = locate(blob.path)
+        if stored.shape != shape:
+            raise BadArtefact(
+                f"{blob.path} holds shape {list(stored.shape)}; the index says {list(shape)}"
+            )
+        array = stored.array()
+    except BadArtefact as error:
+        raise UnreadableCapture(f"{name}: {error}") from error
+    if stored.dtype == dtype:
+        return array
+    narrow = narrowed(array, dtype)
+    if not np.array_equal(narrow.astype(array.dtype), array, equal_nan=array.dtype.kind in "fc"):
+        raise UnreadableCapture(
+            f"{name} is {dtype} by the index, and {blob.path} holds {stored.dtype} "
+            "numbers that it has no room for"
+        )
+    narrow.flags.writeable = False
+    return narrow
+
+
+def read_tensor(name: str, dtype: str, shape: tuple[int, ...], blob: Blob) -> torch.Tensor:
+    """The stored content of a tensor as a CPU tensor of its own."""
+    array = read_array(name, dtype, shape, blob)
+    try:
+        import torch
+    except ImportError:
+        raise MissingDependency(
+            "torch", "TensorRecord.load() (array() does not)", "torch"
+        ) from None
+    kind: torch.dtype = getattr(torch, dtype)
+    flat = torch.from_numpy(np.array(array).reshape(-1).view(np.uint8))
+    return flat.view(kind).reshape(shape)
