@@ -409,14 +409,10 @@ def _merge_digested(
     sum_a, low_a, high_a, total_a, square_a, zeros_a,
     sum_b, low_b, high_b, total_b, square_b, zeros_b,
 ):  # fmt: skip
-    return (
-        sum_a + sum_b,
-        tl.minimum(low_a, low_b),
-        tl.maximum(high_a, high_b),
-        total_a + total_b,
-        square_a + square_b,
-        zeros_a + zeros_b,
+    low, high, total, square, zeros = _merge(
+        low_a, high_a, total_a, square_a, zeros_a, low_b, high_b, total_b, square_b, zeros_b
     )
+    return sum_a + sum_b, low, high, total, square, zeros
 
 
 @triton.jit
