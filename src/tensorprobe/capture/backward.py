@@ -242,9 +242,8 @@ class BackwardRun:
     def _line(self, grad: torch.Tensor | None, path: Path, role: Role, wanted: bool) -> Any:
         if grad is None:
             return None
-        line = self._tape.line(grad, self, role, path, wanted)
-        line.grad = False  # said of tensors of the program; a gradient has one by create_graph
-        return {"tensor": line}
+        # whether it has a gradient is said of tensors of the program: one has it by create_graph
+        return self._tape.lines.in_tree(grad, self, role, path, wanted, False)
 
     def _begin(self) -> None:
         self._begun = True

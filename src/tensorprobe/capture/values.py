@@ -74,9 +74,15 @@ class Values:
             self._marks.pop(tensor.untyped_storage()._cdata, None)
 
     def of(
-        self, tensor: torch.Tensor, name: TensorName, keep: Keep, stride: Sequence[int] | None
+        self,
+        tensor: torch.Tensor,
+        call: str,
+        role: Role,
+        label: str | tuple[str, ...],
+        keep: Keep,
+        stride: Sequence[int] | None,
     ) -> int:
-        """The number of this tensor's content; it goes by `name` where it is new.
+        """The number of this tensor's content; where it is new it goes by `call`, role and label.
 
         `stride` is None where the elements follow each other in order.
         """
@@ -87,10 +93,12 @@ class Values:
             dtype = tensor.dtype
             if mark is None:
                 if not _is_its_storage(tensor):
-                    return self._new(tensor, name, tensors)
+                    return self._new(tensor, (call, role, label), tensors)
                 mark = self._mark(storage)
             elif tensor.is_neg() or (dtype.is_complex and tensor.is_conj()):
-                return self._new(tensor, name, tensors)  # the same memory means other numbers
+                return self._new(
+                    tensor, (call, role, label), tensors
+                )  # the same memory means other numbers
             layout: _Layout = None
             if stride is not None:
                 shape = tuple(tensor.shape)
@@ -101,10 +109,12 @@ class Values:
             offset, numel = tensor.storage_offset(), tensor.numel()
             view = (mark, tensor._version, offset, numel, layout, dtype, tensors)
         except (NotImplementedError, RuntimeError):  # inference tensors keep no version; sparse,
-            return self._new(tensor, name, tensors)  # nested, functorch's and others no storage
+            return self._new(
+                tensor, (call, role, label), tensors
+            )  # nested, functorch's and others no storage
         number = self._numbers.get(view)
         if number is None:
-            number = self._numbers[view] = self._new(tensor, name, tensors)
+            number = self._numbers[view] = self._new(tensor, (call, role, label), tensors)
         return number
 
     def _mark(self, storage: torch.UntypedStorage) -> int:
