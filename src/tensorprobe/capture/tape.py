@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from tensorprobe.capture.backward import Backward, BackwardRun
+from tensorprobe.capture.backward import Backward, NodeBackward, Run
 from tensorprobe.capture.calls import OpenCall
 from tensorprobe.capture.encode import (
     encode,
@@ -25,6 +25,7 @@ from tensorprobe.capture.gradients import (
     Path,
     Trace,
     listen,
+    one_node,
     trace_call,
     trace_function,
     trace_saved,
@@ -95,7 +96,7 @@ class Tape:
         # where given: nothing but these modules, by identity, under these names
         self.only: dict[int, str] | None = None
         self._steps: set[int] = set()
-        self._open = False
+        self.is_open = False
         self.on_open: Callable[[int], None] = lambda step: None
         self._opening = threading.Lock()
         self._values = values
@@ -103,8 +104,8 @@ class Tape:
         self._stacks = Stacks(self._write_stack)
         self._early_stacks: list[StackLine] = []  # of modules entered before the first call
         # passes of backward under way; None: not wanted
-        self.running: dict[tuple[int, int], BackwardRun | None] = {}
-        self.entered: BackwardRun | None = None  # the call whose node backward came to last
+        self.running: dict[tuple[int, int], Run | None] = {}
+        self.entered: Run | None = None  # the call whose node backward came to last
         # custom Functions met in this step, by thread and sequence number of their node, with
         # those of their outputs that were seen; None: not wanted
         self._functions: dict[tuple[int, int], tuple[OpenCall, dict[Path, Any]] | None] = {}
@@ -136,7 +137,7 @@ class Tape:
         self.end_step()
         self.recording = wanted
         self.writer.end_step()
-        self._open = False
+        self.is_open = False
         if step == self.step:
             return
         self.step = step
@@ -151,16 +152,16 @@ class Tape:
 
     def open_step(self) -> None:
         """A step gets its folder with its first call, so that one nobody ran leaves no trace."""
-        if self._open:
+        if self.is_open:
             return
         with self._opening:  # or a second thread's first call would find no file yet
-            if not self._open:
+            if not self.is_open:
                 self._steps.add(self.step)
                 self.writer.begin_step(self.step)
                 for line in self._early_stacks:
                     self.writer.stack(line)
                 self._early_stacks.clear()
-                self._open = True
+                self.is_open = True
                 self.on_open(self.step)
 
     # Calls
@@ -200,7 +201,7 @@ class Tape:
                 call.edges = InputEdges()
             if not names.wanted:
                 return self._watch(call, args, kwargs)
-            if not self._open:
+            if not self.is_open:
                 self.open_step()
             place = self.place
             if stack is not None:
@@ -342,6 +343,14 @@ class Tape:
         outputs: list[tuple[torch.Tensor, Path]],
         tracer: Tracer,
     ) -> None:
+        if len(outputs) == 1 and tracer is trace_call:
+            found = one_node(outputs[0][0], edges)
+            if found is not None:
+                node, spots = found
+                backward = NodeBackward(self, call, spots)
+                node.register_prehook(backward.incoming)
+                node.register_hook(backward.outgoing)
+                return
         trace = tracer(outputs, edges)
         if trace.notes:
             call.notes.extend(trace.notes)
@@ -613,7 +622,7 @@ class Tape:
 
     def _write_stack(self, id: int, frames: list[str]) -> None:
         line = StackLine(id=id, frames=frames)
-        if self._open:
+        if self.is_open:
             self.writer.stack(line)
         else:
             self._early_stacks.append(line)
