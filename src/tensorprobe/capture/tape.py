@@ -330,11 +330,7 @@ class Tape:
         with Quiet():
             if torch.equal(before, read()):
                 return {}
-        line = self.lines.line(before, call, "buffer", "rng_state", False)
-        line.value = self._values.of(
-            before, call.names.name, "buffer", "rng_state", "tensors", None
-        )
-        return {"rng_state": line}
+        return {"rng_state": self.lines.kept(before, call, "buffer", "rng_state")}
 
     def _trace(
         self,

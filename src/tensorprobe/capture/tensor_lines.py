@@ -18,9 +18,9 @@ from tensorprobe.records import HOST, Keep, Role
 from tensorprobe.store.lines import TensorLine, encode
 
 _ONLY: Path = ("0",)  # the path of a result that is one tensor
-# What a line says of a plain tensor, its content excepted: dtype, shape, stride, device, and
-# whether it has a gradient.
-_Kind = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device, bool]
+# What a line says of a plain tensor, its content excepted: dtype, shape, stride, device, whether it
+# has a gradient; and what is kept of the call.
+_Kind = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device, bool, Keep]
 _MAX_KINDS = 10_000  # shapes that are new in every step would fill the table without end
 
 
@@ -36,8 +36,7 @@ class _Head(NamedTuple):
 
     in_tree: bytes  # as `{"tensor": line}`
     alone: bytes
-    stride: tuple[int, ...] | None  # None: the elements follow each other in order
-    wanted: bool  # its dtype is
+    form: int  # of the content, or -1 where none is wanted
 
 
 class TensorLines:
@@ -79,8 +78,16 @@ class TensorLines:
         device = HOST if tensor.is_cpu else str(tensor.device)
         value = None
         if wanted and wants_dtype and call.keep != "structure":
-            value = self._values.of(tensor, call.names.name, role, label, call.keep, stride)
+            form = self._values.form(tensor, call.keep, stride)
+            value = self._values.of(tensor, form, call.names.name, role, label, call.keep)
         return TensorLine(dtype, shape, stride, device, tensor.requires_grad, value)
+
+    def kept(self, tensor: torch.Tensor, call: HasTensors, role: Role, label: str) -> TensorLine:
+        """The same of a tensor whose content is kept whatever is wanted of the call."""
+        line = self.line(tensor, call, role, label, False)
+        form = self._values.form(tensor, "tensors", line.stride)
+        line.value = self._values.of(tensor, form, call.names.name, role, label, "tensors")
+        return line
 
     def in_tree(
         self,
@@ -96,18 +103,20 @@ class TensorLines:
 
         `grad` stands in for what the tensor says; `same` is where in its role it was met before.
         """
-        head = self._head(tensor, tensor.requires_grad if grad is None else grad)
-        if head is None or same is not None:
+        head = None
+        if same is None and type(tensor) in PLAIN_TENSORS:
+            head = self._head(tensor, tensor.requires_grad if grad is None else grad, call.keep)
+        if head is None:
             line = self.line(tensor, call, role, path, wanted)
             if grad is not None:
                 line.grad = grad
             if same is not None:
                 line.same = f"{role}.{'.'.join(same)}"
             return {"tensor": line}
-        text, _, stride, wants_dtype = head
-        if not (wanted and wants_dtype) or call.keep == "structure":
+        text, _, form = head
+        if form < 0 or not wanted:
             return Raw(text + b"}}")
-        value = self._values.of(tensor, call.names.name, role, path, call.keep, stride)
+        value = self._values.of(tensor, form, call.names.name, role, path, call.keep)
         return Raw(b'%b,"value":%d}}' % (text, value))
 
     def named(
@@ -117,15 +126,17 @@ class TensorLines:
         wanted = self._selection.wants_side(role)
         lines: dict[str, Any] = {}
         for name, tensor in tensors:
-            head = self._head(tensor, tensor.requires_grad)
+            head = None
+            if type(tensor) in PLAIN_TENSORS:
+                head = self._head(tensor, tensor.requires_grad, call.keep)
             if head is None:
                 lines[name] = self.line(tensor, call, role, name, wanted)
                 continue
-            _, text, stride, wants_dtype = head
-            if not (wanted and wants_dtype) or call.keep == "structure":
+            _, text, form = head
+            if form < 0 or not wanted:
                 lines[name] = Raw(text + b"}")
             else:
-                value = self._values.of(tensor, call.names.name, role, name, call.keep, stride)
+                value = self._values.of(tensor, form, call.names.name, role, name, call.keep)
                 lines[name] = Raw(b'%b,"value":%d}' % (text, value))
         return lines
 
@@ -149,25 +160,23 @@ class TensorLines:
 
         return encode_tensor
 
-    def _head(self, tensor: torch.Tensor, grad: bool) -> _Head | None:
-        """None for a tensor that is not plain, or has no strides."""
-        if type(tensor) not in PLAIN_TENSORS:
-            return None
+    def _head(self, tensor: torch.Tensor, grad: bool, keep: Keep) -> _Head | None:
+        """None for a tensor that has no strides: sparse, nested."""
         try:
-            kind = (tensor.dtype, tensor.shape, tensor.stride(), tensor.device, grad)
-        except (RuntimeError, NotImplementedError):  # sparse, nested
+            kind = (tensor.dtype, tensor.shape, tensor.stride(), tensor.device, grad, keep)
+        except (RuntimeError, NotImplementedError):
             return None
-        head = self._heads.get(kind)
-        return self._new_head(kind, tensor) if head is None else head
+        return self._heads.get(kind) or self._new_head(kind, tensor)
 
     def _new_head(self, kind: _Kind, tensor: torch.Tensor) -> _Head:
-        dtype, shape, stride, device, grad = kind
+        dtype, shape, stride, device, grad, keep = kind
         name, wanted = self._dtypes.get(dtype) or self._look_up(dtype)
         order = None if tensor.is_contiguous() else stride
         alone = encode(TensorLine(name, shape, order, str(device), grad)).rstrip(b"\n}")
+        form = self._values.form(tensor, keep, order) if wanted and keep != "structure" else -1
         if len(self._heads) >= _MAX_KINDS:
             self._heads.clear()
-        head = self._heads[kind] = _Head(b'{"tensor":' + alone, alone, order, wanted)
+        head = self._heads[kind] = _Head(b'{"tensor":' + alone, alone, form)
         return head
 
     def _look_up(self, dtype: torch.dtype) -> tuple[str, bool]:
