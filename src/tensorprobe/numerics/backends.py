@@ -79,6 +79,7 @@ class KernelBackend:
         self._takes_both = takes_both
         self._launcher = launcher
         self._port = port
+        self._usual_stream = port.usual_stream
         self._stats = stats
         self._digest = digest
         complete = functools.partial(rows.complete, stats=stats, digest=digest)
@@ -103,8 +104,11 @@ class KernelBackend:
         except RuntimeError:
             return None
         name, itemsize, tile, most, unit, begin = usual
-        stream = self._port.usual_stream()
-        if stream is None or not address or address % 16 or count % unit or count >= 1 << 31:
+        # Masks, not remainders, which take longer: units are powers of two.
+        if not address or address & 15 or count & (unit - 1) or count >= 1 << 31:
+            return None
+        stream = self._usual_stream()
+        if stream is None:
             return None
         n_rows = -(-count // tile)
         if n_rows > most:
