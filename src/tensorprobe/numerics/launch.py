@@ -7,7 +7,6 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from types import BuiltinFunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -163,7 +162,7 @@ def _needs_no_scratch(run: Any) -> bool:
     if (kind.__module__, kind.__name__) != ("triton.backends.nvidia.driver", "CudaLauncher"):
         return False
     asked = (run.global_scratch_size, run.profile_scratch_size, getattr(run, "gsan_enabled", False))
-    return not any(asked) and isinstance(run.launch, BuiltinFunctionType)
+    return not any(asked)
 
 
 Start = Callable[[int, int, int, int, Bank, int, int], None]
@@ -466,8 +465,9 @@ class CudaPort:
         current.wait_event(self._uploaded)
         current.wait_event(bank.born)
         # Else the allocator could give the bank's memory away while that stream still writes.
-        for tensor in (bank.rows, bank.meta, bank.digests, *self._launcher.constants):
-            tensor.record_stream(current)
+        with memory.kernels_only():
+            for tensor in (bank.rows, bank.meta, bank.digests, *self._launcher.constants):
+                tensor.record_stream(current)
         bank.streams[stream] = current
 
     def read_back(self, bank: Bank) -> Arrival:
