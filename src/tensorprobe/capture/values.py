@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.transfer import Transfer
@@ -53,7 +52,7 @@ class Values:
         self._summarizer = summarizer
         self._checksums = checksums  # made of the bytes, on the host
         self._transfer = Transfer()
-        self._held: dict[int, StorageWeakRef] = {}  # the storages met in this step
+        self._held = _Held()  # the storages met in this step
         self._marks: dict[int, int] = {}  # those of which something is known; anew after `forget`
         self._numbers: dict[_View, int] = {}
         self._forms: dict[Any, int] = {}
@@ -127,30 +126,55 @@ class Values:
 
     def _mark(self, storage: torch.UntypedStorage) -> int:
         key = storage._cdata
-        if key not in self._held:
-            self._held[key] = StorageWeakRef(storage)
+        self._held.hold(storage, key)
         return self._marks.setdefault(key, next(self._new_marks))
 
     def _new(self, tensor: torch.Tensor, name: TensorName, tensors: bool) -> int:
         number = next(self._ids)
-        with Quiet():
-            result = self._summarizer.submit(tensor)
-            if (tensors or self._checksums) and result.error is None:
-                self._writer.make_room(tensor.numel() * tensor.element_size())
-                copy = self._transfer.snapshot(tensor)
-                self.nbytes += copy.nbytes if tensors else 0
-                self._writer.tensor(
-                    number,
-                    _text(name),
-                    copy.dtype,
-                    copy.shape,
-                    copy.get,
-                    copy.nbytes,
-                    checksum=self._checksums,
-                    stored=tensors,
-                )
+        result = self._summarizer.submit(tensor)
+        if (tensors or self._checksums) and result.error is None:
+            with Quiet():
+                self._copy(number, tensor, name, tensors)
         self._writer.value(number, result)
         return number
+
+    def _copy(self, number: int, tensor: torch.Tensor, name: TensorName, stored: bool) -> None:
+        self._writer.make_room(tensor.numel() * tensor.element_size())
+        copy = self._transfer.snapshot(tensor)
+        self.nbytes += copy.nbytes if stored else 0
+        self._writer.tensor(
+            number,
+            _text(name),
+            copy.dtype,
+            copy.shape,
+            copy.get,
+            copy.nbytes,
+            checksum=self._checksums,
+            stored=stored,
+        )
+
+
+class _Held:
+    """Weak references to storages: while there is one, no other takes a storage's place in memory.
+
+    As torch's StorageWeakRef does it, without an object for each.
+    """
+
+    def __init__(self) -> None:
+        self._references: set[int] = set()  # each is where its storage is
+        self._free: Any = torch.UntypedStorage._free_weak_ref  # kept: torch may go first at exit
+
+    def hold(self, storage: torch.UntypedStorage, at: int) -> None:
+        """`at` is the storage's `_cdata`."""
+        if at not in self._references:
+            reference: Any = storage._weak_ref()
+            self._references.add(reference)
+
+    def clear(self) -> None:
+        while self._references:
+            self._free(self._references.pop())
+
+    __del__ = clear
 
 
 def _text(name: TensorName) -> str:
