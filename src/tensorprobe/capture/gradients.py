@@ -175,7 +175,7 @@ def trace_call(outputs: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges)
     """The graph of one operator call; it has no outputs when backward does not pass here."""
     trace = Trace()
     output_nodes(outputs, inputs, trace)
-    if not trace.outputs or _is_one_node(trace, inputs):
+    if not trace.outputs:
         return trace
     start, find, boundary = inputs.start, inputs.find, trace.boundary
     todo = list(trace.outputs)
@@ -204,29 +204,32 @@ def trace_call(outputs: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges)
     return trace
 
 
-def _is_one_node(trace: Trace, inputs: InputEdges) -> bool:
-    """Whether the call made one node only, as most do; its edges are in the trace then."""
-    if len(trace.outputs) > 1 or trace.boundary:
-        return False
-    (node,) = trace.outputs
-    edges, leaves, start = inputs.edges, inputs.leaves, inputs.start
+def one_node(output: torch.Tensor, inputs: InputEdges) -> tuple[Any, list[Spot]] | None:
+    """The node of a call that made one node and returned one tensor, and where it leads to the
+    inputs; None where more than that is to be found, by `trace_call`."""
+    node = output.grad_fn
+    start, edges, leaves = inputs.start, inputs.edges, inputs.leaves
+    if node is None or node._sequence_nr() < start or output.output_nr or inputs.aliases:
+        return None
+    if (node, 0) in edges or id(output) in inputs.views:
+        return None
     spots: list[Spot] = []
     position = -1
     for edge in node.next_functions:
         position += 1
         path = edges.get(edge)
         if path is None:
-            after = edge[0]
+            after: Any = edge[0]
             sequence = LEAF + 1 if after is None else after._sequence_nr()
             if start <= sequence < LEAF:
-                return False
+                return None
             if sequence != LEAF or (leaf := leaves.get(id(after.variable))) is None:
                 continue
             path = leaf[1]
+        if len(path) > 1 or (spots and path <= spots[-1][1]):
+            return None  # of a list of inputs; twice; not in their order
         spots.append((position, path, None))
-    if spots:
-        trace.boundary[node] = spots
-    return True
+    return (node, spots) if spots else None
 
 
 def trace_function(node: Any) -> Trace:

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from tensorprobe.capture.backward import Backward, BackwardRun
+from tensorprobe.capture.backward import Backward, NodeBackward, Run
 from tensorprobe.capture.calls import OpenCall
 from tensorprobe.capture.encode import (
-    PLAIN_TENSORS,
-    TensorEncoder,
     encode,
     encode_arguments,
     map_tensors,
@@ -27,6 +25,7 @@ from tensorprobe.capture.gradients import (
     Path,
     Trace,
     listen,
+    one_node,
     trace_call,
     trace_function,
     trace_saved,
@@ -36,10 +35,11 @@ from tensorprobe.capture.naming import ApiName, CallNames, Counter, call_name
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.stacks import Stacks
-from tensorprobe.capture.values import TensorName, Values
+from tensorprobe.capture.tensor_lines import TensorLines
+from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig
 from tensorprobe.devices import autocast_dtypes
-from tensorprobe.records import HOST, Role
+from tensorprobe.records import Role
 from tensorprobe.store.lines import CallLine, EndLine, GapLine, StackLine, TensorLine
 from tensorprobe.store.writer import CaptureWriter
 
@@ -56,7 +56,6 @@ _ROLES: dict[str, Role] = {
     "buffers": "buffer",
 }
 _NO_ALIASES: dict[Path, Path] = {}  # of most calls: they are many, and live until backward
-_ONLY: Path = ("0",)  # the path of a result that is one tensor
 _IN_BACKWARD = "inside backward"
 _OUTPUT_IS_ARGUMENTS = "outputs are the arguments after the call"
 
@@ -97,7 +96,7 @@ class Tape:
         # where given: nothing but these modules, by identity, under these names
         self.only: dict[int, str] | None = None
         self._steps: set[int] = set()
-        self._open = False
+        self.is_open = False
         self.on_open: Callable[[int], None] = lambda step: None
         self._opening = threading.Lock()
         self._values = values
@@ -105,15 +104,14 @@ class Tape:
         self._stacks = Stacks(self._write_stack)
         self._early_stacks: list[StackLine] = []  # of modules entered before the first call
         # passes of backward under way; None: not wanted
-        self.running: dict[tuple[int, int], BackwardRun | None] = {}
-        self.entered: BackwardRun | None = None  # the call whose node backward came to last
+        self.running: dict[tuple[int, int], Run | None] = {}
+        self.entered: Run | None = None  # the call whose node backward came to last
         # custom Functions met in this step, by thread and sequence number of their node, with
         # those of their outputs that were seen; None: not wanted
         self._functions: dict[tuple[int, int], tuple[OpenCall, dict[Path, Any]] | None] = {}
         self._leaf_listeners: list[LeafListener] = []
         self._pending_work: list[tuple[OpenCall, list[Any], list[tuple[torch.Tensor, Path]]]] = []
-        self._dtypes: dict[torch.dtype, tuple[str, bool]] = {}  # name, and whether it is wanted
-        self._devices: dict[torch.device, str] = {}
+        self.lines = TensorLines(selection, values)
         self._keep = config.keep if not config.keep_tensors else None  # of every call
         self._sees_functions = config.level in ("L1", "mix")
         self.wants_input = selection.wants_side("input")
@@ -139,7 +137,7 @@ class Tape:
         self.end_step()
         self.recording = wanted
         self.writer.end_step()
-        self._open = False
+        self.is_open = False
         if step == self.step:
             return
         self.step = step
@@ -154,16 +152,16 @@ class Tape:
 
     def open_step(self) -> None:
         """A step gets its folder with its first call, so that one nobody ran leaves no trace."""
-        if self._open:
+        if self.is_open:
             return
         with self._opening:  # or a second thread's first call would find no file yet
-            if not self._open:
+            if not self.is_open:
                 self._steps.add(self.step)
                 self.writer.begin_step(self.step)
                 for line in self._early_stacks:
                     self.writer.stack(line)
                 self._early_stacks.clear()
-                self._open = True
+                self.is_open = True
                 self.on_open(self.step)
 
     # Calls
@@ -203,7 +201,7 @@ class Tape:
                 call.edges = InputEdges()
             if not names.wanted:
                 return self._watch(call, args, kwargs)
-            if not self._open:
+            if not self.is_open:
                 self.open_step()
             place = self.place
             if stack is not None:
@@ -218,7 +216,7 @@ class Tape:
                 if writes:
                     call.writes = writes
                     self._forget_arguments(writes, args, kwargs)
-                encoder = self._encoder(call, "input", self.wants_input, call.inputs)
+                encoder = self.lines.encoder(call, "input", self.wants_input, call.inputs)
                 positional, keywords = encode_arguments(args, kwargs, encoder)
                 line = CallLine(
                     id=0,
@@ -281,7 +279,7 @@ class Tape:
                     if call.edges is not None and self._backward:
                         self._trace(call, call.edges, outputs or mutated, tracer)
                     return
-                encoder = self._encoder(call, "output", self.wants_output, outputs)
+                encoder = self.lines.encoder(call, "output", self.wants_output, outputs)
                 line = EndLine(id=call.id, outputs=encode(result, encoder), notes=call.notes)
                 if mutated and not outputs:
                     line.outputs = self._arguments_after(call, mutated, outputs)
@@ -291,7 +289,9 @@ class Tape:
                 if call.draws is not None:
                     line.buffers |= self._drawn(call, call.draws)
                 for name, tensor in buffers:
-                    line.buffers[name] = self.line(tensor, call, "buffer", name, self.wants_output)
+                    line.buffers[name] = self.lines.line(
+                        tensor, call, "buffer", name, self.wants_output
+                    )
                 if call.edges is not None and self._backward:
                     self._trace(call, call.edges, outputs, tracer)
                 self.writer.end(line)
@@ -330,10 +330,7 @@ class Tape:
         with Quiet():
             if torch.equal(before, read()):
                 return {}
-        line = self.line(before, call, "buffer", "rng_state", False)
-        name: TensorName = (call.names.name, "buffer", "rng_state")
-        line.value = self._values.of(before, name, "tensors", None)
-        return {"rng_state": line}
+        return {"rng_state": self.lines.kept(before, call, "buffer", "rng_state")}
 
     def _trace(
         self,
@@ -342,6 +339,14 @@ class Tape:
         outputs: list[tuple[torch.Tensor, Path]],
         tracer: Tracer,
     ) -> None:
+        if len(outputs) == 1 and tracer is trace_call:
+            found = one_node(outputs[0][0], edges)
+            if found is not None:
+                node, spots = found
+                backward = NodeBackward(self, call, spots)
+                node.register_prehook(backward.incoming)
+                node.register_hook(backward.outgoing)
+                return
         trace = tracer(outputs, edges)
         if trace.notes:
             call.notes.extend(trace.notes)
@@ -375,84 +380,17 @@ class Tape:
         self.open_step()
         self.writer.gap(GapLine(name=name, reason=text[:2000]))
 
-    def line(
-        self,
-        tensor: torch.Tensor,
-        call: OpenCall | BackwardRun,
-        role: Role,
-        label: str | Path,
-        wanted: bool = True,
-    ) -> TensorLine:
-        """One tensor of a call; its content is numbered and kept where the selection wants it.
-
-        `label` is its name within its role, or the parts of that.
-        """
-        dtype, wants_dtype = self._dtypes.get(tensor.dtype) or self._look_up(tensor.dtype)
-        shape: tuple[int, ...] = ()
-        stride: tuple[int, ...] | None = None
-        try:
-            if type(tensor) in PLAIN_TENSORS:
-                shape = tensor.shape
-                if not tensor.is_contiguous():
-                    stride = tensor.stride()
-            else:
-                with Quiet():
-                    shape = tuple(map(_length, tensor.shape))
-                    if not tensor.is_contiguous():
-                        stride = tuple(map(_length, tensor.stride()))
-        except (RuntimeError, NotImplementedError):
-            pass  # sparse tensors have no stride, nested ones not even a shape
-        device = HOST if tensor.is_cpu else self._device(tensor.device)
-        value = None
-        if wanted and wants_dtype and call.keep != "structure":
-            value = self._values.of(tensor, (call.names.name, role, label), call.keep, stride)
-        return TensorLine(dtype, shape, stride, device, tensor.requires_grad, value)
-
-    def _encoder(
-        self,
-        call: OpenCall,
-        role: Role,
-        wanted: bool,
-        tensors: list[tuple[torch.Tensor, Path]],
-    ) -> TensorEncoder:
-        """Encodes the tensors of one side of a call and collects them with their paths."""
-        seen: dict[int, Path] = {}
-        line_of = self.line
-
-        def encode_tensor(tensor: torch.Tensor, path: Path) -> Any:
-            path = path or _ONLY
-            line = line_of(tensor, call, role, path, wanted)
-            first = seen.setdefault(id(tensor), path)
-            if first is not path:
-                line.same = f"{role}.{'.'.join(first)}"
-            tensors.append((tensor, path))
-            return {"tensor": line}
-
-        return encode_tensor
-
-    def _look_up(self, dtype: torch.dtype) -> tuple[str, bool]:
-        name = str(dtype).removeprefix("torch.")
-        known = self._dtypes[dtype] = (name, self.selection.wants_tensor(name))
-        return known
-
-    def _device(self, device: torch.device) -> str:
-        name = self._devices.get(device)
-        if name is None:
-            name = self._devices[device] = str(device)
-        return name
-
     # After the call
 
     def _named(
         self, call: OpenCall, section: str, tensors: Iterable[tuple[str, torch.Tensor]]
-    ) -> dict[str, TensorLine]:
+    ) -> dict[str, Any]:
         role = _ROLES[section]
-        wanted = self.selection.wants_side(role)
         if role == "buffer":  # small, and written by C++ that moves no version (DDP's broadcast)
             tensors = list(tensors)
             for _, tensor in tensors:
                 self._values.forget(tensor)
-        return {name: self.line(tensor, call, role, name, wanted) for name, tensor in tensors}
+        return self.lines.named(tensors, call, role)
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """These were perhaps written to in a way that moves no version."""
@@ -498,7 +436,7 @@ class Tape:
     ) -> Any:
         tree: dict[Path, Any] = {}
         for tensor, path in mutated:
-            line = self.line(tensor, call, "output", path, self.wants_output)
+            line = self.lines.line(tensor, call, "output", path, self.wants_output)
             tree[path] = {"tensor": line}
             outputs.append((tensor, path))
         return nest(tree)
@@ -514,7 +452,7 @@ class Tape:
         for tensor, path in mutated:
             if id(tensor) not in returned:
                 label = f"input.{'.'.join(path)}"
-                lines[label] = self.line(tensor, call, "buffer", label, self.wants_output)
+                lines[label] = self.lines.line(tensor, call, "buffer", label, self.wants_output)
         return lines
 
     def _follow(self, call: OpenCall, trace: Trace, aliases: dict[Path, Path]) -> None:
@@ -574,7 +512,7 @@ class Tape:
         path = (str(tensor.output_nr),)
         if path in outputs or call.step != self.step:
             return
-        line = self.line(tensor, call, "output", path[0], self.wants_output)
+        line = self.lines.line(tensor, call, "output", path[0], self.wants_output)
         outputs[path] = {"tensor": line}
         ordered = dict(sorted(outputs.items(), key=lambda item: int(item[0][0])))
         self.writer.end(EndLine(id=call.id, outputs=nest(ordered)))
@@ -680,7 +618,7 @@ class Tape:
 
     def _write_stack(self, id: int, frames: list[str]) -> None:
         line = StackLine(id=id, frames=frames)
-        if self._open:
+        if self.is_open:
             self.writer.stack(line)
         else:
             self._early_stacks.append(line)
@@ -702,11 +640,6 @@ def _versions(tensors: list[tuple[torch.Tensor, Path]]) -> list[int]:
         return [tensor._version for tensor, _ in tensors]
     except RuntimeError:  # inference tensors keep none
         return [-1 if tensor.is_inference() else tensor._version for tensor, _ in tensors]
-
-
-def _length(length: Any) -> int:
-    """A size or stride as a number; -1 for one that differs inside a ragged tensor."""
-    return length if type(length) is int else -1
 
 
 def _error_text(error: BaseException) -> str:

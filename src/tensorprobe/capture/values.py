@@ -19,12 +19,11 @@ from tensorprobe.store.writer import CaptureWriter
 
 # The call, the role and the label within it of a tensor, the label whole or in parts.
 TensorName = tuple[str, Role, "str | tuple[str, ...]"]
-# What tells one content from another: the mark of its storage, then version, offset, number of
-# elements, shape and stride (where they do not follow each other in order), dtype, and whether its
-# bytes are kept. Plain numbers and tuples: the garbage collector, which the many of them would set
-# off, soon leaves them out.
-_Layout = tuple[tuple[int, ...], Sequence[int]] | None
-_View = tuple[int, int, Any, int, _Layout, torch.dtype, bool]
+# What tells one content from another: the mark of its storage, version, offset, and the number of
+# its form (see `Values.form`). Plain numbers: the garbage collector, which the many of them would
+# set off, soon leaves them out.
+_View = tuple[int, int, Any, int]
+_MAX_FORMS = 10_000  # shapes that are new in every step would fill the table without end
 _SECTIONS: dict[Role, str] = {
     "input": "input",
     "output": "output",
@@ -57,6 +56,8 @@ class Values:
         self._held: dict[int, StorageWeakRef] = {}  # the storages met in this step
         self._marks: dict[int, int] = {}  # those of which something is known; anew after `forget`
         self._numbers: dict[_View, int] = {}
+        self._forms: dict[Any, int] = {}
+        self._new_forms = itertools.count()
         self._ids = itertools.count(1)
         self._new_marks = itertools.count(1)
 
@@ -73,38 +74,55 @@ class Values:
         with contextlib.suppress(NotImplementedError, RuntimeError):  # no storage: never known
             self._marks.pop(tensor.untyped_storage()._cdata, None)
 
-    def of(
-        self, tensor: torch.Tensor, name: TensorName, keep: Keep, stride: Sequence[int] | None
-    ) -> int:
-        """The number of this tensor's content; it goes by `name` where it is new.
+    def form(self, tensor: torch.Tensor, keep: Keep, stride: Sequence[int] | None) -> int:
+        """The number of what, beside the memory, tells a content: dtype, elements, their order.
 
         `stride` is None where the elements follow each other in order.
         """
-        tensors = keep == "tensors"
+        layout: Any = None
+        if stride is not None:
+            shape = tuple(tensor.shape)
+            # Statistics ask for no order: those of a transposed matrix are the matrix's own.
+            ordered = keep != "stats" or self._checksums
+            if ordered or not is_dense(shape, tuple(stride)):
+                layout = (shape, tuple(stride))
+        try:
+            form = (tensor.dtype, tensor.numel(), layout, keep == "tensors")
+        except (NotImplementedError, RuntimeError):  # it has no elements that could be counted
+            return next(self._new_forms)
+        if len(self._forms) >= _MAX_FORMS:
+            self._forms.clear()
+        return self._forms.setdefault(form, next(self._new_forms))
+
+    def of(
+        self,
+        tensor: torch.Tensor,
+        form: int,
+        call: str,
+        role: Role,
+        label: str | tuple[str, ...],
+        keep: Keep,
+    ) -> int:
+        """The number of this tensor's content; where it is new it goes by `call`, role and label.
+
+        `form` is what the method of that name says of such tensors.
+        """
         try:
             storage = tensor.untyped_storage()
             mark = self._marks.get(storage._cdata)
-            dtype = tensor.dtype
             if mark is None:
                 if not _is_its_storage(tensor):
-                    return self._new(tensor, name, tensors)
+                    return self._new(tensor, (call, role, label), keep == "tensors")
                 mark = self._mark(storage)
-            elif tensor.is_neg() or (dtype.is_complex and tensor.is_conj()):
-                return self._new(tensor, name, tensors)  # the same memory means other numbers
-            layout: _Layout = None
-            if stride is not None:
-                shape = tuple(tensor.shape)
-                # Statistics ask for no order: those of a transposed matrix are the matrix's own.
-                ordered = keep != "stats" or self._checksums
-                if ordered or not is_dense(shape, tuple(stride)):
-                    layout = (shape, stride)
-            offset, numel = tensor.storage_offset(), tensor.numel()
-            view = (mark, tensor._version, offset, numel, layout, dtype, tensors)
-        except (NotImplementedError, RuntimeError):  # inference tensors keep no version; sparse,
-            return self._new(tensor, name, tensors)  # nested, functorch's and others no storage
+            elif tensor.is_neg() or tensor.is_conj():  # the same memory means other numbers
+                return self._new(tensor, (call, role, label), keep == "tensors")
+            view = (mark, tensor._version, tensor.storage_offset(), form)
+        except (NotImplementedError, RuntimeError):
+            # inference tensors keep no version; sparse, nested, functorch's and others no storage
+            return self._new(tensor, (call, role, label), keep == "tensors")
         number = self._numbers.get(view)
         if number is None:
-            number = self._numbers[view] = self._new(tensor, name, tensors)
+            number = self._numbers[view] = self._new(tensor, (call, role, label), keep == "tensors")
         return number
 
     def _mark(self, storage: torch.UntypedStorage) -> int:

@@ -97,7 +97,7 @@ _encode = _encoder.encode
 decode = msgspec.json.Decoder(Line).decode
 
 
-def encode(line: Line) -> bytes:
+def encode(line: Line | TensorLine) -> bytes:
     """One line with its newline."""
     try:
         return _encode(line) + b"\n"
