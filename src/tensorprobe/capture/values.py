@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.transfer import Transfer
+from tensorprobe.numerics.digest import digest_bytes
 from tensorprobe.numerics.memory import is_dense
 from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.records import Keep, Role
+from tensorprobe.store.shard import Bytes
 from tensorprobe.store.writer import CaptureWriter
 
 # The call, the role and the label within it of a tensor, the label whole or in parts.
@@ -25,6 +28,8 @@ TensorName = tuple[str, Role, "str | tuple[str, ...]"]
 # off, soon leaves them out.
 _Layout = tuple[tuple[int, ...], Sequence[int]] | None
 _View = tuple[int, int, Any, int, _Layout, torch.dtype, bool]
+_SPARE_NBYTES = 128 << 20  # memory of copies that are written, for the next ones
+_LARGE_NBYTES = 128 << 10
 _SECTIONS: dict[Role, str] = {
     "input": "input",
     "output": "output",
@@ -53,7 +58,9 @@ class Values:
         self._writer = writer
         self._summarizer = summarizer
         self._checksums = checksums  # made of the bytes, on the host
-        self._transfer = Transfer()
+        self._transfer = Transfer(spare_nbytes=_SPARE_NBYTES)
+        # What is copied from the CPU anyway is digested by the thread that writes it.
+        self._statistics = Summarizer() if summarizer.digests else None
         self._held: dict[int, StorageWeakRef] = {}  # the storages met in this step
         self._marks: dict[int, int] = {}  # those of which something is known; anew after `forget`
         self._numbers: dict[_View, int] = {}
@@ -115,9 +122,13 @@ class Values:
 
     def _new(self, tensor: torch.Tensor, name: TensorName, tensors: bool) -> int:
         number = next(self._ids)
+        checksum = crc32 if self._checksums else None
         with Quiet():
-            result = self._summarizer.submit(tensor)
-            if (tensors or self._checksums) and result.error is None:
+            summarizer = self._summarizer
+            if tensors and self._statistics is not None and _is_large_on_host(tensor):
+                summarizer, checksum = self._statistics, digest_bytes
+            result = summarizer.submit(tensor)
+            if (tensors or checksum) and result.error is None:
                 self._writer.make_room(tensor.numel() * tensor.element_size())
                 copy = self._transfer.snapshot(tensor)
                 self.nbytes += copy.nbytes if tensors else 0
@@ -128,11 +139,20 @@ class Values:
                     copy.shape,
                     copy.get,
                     copy.nbytes,
-                    checksum=self._checksums,
+                    checksum=checksum,
                     stored=tensors,
                 )
         self._writer.value(number, result)
         return number
+
+
+def crc32(data: Bytes) -> str:
+    """The checksum that the peer makes of a content, with its kind before it."""
+    return f"crc32:{zlib.crc32(data.data):08x}"
+
+
+def _is_large_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.numel() * tensor.element_size() >= _LARGE_NBYTES
 
 
 def _text(name: TensorName) -> str:

@@ -42,6 +42,11 @@ class Summarizer:
         self._backends: dict[torch.device, Backend] = {}
         self._lock = threading.Lock()
 
+    @property
+    def digests(self) -> bool:
+        """Whether results have a digest."""
+        return self._digest
+
     def submit(self, tensor: torch.Tensor) -> Result:
         """Start on a tensor as it is now. Never raises and never waits for a device."""
         result = Result()
