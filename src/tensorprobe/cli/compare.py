@@ -39,7 +39,6 @@ def run(args: argparse.Namespace) -> int:
     from tensorprobe.errors import BadUsage
     from tensorprobe.report.console import render
     from tensorprobe.report.saving import compare
-    from tensorprobe.store.loading import load
 
     if args.xlsx and args.output is None:
         raise BadUsage("--xlsx needs a folder to write to: -o OUT")
@@ -51,14 +50,13 @@ def run(args: argparse.Namespace) -> int:
         from tensorprobe.replay.references import run_file
 
         run_file(Path(args.references))
-    actual, expected = load(args.actual), load(args.expected)
     progress = None
     if sys.stderr.isatty():
         progress = TerminalProgress()
     try:
         comparison = compare(
-            actual,
-            expected,
+            args.actual,
+            args.expected,
             noise=args.noise,
             mapping=args.mapping,
             step=args.step,
