@@ -87,7 +87,17 @@ def _ranks(verdict: Verdict) -> Iterator[str]:
 
 
 def _one_sided(comparison: Comparison) -> Iterator[str]:
-    found = comparison.one_sided
+    shared = {
+        (call.rank, call.step)
+        for pair in comparison.pairs
+        if pair.is_paired
+        for call in (pair.pair.actual, pair.pair.expected)
+        if call is not None
+    }
+    # A step that one side has not at all is said in the verdict, in one line.
+    found = [each for each in comparison.one_sided if (each[0].rank, each[0].step) in shared]
+    if not found:
+        return
     yield "calls of one side only:"
     only_actual = {id(pair.pair.actual) for pair in comparison.pairs if pair.pair.expected is None}
     for call, before in found[:_ONE_SIDED]:
