@@ -128,7 +128,7 @@ def _key(planned: Planned) -> tuple[int, int, str]:
 
 
 def _repro(capture: Path, row: Row) -> str:
-    if row.verdict not in ("fail", "crashed"):
+    if row.verdict not in ("fail", "crashed") and not row.recorded:
         return ""
     words = ["tensorprobe", "repro", str(capture), row.name, "-o", f"repro/{row.name}"]
     if row.step:
