@@ -47,6 +47,11 @@ class Summarizer:
         self._lock = threading.Lock()
         self._host = self._backend_of(torch.device("cpu"))
 
+    @property
+    def digests(self) -> bool:
+        """Whether results have a digest."""
+        return self._digest
+
     def submit(self, tensor: torch.Tensor) -> Result:
         """Start on a tensor as it is now. Never raises and never waits for a device."""
         # Even reading an attribute of a tensor would be seen by a function mode, or by a subclass.

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 import weakref
-import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -96,7 +95,7 @@ class _Data(msgspec.Struct):
     shape: Sequence[int]
     data: Bytes | Callable[[], Bytes]
     nbytes: int
-    checksum: bool = False
+    checksum: Callable[[Bytes], str] | None = None
     stored: bool = True
 
 
@@ -285,13 +284,14 @@ class CaptureWriter:
         data: Bytes | Callable[[], Bytes],
         nbytes: int | None = None,
         *,
-        checksum: bool = False,
+        checksum: Callable[[Bytes], str] | None = None,
         stored: bool = True,
     ) -> None:
         """Queue the bytes of a value, row-major; waits while the queue is full.
 
         `data` may be a function that gives them later (a copy under way); `nbytes` is needed then.
-        With `checksum` their CRC-32 is the value's digest, and they need not be `stored` for it.
+        What `checksum` makes of them, in the thread that writes, is the value's digest; they need
+        not be `stored` for it.
         """
         step = self._step
         if step is None:
@@ -580,16 +580,16 @@ class CaptureWriter:
                 self._flush(step)
 
     def _write_data(self, step: _Step, item: _Data) -> None:
-        if self.error is not None:
-            step.gaps[item.value_id] = f"not written after an error: {self.error}"
-            return
         try:
             data = item.data() if callable(item.data) else item.data
         except Exception as error:  # noqa: BLE001 a device that failed: this value becomes a gap
             step.gaps[item.value_id] = f"its copy failed: {type(error).__name__}: {error}"
             return
-        if item.checksum:
-            step.checksums[item.value_id] = f"crc32:{zlib.crc32(data.data):08x}"
+        if item.checksum is not None:
+            step.checksums[item.value_id] = item.checksum(data)
+        if self.error is not None:
+            step.gaps[item.value_id] = f"not written after an error: {self.error}"
+            return
         if not item.stored:
             return
         try:
