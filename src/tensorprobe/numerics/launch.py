@@ -355,6 +355,7 @@ class Flagger:
     def __init__(self, device: torch.device, slots: int, *, interpreted: bool = False) -> None:
         self._index = device.index
         self._tables: dict[torch.dtype, torch.Tensor] = {}
+        self._plans: dict[torch.dtype, tuple[int, int]] = {}
         self._device = device
         self._kernel = Kernel(kernels.flag_floats, LANES // 32, LANES=LANES)
         if interpreted:
@@ -385,21 +386,32 @@ class Flagger:
 
     def start(self, tensor: torch.Tensor, count: int, slot: int, stream: int) -> None:
         """The same on a stream of the current device."""
-        name = memory.NAMES[tensor.dtype]
-        read, kind = READS[name]
-        table = self._flags if kind != kernels.TABLE else self._table(tensor.dtype, name)
+        dtype = tensor.dtype
+        tile, table_at = self._plans.get(dtype) or self._plan(dtype)
         address = tensor.data_ptr()
-        key = (name, address % 16 == 0, count < 1 << 31)
-        programs = rows_for(name, count)
-        if not self._kernel.start(
-            key, programs, stream, address, table.data_ptr(), self._flags_at, count, slot
-        ):
-            x = triton.reinterpret(tensor, read)
-            wide = name == "float64"
-            self._kernel.compile_and_start(
-                key, programs, x, table, self._flags, count, slot,
-                KIND=kind, WIDE=wide, VECTOR=_vector(name),
-            )  # fmt: skip
+        key = (dtype, address % 16 == 0, count < 1 << 31)
+        programs = min(MAX_ROWS, -(-count // tile))
+        if self._kernel.start(
+            key, programs, stream, address, table_at, self._flags_at, count, slot
+        ):  # fmt: skip
+            return
+        name = memory.NAMES[dtype]
+        read, kind = READS[name]
+        self._kernel.compile_and_start(
+            key, programs, triton.reinterpret(tensor, read), self._tables.get(dtype, self._flags),
+            self._flags, count, slot, KIND=kind, WIDE=name == "float64", VECTOR=_vector(name),
+        )  # fmt: skip
+
+    def _plan(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Elements that a program takes at once, and the address of the table of an 8-bit float."""
+        name = memory.NAMES[dtype]
+        table = self._flags
+        if READS[name][1] == kernels.TABLE:
+            values = torch.from_numpy(host.float8_values(name).astype(np.float32).copy())
+            with memory.kernels_only():
+                table = self._tables[dtype] = values.to(self._device)
+        plan = self._plans[dtype] = (_TILES[name], table.data_ptr())
+        return plan
 
     def read(self, count: int) -> list[tuple[int, float]]:
         """Wait for the device; bits and largest magnitude of the first `count` slots, then zero."""
@@ -415,12 +427,6 @@ class Flagger:
         found = self._host[:count].numpy()
         tops = found[:, 1].view(np.float32)
         return list(zip(found[:, 0].tolist(), tops.tolist(), strict=True))
-
-    def _table(self, dtype: torch.dtype, name: str) -> torch.Tensor:
-        if dtype not in self._tables:
-            values = torch.from_numpy(host.float8_values(name).astype(np.float32).copy())
-            self._tables[dtype] = values.to(self._device)
-        return self._tables[dtype]
 
 
 def _common_unit(address: int, nbytes: int) -> int:
