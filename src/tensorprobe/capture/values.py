@@ -133,7 +133,9 @@ class Values:
 
     def _mark(self, storage: torch.UntypedStorage) -> int:
         key = storage._cdata
-        self._held.hold(storage, key)
+        if key not in self._held:
+            reference: Any = storage._weak_ref()  # is where the storage is, as is the key
+            self._held.add(reference)
         return self._marks.setdefault(key, next(self._new_marks))
 
     def _new(self, tensor: torch.Tensor, name: TensorName, tensors: bool) -> int:
@@ -172,25 +174,17 @@ class Values:
         )
 
 
-class _Held:
+class _Held(set[int]):
     """Weak references to storages: while there is one, no other takes a storage's place in memory.
 
     As torch's StorageWeakRef does it, without an object for each.
     """
 
-    def __init__(self) -> None:
-        self._references: set[int] = set()  # each is where its storage is
-        self._free: Any = torch.UntypedStorage._free_weak_ref  # kept: torch may go first at exit
-
-    def hold(self, storage: torch.UntypedStorage, at: int) -> None:
-        """`at` is the storage's `_cdata`."""
-        if at not in self._references:
-            reference: Any = storage._weak_ref()
-            self._references.add(reference)
+    _free: Any = torch.UntypedStorage._free_weak_ref  # kept: torch may go first at exit
 
     def clear(self) -> None:
-        while self._references:
-            self._free(self._references.pop())
+        while self:
+            self._free(self.pop())
 
     __del__ = clear
 

@@ -122,15 +122,17 @@ class KernelBackend:
         if n_rows > most:
             n_rows = most
         queue, result = self._queue, Result()
+        queue.acquire()  # half of what `with` takes
         try:
-            with queue.lock:
-                bank, slot, row = queue.place(n_rows, stream)
-                begin(n_rows, stream, address, count // unit, bank, row, slot)
-                # Does not hold the tensor, which must go when the program lets it go.
-                bank.tickets[slot] = (result, name, count, repeat, count * itemsize)
+            bank, slot, row = queue.place(n_rows, stream)
+            begin(n_rows, stream, address, count // unit, bank, row, slot)
+            # Does not hold the tensor, which must go when the program lets it go.
+            bank.tickets[slot] = (result, name, count, repeat, count * itemsize)
         except self._failures as error:
             self._refuse(name, tensor.dtype, error)
             return None
+        finally:
+            queue.release()
         return result
 
     def _repeats(self, tensor: torch.Tensor) -> int:
