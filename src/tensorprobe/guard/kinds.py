@@ -28,6 +28,7 @@ class Plan(NamedTuple):
     kind: Kind
     writes: bool  # to its first argument, whose values before must be copied to be known
     uninitialised: bool = False
+    looks_now: bool = False  # what it gives is no result of its own, to be looked at later
 
 
 _CASTS = "to type float half double bfloat16 type_as cfloat cdouble chalf _to_copy"
@@ -85,12 +86,13 @@ def plan_for(api: ApiName) -> Plan:
     """What to do about the calls of this API."""
     name = api.api if api.api.endswith("_.__set__") else _last_part(api.api)
     if api.prefix == "Distributed":
-        return Plan(api, Kind.COMMUNICATES, False)
+        return Plan(api, Kind.COMMUNICATES, False, looks_now=True)
     if name.startswith("_amp_"):
         return Plan(api, Kind.SCALES, False)
     kind = _KINDS.get(name, Kind.COMPUTES)
     writes = kind in (Kind.COMPUTES, Kind.CASTS) and writes_in_place(api)
-    return Plan(api, kind, writes, name in _UNINITIALISED_NAMES)
+    uninitialised = name in _UNINITIALISED_NAMES
+    return Plan(api, kind, writes, uninitialised, looks_now=uninitialised)
 
 
 def _last_part(api: str) -> str:

@@ -26,6 +26,8 @@ from tensorprobe.numerics.finiteness import LIMITS, readable
 # While it is entered, tensors are read without a function mode or subclass taking notice. It costs
 # a quarter of Quiet, and is enough where no operation of torch is called.
 MODES_OFF = torch._C.DisableTorchFunction
+# Between a look at what a call returned and the program: _after, call, called, __torch_function__.
+OWN_FRAMES = 5
 NEAR = {dtype: limit / 2 for dtype, limit in LIMITS.items()}
 _SCALER_FILE = "grad_scaler.py"
 
@@ -112,13 +114,18 @@ class Looking:
     def _sighting(self, glance: Glance) -> Sighting:
         return Sighting(*self._noted(glance))
 
-    def _noted(self, glance: Glance) -> NotedCall:
-        """What a later report needs to know of a call, noted while it is made."""
+    def _noted(self, glance: Glance, depth: int = 2) -> NotedCall:
+        """What a later report needs to know of a call, noted while it is made.
+
+        `depth` of the frames above the caller are ours.
+        """
         call = glance.call
         if call is None:
             tape = self._tape
-            call = (glance.plan, glance.number, tape.place.module, self.step, tape.trail(2))
-            glance.call = call
+            trail = tape.trail(depth)
+            call = glance.call = (
+                glance.plan, glance.number, tape.place.module, self.step, trail,
+            )  # fmt: skip
         return call
 
     def _spoil(self, tensors: list[Seen], case: Case, *, any_value: bool = False) -> None:

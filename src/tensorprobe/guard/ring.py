@@ -94,23 +94,27 @@ class Ring:
     def inputs(self, tensors: Iterable[tuple[torch.Tensor, Path]]) -> list[NotedInput]:
         """The memory of the inputs of a call; what is new there is flagged first."""
         found = []
-        versions = self._known.versions
         for tensor, path in tensors:
             if tensor.dtype not in LIMITS:
                 continue
-            if type(tensor) in PLAIN_TENSORS:
-                try:
-                    key = tensor.untyped_storage()._cdata
-                    if versions[key] == tensor._version and not tensor.is_neg():
-                        found.append((path, key))
-                        continue
-                except (KeyError, RuntimeError, NotImplementedError):
-                    pass  # not known; of inference mode, which has no versions; sparse, a wrapper
+            if type(tensor) in PLAIN_TENSORS and (key := self.known_storage(tensor)) is not None:
+                found.append((path, key))
+                continue
             with Quiet():
                 content = readable(tensor)
                 if content is not None:
                     found.append((path, self._first_look(content, path)))
         return found
+
+    def known_storage(self, tensor: torch.Tensor) -> int | None:
+        """The memory of a plain tensor whose content is known as it is now."""
+        try:
+            key: int = tensor.untyped_storage()._cdata
+            if self._known.versions[key] == tensor._version and not tensor.is_neg():
+                return key
+        except (KeyError, RuntimeError, NotImplementedError):
+            pass  # not known; of inference mode, which has no versions; sparse, a wrapper
+        return None
 
     def _first_look(self, content: torch.Tensor, path: Path) -> int:
         key: int = content.untyped_storage()._cdata
