@@ -7,7 +7,6 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from types import BuiltinFunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,8 +48,15 @@ READS: dict[str, tuple[tl.dtype, int]] = {
 }
 _IN_WORDS = frozenset(["float32", "float16", "bfloat16"])
 _UNITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.int64}
-# What Triton raises where a kernel cannot be built or loaded.
-FAILURES = (TritonError, RuntimeError, OSError, subprocess.CalledProcessError)
+# What Triton raises where a kernel cannot be built, loaded or started.
+FAILURES = (
+    TritonError,
+    RuntimeError,
+    OSError,
+    TypeError,
+    ValueError,
+    subprocess.CalledProcessError,
+)
 
 
 def _tile(name: str) -> int:
@@ -156,7 +162,7 @@ def _needs_no_scratch(run: Any) -> bool:
     if (kind.__module__, kind.__name__) != ("triton.backends.nvidia.driver", "CudaLauncher"):
         return False
     asked = (run.global_scratch_size, run.profile_scratch_size, getattr(run, "gsan_enabled", False))
-    return not any(asked) and isinstance(run.launch, BuiltinFunctionType)
+    return not any(asked)
 
 
 Start = Callable[[int, int, int, int, Bank, int, int], None]
@@ -443,6 +449,9 @@ class CudaPort:
 
     def __init__(self, device: torch.device, launcher: Launcher) -> None:
         self._index = device.index
+        self._device_now: Callable[[], int] = torch._C._cuda_getDevice
+        self._is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
+        self._stream_now: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self._launcher = launcher
         self._side = torch.cuda.Stream(device)
         self._uploaded = torch.cuda.Event()
@@ -454,25 +463,25 @@ class CudaPort:
         return torch.cuda.device(self._index)
 
     def current_stream(self) -> int:
-        if torch._C._cuda_isCurrentStreamCapturing():
+        if self._is_capturing():
             # The kernel would become part of the user's graph and write to a bank long gone.
             raise memory.Unsupported("cuda tensor during graph capture: no summary")
-        stream: int = torch._C._cuda_getCurrentRawStream(self._index)
-        return stream
+        return self._stream_now(self._index)
 
     def usual_stream(self) -> int | None:
-        if torch._C._cuda_getDevice() != self._index or torch._C._cuda_isCurrentStreamCapturing():
+        index = self._index
+        if self._device_now() != index or self._is_capturing():
             return None
-        stream: int = torch._C._cuda_getCurrentRawStream(self._index)
-        return stream
+        return self._stream_now(index)
 
     def adopt(self, bank: Bank, stream: int) -> None:
         current = torch.cuda.current_stream(self._index)
         current.wait_event(self._uploaded)
         current.wait_event(bank.born)
         # Else the allocator could give the bank's memory away while that stream still writes.
-        for tensor in (bank.rows, bank.meta, bank.digests, *self._launcher.constants):
-            tensor.record_stream(current)
+        with memory.kernels_only():
+            for tensor in (bank.rows, bank.meta, bank.digests, *self._launcher.constants):
+                tensor.record_stream(current)
         bank.streams[stream] = current
 
     def read_back(self, bank: Bank) -> Arrival:
