@@ -61,6 +61,8 @@ class Looking:
         self._looks_later = look_every is not None and look_every > 1  # also on the host
         self.step = 0
         self.taint = Taint()
+        # optimizers at work, by identity: the call, and whether a gradient is bad
+        self.stepping: dict[int, tuple[Sighting, bool]] = {}
         self._pass_case: Case | None = None  # of the backward that runs
         self._functions: set[tuple[int, int]] = set()
         self._uninitialised: dict[int, StorageWeakRef] = {}

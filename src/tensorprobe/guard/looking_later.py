@@ -21,7 +21,9 @@ from tensorprobe.guard.ring import UNFLAGGED
 from tensorprobe.guard.trail import NOWHERE
 from tensorprobe.numerics.finiteness import LIMITS, REAL, is_plain
 
+_COMPUTES, _MOVES, _PASSES = Kind.COMPUTES, Kind.MOVES, Kind.PASSES
 _FIRST = POSITIONS[0]
+_graph_task = torch._C._current_graph_task_id
 
 
 class LaterLooking(BackwardLooking):
@@ -45,27 +47,27 @@ class LaterLooking(BackwardLooking):
     def _look_at_later(self, glance: Glance, outputs: Tensors) -> None:
         """Note the call; what it made is known when the device has got there."""
         kind = glance.plan.kind
-        flag = kind is not Kind.PASSES
-        if kind is Kind.CASTS and glance.inputs:
-            source, target = glance.inputs[0][0], outputs[0][0]
-            if source is target or source.dtype not in LIMITS:
-                return
-            flag = target.dtype not in LIMITS or not holds_all_of(target, source)
-        late = [
-            (tensor, path)
-            for tensor, path in outputs
-            if is_plain(tensor) and not (kind is Kind.MOVES and tensor._is_view())
-        ]
-        if late:
-            self._look_later(glance, late, flag, OWN_FRAMES + 1)
+        flag = True
+        if kind is not _COMPUTES:
+            if kind is _MOVES:
+                outputs = [each for each in outputs if not each[0]._is_view()]
+            elif kind is _PASSES:
+                flag = False
+            elif glance.inputs:  # it casts
+                source, target = glance.inputs[0][0], outputs[0][0]
+                if source is target or source.dtype not in LIMITS:
+                    return
+                flag = target.dtype not in LIMITS or not holds_all_of(target, source)
+        outputs = [each for each in outputs if is_plain(each[0])]
+        if outputs:
+            self._look_later(glance, outputs, flag, OWN_FRAMES + 1)
 
     def _look_later(self, glance: Glance, outputs: Tensors, flag: bool, depth: int) -> None:
         ring = self._ring
         inputs = ring.inputs(glance.inputs) if glance.noted is None else glance.noted
-        held = [ring.hold(content, path, flag=flag) for content, path in outputs]
+        held = [ring.hold(content, path, flag) for content, path in outputs]
         told = scalar_bits(glance.args, glance.kwargs)
-        in_backward = torch._C._current_graph_task_id() != -1
-        ring.add(self._noted(glance, depth), "forward", held, inputs, told, in_backward)
+        ring.add(self._noted(glance, depth), "forward", held, inputs, told, _graph_task() != -1)
         if ring.is_due:
             self.look()
 

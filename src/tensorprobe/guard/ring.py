@@ -123,15 +123,12 @@ class Ring:
             self._notes.append((None, "forward", _NO_INPUTS, [held], 0, False, ""))
         return key
 
-    def hold(self, content: torch.Tensor, path: Path, *, flag: bool = True) -> NotedOutput:
+    def hold(self, content: torch.Tensor, path: Path, flag: bool = True) -> NotedOutput:
         """Start to flag a tensor of a call; without `flag` it has what its inputs had."""
-        self.active = True
         device = content.device
         ticket = UNFLAGGED
         if flag:
-            flags = self._flags.get(device)
-            if flags is None:
-                flags = self._flags[device] = flags_for(device)
+            flags = self._flags.get(device) or self._begin(device)
             if flags.computes:
                 with Quiet():
                     ticket = flags.submit(content)
@@ -143,6 +140,11 @@ class Ring:
         key = self._known.add(storage, content)
         whole = content.nbytes >= storage.nbytes()
         return path, key, device, ticket, content.dtype, content.shape, whole
+
+    def _begin(self, device: torch.device) -> Flags:
+        self.active = True
+        flags = self._flags[device] = flags_for(device)
+        return flags
 
     def add(
         self,
@@ -185,7 +187,10 @@ class _Storages:
         key: int = storage._cdata
         if key not in self.versions:
             storage._weak_ref()
-        self.versions[key] = _version(content)
+        try:
+            self.versions[key] = content._version
+        except RuntimeError:  # of inference mode
+            self.versions[key] = -1
         return key
 
     def is_alive(self, key: int) -> bool:

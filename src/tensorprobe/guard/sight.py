@@ -15,7 +15,7 @@ from tensorprobe.capture.naming import ApiName
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.steps import optimizers_in_round
 from tensorprobe.guard.cases import Case, Sighting, tensors_in, tensors_out
-from tensorprobe.guard.evidence import GuardTape, write_forward
+from tensorprobe.guard.evidence import write_forward
 from tensorprobe.guard.glances import (
     Glance,
     Tensors,
@@ -29,17 +29,16 @@ from tensorprobe.guard.glances import (
 )
 from tensorprobe.guard.judging import Seen, bits_of, fault, is_pole, look_at, scalar_bits
 from tensorprobe.guard.kinds import Kind, Plan, plan_for
-from tensorprobe.guard.looking import MODES_OFF, NEAR, OWN_FRAMES, Watcher, made_by_scaler
+from tensorprobe.guard.looking import MODES_OFF, NEAR, OWN_FRAMES, made_by_scaler
 from tensorprobe.guard.looking_later import LaterLooking, holds_all_of
-from tensorprobe.guard.looking_optimizers import OptimizerLooking, OptimizerSight
+from tensorprobe.guard.looking_optimizers import OptimizerLooking
 from tensorprobe.guard.trail import NOWHERE
 from tensorprobe.numerics.finiteness import LIMITS, NAN, extent_now, readable
 
 _MOST_ASLEEP = 64
 _is_grad_enabled = torch.is_grad_enabled
-# Their backward computes nothing either.
-_NO_BACKWARD = frozenset([Kind.PASSES, Kind.MAKES])
-_SPECIAL = frozenset([Kind.SCALES, Kind.MAKES, Kind.PASSES])
+# torch.func is at work where there are some: its wrappers have no graph that can be walked
+_transforms = torch._C._functorch.peek_interpreter_stack
 
 
 class SightMode(UserCalls):
@@ -62,19 +61,15 @@ class SightMode(UserCalls):
 class Sight(LaterLooking, OptimizerLooking):
     """Looks at what each call returns, at once or, on a device, when there is time."""
 
-    def __init__(self, tape: GuardTape, watcher: Watcher, look_every: int | None) -> None:
-        super().__init__(tape, watcher, look_every)
-        self.optimizers: OptimizerSight | None = None
-
     # Calls
 
     def call(self, plan: Plan, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Make a call of the program and look at what it returns."""
         number = self._tape.counter.next(plan.api)
-        if self.optimizers is not None and self.optimizers.stepping:
+        if self.stepping:
             return func(*args, **kwargs)
-        kind = plan.kind
-        if kind in _SPECIAL:
+        if plan.is_special:
+            kind = plan.kind
             if kind is Kind.SCALES:
                 return self._scaler_call(plan, func, args, kwargs)
             if kind is Kind.PASSES:
@@ -120,7 +115,7 @@ class Sight(LaterLooking, OptimizerLooking):
         try:
             with MODES_OFF():
                 inputs = glance.inputs = tensors_in(args, kwargs)
-                if plan.kind not in _NO_BACKWARD and _is_grad_enabled() and not _in_transform():
+                if plan.has_backward and _is_grad_enabled() and not _transforms():
                     for tensor, _ in inputs:
                         if tensor.requires_grad:
                             edges = glance.edges = InputEdges()
@@ -385,8 +380,3 @@ def _is_under_way(result: Any) -> bool:
     """Whether a collective goes on after it returned: it gave a Work to wait for."""
     works = result if isinstance(result, list | tuple) else [result]
     return any(hasattr(work, "is_completed") for work in works)
-
-
-def _in_transform() -> bool:
-    """Whether torch.func is at work: its wrappers have no graph that can be walked."""
-    return bool(torch._C._functorch.peek_interpreter_stack())

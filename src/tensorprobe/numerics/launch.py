@@ -345,6 +345,12 @@ class Launcher:
             )
 
 
+# A torch without CUDA has none of them, and flags nothing.
+_is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
 class Flagger:
     """Starts the kernel that flags NaN and infinity, and reads its table.
 
@@ -356,7 +362,7 @@ class Flagger:
         self._index = device.index
         self._tables: dict[torch.dtype, torch.Tensor] = {}
         # and elements that a program takes at once, and the address of the table
-        self._forms: dict[Hashable, tuple[Form, int, int]] = {}
+        self._forms: dict[Hashable, tuple[Any, Any, Any, int, int]] = {}
         self._device = device
         self._kernel = Kernel(kernels.flag_floats, LANES // 32, LANES=LANES)
         if interpreted:
@@ -377,32 +383,28 @@ class Flagger:
 
     def flag(self, tensor: torch.Tensor, count: int, slot: int) -> None:
         """Start on `count` elements that lie in one piece from the tensor's first on."""
-        if torch._C._cuda_isCurrentStreamCapturing():
+        if _is_capturing():
             return  # the kernel would become part of the user's graph
-        if torch._C._cuda_getDevice() != self._index:
-            with torch.cuda.device(self._index):
+        index = self._index
+        if _current_device() != index:
+            with torch.cuda.device(index):
                 return self.flag(tensor, count, slot)
-        self.start(tensor, count, slot, torch._C._cuda_getCurrentRawStream(self._index))
-
-    def start(self, tensor: torch.Tensor, count: int, slot: int, stream: int) -> None:
-        """The same on a stream of the current device."""
         address = tensor.data_ptr()
-        key = (tensor.dtype, address % 16 == 0, count < 1 << 31)
-        known = self._forms.get(key)
+        known = self._forms.get((tensor.dtype, address % 16 == 0, count < 2147483648))
         if known is None:
-            self._start_first(key, tensor, count, slot)
+            self.start(tensor, count, slot)
             return
-        (call, before, after), tile, table_at = known
+        call, before, after, tile, table_at = known
+        programs = -(-count // tile)
         call(
-            min(MAX_ROWS, -(-count // tile)), 1, 1, stream, *before,
+            programs if programs < MAX_ROWS else MAX_ROWS, 1, 1, _current_stream(index), *before,
             address, table_at, self._flags_at, count, slot, *after,
         )  # fmt: skip
 
-    def _start_first(
-        self, key: tuple[torch.dtype, bool, bool], tensor: torch.Tensor, count: int, slot: int
-    ) -> None:
-        """Start by way of Triton; how to do it without is known then."""
-        dtype = key[0]
+    def start(self, tensor: torch.Tensor, count: int, slot: int) -> None:
+        """The same by way of Triton, on the current stream; how to do without is known then."""
+        dtype = tensor.dtype
+        key = (dtype, tensor.data_ptr() % 16 == 0, count < 2147483648)
         name = memory.NAMES[dtype]
         read, kind = READS[name]
         table = self._flags if kind != kernels.TABLE else self._table(dtype, name)
@@ -412,7 +414,7 @@ class Flagger:
         )  # fmt: skip
         form = self._kernel.form(key)
         if form is not None:
-            self._forms[key] = (form, _TILES[name], table.data_ptr())
+            self._forms[key] = (*form, _TILES[name], table.data_ptr())
 
     def _table(self, dtype: torch.dtype, name: str) -> torch.Tensor:
         if dtype not in self._tables:
