@@ -27,6 +27,7 @@ from tensorprobe.store.lines import (
     StackLine,
     ValueLine,
     encode,
+    encode_lines,
     pack_summary,
 )
 from tensorprobe.store.shard import SHARD_NBYTES, Bytes, Place, Shards
@@ -531,27 +532,40 @@ class CaptureWriter:
     def _write_ready(self, ending: _Step | None = None) -> None:
         """Write outstanding values whose result has come, and all of a step that ends."""
         waiting = self._waiting
-        steps: dict[int, _Step] = {}
+        steps: dict[_Step, list[_Value]] = {}
         while waiting:
             value = waiting[0]
             step, result = value.step, value.result
             if not (step is ending or result is None or result.ready):
                 break
-            waiting.popleft()
-            steps[id(step)] = step
-            self._attempt(step, self._write_value, value)
-        for step in steps.values():
+            steps.setdefault(step, []).append(waiting.popleft())
+        for step, values in steps.items():
+            for start in range(0, len(values), _BATCH_LINES):
+                self._write_values(step, values[start : start + _BATCH_LINES])
             self._flush(step)
 
-    def _write_value(self, step: _Step, value: _Value) -> None:
+    def _write_values(self, step: _Step, values: Sequence[_Value]) -> None:
+        """Write many lines at once, or one by one: where some have bytes, or one is at fault."""
+        if not step.closed and step.with_data.isdisjoint([value.id for value in values]):
+            try:
+                step.lines.append(encode_lines([self._line_of(value) for value in values]))
+                return
+            except Exception:  # noqa: BLE001 the one at fault becomes a gap below
+                pass
+        for value in values:
+            self._attempt(step, self._write_value, value)
+
+    def _line_of(self, value: _Value) -> ValueLine:
         result = value.result
         if result is None:
-            line = ValueLine(id=value.id)
-        elif result.ready:
-            line = _value_line(value.id, result)
-        else:
-            problem = self._result_error or "its summary did not come back from the device"
-            line = ValueLine(id=value.id, gap=problem)
+            return ValueLine(id=value.id)
+        if result.ready:
+            return _value_line(value.id, result)
+        problem = self._result_error or "its summary did not come back from the device"
+        return ValueLine(id=value.id, gap=problem)
+
+    def _write_value(self, step: _Step, value: _Value) -> None:
+        result, line = value.result, self._line_of(value)
         if value.id in step.with_data:
             step.with_data.discard(value.id)
             line.blob = step.blobs.pop(value.id, None)
