@@ -292,6 +292,22 @@ def table(ours: list[dict[str, object]], peer: list[dict[str, object]]) -> str:
     return "\n".join(lines)
 
 
+def speeds(ours: list[dict[str, object]], peer: list[dict[str, object]]) -> str:
+    """Bytes in files for each second that a recorded step takes longer, where tensors are kept."""
+    mine, its = (
+        {
+            row["level"]: row["mbytes_per_step"] / 1e3 / (row["step_s"] - row["bare_s"])
+            for row in rows
+            if row["keep"] == "tensors"
+        }
+        for rows in (ours, peer)
+    )
+    lines = [f"{level} tensors: {speed:.3f} GB/s" for level, speed in mine.items()]
+    for level in mine.keys() & its.keys():
+        lines.append(f"{level}, msprobe: {its[level]:.3f} GB/s, {mine[level] / its[level]:.1f}x")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
@@ -328,6 +344,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, ", end="")
     print(f"python {platform.python_version()}, {os.cpu_count()} cores, stacks {args.stacks}")
     print(table(ours, peer))
+    print(speeds(ours, peer))
     if args.json:
         Path(args.json).write_text(json.dumps({"ours": ours, "peer": peer}, indent=1))
 
