@@ -303,8 +303,8 @@ def speeds(ours: list[dict[str, object]], peer: list[dict[str, object]]) -> str:
         for rows in (ours, peer)
     )
     lines = [f"{level} tensors: {speed:.3f} GB/s" for level, speed in mine.items()]
-    for level in mine.keys() & its.keys():
-        lines.append(f"{level}, msprobe: {its[level]:.3f} GB/s, {mine[level] / its[level]:.1f}x")
+    both = [level for level in mine if level in its]
+    lines += [f"{lvl}, msprobe: {its[lvl]:.3f} GB/s, {mine[lvl] / its[lvl]:.1f}x" for lvl in both]
     return "\n".join(lines)
 
 
