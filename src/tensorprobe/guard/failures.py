@@ -16,10 +16,11 @@ from tensorprobe.guard.alone import Alone, run_alone, without_numbers, write_rep
 from tensorprobe.guard.arguments import describe_call
 from tensorprobe.guard.findings import Finding
 from tensorprobe.guard.kept import DROPPED, ENDED, GONE, STEPPING, TOO_LARGE
-from tensorprobe.guard.origin import chain, is_of_torch, words
+from tensorprobe.guard.origin import chain, words
 from tensorprobe.guard.saving import SavedInputs, direction_name
 from tensorprobe.guard.watched import COMPILED, WatchedCall
 from tensorprobe.records import HOST, Direction
+from tensorprobe.store.frames import users_line
 
 _MAX_FINDINGS = 20  # errors that a program catches may come by the thousand
 _CURABLE = (GONE, DROPPED, ENDED, STEPPING, TOO_LARGE)  # by a second run
@@ -191,8 +192,7 @@ class Failures:
 def _first_words(finding: Finding) -> str:
     """What failed, said while the program still runs."""
     what = f"{finding.name} failed (step {finding.step}, rank {finding.rank}): {finding.reason}"
-    own = [frame for frame in finding.stack if not is_of_torch(frame)]
-    where = next(iter(own or finding.stack), "an unknown line")
+    where = users_line(finding.stack) or "an unknown line"
     lines = [what, finding.metrics["call"]]
     lines.append(f"called at {where}" + (f", in module {finding.module}" if finding.module else ""))
     if "node" in finding.metrics:
