@@ -683,6 +683,10 @@ def test_late_errors_of_a_device_say_so(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.delenv("ASCEND_LAUNCH_BLOCKING")
     findings, _ = guarded(tmp_path / "b", program)  # the guard sets it
     assert only(findings).metrics["notes"][0].startswith("the log of the device is in /log")
+    monkeypatch.delenv("ASCEND_PROCESS_LOG_PATH")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    findings, _ = guarded(tmp_path / "c", program)
+    assert "notes" not in only(findings).metrics  # there is no log where the driver puts it
 
 
 # Nothing else changes

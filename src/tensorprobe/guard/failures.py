@@ -182,6 +182,8 @@ class Failures:
         if trouble is not None and failed_device(trouble) is not None:
             notes.append("the device had failed before this call began: an earlier one is guilty")
         log = row.find_log()
+        if log == row.default_log and not Path(log or "").expanduser().is_dir():
+            return notes  # a simulated device, or a driver that was told to write none
         if log is not None:
             out = shlex.quote(str(self._place / "incident"))
             notes.append(f"the log of the device is in {log} ({row.log_folder} says where)")
