@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,6 +25,23 @@ class Block(nn.Module):
         self.pair = (1, [2])
         self.activation = F.relu
         self.extra = object()
+
+
+class Other(Block):
+    pass
+
+
+class Layers(nn.Module):
+    """Kept between calls: nothing in it can change unseen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.ReLU()])
+        self.eps = 0.5
+        self.sizes = (1, 2)
+        self.activation = F.relu
+        self.extra = object()
+        self.table = torch.ones(3)
 
 
 def leaf_changes() -> dict[str, Callable[[nn.Module], None]]:
@@ -44,8 +64,31 @@ def block_changes() -> dict[str, Callable[[nn.Module], None]]:
         "kind": lambda module: setattr(module, "extra", 5),
         "child": lambda module: setattr(module, "layer", nn.Identity()),
         "grandchild": lambda module: module.stages.append(nn.Tanh()),
+        "no grandchild": lambda module: module.stages.pop(0) and None,
+        "no holder": lambda module: delattr(module, "stages"),
+        "holder absent": lambda module: setattr(module, "stages", None),
+        "class": lambda module: setattr(module, "__class__", Other),
         "new": lambda module: setattr(module, "more", 3),
         "gone": lambda module: delattr(module, "scale"),
+    }
+
+
+def layers_changes() -> dict[str, Callable[[nn.Module], None]]:
+    return {
+        "value": lambda module: setattr(module, "eps", 0.25),
+        "equal value": lambda module: setattr(module, "eps", np.float64(0.5)),
+        "tuple": lambda module: setattr(module, "sizes", (1, 3)),
+        "tuple of tensors": lambda module: setattr(module, "sizes", (torch.ones(2), 2)),
+        "function": lambda module: setattr(module, "activation", F.gelu),
+        "tensor gone": lambda module: setattr(module, "table", 1),
+        "child": lambda module: module.layers.append(nn.Tanh()),
+        "child of another class": lambda module: setattr(module.layers, "1", nn.Tanh()),
+        "no holder": lambda module: delattr(module, "layers"),
+        "holder absent": lambda module: setattr(module, "layers", None),
+        "new": lambda module: setattr(module, "more", 3),
+        "another instead": lambda module: delattr(module, "eps") or setattr(module, "more", 3),
+        "parameter": lambda module: module.register_parameter("scale", None),
+        "mode": lambda module: module.eval() and None,
     }
 
 
@@ -65,6 +108,29 @@ def test_a_changed_block(change: str) -> None:
     before = notes_on(module)
     block_changes()[change](module)
     assert notes.of(module) == notes_on(module) != before
+
+
+@pytest.mark.parametrize("change", layers_changes())
+def test_a_changed_module_of_which_notes_are_kept(change: str) -> None:
+    notes, module = MadeNotes(), Layers()
+    before = notes.of(module)
+    assert notes.of(module) is before
+    layers_changes()[change](module)
+    assert notes.of(module) == notes_on(module) != before
+    assert notes.of(module) == notes_on(module)
+
+
+def test_a_module_that_a_function_of_its_own_closes_over_is_not_kept_alive() -> None:
+    def noted() -> weakref.ref[nn.Module]:
+        module = Layers()
+        module.activation = lambda x: module(x)
+        notes.of(module)
+        return weakref.ref(module)
+
+    notes = MadeNotes()
+    reference = noted()
+    gc.collect()
+    assert reference() is None
 
 
 def test_a_plain_block_is_noted_once_and_not_kept_alive() -> None:

@@ -81,6 +81,10 @@ def test_every_way_of_reading_and_the_banks() -> None:
     interpret("banks", "float64", "bfloat16", "float8_e4m3fn", "uint64", "bool", "complex64")
 
 
+def test_what_is_usual_starts_by_a_compiled_form() -> None:
+    interpret("usual", "bfloat16", "float32", "float8_e5m2", "int64", "bool", "complex64")
+
+
 def test_flags_of_what_is_not_finite() -> None:
     interpret("flags")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -174,7 +175,7 @@ def trace_call(outputs: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges)
     """The graph of one operator call; it has no outputs when backward does not pass here."""
     trace = Trace()
     output_nodes(outputs, inputs, trace)
-    if not trace.outputs or _is_one_node(trace, inputs):
+    if not trace.outputs:
         return trace
     start, find, boundary = inputs.start, inputs.find, trace.boundary
     todo = list(trace.outputs)
@@ -203,29 +204,32 @@ def trace_call(outputs: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges)
     return trace
 
 
-def _is_one_node(trace: Trace, inputs: InputEdges) -> bool:
-    """Whether the call made one node only, as most do; its edges are in the trace then."""
-    if len(trace.outputs) > 1 or trace.boundary:
-        return False
-    (node,) = trace.outputs
-    edges, leaves, start = inputs.edges, inputs.leaves, inputs.start
+def one_node(output: torch.Tensor, inputs: InputEdges) -> tuple[Any, list[Spot]] | None:
+    """The node of a call that made one node and returned one tensor, and where it leads to the
+    inputs; None where more than that is to be found, by `trace_call`."""
+    node = output.grad_fn
+    start, edges, leaves = inputs.start, inputs.edges, inputs.leaves
+    if node is None or node._sequence_nr() < start or output.output_nr or inputs.aliases:
+        return None
+    if (node, 0) in edges or id(output) in inputs.views:
+        return None
     spots: list[Spot] = []
     position = -1
     for edge in node.next_functions:
         position += 1
         path = edges.get(edge)
         if path is None:
-            after = edge[0]
+            after: Any = edge[0]
             sequence = LEAF + 1 if after is None else after._sequence_nr()
             if start <= sequence < LEAF:
-                return False
+                return None
             if sequence != LEAF or (leaf := leaves.get(id(after.variable))) is None:
                 continue
             path = leaf[1]
+        if len(path) > 1 or (spots and path <= spots[-1][1]):
+            return None  # of a list of inputs; twice; not in their order
         spots.append((position, path, None))
-    if spots:
-        trace.boundary[node] = spots
-    return True
+    return (node, spots) if spots else None
 
 
 def trace_function(node: Any) -> Trace:
@@ -251,80 +255,97 @@ def trace_saved(tensors: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges
     return trace
 
 
+# An edge that leaves a region, with the sequence number of the node it leads to, and the node and
+# position that it leaves from.
+_Leaving = tuple[int, Edge, Any, int]
+_NO_EDGES: frozenset[Edge] = frozenset()
+
+
 class Region:
     """The graph nodes that a module call made; once it returns, only the edges that leave it."""
 
-    __slots__ = ("frontier", "parent", "used")
+    __slots__ = ("leaving", "parent", "used")
 
     def __init__(self) -> None:
         self.parent: Region | None = None
-        self.frontier: dict[Edge, list[tuple[Any, int]]] = {}
-        self.used: set[Edge] = set()  # edges inside that lead to outputs of the call, or a child's
-
-    def top(self) -> Region:
-        region = self
-        while region.parent is not None:
-            region = region.parent
-        return region
+        self.leaving: list[_Leaving] = []
+        # edges inside that lead to outputs of the call, or a child's
+        self.used: AbstractSet[Edge] = _NO_EDGES
 
 
 def trace_module(
     outputs: Iterable[tuple[torch.Tensor, Path]],
     inputs: InputEdges,
     owners: dict[int, Region],
+    leaves: bool = True,
 ) -> Trace:
     """The graph of one module call, in time linear in its nodes however deep modules nest.
 
     `owners` says which region a node (by sequence number) belongs to, for all module calls since
     the outermost began. Meeting a node of a finished child, the walk jumps to where the child ends.
+    `leaves` says whether this call, or one around it, was given a leaf: the edges to all others
+    (most are parameters) need not be carried outwards.
     """
     trace = Trace()
     output_nodes(outputs, inputs, trace)
     if not trace.outputs:
         return trace
-    output_edges = trace.output_edges()
-    own = _walk(list(trace.outputs), inputs, output_edges, owners)
-    for edge, places in own.frontier.items():
-        path = inputs.find(edge)
+    own = _walk(trace, inputs, owners, leaves)
+    find, boundary = inputs.find, trace.boundary
+    for _, edge, node, position in own.leaving:
+        path = find(edge)
         if path is not None:
-            for node, position in places:
-                trace.boundary.setdefault(node, []).append((position, path, None))
-    trace.note_shared(own.used & output_edges)
-    _note_lost_views(inputs, trace)
+            boundary.setdefault(node, []).append((position, path, None))
+    if own.used:
+        trace.note_shared(trace.output_edges() & own.used)
+    if inputs.views:
+        _note_lost_views(inputs, trace)
     return trace
 
 
-def _walk(
-    todo: list[Any], inputs: InputEdges, output_edges: set[Edge], owners: dict[int, Region]
-) -> Region:
-    """The region of the call whose outputs come from the nodes `todo`."""
+def _walk(trace: Trace, inputs: InputEdges, owners: dict[int, Region], leaves: bool) -> Region:
+    """The region of the call whose outputs the trace knows."""
     own = Region()
+    start = inputs.start
+    # An input from another thread, or a view whose base was written to, may have a younger node.
+    young = {edge for edge in inputs.edges if edge[0]._sequence_nr() >= start}
+    # No edge of a graph without cycles leads back to its only end.
+    ends = trace.output_edges() if len(trace.outputs) > 1 else _NO_EDGES
+    used: set[Edge] = set()
+    outside = own.leaving
+    todo = [(node._sequence_nr(), node) for node in trace.outputs]
     while todo:
-        node = todo.pop()
-        sequence = node._sequence_nr()
-        owner = owners.get(sequence)
-        region = owner.top() if owner is not None else None
-        if region is own:
-            continue
+        sequence, node = todo.pop()
+        region = owners.get(sequence)
         if region is None:
             owners[sequence] = own
-            leaving = [
-                (edge, [(node, position)])
-                for position, edge in enumerate(node.next_functions)
-                if edge[0] is not None
-            ]
+            leaving = []
+            position = -1
+            for edge in node.next_functions:
+                position += 1
+                after = edge[0]
+                if after is not None:
+                    leaving.append((after._sequence_nr(), edge, node, position))
         else:
+            while region.parent is not None:
+                region = region.parent
+            if region is own:
+                continue
             region.parent = own
-            own.used |= region.used
-            leaving = list(region.frontier.items())
-            region.frontier, region.used = {}, set()
-        for edge, places in leaving:
-            if edge in output_edges:
-                own.used.add(edge)
-            if inputs.start <= edge[0]._sequence_nr() < LEAF and edge not in inputs.edges:
-                todo.append(edge[0])
+            used |= region.used
+            leaving, region.leaving, region.used = region.leaving, [], _NO_EDGES
+        for place in leaving:
+            sequence, edge, _, _ = place
+            if ends and edge in ends:
+                used.add(edge)
+            if sequence == LEAF:
+                if leaves:
+                    outside.append(place)
+            elif sequence >= start and not (young and edge in young):
+                todo.append((sequence, edge[0]))
             else:
-                own.frontier.setdefault(edge, []).extend(places)
+                outside.append(place)
+    own.used = used
     return own
 
 

@@ -9,6 +9,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable
+from operator import is_, itemgetter
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -52,47 +53,106 @@ class MadeNotes:
     _LIMIT = 20_000  # modules made anew for every call would fill the table without end
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[nn.Module], Any, list[str]]] = {}
+        self._known: dict[int, _Known] = {}
 
     def of(self, module: nn.Module) -> list[str]:
         """As `notes_on` gives them."""
-        state = _state(module)
         known = self._known.get(id(module))
-        if known is not None and known[1] == state and known[0]() is module:
-            return known[2]
+        if known is not None and known.holds_for(module):
+            return known.notes
         notes = notes_on(module)
-        if _can_be_kept(module, state):
+        if _can_be_kept(module):
             if len(self._known) >= self._LIMIT:
                 self._known.clear()
-            self._known[id(module)] = (weakref.ref(module), state, notes)
+            self._known[id(module)] = _Known(module, notes)
         return notes
 
 
-def _state(module: nn.Module) -> tuple[Any, ...]:
-    """What the notes are made of: values that cannot change, of all others the type."""
-    held = module.__dict__
-    names = held.keys() - _NOT_ITS_OWN
-    values = [held[name] for name in names]
-    kinds = [type(value) for value in values]
-    plain = [v if k in _CONSTANT else None for v, k in zip(values, kinds, strict=True)]
-    children = [(name, type(child)) for name, child in module._modules.items()]
-    absent = [name for name, tensor in module._parameters.items() if tensor is None]
-    absent += [name for name, tensor in module._buffers.items() if tensor is None]
-    return (list(names), kinds, plain, children, absent, module.training)
+class _Known:
+    """Notes on a module, with all they say: values that cannot change, of others the type.
+
+    It is asked at every call, so it is asked in C. Values are held against each other by identity:
+    `==` of a tensor would be a call of the program, and 1 == True.
+    """
+
+    __slots__ = (
+        "_constants",
+        "_holders",
+        "_kind",
+        "_kinds",
+        "_names",
+        "_others",
+        "_reference",
+        "_values",
+        "notes",
+    )
+
+    def __init__(self, module: nn.Module, notes: list[str]) -> None:
+        held = module.__dict__
+        own = _own(module)
+        constants = [name for name, value in own if type(value) in _CONSTANT]
+        others = [name for name, value in own if type(value) not in _CONSTANT]
+        self.notes = notes
+        self._reference = weakref.ref(module)
+        self._kind = type(module)
+        self._names = tuple(held)
+        # two names at least, or an itemgetter gives no tuple
+        self._constants = itemgetter("training", "training", *constants)
+        self._values = self._constants(held)
+        self._others = itemgetter("_parameters", "_buffers", "_modules", *others)
+        self._holders = [name for name, _ in _holders_in(module)]
+        self._kinds = self._kinds_of(held)
+
+    def holds_for(self, module: nn.Module) -> bool:
+        """Whether they are what `notes_on` would give now."""
+        held = module.__dict__
+        return (
+            self._reference() is module
+            and type(module) is self._kind
+            and tuple(held) == self._names
+            and all(map(is_, self._constants(held), self._values))
+            and self._kinds_of(held) == self._kinds
+        )
+
+    def _kinds_of(self, held: dict[str, Any]) -> list[Any]:
+        """The types of attributes, and of parameters, buffers and children; None has one too."""
+        others = self._others(held)
+        kinds: list[Any] = [*map(type, others)]
+        kinds += [(*part, *map(type, part.values())) for part in others[:3]]
+        for name in self._holders:
+            holder = others[2].get(name)
+            children = holder._modules if holder is not None else {}
+            kinds.append((*children, *map(type, children.values())))
+        return kinds
 
 
-def _can_be_kept(module: nn.Module, state: tuple[Any, ...]) -> bool:
-    """Whether `_state` holds all that the notes say."""
+def _own(module: nn.Module) -> list[tuple[str, Any]]:
+    """Attributes that not every module has."""
+    return [item for item in module.__dict__.items() if item[0] not in _NOT_ITS_OWN]
+
+
+def _holders_in(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    held = module._modules.items()
+    return [(name, child) for name, child in held if isinstance(child, _HOLDERS)]
+
+
+def _can_be_kept(module: nn.Module) -> bool:
+    """Whether `_Known` sees every change of what the notes say."""
     if type(module).__name__ in _UNCALLED or "extra_repr" in module.__dict__:
         return False
-    if any(isinstance(child, _HOLDERS) for child in module._modules.values()):
+    if any(_holders_in(holder) for _, holder in _holders_in(module)):
         return False
-    for kind, value, name in zip(state[1], state[2], state[0], strict=True):
-        if kind is tuple and not all(type(item) in _ATOMS for item in value):
-            return False
-        if kind is list or (kind not in _CONSTANT and callable(module.__dict__[name])):
-            return False
-    return True
+    return all(_shows_change(value) for _, value in _own(module))
+
+
+def _shows_change(value: Any) -> bool:
+    """Whether a note says something else of an attribute only when its identity or type changes."""
+    kind = type(value)
+    if kind is tuple:
+        return all(type(item) in _ATOMS for item in value)
+    if kind is FunctionType and value.__closure__:
+        return False  # held here, it would hold what it closes over: the module itself, perhaps
+    return kind in _CONSTANT or not (kind is list or callable(value))
 
 
 def uncalled_parameters(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

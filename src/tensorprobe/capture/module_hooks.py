@@ -5,11 +5,12 @@ Global hooks, not one per module: those would be copied and pickled along with t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -22,12 +23,19 @@ from torch.nn.modules.module import (
 
 from tensorprobe.capture import compiled
 from tensorprobe.capture.calls import OpenCall
-from tensorprobe.capture.gradients import InputEdges, Path, Region, Trace, trace_module
+from tensorprobe.capture.gradients import Region, trace_module
 from tensorprobe.capture.making import MadeNotes, uncalled_parameters
 from tensorprobe.capture.mode_stack import enter_missing
 from tensorprobe.capture.naming import ApiName, CallNames, module_name
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.tape import Tape
+
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_interpreter_stack = torch._C._functorch.peek_interpreter_stack
+_CALL_IMPL = nn.Module._call_impl.__code__
+# The gradients of a module's parameters: what the call with them is named, where the module is.
+_Gradients = tuple[ApiName, str, list[tuple[str, torch.Tensor]]]
 
 
 class ModulePaths:
@@ -103,14 +111,17 @@ class ModulePaths:
 class _Entry:
     """A module call under way, and the place to go back to."""
 
-    __slots__ = ("buffers", "call", "frame", "module", "place")
+    __slots__ = ("buffers", "call", "frame", "leaves", "module", "place")
 
-    def __init__(self, module: nn.Module, frame: FrameType, place: tuple[Any, ...]) -> None:
+    def __init__(
+        self, module: nn.Module, frame: FrameType, place: tuple[Any, ...], leaves: bool
+    ) -> None:
         self.module = module
         self.frame = frame
         self.place = place
+        self.leaves = leaves  # this call, or one around it, was given a leaf of the graph
         self.call: OpenCall | None = None
-        self.buffers: dict[str, tuple[int, int]] = {}
+        self.buffers: dict[str, tuple[int, int]] | None = None
 
 
 class _Thread(threading.local):
@@ -143,10 +154,11 @@ class ModuleHooks:
         self._handles: list[Any] = []
         self._around: FrameType | None = None  # of the module whose forward we were started in
         # modules called in this step whose parameters may get a gradient
-        self._trained: dict[int, tuple[weakref.ref[nn.Module], ApiName, str]] = {}
+        self._trained: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._grads_seen: dict[int, tuple[int, int]] = {}
         self._gradients = threading.Lock()
         self._made = MadeNotes()
+        self._api: Callable[..., ApiName] = functools.lru_cache(maxsize=20_000)(_api)
 
     def install(self) -> None:
         self._owner_thread = threading.get_ident()
@@ -171,7 +183,7 @@ class ModuleHooks:
         frames = []
         frame: FrameType | None = sys._getframe()
         while frame is not None:
-            if frame.f_code is nn.Module._call_impl.__code__:
+            if frame.f_code is _CALL_IMPL:
                 frames.append(frame)
             frame = frame.f_back
         if frames:
@@ -195,15 +207,16 @@ class ModuleHooks:
     # The hooks
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             return
         tape = self._tape
-        thread = self._thread
+        entries = self._thread.entries
         frame = sys._getframe(1)
-        if compiled.is_generated(module, frame):
+        if isinstance(module, torch.fx.GraphModule) and compiled.is_generated(module, frame):
             return
-        self._drop_left(frame)
-        if not thread.entries:
+        if entries and not _is_below(entries[-1].frame, frame):
+            self._drop_left(frame)
+        if not entries:
             if _is_constructing(frame):
                 return  # a model that tries its parts while it is made: no root, and no step
             self._on_root(module)  # not below: it may end the program, or the recording
@@ -214,23 +227,23 @@ class ModuleHooks:
         try:
             if self._around is not None and not _is_below(self._around, frame):
                 self._forget_around()
-            if not thread.entries:
+            if not entries:
                 self._enter_root()
             place = tape.place
-            entry = _Entry(module, frame, (place.module, place.parent, place.frame, place.stack))
-            parent = place.module if thread.entries or self._around else None
-            thread.entries.append(entry)
+            parent = place.module if entries or self._around else None
+            here = (place.module, place.parent, place.frame, place.stack)
+            entry = _Entry(module, frame, here, bool(entries) and entries[-1].leaves)
+            entries.append(entry)
             path = self.paths.path(module, parent)
             only = tape.only
             if only is not None and id(module) in only:
                 path = only[id(module)]
             if tape.recording and (self._record if only is None else id(module) in only):
-                self._begin(entry, path, args, frame)
+                self._begin(entry, path, args)
             place.module = path
             if self._stacks and tape.recording:
-                place.stack = (
-                    entry.call.stack if entry.call and entry.call.stack else (tape.stack_number(1))
-                )
+                call = entry.call
+                place.stack = (call is not None and call.stack) or tape.stack_number(1)
                 place.frame = frame
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             tape.gap(f"Module.{type(module).__name__}", error)
@@ -258,49 +271,59 @@ class ModuleHooks:
         # modes are not inherited by threads: bring ours along while a module runs
         self._thread.entered_modes = enter_missing(self._modes)
 
-    def _begin(self, entry: _Entry, path: str, args: tuple[Any, ...], frame: FrameType) -> None:
+    def _begin(self, entry: _Entry, path: str, args: tuple[Any, ...]) -> None:
         module, tape = entry.module, self._tape
         kind = type(module)
-        api = module_name(path, kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
-        if path == kind.__name__:  # a root that goes by its class
-            api = api._replace(api=path)
+        api = self._api(path, kind)
         names = tape.select(api, tape.counter.next(api), path)
         if names is None:
             return
-        grad = torch.is_grad_enabled() and not torch._C._functorch.peek_interpreter_stack()
-        entry.call = tape.begin(
+        parameters = _parameters(module)
+        buffers = _present(module._buffers) if module._buffers else None
+        held: dict[str, Any] = {"parameters": parameters} if parameters else {}
+        if buffers:
+            held["buffers"] = buffers
+        call = entry.call = tape.begin(
             names,
             args,
-            frame.f_locals.get("kwargs"),
+            entry.frame.f_locals.get("kwargs"),
             depth=2,
-            grad=grad,
+            grad=_is_grad_enabled() and not _interpreter_stack(),
             random=module.training,
-            parameters=[*_present(module._parameters), *uncalled_parameters(module)],
-            buffers=_present(module._buffers),
+            **held,
         )
         if names.wanted:
             tape.place.parent = names.name
-        if entry.call is not None:
-            entry.buffers = {name: _state_of(buffer) for name, buffer in _present(module._buffers)}
-            if getattr(module, "_compiled_call_impl", None) or kind.__name__ == "OptimizedModule":
-                entry.call.notes.append("compiled: the calls inside are not visible")
-            entry.call.notes.extend(self._made.of(module))
-            if module._parameters:
-                self._trained[id(module)] = (weakref.ref(module), api, path)
+        if call is None:
+            return
+        if call.edges is not None and call.edges.leaves:
+            entry.leaves = True
+        if buffers:
+            entry.buffers = {name: _state_of(buffer) for name, buffer in buffers}
+        if getattr(module, "_compiled_call_impl", None) or kind.__name__ == "OptimizedModule":
+            call.notes.append("compiled: the calls inside are not visible")
+        call.notes += self._made.of(module)
+        if module._parameters:
+            self._trained[id(module)] = (weakref.ref(module), path)
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             return
         try:
             entries = self._thread.entries
-            if not any(entry.module is module for entry in entries):
-                return  # it was entered before the recording began
-            while (entry := entries.pop()).module is not module:
-                self._pop(entry)  # calls that left by an exception nobody told us of
+            if not entries:
+                return
+            if entries[-1].module is not module:
+                if not any(entry.module is module for entry in entries):
+                    return  # it was entered before the recording began
+                while entries[-1].module is not module:
+                    self._pop(entries.pop())  # it left by an exception nobody told us of
+            entry = entries.pop()
             self._go_back(entry)
-            # torch calls this hook from another function when the module has raised
-            raised = sys._getframe(1).f_code is nn.Module._call_impl.__code__
-            self._end(entry, result, sys.exc_info()[1] if raised else None)
+            if entry.call is not None:
+                # torch calls this hook from another function when the module has raised
+                raised = sys._getframe(1).f_code is _CALL_IMPL
+                self._end(entry, entry.call, result, sys.exc_info()[1] if raised else None)
             if not entries:
                 self._leave_root()
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
@@ -311,63 +334,84 @@ class ModuleHooks:
         while self._thread.entered_modes:
             self._thread.entered_modes.pop().__exit__(None, None, None)
 
-    def _end(self, entry: _Entry, result: Any, error: BaseException | None) -> None:
-        if entry.call is None:
-            return
+    def _end(self, entry: _Entry, call: OpenCall, result: Any, error: BaseException | None) -> None:
         if error is not None:
-            self._tape.raised(entry.call, error)
+            self._tape.raised(call, error)
             return
-        owners = self._thread.owners
-
-        def tracer(outputs: list[tuple[torch.Tensor, Path]], edges: InputEdges) -> Trace:
-            return trace_module(outputs, edges, owners)
-
-        self._tape.end(entry.call, result, tracer, self._changed_buffers(entry))
+        tracer = functools.partial(trace_module, owners=self._thread.owners, leaves=entry.leaves)
+        buffers = self._changed_buffers(entry) if entry.module._buffers else ()
+        self._tape.end(call, result, tracer, buffers)
 
     def _changed_buffers(self, entry: _Entry) -> list[tuple[str, torch.Tensor]]:
         """Buffers that the call wrote to, as they are now; named `running_mean.after`."""
         module, changed = entry.module, []
+        before = entry.buffers or {}
         for name, buffer in _present(module._buffers):
             silent = module.training and name in ("running_mean", "running_var")
-            if silent or entry.buffers.get(name) != _state_of(buffer):
+            if silent or before.get(name) != _state_of(buffer):
                 changed.append((f"{name}.after", buffer))
-        self._tape.forget(buffer for _, buffer in changed)
+        if changed:
+            self._tape.forget(buffer for _, buffer in changed)
         return changed
 
     # Gradients of parameters
 
     def record_gradients(self) -> None:
         """Write down the gradients that parameters of this step's modules have now."""
-        for reference, api, path in list(self._trained.values()):
-            module = reference()
-            if module is not None:
-                try:
-                    self._record_gradients_of(module, api, path)
-                except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-                    self._tape.gap(f"Module.{api.api}.parameters_grad", error)
+        for api, path, gradients in self._all_fresh_gradients():
+            try:
+                self._record_gradients_of(api, path, gradients)
+            except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+                self._tape.gap(api.stem, error)
 
-    def _record_gradients_of(self, module: nn.Module, api: ApiName, path: str) -> None:
+    def _record_gradients_of(
+        self, api: ApiName, path: str, gradients: list[tuple[str, torch.Tensor]]
+    ) -> None:
         tape = self._tape
-        with Quiet(), self._gradients:  # backward may end in two threads at once
-            fresh = list(self._fresh_gradients(module))
-        if not fresh:
-            return
-        api = api._replace(api=f"{api.api}.parameters_grad")
         names = CallNames(api, f"{api.stem}.{tape.counter.next(api)}", path, "backward")
         if tape.wants(names):
-            call = tape.begin(names, parent="", parameter_grads=fresh)
+            call = tape.begin(names, parent="", parameter_grads=gradients)
             if call is not None:
                 tape.end(call, None)
 
-    def _fresh_gradients(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in (*_present(module._parameters), *uncalled_parameters(module)):
+    def _all_fresh_gradients(self) -> list[_Gradients]:
+        found: list[_Gradients] = []
+        with Quiet(), self._gradients:  # backward may end in two threads at once
+            for reference, path in list(self._trained.values()):
+                module = reference()
+                if module is None:
+                    continue
+                api = self._api(path, type(module), ".parameters_grad")
+                try:
+                    if fresh := self._fresh_gradients(module):
+                        found.append((api, path, fresh))
+                except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+                    self._tape.gap(api.stem, error)
+        return found
+
+    def _fresh_gradients(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+        seen, fresh = self._grads_seen, []
+        for name, parameter in _parameters(module):
             grad = parameter.grad
             if grad is None:
                 continue
             state = _state_of(grad)
-            if self._grads_seen.get(id(parameter)) != state:
-                self._grads_seen[id(parameter)] = state
-                yield name, grad
+            if seen.get(id(parameter)) != state:
+                seen[id(parameter)] = state
+                fresh.append((name, grad))
+        return fresh
+
+
+def _api(path: str, kind: type, what: str = "") -> ApiName:
+    """The name of the call of a module, or of something else about it."""
+    api = module_name(path, kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+    own = path if path == kind.__name__ else api.api  # a root that goes by its class
+    return api._replace(api=own + what)
+
+
+def _parameters(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The parameters that belong to a call of this module."""
+    return [*_present(module._parameters), *uncalled_parameters(module)]
 
 
 def _present(tensors: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 
 from tensorprobe.capture.calls import OpenCall
 from tensorprobe.capture.naming import optimizer_name
+from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.tape import Tape
 
 
@@ -33,6 +34,7 @@ class OptimizerHooks:
         self._parameter_names = parameter_names
         self._on_step = on_step
         self._handles: list[Any] = []
+        self._names: dict[int, str] = {}  # of parameters, when the last step began
         self._inside = False  # torch is going through its hooks, which must not change then
         self._on = False
         # steps under way; a wrapper that is an Optimizer itself steps around the real one
@@ -75,8 +77,9 @@ class OptimizerHooks:
             names = tape.select(api, tape.counter.next(api), "")
             if names is None:
                 return None
-            parameters = list(self._parameters(optimizer))
-            grads = [(name, p.grad) for name, p in parameters if p.grad is not None]
+            self._names = self._parameter_names()
+            parameters = self._parameters(optimizer)
+            grads = _gradients(parameters)
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 tape.forget(grad for _, grad in grads)  # collectives move no version
             settings = [
@@ -118,12 +121,19 @@ class OptimizerHooks:
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self._tape.gap(call.names.name, error)
 
-    def _parameters(self, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-        names = self._parameter_names()
-        for group_number, group in enumerate(optimizer.param_groups):
-            for number, parameter in enumerate(group["params"]):
-                unnamed = f"group{group_number}.{number}"
-                yield names.get(id(parameter), unnamed), parameter
+    def _parameters(self, optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
+        names = self._names
+        return [
+            (names.get(id(parameter)) or f"group{group_number}.{number}", parameter)
+            for group_number, group in enumerate(optimizer.param_groups)
+            for number, parameter in enumerate(group["params"])
+        ]
+
+
+def _gradients(parameters: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    with Quiet():  # a function mode makes reading a property ten times as dear
+        grads = [(name, parameter.grad) for name, parameter in parameters]
+    return [(name, grad) for name, grad in grads if grad is not None]
 
 
 def _stepping(frame: FrameType | None) -> set[int]:

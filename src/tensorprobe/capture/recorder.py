@@ -18,7 +18,7 @@ import torch
 from tensorprobe.capture.dispatch_mode import OpMode
 from tensorprobe.capture.engine import EngineEntry
 from tensorprobe.capture.facts import environment_facts
-from tensorprobe.capture.function_mode import CallMode
+from tensorprobe.capture.function_mode import CallMode, QuietMode
 from tensorprobe.capture.mode_stack import (
     add_dispatch_mode,
     add_function_mode,
@@ -277,9 +277,8 @@ class Recorder:
         tape = self._tape = Tape(config, self._selection, self._writer, values, self._counter)
         tape.on_open = self._step_opened
         level = config.level
-        self._mode = CallMode(
-            tape, record=level in ("L1", "mix"), on_scaler_update=self._watch.scaler_updated
-        )
+        mode = CallMode if level in ("L1", "mix") else QuietMode
+        self._mode = mode(tape, on_scaler_update=self._watch.scaler_updated)
         self._op_mode = OpMode(tape) if level == "L2" else None
         modes = [self._mode] if self._op_mode is None else [self._mode, self._op_mode]
         self._modules = ModuleHooks(

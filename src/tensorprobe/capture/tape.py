@@ -11,35 +11,36 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from tensorprobe.capture.backward import Backward, BackwardRun
+from tensorprobe.capture.backward import Backward, NodeBackward, Run
 from tensorprobe.capture.calls import OpenCall
-from tensorprobe.capture.encode import (
-    PLAIN_TENSORS,
-    TensorEncoder,
-    encode,
-    encode_arguments,
-    map_tensors,
-    nest,
-)
+from tensorprobe.capture.encode import PLAIN_TENSORS, encode, map_tensors, nest
 from tensorprobe.capture.gradients import (
     InputEdges,
     LeafListener,
     Path,
     Trace,
     listen,
+    one_node,
     trace_call,
     trace_function,
     trace_saved,
 )
-from tensorprobe.capture.hidden_state import Draws, may_draw, random_state, silently_written
+from tensorprobe.capture.hidden_state import (
+    WRITES_STATISTICS,
+    Draws,
+    may_draw,
+    random_state,
+    silently_written,
+)
 from tensorprobe.capture.naming import ApiName, CallNames, Counter, call_name
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.stacks import Stacks
-from tensorprobe.capture.values import TensorName, Values
+from tensorprobe.capture.tensor_lines import ONLY, TensorLines
+from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig
 from tensorprobe.devices import autocast_dtypes
-from tensorprobe.records import HOST, Role
+from tensorprobe.records import Role
 from tensorprobe.store.lines import CallLine, EndLine, GapLine, StackLine, TensorLine
 from tensorprobe.store.writer import CaptureWriter
 
@@ -55,8 +56,10 @@ _ROLES: dict[str, Role] = {
     "parameter_grads": "parameter_grad",
     "buffers": "buffer",
 }
+_NO_KWARGS: dict[str, Any] = {}
+_autocasts = torch._C._is_any_autocast_enabled
+_graph_task_id = torch._C._current_graph_task_id
 _NO_ALIASES: dict[Path, Path] = {}  # of most calls: they are many, and live until backward
-_ONLY: Path = ("0",)  # the path of a result that is one tensor
 _IN_BACKWARD = "inside backward"
 _OUTPUT_IS_ARGUMENTS = "outputs are the arguments after the call"
 
@@ -97,7 +100,7 @@ class Tape:
         # where given: nothing but these modules, by identity, under these names
         self.only: dict[int, str] | None = None
         self._steps: set[int] = set()
-        self._open = False
+        self.is_open = False
         self.on_open: Callable[[int], None] = lambda step: None
         self._opening = threading.Lock()
         self._values = values
@@ -105,15 +108,14 @@ class Tape:
         self._stacks = Stacks(self._write_stack)
         self._early_stacks: list[StackLine] = []  # of modules entered before the first call
         # passes of backward under way; None: not wanted
-        self.running: dict[tuple[int, int], BackwardRun | None] = {}
-        self.entered: BackwardRun | None = None  # the call whose node backward came to last
+        self.running: dict[tuple[int, int], Run | None] = {}
+        self.entered: Run | None = None  # the call whose node backward came to last
         # custom Functions met in this step, by thread and sequence number of their node, with
         # those of their outputs that were seen; None: not wanted
         self._functions: dict[tuple[int, int], tuple[OpenCall, dict[Path, Any]] | None] = {}
         self._leaf_listeners: list[LeafListener] = []
         self._pending_work: list[tuple[OpenCall, list[Any], list[tuple[torch.Tensor, Path]]]] = []
-        self._dtypes: dict[torch.dtype, tuple[str, bool]] = {}  # name, and whether it is wanted
-        self._devices: dict[torch.device, str] = {}
+        self.lines = TensorLines(selection, values)
         self._keep = config.keep if not config.keep_tensors else None  # of every call
         self._sees_functions = config.level in ("L1", "mix")
         self.wants_input = selection.wants_side("input")
@@ -139,7 +141,7 @@ class Tape:
         self.end_step()
         self.recording = wanted
         self.writer.end_step()
-        self._open = False
+        self.is_open = False
         if step == self.step:
             return
         self.step = step
@@ -154,16 +156,16 @@ class Tape:
 
     def open_step(self) -> None:
         """A step gets its folder with its first call, so that one nobody ran leaves no trace."""
-        if self._open:
+        if self.is_open:
             return
         with self._opening:  # or a second thread's first call would find no file yet
-            if not self._open:
+            if not self.is_open:
                 self._steps.add(self.step)
                 self.writer.begin_step(self.step)
                 for line in self._early_stacks:
                     self.writer.stack(line)
                 self._early_stacks.clear()
-                self._open = True
+                self.is_open = True
                 self.on_open(self.step)
 
     # Calls
@@ -197,13 +199,11 @@ class Tape:
     ) -> OpenCall | None:
         """Write down a call before it runs. `named`: parameters, parameter_grads, buffers."""
         try:
-            kwargs = kwargs or {}
+            kwargs = kwargs or _NO_KWARGS
             call = OpenCall(names, self._keep or self.selection.keep_for(names), self.step)
-            if grad:
-                call.edges = InputEdges()
             if not names.wanted:
-                return self._watch(call, args, kwargs)
-            if not self._open:
+                return self._watch(call, args, kwargs, grad)
+            if not self.is_open:
                 self.open_step()
             place = self.place
             if stack is not None:
@@ -213,13 +213,13 @@ class Tape:
             with _DISABLED():
                 if self._pending_work:
                     self._finish_work()
-                if writes is None:
+                if writes is None and names.api.op in WRITES_STATISTICS:
                     writes = silently_written(names.api, args, kwargs)
                 if writes:
                     call.writes = writes
                     self._forget_arguments(writes, args, kwargs)
-                encoder = self._encoder(call, "input", self.wants_input, call.inputs)
-                positional, keywords = encode_arguments(args, kwargs, encoder)
+                positional, keywords = self.lines.arguments(call, args, kwargs, self.wants_input)
+                call.versions = _versions(call.inputs)
                 line = CallLine(
                     id=0,
                     name=names.name,
@@ -231,19 +231,21 @@ class Tape:
                     args=positional,
                     kwargs=keywords,
                     thread=place.thread,
-                    notes=_state_notes(grad),
                 )
+                if _autocasts() or _graph_task_id() != -1:
+                    line.notes = _state_notes(grad)
                 for section, tensors in named.items():
                     setattr(line, section, self._named(call, section, tensors))
-                self._note_inputs(call)
-                if call.edges is not None and call.edges.functions and self._sees_functions:
-                    self._record_functions(call.edges.functions)
+                if grad:
+                    call.edges = edges = InputEdges()
+                    edges.add(call.inputs)
+                    if edges.functions and self._sees_functions:
+                        self._record_functions(edges.functions)
                 if call.keep == "tensors" and (may_draw(names.api) if random is None else random):
                     with Quiet():
                         call.draws = random_state(args, kwargs)
-                line.id = next(self.ids)  # after the Functions that made the inputs
+                call.id = line.id = next(self.ids)  # after the Functions that made the inputs
                 self.writer.call(line)
-            call.id = line.id
             return call
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self.gap(names.name, error)
@@ -274,15 +276,18 @@ class Tape:
             outputs: list[tuple[torch.Tensor, Path]] = []
             with _DISABLED():
                 mutated = self._mutated(call)
-                if not call.written:
-                    map_tensors(
-                        result, lambda tensor, path: outputs.append((tensor, path or ("0",)))
-                    )
+                if call.id < 0:  # no line: only its backward is wanted
+                    map_tensors(result, lambda tensor, path: outputs.append((tensor, path or ONLY)))
                     if call.edges is not None and self._backward:
                         self._trace(call, call.edges, outputs or mutated, tracer)
                     return
-                encoder = self._encoder(call, "output", self.wants_output, outputs)
-                line = EndLine(id=call.id, outputs=encode(result, encoder), notes=call.notes)
+                if type(result) in PLAIN_TENSORS:
+                    outputs.append((result, ONLY))
+                    tree = self.lines.encoded(result, call, "output", ONLY, self.wants_output)
+                else:
+                    encoder = self.lines.encoder(call, "output", self.wants_output, outputs, {})
+                    tree = encode(result, encoder)
+                line = EndLine(id=call.id, outputs=tree, notes=call.notes)
                 if mutated and not outputs:
                     line.outputs = self._arguments_after(call, mutated, outputs)
                     call.notes.append(_OUTPUT_IS_ARGUMENTS)
@@ -291,7 +296,9 @@ class Tape:
                 if call.draws is not None:
                     line.buffers |= self._drawn(call, call.draws)
                 for name, tensor in buffers:
-                    line.buffers[name] = self.line(tensor, call, "buffer", name, self.wants_output)
+                    line.buffers[name] = self.lines.line(
+                        tensor, call, "buffer", name, self.wants_output
+                    )
                 if call.edges is not None and self._backward:
                     self._trace(call, call.edges, outputs, tracer)
                 self.writer.end(line)
@@ -308,21 +315,22 @@ class Tape:
         for name in names & given.keys():
             map_tensors(given[name], lambda tensor, path: self._values.forget(tensor))
 
-    def _watch(self, call: OpenCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpenCall:
+    def _watch(
+        self, call: OpenCall, args: Sequence[Any], kwargs: Mapping[str, Any], grad: bool
+    ) -> OpenCall:
         """Begin a call of which only the backward is wanted."""
 
         def note(tensor: torch.Tensor, path: Path) -> None:
             call.inputs.append((tensor, path))
 
         with _DISABLED():
-            encode_arguments(args, kwargs, note)
-            self._note_inputs(call)
+            for name, arg in (*zip(map(str, range(len(args))), args, strict=True), *kwargs.items()):
+                encode(arg, note, (name,))
+            call.versions = _versions(call.inputs)
+            if grad:
+                call.edges = InputEdges()
+                call.edges.add(call.inputs)
         return call
-
-    def _note_inputs(self, call: OpenCall) -> None:
-        call.versions = _versions(call.inputs)
-        if call.edges is not None:
-            call.edges.add(call.inputs)
 
     def _drawn(self, call: OpenCall, draws: Draws) -> dict[str, TensorLine]:
         """The state that a random call started from, by which it can be repeated."""
@@ -330,10 +338,7 @@ class Tape:
         with Quiet():
             if torch.equal(before, read()):
                 return {}
-        line = self.line(before, call, "buffer", "rng_state", False)
-        name: TensorName = (call.names.name, "buffer", "rng_state")
-        line.value = self._values.of(before, name, "tensors", None)
-        return {"rng_state": line}
+        return {"rng_state": self.lines.kept(before, call, "buffer", "rng_state")}
 
     def _trace(
         self,
@@ -342,6 +347,14 @@ class Tape:
         outputs: list[tuple[torch.Tensor, Path]],
         tracer: Tracer,
     ) -> None:
+        if len(outputs) == 1 and tracer is trace_call:
+            found = one_node(outputs[0][0], edges)
+            if found is not None:
+                node, spots = found
+                backward = NodeBackward(self, call, spots)
+                node.register_prehook(backward.incoming)
+                node.register_hook(backward.outgoing)
+                return
         trace = tracer(outputs, edges)
         if trace.notes:
             call.notes.extend(trace.notes)
@@ -375,84 +388,17 @@ class Tape:
         self.open_step()
         self.writer.gap(GapLine(name=name, reason=text[:2000]))
 
-    def line(
-        self,
-        tensor: torch.Tensor,
-        call: OpenCall | BackwardRun,
-        role: Role,
-        label: str | Path,
-        wanted: bool = True,
-    ) -> TensorLine:
-        """One tensor of a call; its content is numbered and kept where the selection wants it.
-
-        `label` is its name within its role, or the parts of that.
-        """
-        dtype, wants_dtype = self._dtypes.get(tensor.dtype) or self._look_up(tensor.dtype)
-        shape: tuple[int, ...] = ()
-        stride: tuple[int, ...] | None = None
-        try:
-            if type(tensor) in PLAIN_TENSORS:
-                shape = tensor.shape
-                if not tensor.is_contiguous():
-                    stride = tensor.stride()
-            else:
-                with Quiet():
-                    shape = tuple(map(_length, tensor.shape))
-                    if not tensor.is_contiguous():
-                        stride = tuple(map(_length, tensor.stride()))
-        except (RuntimeError, NotImplementedError):
-            pass  # sparse tensors have no stride, nested ones not even a shape
-        device = HOST if tensor.is_cpu else self._device(tensor.device)
-        value = None
-        if wanted and wants_dtype and call.keep != "structure":
-            value = self._values.of(tensor, (call.names.name, role, label), call.keep, stride)
-        return TensorLine(dtype, shape, stride, device, tensor.requires_grad, value)
-
-    def _encoder(
-        self,
-        call: OpenCall,
-        role: Role,
-        wanted: bool,
-        tensors: list[tuple[torch.Tensor, Path]],
-    ) -> TensorEncoder:
-        """Encodes the tensors of one side of a call and collects them with their paths."""
-        seen: dict[int, Path] = {}
-        line_of = self.line
-
-        def encode_tensor(tensor: torch.Tensor, path: Path) -> Any:
-            path = path or _ONLY
-            line = line_of(tensor, call, role, path, wanted)
-            first = seen.setdefault(id(tensor), path)
-            if first is not path:
-                line.same = f"{role}.{'.'.join(first)}"
-            tensors.append((tensor, path))
-            return {"tensor": line}
-
-        return encode_tensor
-
-    def _look_up(self, dtype: torch.dtype) -> tuple[str, bool]:
-        name = str(dtype).removeprefix("torch.")
-        known = self._dtypes[dtype] = (name, self.selection.wants_tensor(name))
-        return known
-
-    def _device(self, device: torch.device) -> str:
-        name = self._devices.get(device)
-        if name is None:
-            name = self._devices[device] = str(device)
-        return name
-
     # After the call
 
     def _named(
         self, call: OpenCall, section: str, tensors: Iterable[tuple[str, torch.Tensor]]
-    ) -> dict[str, TensorLine]:
+    ) -> dict[str, Any]:
         role = _ROLES[section]
-        wanted = self.selection.wants_side(role)
         if role == "buffer":  # small, and written by C++ that moves no version (DDP's broadcast)
             tensors = list(tensors)
             for _, tensor in tensors:
                 self._values.forget(tensor)
-        return {name: self.line(tensor, call, role, name, wanted) for name, tensor in tensors}
+        return self.lines.named(tensors, call, role)
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """These were perhaps written to in a way that moves no version."""
@@ -473,11 +419,11 @@ class Tape:
 
     def _mutated(self, call: OpenCall) -> list[tuple[torch.Tensor, Path]]:
         """Inputs that the call wrote to. Collectives write without moving the version."""
+        versions = _versions(call.inputs)
         if call.names.api.prefix == "Distributed":
             for tensor, _ in call.inputs:
                 self._values.forget(tensor)
             return call.inputs
-        versions = _versions(call.inputs)
         if versions == call.versions and not call.writes:
             return []
         found = [
@@ -498,7 +444,7 @@ class Tape:
     ) -> Any:
         tree: dict[Path, Any] = {}
         for tensor, path in mutated:
-            line = self.line(tensor, call, "output", path, self.wants_output)
+            line = self.lines.line(tensor, call, "output", path, self.wants_output)
             tree[path] = {"tensor": line}
             outputs.append((tensor, path))
         return nest(tree)
@@ -514,7 +460,7 @@ class Tape:
         for tensor, path in mutated:
             if id(tensor) not in returned:
                 label = f"input.{'.'.join(path)}"
-                lines[label] = self.line(tensor, call, "buffer", label, self.wants_output)
+                lines[label] = self.lines.line(tensor, call, "buffer", label, self.wants_output)
         return lines
 
     def _follow(self, call: OpenCall, trace: Trace, aliases: dict[Path, Path]) -> None:
@@ -574,7 +520,7 @@ class Tape:
         path = (str(tensor.output_nr),)
         if path in outputs or call.step != self.step:
             return
-        line = self.line(tensor, call, "output", path[0], self.wants_output)
+        line = self.lines.line(tensor, call, "output", path[0], self.wants_output)
         outputs[path] = {"tensor": line}
         ordered = dict(sorted(outputs.items(), key=lambda item: int(item[0][0])))
         self.writer.end(EndLine(id=call.id, outputs=nest(ordered)))
@@ -680,7 +626,7 @@ class Tape:
 
     def _write_stack(self, id: int, frames: list[str]) -> None:
         line = StackLine(id=id, frames=frames)
-        if self._open:
+        if self.is_open:
             self.writer.stack(line)
         else:
             self._early_stacks.append(line)
@@ -704,11 +650,6 @@ def _versions(tensors: list[tuple[torch.Tensor, Path]]) -> list[int]:
         return [-1 if tensor.is_inference() else tensor._version for tensor, _ in tensors]
 
 
-def _length(length: Any) -> int:
-    """A size or stride as a number; -1 for one that differs inside a ragged tensor."""
-    return length if type(length) is int else -1
-
-
 def _error_text(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
@@ -719,9 +660,9 @@ def _error_text(error: BaseException) -> str:
 def _state_notes(grad: bool) -> list[str]:
     """What about the surroundings changes how a call computes."""
     notes = []
-    if torch._C._is_any_autocast_enabled():
+    if _autocasts():
         notes += [f"autocast {device} {dtype}" for device, dtype in autocast_dtypes().items()]
-    if torch._C._current_graph_task_id() != -1:
+    if _graph_task_id() != -1:
         notes.append("inside backward: recomputation" if grad and _recomputes() else _IN_BACKWARD)
     return notes
 

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.transfer import Transfer
+from tensorprobe.numerics.digest import digest_bytes
 from tensorprobe.numerics.memory import is_dense
 from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.records import Keep, Role
+from tensorprobe.store.shard import Bytes
 from tensorprobe.store.writer import CaptureWriter
 
 # The call, the role and the label within it of a tensor, the label whole or in parts.
 TensorName = tuple[str, Role, "str | tuple[str, ...]"]
-# What tells one content from another: the mark of its storage, then version, offset, number of
-# elements, shape and stride (where they do not follow each other in order), dtype, and whether its
-# bytes are kept. Plain numbers and tuples: the garbage collector, which the many of them would set
-# off, soon leaves them out.
-_Layout = tuple[tuple[int, ...], Sequence[int]] | None
-_View = tuple[int, int, Any, int, _Layout, torch.dtype, bool]
+# What tells one content from another: the mark of its storage, version, offset, and the number of
+# its form (see `Values.form`). Plain numbers: the garbage collector, which the many of them would
+# set off, soon leaves them out.
+_View = tuple[int, int, Any, int]
+_MAX_FORMS = 10_000  # shapes that are new in every step would fill the table without end
+_SPARE_NBYTES = 128 << 20  # memory of copies that are written, for the next ones
+_LARGE_NBYTES = 128 << 10
 _SECTIONS: dict[Role, str] = {
     "input": "input",
     "output": "output",
@@ -53,10 +56,14 @@ class Values:
         self._writer = writer
         self._summarizer = summarizer
         self._checksums = checksums  # made of the bytes, on the host
-        self._transfer = Transfer()
-        self._held: dict[int, StorageWeakRef] = {}  # the storages met in this step
+        self._transfer = Transfer(spare_nbytes=_SPARE_NBYTES)
+        # What is copied from the CPU anyway is digested by the thread that writes it.
+        self._statistics = Summarizer() if summarizer.digests else None
+        self._held = _Held()  # the storages met in this step
         self._marks: dict[int, int] = {}  # those of which something is known; anew after `forget`
         self._numbers: dict[_View, int] = {}
+        self._forms: dict[Any, int] = {}
+        self._new_forms = itertools.count()
         self._ids = itertools.count(1)
         self._new_marks = itertools.count(1)
 
@@ -73,66 +80,128 @@ class Values:
         with contextlib.suppress(NotImplementedError, RuntimeError):  # no storage: never known
             self._marks.pop(tensor.untyped_storage()._cdata, None)
 
-    def of(
-        self, tensor: torch.Tensor, name: TensorName, keep: Keep, stride: Sequence[int] | None
-    ) -> int:
-        """The number of this tensor's content; it goes by `name` where it is new.
+    def form(self, tensor: torch.Tensor, keep: Keep, stride: Sequence[int] | None) -> int:
+        """The number of what, beside the memory, tells a content: dtype, elements, their order.
 
         `stride` is None where the elements follow each other in order.
         """
-        tensors = keep == "tensors"
+        layout: Any = None
+        if stride is not None:
+            shape = tuple(tensor.shape)
+            # Statistics ask for no order: those of a transposed matrix are the matrix's own.
+            ordered = keep != "stats" or self._checksums
+            if ordered or not is_dense(shape, tuple(stride)):
+                layout = (shape, tuple(stride))
+        try:
+            form = (tensor.dtype, tensor.numel(), layout, keep == "tensors")
+        except (NotImplementedError, RuntimeError):  # it has no elements that could be counted
+            return next(self._new_forms)
+        if len(self._forms) >= _MAX_FORMS:
+            self._forms.clear()
+        return self._forms.setdefault(form, next(self._new_forms))
+
+    def of(
+        self,
+        tensor: torch.Tensor,
+        form: int,
+        call: str,
+        role: Role,
+        label: str | tuple[str, ...],
+        keep: Keep,
+    ) -> int:
+        """The number of this tensor's content; where it is new it goes by `call`, role and label.
+
+        `form` is what the method of that name says of such tensors.
+        """
         try:
             storage = tensor.untyped_storage()
             mark = self._marks.get(storage._cdata)
-            dtype = tensor.dtype
             if mark is None:
                 if not _is_its_storage(tensor):
-                    return self._new(tensor, name, tensors)
+                    return self._new(tensor, (call, role, label), keep == "tensors")
                 mark = self._mark(storage)
-            elif tensor.is_neg() or (dtype.is_complex and tensor.is_conj()):
-                return self._new(tensor, name, tensors)  # the same memory means other numbers
-            layout: _Layout = None
-            if stride is not None:
-                shape = tuple(tensor.shape)
-                # Statistics ask for no order: those of a transposed matrix are the matrix's own.
-                ordered = keep != "stats" or self._checksums
-                if ordered or not is_dense(shape, tuple(stride)):
-                    layout = (shape, stride)
-            offset, numel = tensor.storage_offset(), tensor.numel()
-            view = (mark, tensor._version, offset, numel, layout, dtype, tensors)
-        except (NotImplementedError, RuntimeError):  # inference tensors keep no version; sparse,
-            return self._new(tensor, name, tensors)  # nested, functorch's and others no storage
+            elif tensor.is_neg() or tensor.is_conj():  # the same memory means other numbers
+                return self._new(tensor, (call, role, label), keep == "tensors")
+            view = (mark, tensor._version, tensor.storage_offset(), form)
+        except (NotImplementedError, RuntimeError):
+            # inference tensors keep no version; sparse, nested, functorch's and others no storage
+            return self._new(tensor, (call, role, label), keep == "tensors")
         number = self._numbers.get(view)
         if number is None:
-            number = self._numbers[view] = self._new(tensor, name, tensors)
+            number = self._numbers[view] = self._new(tensor, (call, role, label), keep == "tensors")
         return number
 
     def _mark(self, storage: torch.UntypedStorage) -> int:
         key = storage._cdata
-        if key not in self._held:
-            self._held[key] = StorageWeakRef(storage)
+        self._held.hold(storage, key)
         return self._marks.setdefault(key, next(self._new_marks))
 
     def _new(self, tensor: torch.Tensor, name: TensorName, tensors: bool) -> int:
         number = next(self._ids)
-        with Quiet():
-            result = self._summarizer.submit(tensor)
-            if (tensors or self._checksums) and result.error is None:
-                self._writer.make_room(tensor.numel() * tensor.element_size())
-                copy = self._transfer.snapshot(tensor)
-                self.nbytes += copy.nbytes if tensors else 0
-                self._writer.tensor(
-                    number,
-                    _text(name),
-                    copy.dtype,
-                    copy.shape,
-                    copy.get,
-                    copy.nbytes,
-                    checksum=self._checksums,
-                    stored=tensors,
-                )
+        checksum = crc32 if self._checksums else None
+        summarizer = self._summarizer
+        if tensors and self._statistics is not None and _is_large_on_host(tensor):
+            summarizer, checksum = self._statistics, digest_bytes
+        result = summarizer.submit(tensor)
+        if (tensors or checksum) and result.error is None:
+            with Quiet():
+                self._copy(number, tensor, name, checksum, tensors)
         self._writer.value(number, result)
         return number
+
+    def _copy(
+        self,
+        number: int,
+        tensor: torch.Tensor,
+        name: TensorName,
+        checksum: Callable[[Bytes], str] | None,
+        stored: bool,
+    ) -> None:
+        self._writer.make_room(tensor.numel() * tensor.element_size())
+        copy = self._transfer.snapshot(tensor)
+        self.nbytes += copy.nbytes if stored else 0
+        self._writer.tensor(
+            number,
+            _text(name),
+            copy.dtype,
+            copy.shape,
+            copy.get,
+            copy.nbytes,
+            checksum=checksum,
+            stored=stored,
+        )
+
+
+class _Held:
+    """Weak references to storages: while there is one, no other takes a storage's place in memory.
+
+    As torch's StorageWeakRef does it, without an object for each.
+    """
+
+    def __init__(self) -> None:
+        self._references: set[int] = set()  # each is where its storage is
+        self._free: Any = torch.UntypedStorage._free_weak_ref  # kept: torch may go first at exit
+
+    def hold(self, storage: torch.UntypedStorage, at: int) -> None:
+        """`at` is the storage's `_cdata`."""
+        if at not in self._references:
+            reference: Any = storage._weak_ref()
+            self._references.add(reference)
+
+    def clear(self) -> None:
+        while self._references:
+            self._free(self._references.pop())
+
+    __del__ = clear
+
+
+def crc32(data: Bytes) -> str:
+    """The checksum that the peer makes of a content, with its kind before it."""
+    return f"crc32:{zlib.crc32(data.data):08x}"
+
+
+def _is_large_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.numel() * tensor.element_size() >= _LARGE_NBYTES
 
 
 def _text(name: TensorName) -> str:

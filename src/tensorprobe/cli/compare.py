@@ -40,7 +40,6 @@ def run(args: argparse.Namespace) -> int:
     from tensorprobe.errors import BadUsage
     from tensorprobe.report.console import render
     from tensorprobe.report.saving import compare
-    from tensorprobe.store.loading import load
     from tensorprobe.store.outputs import check_output
 
     if args.xlsx and args.output is None:
@@ -51,16 +50,15 @@ def run(args: argparse.Namespace) -> int:
         from tensorprobe.replay.references import run_file
 
         run_file(Path(args.references))
-    actual, expected = load(args.actual), load(args.expected)
     if args.output is not None:  # before the work, not after it
-        check_output(Path(args.output), actual.path, expected.path)
+        check_output(Path(args.output), Path(args.actual), Path(args.expected))
     progress = None
     if sys.stderr.isatty():
         progress = TerminalProgress()
     try:
         comparison = compare(
-            actual,
-            expected,
+            args.actual,
+            args.expected,
             noise=args.noise,
             mapping=args.mapping,
             step=args.step,

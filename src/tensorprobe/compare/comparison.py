@@ -35,6 +35,7 @@ from tensorprobe.compare.units import (
     lacking,
     units,
 )
+from tensorprobe.compare.workers import Workers, workers_for
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import Call, Capture
 from tensorprobe.store.loading import load
@@ -143,12 +144,14 @@ def compare(
     is a file, or a dict, that says which calls or modules are the same. `seconds` bounds the time
     spent on replaying suspects; 0 or `replay=False` leaves it out.
     """
-    ours, theirs = _opened(actual), _opened(expected)
     known = NO_MAPPING if mapping is None else read_mapping(mapping)
+    with workers_for(map(_path, (actual, expected)), processes) as workers:
+        ours, theirs = _opened(actual), _opened(expected)
+        with _no_garbage():
+            pairs = [pair_tensors(pair) for pair in _align(ours, theirs, known, step, rank)]
+            measure(pairs, workers=workers, progress=progress)
+            floors = _floors(theirs, noise, step, rank, workers) if noise else {}
     with _no_garbage():
-        pairs = [pair_tensors(pair) for pair in _align(ours, theirs, known, step, rank)]
-        measure(pairs, processes=processes, progress=progress)
-        floors = _floors(theirs, noise, step, rank, processes) if noise else {}
         lacks = lacking(ours, theirs, step, rank)
         return _judge(ours, theirs, pairs, lacks, floors, replay and seconds > 0, seconds)
 
@@ -163,6 +166,10 @@ def _no_garbage() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+def _path(source: Source) -> str | os.PathLike[str]:
+    return source.path if isinstance(source, Capture) else source
 
 
 def _opened(source: Source) -> Capture:
@@ -196,13 +203,13 @@ def _floors(
     noise: Sequence[Source],
     step: int | None,
     rank: int | None,
-    processes: int | None,
+    workers: Workers | None,
 ) -> dict[str, float]:
     """How far repeated runs of the expected side are apart, for each of its tensors."""
     floors: dict[str, float] = {}
     for source in noise:
         pairs = [pair_tensors(p) for p in _align(_opened(source), expected, NO_MAPPING, step, rank)]
-        measure(pairs, processes=processes)
+        measure(pairs, workers=workers)
         for pair in pairs:
             for row in pair.tensors:
                 if row.expected is not None and (found := distance(row)) and math.isfinite(found):

@@ -104,10 +104,10 @@ class Device:
         stream = getattr(self.find_module(), "Stream", None)
         return stream() if stream is not None and self.is_available() else None
 
-    def current_stream(self) -> Any:
-        """The queue that calls go to now, or None."""
+    def current_stream(self, device: torch.device | None = None) -> Any:
+        """The queue that calls go to now, on that device or the current one; or None."""
         current = getattr(self.find_module(), "current_stream", None)
-        return current() if current is not None and self.is_available() else None
+        return current(device) if current is not None and self.is_available() else None
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Inside, calls go to `stream`; with None it changes nothing."""

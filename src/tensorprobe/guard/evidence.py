@@ -101,7 +101,7 @@ def _lines(
 ) -> dict[Place, Any]:
     lines = {}
     for path, gradient in gradients.items():
-        line = tape.line(gradient, call, side, ".".join(path))
+        line = tape.lines.line(gradient, call, side, ".".join(path))
         line.grad = False
         lines[path] = {"tensor": line}
     return lines

@@ -246,7 +246,7 @@ class WatchTape(Tape):
             grad = grads[number] if number < len(grads) else None
             if grad is None:
                 continue
-            line = self.line(grad, call, "input", ".".join(path), False)
+            line = self.lines.line(grad, call, "input", ".".join(path), False)
             line.grad = False
             if tuple(grad.shape) == tuple(shape):
                 content = self.take(call, grad, False)
@@ -344,7 +344,7 @@ class _Noting:
 
     def __call__(self, tensor: torch.Tensor, path: Path) -> Any:
         call = self._call
-        line = self._tape.line(tensor, call, "input", ".".join(path), False)
+        line = self._tape.lines.line(tensor, call, "input", ".".join(path), False)
         first = self._seen.get(id(tensor))
         if first is not None:
             line.same = f"input.{'.'.join(first.path)}"

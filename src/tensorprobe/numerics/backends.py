@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import threading
 import time
@@ -15,7 +16,7 @@ from tensorprobe.numerics.queue import MAX_AGE_S, Bank, Port, Queue
 from tensorprobe.numerics.result import Result
 
 if TYPE_CHECKING:
-    from tensorprobe.numerics.launch import Launcher
+    from tensorprobe.numerics.launch import Launcher, Usual
 
 MAX_PENDING = 1024  # tensors whose numbers wait on a device before they are fetched
 
@@ -80,9 +81,45 @@ class KernelBackend:
         self._port = port
         self._stats = stats
         self._digest = digest
-        self._queue = Queue(port, new_bank)
+        complete = functools.partial(rows.complete, stats=stats, digest=digest)
+        self._queue = Queue(port, new_bank, complete)
         self._spare = spare  # for dtypes whose kernel this Triton cannot build
         self._refused: dict[str, str] = {}  # dtype: why; not tried again, which takes seconds
+        self._usual: dict[torch.dtype, Usual] = {}  # how to `start`, once its kernel is compiled
+
+    def start(self, tensor: torch.Tensor) -> Result | None:
+        """Start on a tensor as most are; None for one that needs the closer look of `submit`.
+
+        Its type is torch's own, and no function mode is on. What has no memory of its own (a
+        wrapper of functorch, a sparse or a meta tensor) has no address, or raises when asked.
+        """
+        usual = self._usual.get(tensor.dtype)
+        if usual is None:
+            return None
+        try:
+            if tensor.is_nested or tensor.is_neg() or not tensor.is_contiguous():
+                return None
+            count, address = tensor.numel(), tensor.data_ptr()
+        except RuntimeError:
+            return None
+        name, itemsize, tile, most, unit, begin = usual
+        stream = self._port.usual_stream()
+        if stream is None or not address or address % 16 or count % unit or count >= 1 << 31:
+            return None
+        n_rows = -(-count // tile)
+        if n_rows > most:
+            n_rows = most
+        queue, result = self._queue, Result()
+        try:
+            with queue.lock:
+                bank, slot, row = queue.place(n_rows, stream)
+                begin(n_rows, stream, address, count // unit, bank, row, slot)
+                # Does not hold the tensor, which must go when the program lets it go.
+                bank.tickets[slot] = (result, name, count, 1, count * itemsize)
+        except self._failures as error:
+            self._refuse(name, tensor.dtype, error)
+            return None
+        return result
 
     def submit(self, result: Result, tensor: torch.Tensor, name: str) -> None:
         if name in self._refused:
@@ -97,22 +134,25 @@ class KernelBackend:
                         tensor = tensor.contiguous()
                 else:
                     tensor, count, repeat = _in_one_piece(tensor)
-            # Does not hold the tensor, which must go when the program lets it go.
-            ticket = rows.Ticket(result, name, count, repeat, nbytes, self._stats, self._digest)
             try:
-                self._launch(ticket, tensor)
+                self._launch((result, name, count, repeat, nbytes), tensor)
             except self._failures as error:
-                self._refused[name] = _first_line(error)
+                self._refuse(name, tensor.dtype, error)
                 self._use_spare(result, tensor, name)
+                return
+            if tensor.dtype not in self._usual:
+                usual = self._launcher.usual(name, stats=self._stats, digest=self._digest)
+                if usual is not None:
+                    self._usual[tensor.dtype] = usual
 
     def _launch(self, ticket: rows.Ticket, tensor: torch.Tensor) -> None:
         launcher, queue = self._launcher, self._queue
-        name, count, nbytes = ticket.dtype, ticket.elements, ticket.nbytes
+        _, name, count, _, nbytes = ticket
         both = self._stats and self._digest and self._takes_both(name, tensor, nbytes)
         n_rows = self._rows_for_both(nbytes) if both else self._rows_for(name, count)
+        stream = self._port.current_stream()
         with queue.lock:
-            bank, stream = queue.bank(n_rows)
-            slot, row = bank.take(n_rows)
+            bank, slot, row = queue.place(n_rows, stream)
             if both:
                 launcher.digest_and_tally(tensor, name, nbytes, n_rows, bank, slot, row, stream)
             else:
@@ -121,6 +161,10 @@ class KernelBackend:
                 if self._digest:
                     launcher.digest(tensor, nbytes, bank, slot, stream)
             bank.tickets[slot] = ticket
+
+    def _refuse(self, name: str, dtype: torch.dtype, error: Exception) -> None:
+        self._refused[name] = _first_line(error)
+        self._usual.pop(dtype, None)
 
     def _use_spare(self, result: Result, tensor: torch.Tensor, name: str) -> None:
         reason = self._refused[name]

@@ -1,0 +1,220 @@
+"""Live tensors to their lines in a capture, which are encoded once for each kind of tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from msgspec import Raw
+
+from tensorprobe.capture.calls import OpenCall
+from tensorprobe.capture.encode import ATOMS, PLAIN, PLAIN_TENSORS, POSITIONS, TensorEncoder
+from tensorprobe.capture.encode import encode as encode_tree
+from tensorprobe.capture.gradients import Path
+from tensorprobe.capture.naming import CallNames
+from tensorprobe.capture.quiet import Quiet
+from tensorprobe.capture.selection import Selection
+from tensorprobe.capture.values import Values
+from tensorprobe.records import HOST, Keep, Role
+from tensorprobe.store.lines import TensorLine, encode
+
+ONLY: Path = ("0",)  # the path of a result that is one tensor
+# What a line says of a plain tensor, its content excepted: dtype, shape, stride, device, whether it
+# has a gradient; and what is kept of the call.
+_Kind = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device, bool, Keep]
+_MAX_KINDS = 10_000  # shapes that are new in every step would fill the table without end
+
+
+class HasTensors(Protocol):
+    """A call, forward or backward, whose tensors are written down."""
+
+    names: CallNames
+    keep: Keep
+
+
+class _Head(NamedTuple):
+    """The beginning of the lines of one kind of tensor."""
+
+    in_tree: bytes  # as `{"tensor": line}`
+    alone: bytes
+    form: int  # of the content, or -1 where none is wanted
+
+
+class TensorLines:
+    """Writes the lines of tensors, and has their contents numbered and kept."""
+
+    def __init__(self, selection: Selection, values: Values) -> None:
+        self._selection = selection
+        self._values = values
+        self._dtypes: dict[torch.dtype, tuple[str, bool]] = {}  # name, and whether it is wanted
+        self._heads: dict[_Kind, _Head] = {}
+
+    def line(
+        self,
+        tensor: torch.Tensor,
+        call: HasTensors,
+        role: Role,
+        label: str | Path,
+        wanted: bool = True,
+    ) -> TensorLine:
+        """One tensor of a call; its content is numbered and kept where the selection wants it.
+
+        `label` is its name within its role, or the parts of that.
+        """
+        dtype, wants_dtype = self._dtypes.get(tensor.dtype) or self._look_up(tensor.dtype)
+        shape: tuple[int, ...] = ()
+        stride: tuple[int, ...] | None = None
+        try:
+            if type(tensor) in PLAIN_TENSORS:
+                shape = tensor.shape
+                if not tensor.is_contiguous():
+                    stride = tensor.stride()
+            else:
+                with Quiet():
+                    shape = tuple(map(_length, tensor.shape))
+                    if not tensor.is_contiguous():
+                        stride = tuple(map(_length, tensor.stride()))
+        except (RuntimeError, NotImplementedError):
+            pass  # sparse tensors have no stride, nested ones not even a shape
+        device = HOST if tensor.is_cpu else str(tensor.device)
+        value = None
+        if wanted and wants_dtype and call.keep != "structure":
+            form = self._values.form(tensor, call.keep, stride)
+            value = self._values.of(tensor, form, call.names.name, role, label, call.keep)
+        return TensorLine(dtype, shape, stride, device, tensor.requires_grad, value)
+
+    def kept(self, tensor: torch.Tensor, call: HasTensors, role: Role, label: str) -> TensorLine:
+        """The same of a tensor whose content is kept whatever is wanted of the call."""
+        line = self.line(tensor, call, role, label, False)
+        form = self._values.form(tensor, "tensors", line.stride)
+        line.value = self._values.of(tensor, form, call.names.name, role, label, "tensors")
+        return line
+
+    def encoded(
+        self,
+        tensor: torch.Tensor,
+        call: HasTensors,
+        role: Role,
+        label: str | Path,
+        wanted: bool,
+        grad: bool | None = None,
+        *,
+        alone: bool = False,
+    ) -> Any:
+        """The same ready to be written, as `{"tensor": line}`, the part of a tree, or `alone`.
+
+        `grad` stands in for what the tensor says.
+        """
+        keep = call.keep
+        if grad is None:
+            grad = tensor.requires_grad
+        head = None
+        if type(tensor) in PLAIN_TENSORS:
+            try:
+                kind = (tensor.dtype, tensor.shape, tensor.stride(), tensor.device, grad, keep)
+                head = self._heads.get(kind) or self._new_head(kind, tensor)
+            except (RuntimeError, NotImplementedError):
+                pass  # sparse tensors have no strides, nested ones not even a shape
+        if head is None:
+            line = self.line(tensor, call, role, label, wanted)
+            line.grad = grad
+            return line if alone else {"tensor": line}
+        in_tree, by_itself, form = head
+        if wanted and form >= 0:
+            value = self._values.of(tensor, form, call.names.name, role, label, keep)
+            if alone:
+                return Raw(b'%b,"value":%d}' % (by_itself, value))
+            return Raw(b'%b,"value":%d}}' % (in_tree, value))
+        return Raw(by_itself + b"}" if alone else in_tree + b"}}")
+
+    def repeated(
+        self, tensor: torch.Tensor, call: HasTensors, role: Role, path: Path, first: Path
+    ) -> Any:
+        """The part of a tree for a tensor that was met before in the same role, at `first`."""
+        line = self.line(tensor, call, role, path, self._selection.wants_side(role))
+        line.same = f"{role}.{'.'.join(first)}"
+        return {"tensor": line}
+
+    def arguments(
+        self, call: OpenCall, args: Sequence[Any], kwargs: Mapping[str, Any], wanted: bool
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The trees of a call's arguments, whose tensors are added to `call.inputs`."""
+        inputs = call.inputs
+        seen: dict[int, Path] = {}
+        positional: list[Any] = []
+        for position, arg in enumerate(args):
+            kind = type(arg)
+            if kind in PLAIN_TENSORS and position < len(POSITIONS):
+                path = POSITIONS[position]
+                inputs.append((arg, path))
+                first = seen.setdefault(id(arg), path)
+                if first is path:
+                    positional.append(self.encoded(arg, call, "input", path, wanted))
+                else:
+                    positional.append(self.repeated(arg, call, "input", path, first))
+            elif kind in PLAIN:
+                positional.append(arg)
+            elif kind in ATOMS:
+                positional.append(ATOMS[kind](arg))
+            else:
+                encoder = self.encoder(call, "input", wanted, inputs, seen)
+                positional.append(encode_tree(arg, encoder, (str(position),)))
+        if not kwargs:
+            return positional, {}
+        encoder = self.encoder(call, "input", wanted, inputs, seen)
+        return positional, {k: encode_tree(arg, encoder, (k,)) for k, arg in kwargs.items()}
+
+    def encoder(
+        self,
+        call: HasTensors,
+        role: Role,
+        wanted: bool,
+        tensors: list[tuple[torch.Tensor, Path]],
+        seen: dict[int, Path],
+    ) -> TensorEncoder:
+        """Encodes the tensors of one side of a call and collects them with their paths.
+
+        `seen` has those met already by identity.
+        """
+
+        def encode_tensor(tensor: torch.Tensor, path: Path) -> Any:
+            path = path or ONLY
+            tensors.append((tensor, path))
+            first = seen.setdefault(id(tensor), path)
+            if first is path:
+                return self.encoded(tensor, call, role, path, wanted)
+            return self.repeated(tensor, call, role, path, first)
+
+        return encode_tensor
+
+    def named(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], call: HasTensors, role: Role
+    ) -> dict[str, Any]:
+        """The lines of tensors that a call has by name."""
+        wanted = self._selection.wants_side(role)
+        return {
+            name: self.encoded(tensor, call, role, name, wanted, alone=True)
+            for name, tensor in tensors
+        }
+
+    def _new_head(self, kind: _Kind, tensor: torch.Tensor) -> _Head:
+        dtype, shape, stride, device, grad, keep = kind
+        name, wanted = self._dtypes.get(dtype) or self._look_up(dtype)
+        order = None if tensor.is_contiguous() else stride
+        alone = encode(TensorLine(name, shape, order, str(device), grad)).rstrip(b"\n}")
+        form = self._values.form(tensor, keep, order) if wanted and keep != "structure" else -1
+        if len(self._heads) >= _MAX_KINDS:
+            self._heads.clear()
+        head = self._heads[kind] = _Head(b'{"tensor":' + alone, alone, form)
+        return head
+
+    def _look_up(self, dtype: torch.dtype) -> tuple[str, bool]:
+        name = str(dtype).removeprefix("torch.")
+        known = self._dtypes[dtype] = (name, self._selection.wants_tensor(name))
+        return known
+
+
+def _length(length: Any) -> int:
+    """A size or stride as a number; -1 for one that differs inside a ragged tensor."""
+    return length if type(length) is int else -1
