@@ -19,6 +19,7 @@ from tensorprobe.guard.kept import DROPPED, ENDED, GONE, STEPPING, TOO_LARGE
 from tensorprobe.guard.origin import chain, words
 from tensorprobe.guard.saving import SavedInputs, direction_name
 from tensorprobe.guard.watched import COMPILED, WatchedCall
+from tensorprobe.guard.writes import Writes
 from tensorprobe.records import HOST, Direction
 from tensorprobe.store.frames import users_line
 
@@ -51,6 +52,7 @@ class Failures:
         place: Path,
         inputs: SavedInputs,
         troubles: Mapping[str, str],
+        writes: Writes,
         report: Callable[..., None],
         log: Callable[[str], None],
         rerun: str | None,
@@ -59,6 +61,7 @@ class Failures:
         self._place = place
         self._inputs = inputs
         self._troubles = troubles  # of calls that could not be noted
+        self._writes = writes
         self._report = report
         self._log = log
         self._rerun = rerun
@@ -169,7 +172,8 @@ class Failures:
 
     def _notes(self, call: WatchedCall, text: str) -> list[str]:
         """What else a person should know: about the device, and where the call was made."""
-        notes = list(call.notes)
+        held = [given.content.held for given in call.given]
+        notes = [*call.notes, *self._writes.tell(text, filter(None, held))]
         row = failed_device(text)
         if row is None:
             return notes
