@@ -39,6 +39,7 @@ _BATCH_LINES = 256
 _BATCH_NBYTES = 16 << 20
 _NO_DATA = np.empty(0, np.uint8)
 OUT_OF_BUDGET = "disk budget reached"
+_TOO_LATE = "it came after its step had ended"
 
 
 class Result(Protocol):
@@ -256,7 +257,11 @@ class CaptureWriter:
         if step is None:
             return
         try:
-            self._add_line(step, line)
+            if step.closed:
+                raise RuntimeError(_TOO_LATE)
+            step.lines.append(encode(line))
+            if self._asleep:
+                self._wake()
         except Exception as error:  # noqa: BLE001 recording a call must not end the program
             self._not_written(step, line, error)
         if self._flush_each:
@@ -391,7 +396,7 @@ class CaptureWriter:
     def _add_line(self, step: _Step, line: Line) -> None:
         """Let a line wait for the next write: nothing else of a capture depends on its place."""
         if step.closed:
-            raise RuntimeError("it came after its step had ended")
+            raise RuntimeError(_TOO_LATE)
         step.lines.append(encode(line))
         if self._asleep:
             self._wake()
