@@ -118,6 +118,8 @@ def main() -> None:
                 for row in done.rows:
                     if row.verdict in ("fail", "crashed"):
                         print(f"    {row.name}: {row.reason}")
+                    if row.recorded:
+                        print(f"    {row.name}, as recorded: {row.recorded}")
 
 
 if __name__ == "__main__":

@@ -249,9 +249,9 @@ def test_msprobe_md5_is_a_digest(tmp_path: Path) -> None:
         ({"tsak": "tensor"}, "unknown field 'tsak'. Did you mean 'task'? Allowed: task, dump_path"),
         (
             {"statistics": {"scpoe": []}},
-            "unknown field in 'statistics' 'scpoe'. Did you mean 'scope'? Allowed: scope, list",
+            "unknown field 'scpoe' in 'statistics'. Did you mean 'scope'? Allowed: scope, list",
         ),
-        ({"tensor": {"diff_num": 1}}, "unknown field in 'tensor' 'diff_num'"),
+        ({"tensor": {"diff_num": 1}}, "unknown field 'diff_num' in 'tensor'"),
         ({"statistics": []}, "statistics=[]: expected an object"),
         ({"task": "nan_check"}, "task='nan_check' is not supported: it reads an NPU register"),
         ({"task": "acc_check"}, "Allowed: statistics, tensor, structure"),

@@ -247,10 +247,10 @@ def _refuse(field: str, value: object, expected: str, near: Iterable[str] = ()) 
     raise BadUsage(f"{field}={value!r}: expected {expected}{_did_you_mean(value, near)}")
 
 
-def _refuse_name(kind: str, name: str, allowed: Iterable[str]) -> NoReturn:
+def _refuse_name(kind: str, name: str, allowed: Iterable[str], where: str = "") -> NoReturn:
     allowed = list(allowed)
     hint = _did_you_mean(name, allowed)
-    raise BadUsage(f"unknown {kind} '{name}'{hint or '.'} Allowed: {', '.join(allowed)}")
+    raise BadUsage(f"unknown {kind} '{name}'{where}{hint or '.'} Allowed: {', '.join(allowed)}")
 
 
 def _did_you_mean(value: object, allowed: Iterable[str]) -> str:
@@ -384,20 +384,22 @@ def from_door_arguments(
 
 @contextmanager
 def _naming(path: str | Path | None) -> Iterator[None]:
-    """Errors from inside say which file it is about."""
+    """Errors from inside say which file it is about; that they are raised again shows nothing."""
     try:
         yield
     except BadUsage as error:
-        raise (BadUsage(f"{path}: {error}") if path is not None else error) from error
+        if path is None:
+            raise
+        raise BadUsage(f"{path}: {error}") from None
 
 
 def _read_json(path: str | Path) -> Any:
     try:
         return msgspec.json.decode(Path(path).read_bytes())
     except OSError as error:
-        raise BadUsage(f"no configuration can be read from '{path}': {error.strerror}") from error
+        raise BadUsage(f"no configuration can be read from '{path}': {error.strerror}") from None
     except msgspec.DecodeError as error:
-        raise BadUsage(f"{path} is not JSON: {error}") from error
+        raise BadUsage(f"{path} is not JSON: {error}") from None
 
 
 def _read_door(content: object) -> DoorConfig:
@@ -476,7 +478,7 @@ def _check_fields(content: dict[str, Any]) -> None:
                 _refuse(name, value, "an object with the fields of that task")
             for field in value:
                 if field not in _SECTIONS[name]:
-                    _refuse_name(f"field in '{name}'", field, _SECTIONS[name])
+                    _refuse_name("field", field, _SECTIONS[name], f" in '{name}'")
         elif name not in _TOP_FIELDS:
             _refuse_name("field", name, (*_TOP_FIELDS, *_SECTIONS))
 

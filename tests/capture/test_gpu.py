@@ -182,6 +182,21 @@ def test_side_streams(tmp_path: Path) -> None:
         assert bool((output.load() == 2 * number).all())
 
 
+def test_a_copy_does_not_see_what_is_written_in_place_after_it(tmp_path: Path) -> None:
+    def program(step: Callable[[], None]) -> None:
+        x = torch.ones(1 << 26, device="cuda")  # a quarter of a gigabyte: its copy takes a while
+        for _ in range(4):
+            y = x * 2
+            y.data.fill_(7.0)  # at once, by the next kernel
+        step()
+
+    _, capture = recorded(tmp_path / "run", program, level="L1", keep="tensors", apis=["mul"])
+    for number in range(4):
+        output = capture.call(f"Tensor.mul.{number}.forward").tensor("output.0")
+        assert output.summary.max == 2
+        assert bool((output.load() == 2).all())
+
+
 def test_recomputation_in_the_engines_thread_is_seen(tmp_path: Path) -> None:
     def program(step: Callable[[], None]) -> list[torch.Tensor]:
         return train(step, recompute=True, steps=1)

@@ -334,7 +334,7 @@ WRONG = {
         *("--config", "none.json", "train.py"),
     ],
     "tensorprobe run: train.py is not JSON": ["--config", "train.py", "train.py"],
-    "no capture at 'nowhere'": ["--load-start", "nowhere", "train.py"],
+    "--load-start: there is no 'nowhere'. To save one": ["--load-start", "nowhere", "train.py"],
     "unrecognized arguments: --levle": ["--levle", "train.py"],
 }
 

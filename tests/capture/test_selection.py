@@ -307,6 +307,7 @@ def test_nothing_found_for_other_reasons() -> None:
     assert chosen.explain_nothing() == (
         "nothing was recorded: steps 7 were asked for, the steps that ran were 0-2."
     )
+    assert chosen.explain_nothing(begun=2).endswith("the steps that ran were 0-1.")
     chosen = selection(ranks="3-4")
     assert not chosen.wants_rank(0)
     assert chosen.explain_nothing() == (

@@ -13,6 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 import tensorprobe as tp
 from tensorprobe.capture.steps import StepOn
+from tensorprobe.errors import NothingRecorded
 
 Program = Callable[[], Any]
 
@@ -362,3 +363,36 @@ def test_stopping_after_the_last_step(tmp_path: Path) -> None:
     assert leaving.value.code == 0
     assert said[0] == "steps 0-1 are recorded: ending the program"
     assert tp.load(tmp_path).steps == (0, 1)
+
+
+def test_what_follows_the_last_step_is_not_counted_as_one(tmp_path: Path) -> None:
+    """A loss that is read when the optimizer has stepped is in the next step, if there is one."""
+    said: list[str] = []
+
+    def program() -> None:
+        model, optimizer = classifier()
+        for _ in range(2):
+            loss = model(torch.ones(2, 3)).sum()
+            loss.backward()
+            optimizer.step()
+            loss.item()
+
+    with tp.Recorder(tmp_path / "a", step_on="auto", log=said.append):
+        program()
+    assert " in 2 steps and after them, " in said[-1]
+    assert tp.load(tmp_path / "a").steps == (0, 1, 2)
+    with tp.Recorder(tmp_path / "b", step_on="auto", log=said.append):
+        train(*classifier(), 2)
+    assert " in 2 steps, " in said[-1]
+    with pytest.raises(NothingRecorded, match=r"the steps that ran were 0-1\.$"):
+        record(tmp_path / "c", program, steps=7)
+
+
+def test_a_program_that_ends_within_its_second_step(tmp_path: Path) -> None:
+    said: list[str] = []
+    model, optimizer = classifier()
+    with tp.Recorder(tmp_path / "a", log=said.append) as recorder:
+        train(model, optimizer)
+        recorder.step()
+        model(torch.ones(2, 3))
+    assert " in 2 steps, " in said[-1]

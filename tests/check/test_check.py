@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorprobe as tp
 from recorded import record
@@ -297,3 +298,60 @@ def test_the_command_line(
     )
     assert main(["check", str(capture), "-o", out, "--only", "nothing"]) == 2
     assert main(["check", str(capture), "-o", out, "--jobs", "0"]) == 2
+
+
+class Sick(TorchDispatchMode):
+    """A device whose tanh, and the gradient of whose sigmoid, is 1 % off."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        wrong = func.__name__ in ("tanh.default", "sigmoid_backward.default")
+        return result * 1.01 if wrong else result
+
+
+def test_a_wrong_recording_is_told_though_this_device_passes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The capture of a sick device, checked on a healthy one."""
+    with Sick():
+        capture = record(tmp_path / "run", network)
+    words = ["check", str(capture.path), "-o", str(tmp_path / "out")]
+    assert main(words) == 0
+    printed = capsys.readouterr().out.splitlines()
+    report = json.loads((tmp_path / "out" / "check.json").read_text())
+    wrong = {row["name"]: row for row in report["calls"] if row["recorded"]}
+    assert {name: row["recorded"].partition(":")[0] for name, row in wrong.items()} == {
+        "Torch.tanh.0.forward": "forward.output.0",
+        "Torch.sigmoid.0.forward": "backward.output.0",
+    }
+    assert {row["verdict"] for row in wrong.values()} == {"pass"}
+    told = [line for line in printed if line.startswith("recorded ")]
+    assert len(told) == 2
+    assert all("passes here, but what was recorded is wrong" in line for line in told)
+    for row in wrong.values():
+        assert f"         {row['recorded']}" in printed
+        assert f"         {row['repro']}" in printed
+    assert "(2 of them recorded wrong)" in printed[-1]
+    assert main(words) == 0  # taken up again: the rows on disk still say it
+    assert "(2 of them recorded wrong)" in capsys.readouterr().out
+
+
+def test_a_healthy_recording_is_not_blamed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capture = record(tmp_path / "run", network)
+    assert main(["check", str(capture.path), "--all", "-o", str(tmp_path / "out")]) == 0
+    assert "recorded" not in capsys.readouterr().out
+
+
+def test_modules_made_of_modules_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(3)))
+    capture = record(tmp_path / "run", lambda: model(torch.ones(2, 4)))
+    assert main(["check", str(capture.path), "--all", "-o", str(tmp_path / "out")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "made of other modules" in line] == [
+        "skipped  Module.0.Sequential.forward.0 and 3 more: is made of other modules, whose calls "
+        "are checked"
+    ]

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 import tensorprobe as tp
 from recorded import SRC, record, run_script
 from tensorprobe.cli.main import main
+from tensorprobe.compare.facts import fact_differences
 from tensorprobe.compare.measure import Done
 from tensorprobe.errors import BadUsage, TensorprobeError, UnreadableCapture
 
@@ -41,14 +42,14 @@ class Net(torch.nn.Module):
 
 
 def run(
-    folder: Path, *, steps: int = 1, data: float = 1.0, net: Net | None = None, **options: Any
+    folder: Path, *, n_steps: int = 1, data: float = 1.0, net: Net | None = None, **options: Any
 ) -> Path:
     net = net or Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(4, 16, generator=generator) * data
     with tp.Recorder(folder, **{"keep": "tensors", **options}) as recorder:
-        for _ in range(steps):
+        for _ in range(n_steps):
             net(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -116,7 +117,7 @@ def test_the_first_step_that_differs_comes_first(tmp_path: Path) -> None:
     nets = [Net(), Net()]
     nets[0].first.register_forward_hook(_after_a_while)
     found = tp.compare(
-        *(run(tmp_path / n, steps=3, net=net) for n, net in zip("ae", nets, strict=True))
+        *(run(tmp_path / n, n_steps=3, net=net) for n, net in zip("ae", nets, strict=True))
     )
     first = found.verdict.culprits[0]
     assert (first.step, first.kind) == (1, "structure")
@@ -228,13 +229,88 @@ def test_a_missing_shard_leaves_statistics(tmp_path: Path) -> None:
     assert verdict.culprits[0].name == "Functional.layer_norm.0.forward"
 
 
-def test_missing_ranks_are_said(tmp_path: Path) -> None:
+def test_a_missing_rank_is_no_match(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, e = run(tmp_path / "a"), run(tmp_path / "e")
-    for rank in range(1, 5):
+    for rank in range(1, 3):
         shutil.copytree(a / "rank0", a / f"rank{rank}")
+    assert main(["compare", str(a), str(e)]) == 1
+    n = len(tp.load(e).calls)
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        f"incomparable: ranks 1, 2 are only in actual: {2 * n} calls could not be compared. "
+        "To compare one that both have: --rank N",
+        f"  the rest matches: {n} calls aligned, no call differs by more than rounding explains "
+        "(tensors compared)",
+    ]
+    assert main(["compare", str(a), str(e), "--rank", "0"]) == 0
+
+
+def test_a_missing_step_is_no_match(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One run went on, the other ended: what both have may match, the whole does not."""
+    a, e = run(tmp_path / "a", n_steps=2), run(tmp_path / "e", n_steps=3)
+    found = tp.compare(a, e)
+    assert (found.verdict.verdict, found.verdict.culprits) == ("incomparable", [])
+    assert [(r.step, r.verdict) for r in found.verdict.ranks] == [
+        (0, "match"), (1, "match"), (2, "incomparable"),
+    ]  # fmt: skip
+    assert main(["compare", str(a), str(e)]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("incomparable: step 2 is only in expected: ")
+    assert "calls of one side only" not in out
+    assert main(["compare", str(a), str(e), "--step", "1"]) == 0
+
+
+def test_a_step_that_was_not_to_be_recorded_is_a_note(tmp_path: Path) -> None:
+    e = run(tmp_path / "e", n_steps=3)
+    for number, options in enumerate(({"steps": "0-1"}, {"steps": [0, 2]}, {"keep_last": 2})):
+        verdict = tp.compare(run(tmp_path / f"a{number}", n_steps=3, **options), e).verdict
+        assert verdict.verdict == "match", str(verdict)
+        assert "only in expected, as the other was told: not compared" in str(verdict)
+
+
+def test_a_culprit_is_named_beside_a_missing_step(tmp_path: Path) -> None:
+    a, e = run(tmp_path / "a", net=Net(eps=1e-2), n_steps=2), run(tmp_path / "e", n_steps=3)
     verdict = tp.compare(a, e).verdict
-    assert "ranks 1, 2, 3, 4 exist on one side only" in str(verdict)
-    assert verdict.verdict == "match"
+    assert verdict.culprits[0].name == "Functional.layer_norm.0.forward"
+    assert "note: step 2 is only in expected: " in str(verdict)
+
+
+def test_a_capture_and_itself(tmp_path: Path) -> None:
+    a = run(tmp_path / "a")
+    assert "both sides are one capture" in str(tp.compare(a, a).verdict)
+    assert "both sides are one capture" not in str(tp.compare(a, run(tmp_path / "b")).verdict)
+
+
+def test_an_argument_that_is_blamed_is_not_harmless_in_the_next_step(tmp_path: Path) -> None:
+    a, e = run(tmp_path / "a", net=Net(eps=1e-2), n_steps=2), run(tmp_path / "e", n_steps=2)
+    found = tp.compare(a, e)
+    assert found.verdict.culprits[0].kind == "argument"
+    assert found.structure == []
+
+
+def test_a_fact_that_one_layout_does_not_have_is_no_difference(tmp_path: Path) -> None:
+    a = run(tmp_path / "a")
+    for layout in ("msprobe", "ptdbg"):
+        assert main(["convert", str(a), "--to", layout, "-o", str(tmp_path / layout)]) == 0
+        facts = tp.compare(a, tmp_path / layout).verdict.facts
+        assert [fact for fact in facts if "not set" in fact] == []
+
+
+def test_facts_that_differ() -> None:
+    actual = {
+        "numerics": {"matmul_tf32": True, "new_switch": 1}, "environment": {"A": "1"},
+        "packages": {"torch": "2.13"}, "config": {"steps": None, "queue": 1, "keep": "stats"},
+    }  # fmt: skip
+    expected = {
+        "numerics": {"matmul_tf32": False}, "environment": {"B": "2"}, "python": "3.11",
+        "packages": {"torch": "2.12"}, "config": {"steps": "0-1", "queue": 2, "keep": "stats"},
+    }  # fmt: skip
+    assert fact_differences(actual, expected) == [
+        "config.steps: not set here, 0-1 expected",
+        "environment.A: 1 here, not set expected",
+        "environment.B: not set here, 2 expected",
+        "numerics.matmul_tf32: true here, false expected",
+        "packages.torch: 2.13 here, 2.12 expected",
+    ]
 
 
 def test_nan_everywhere_on_both_sides_is_no_difference(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_a_rank_that_one_side_lacks_is_said_and_the_rest_compared(
     assert main(["compare", str(half), str(runs / "expected")]) == 3
     text = capsys.readouterr().out
     assert text.startswith("diverged at Torch.tanh.0.forward (step 0, rank 1)")
-    assert "ranks 0 exist on one side only" in text
+    assert "note: rank 0 is only in expected: " in text
     assert [(r.rank, r.verdict) for r in tp.compare(half, runs / "expected").verdict.ranks] == [
         (0, "incomparable"), (0, "incomparable"), (1, "diverged"),
     ]  # fmt: skip

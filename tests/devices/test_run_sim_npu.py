@@ -91,3 +91,34 @@ def test_a_device_mistake_is_explained_after_its_traceback(
     (place,) = [number for number, line in enumerate(lines) if advice in line]
     assert lines[place].startswith("tensorprobe run: ")
     assert lines[place - 1].startswith(("RuntimeError: ", "AttributeError: "))
+
+
+def test_a_fault_that_hits_nothing_is_told(tmp_path: Path) -> None:
+    program = "import torch_npu, torch\nx = torch.ones(3, device='npu')\nprint(x.exp() + x.exp())\n"
+    faults = (
+        '[{"op": "expm1", "effect": "nan"}, {"op": "exp", "effect": "nan", "calls": [7]},'
+        ' {"op": "add", "effect": "scale:2"}]'
+    )
+    done = run(tmp_path, program, "--sim-npu", "-o", "a", TENSORPROBE_SIM_NPU_FAULTS=faults)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-2:] == [
+        "tensorprobe run: the fault planted in 'expm1' has spoilt nothing: no such kernel ran. "
+        "Near names that ran: exp. A recording at L2 shows those that do",
+        "tensorprobe run: the fault planted in 'exp' has spoilt nothing: the kernel ran 2 times, "
+        "numbered from 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("faults", "said"),
+    [
+        ("exp:nan", "TENSORPROBE_SIM_NPU_FAULTS is not JSON: "),
+        ('{"op": "exp"}', "TENSORPROBE_SIM_NPU_FAULTS: expected a list of faults. For example"),
+        ('[{"op": "exp", "kind": "nan"}]', "'kind': 'nan'} is no fault. For example"),
+    ],
+)
+def test_faults_that_cannot_be_read_are_one_line(tmp_path: Path, faults: str, said: str) -> None:
+    done = run(tmp_path, TRAIN, "--sim-npu", "-o", "a", TENSORPROBE_SIM_NPU_FAULTS=faults)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1

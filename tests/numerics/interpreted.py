@@ -1,15 +1,18 @@
 """Run by test_kernels.py with TRITON_INTERPRET=1: the CUDA kernels and banks on CPU tensors."""
 
+import ctypes
 import sys
 import threading
 import warnings
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
+import triton
 
 from numerics import cases
 from tensorprobe.numerics import launch, queue
-from tensorprobe.numerics.backends import KernelBackend
+from tensorprobe.numerics.backends import KernelBackend, TorchBackend
 from tensorprobe.numerics.digest import digest_array
 from tensorprobe.numerics.finiteness import LIMITS, extent_now, readable
 from tensorprobe.numerics.launch import Flagger, Launcher
@@ -46,6 +49,9 @@ class HostPort:
     def current_stream(self) -> int:
         return threading.get_ident()
 
+    def usual_stream(self) -> int:
+        return threading.get_ident()
+
     def adopt(self, bank: Bank, stream: int) -> None:
         bank.streams[stream] = stream
         self.adopted.append(stream)
@@ -57,6 +63,69 @@ class HostPort:
         return self.landings[-1]
 
 
+class Compiled:
+    """A form of a kernel that is given addresses, as those for a GPU are; it is interpreted."""
+
+    function, packed_metadata = 1, (8, 1, 0)
+    fault: Exception | None = None
+
+    def __init__(self, kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+        self._kernel = kernel
+        self._dtypes = [getattr(argument, "dtype", None) for argument in arguments]
+        self._constants = constants
+        self.starts = 0
+
+    def run(
+        self, x: int, y: int, z: int, stream: int, function: int, metadata: Any, *rest: Any
+    ) -> None:
+        assert (function, metadata, rest[:3]) == (1, (8, 1, 0), (None, None, None))
+        assert stream in (0, threading.get_ident())
+        if self.fault is not None:
+            raise self.fault
+        self.starts += 1
+        given = rest[3 : 3 + len(self._dtypes)]
+        assert rest[3 + len(self._dtypes) :] == tuple(self._constants.values())
+        arguments = [
+            value if dtype is None else at_address(value, dtype)
+            for value, dtype in zip(given, self._dtypes, strict=True)
+        ]
+        self._kernel[(x, y, z)](*arguments, **self._constants)
+
+
+def at_address(address: int, dtype: Any) -> Any:
+    """A tensor there, of which the interpreter asks no more than where it is."""
+    memory = torch.frombuffer((ctypes.c_char * 16).from_address(address), dtype=torch.uint8)
+    if isinstance(dtype, torch.dtype):
+        return memory.view(dtype)
+    return triton.reinterpret(memory, dtype)
+
+
+class Compiling:
+    """A kernel of which there is a compiled form once it has run."""
+
+    def __init__(self, kernel: Any, forms: list[Compiled]) -> None:
+        self._kernel = kernel
+        self._forms = forms
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def start(*arguments: Any, num_warps: int, **constants: Any) -> Compiled:
+            self._kernel[grid](*arguments, **constants)
+            self._forms.append(Compiled(self._kernel, arguments, constants))
+            return self._forms[-1]
+
+        return start
+
+
+def compiling(launcher: Launcher) -> list[Compiled]:
+    """Let the launcher have compiled forms, which are given."""
+    forms: list[Compiled] = []
+    for kernel in vars(launcher).values():
+        if isinstance(kernel, launch.Kernel):
+            kernel._function = Compiling(kernel._function, forms)
+    launch._starts_directly = lambda: True
+    return forms
+
+
 def interpreted(*, stats: bool, digest: bool) -> tuple[Summarizer, HostPort]:
     launcher = Launcher(CPU)
     port = HostPort(launcher)
@@ -65,7 +134,8 @@ def interpreted(*, stats: bool, digest: bool) -> tuple[Summarizer, HostPort]:
         def new_bank() -> Bank:
             return Bank(CPU, pinned=False)
 
-        return KernelBackend(launcher, port, new_bank, stats=stats, digest=digest)
+        spare = TorchBackend(CPU, stats=stats, digest=digest)
+        return KernelBackend(launcher, port, new_bank, spare, stats=stats, digest=digest)
 
     return Summarizer(stats=stats, digest=digest, choose=choose), port
 
@@ -145,6 +215,44 @@ def check_large() -> None:
         assert abs(result.summary.norm - exact.summary.norm) <= 1e-12 * exact.summary.norm
 
 
+def check_usual(names: list[str], *, digest: bool) -> None:
+    """What starts by a compiled form and without a closer look, and what must not."""
+    summarizer, port = interpreted(stats=True, digest=digest)
+    forms = compiling(port.launcher)
+    for name in names:
+        # The first of a dtype is looked at closely; of the others all that needs to be.
+        content = cases.random_bits(getattr(torch, name), 96)
+        tensors = [content, content.clone(), content.clone()[:0], content.clone()[:88]]
+        tensors += [content.view(8, 12).t(), content[1:], content[:1].expand(24)]
+        if content.is_complex():
+            tensors += [content.conj(), content.conj().imag]
+        results = [summarizer.submit(tensor) for tensor in tensors]
+        summarizer.wait()
+        for tensor, result in zip(tensors, results, strict=True):
+            assert (result.ready, result.error, result.note) == (True, None, None), result
+            cases.assert_summary(result.summary, tensor)
+            assert result.digest == (expected_digest(tensor) if digest else None)
+    assert sum(form.starts for form in forms) > len(names), "forms are used"
+    check_refusal(summarizer, forms, digest)
+
+
+def check_refusal(summarizer: Summarizer, forms: list[Compiled], digest: bool) -> None:
+    """A kernel that cannot be started any more: torch's operations from there on."""
+    content = torch.arange(8, dtype=torch.float32)
+    fine = [summarizer.submit(content) for _ in range(2)]
+    for form in forms[-1:]:
+        form.fault = RuntimeError("out of resource\nand more")
+    refused = [summarizer.submit(content) for _ in range(2)]
+    for form in forms:
+        form.fault = None
+    summarizer.wait()
+    assert {result.summary for result in fine + refused} == {fine[0].summary}
+    assert [result.note for result in fine] == [None, None]
+    note = "torch operations instead of Triton kernels: out of resource"
+    assert [result.note for result in refused] == [note, note]
+    assert (refused[0].digest is not None) == digest
+
+
 def check_banks() -> None:
     """Banks fill, leave, land in order and are used again; a poll completes only what landed."""
     queue.SLOTS, queue.ROWS, queue.MAX_AGE_S = 4, 16, 1e9
@@ -188,6 +296,9 @@ if __name__ == "__main__":
         check_dtypes(names)
         check_large()
         check_banks()
+    elif what == "usual":
+        check_usual(names, digest=False)
+        check_usual(names, digest=True)
     elif what == "flags":
         check_flagger()
     else:

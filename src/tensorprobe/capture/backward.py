@@ -11,6 +11,7 @@ from tensorprobe.capture.encode import as_arguments, nest_gradients
 from tensorprobe.capture.gradients import Gradients, Path, Spot, Trace
 from tensorprobe.capture.naming import CallNames, split_direction, with_direction
 from tensorprobe.capture.quiet import Quiet
+from tensorprobe.capture.tensor_lines import ONLY
 from tensorprobe.records import Keep, Role
 from tensorprobe.store.lines import CallLine, EndLine
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 _DISABLED = torch._C.DisableTorchFunction
 _graph_task_id = torch._C._current_graph_task_id
-_ONLY: Path = ("0",)  # the path of a result that is one tensor
 _NO_NOTES: list[str] = []  # of most calls; never added to
 
 
@@ -86,7 +86,7 @@ class NodeBackward(_Followed):
                 run = _NodeRun(tape, key, names, self._keep)
                 self._place(run)
                 tape.entered = tape.running[key] = run
-                run.begin([run.line(grads[0], _ONLY, "input", tape.wants_input)], {})
+                run.begin([run.line(grads[0], ONLY, "input", tape.wants_input)], {})
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             tape.gap(self.name, error)
 
@@ -185,7 +185,7 @@ class Run:
         if grad is None:
             return None
         # whether it has a gradient is said of tensors of the program: one has it by create_graph
-        return self._tape.lines.in_tree(grad, self, role, path, wanted, False)
+        return self._tape.lines.encoded(grad, self, role, path, wanted, False)
 
     def begin(self, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Write down that backward has come to the call."""

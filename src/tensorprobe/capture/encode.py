@@ -20,7 +20,7 @@ MAX_TEXT = 2000
 # Not of a subclass, which may answer any question in its own way.
 PLAIN_TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
 # The paths of positional arguments.
-_POSITIONS = [(str(i),) for i in range(64)]
+POSITIONS = [(str(i),) for i in range(64)]
 _INT_BOUND = 1 << 63
 
 
@@ -34,11 +34,11 @@ def encode(
     kind = type(value)
     if kind in PLAIN_TENSORS:
         return tensor(value, path)
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return value
     if isinstance(value, torch.Tensor):
         return tensor(value, path)
-    encoder = _EXACT.get(kind)
+    encoder = ATOMS.get(kind)
     if encoder is not None:
         return encoder(value)
     if len(path) > MAX_DEPTH:
@@ -58,26 +58,11 @@ def encode(
     return _other(value)
 
 
-def encode_arguments(
-    args: Iterable[Any], kwargs: Mapping[str, Any], tensor: TensorEncoder
-) -> tuple[list[Any], dict[str, Any]]:
-    """The trees of a call's arguments."""
-    positional = []
-    for i, arg in enumerate(args):
-        if type(arg) in PLAIN_TENSORS and i < 64:
-            positional.append(tensor(arg, _POSITIONS[i]))
-        else:
-            positional.append(encode(arg, tensor, (str(i),)))
-    if not kwargs:
-        return positional, {}
-    return positional, {name: encode(arg, tensor, (name,)) for name, arg in kwargs.items()}
-
-
 def map_tensors(value: Any, visit: Callable[[torch.Tensor, tuple[str, ...]], None]) -> None:
     """Call `visit` for every tensor that `encode` would meet, with the same path."""
     if isinstance(value, torch.Tensor):
         visit(value, ())
-    elif type(value) not in _PLAIN:
+    elif type(value) not in PLAIN:
         encode(value, visit)
 
 
@@ -115,8 +100,8 @@ def _as_dict_tree(tree: dict[str, Any]) -> dict[str, Any]:
 
 def as_arguments(leaves: Mapping[tuple[str, ...], Any]) -> tuple[list[Any], dict[str, Any]]:
     """Gradients by the path of their output, as positional and keyword arguments."""
-    if len(leaves) == 1 and _POSITIONS[0] in leaves:
-        return [leaves[_POSITIONS[0]]], {}
+    if len(leaves) == 1 and POSITIONS[0] in leaves:
+        return [leaves[POSITIONS[0]]], {}
     tops: dict[str, dict[tuple[str, ...], Any]] = {}
     for path, leaf in leaves.items():
         tops.setdefault(path[0], {})[path[1:]] = leaf
@@ -176,7 +161,7 @@ def _key(key: Any) -> Any:
     """A key of a dict: a plain value, or its text; a reader must be able to look it up again."""
     if type(key) is tuple:
         return {"tuple": [_key(part) for part in key]}
-    if type(key) in _PLAIN or type(key) in (int, float, str):
+    if type(key) in PLAIN or type(key) in (int, float, str):
         return encode(key, lambda tensor, _: None)
     return _special("key", str(key))
 
@@ -233,8 +218,9 @@ def _group_text(group: Any) -> str:
     return f"ranks {dist.get_process_group_ranks(group)}"
 
 
-_PLAIN = frozenset([type(None), bool])
-_EXACT: dict[type, Callable[[Any], Any]] = {
+PLAIN = frozenset([type(None), bool])
+# Values without parts, by their exact type.
+ATOMS: dict[type, Callable[[Any], Any]] = {
     int: _int,
     float: _float,
     str: lambda value: value[:MAX_TEXT],

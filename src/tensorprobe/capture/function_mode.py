@@ -93,6 +93,41 @@ class UserCalls(TorchFunctionMode):
         return plan
 
 
+class QuietMode(UserCalls):
+    """Records no call, but sees those that tell a recorder of modules or operators something."""
+
+    def __init__(self, tape: Tape, *, on_scaler_update: Callable[[Iterable[int]], None]) -> None:
+        super().__init__()
+        self._tape = tape
+        self._on_scaler_update = on_scaler_update
+
+    def called(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        result = _passed(self._tape, api, func, args, kwargs)
+        if api.api == SCALER_UPDATE:
+            self._on_scaler_update(optimizers_in_round())
+        return result
+
+    def passed_on(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        if "out" in kwargs and self._tape.recording:
+            self._tape.forget_written(args, kwargs)
+        return result
+
+    def _plan(self, func: Any) -> ApiName | None:
+        api = super()._plan(func)
+        if api is not None and api.api != SCALER_UPDATE and not writes_in_place(api):
+            api = self._plans[func] = None
+        return api
+
+
+def _passed(tape: Tape, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """A call that is not recorded; what it writes to may be recorded later in the step."""
+    result = func(*args, **kwargs)
+    if tape.recording and (writes_in_place(api) or "out" in kwargs):
+        tape.forget_written(args, kwargs)
+    return result
+
+
 class CallMode(UserCalls):
     """Records each call."""
 
@@ -100,26 +135,35 @@ class CallMode(UserCalls):
         self,
         tape: Tape,
         *,
-        record: bool,
         on_scaler_update: Callable[[Iterable[int]], None],
         on_passed_error: Callable[[ApiName, Any, Any, Exception], None] | None = None,
     ) -> None:
         super().__init__()
         self._on_passed_error = on_passed_error  # of calls that are too small to be recorded
         self._tape = tape
-        self._record = record
         self._on_scaler_update = on_scaler_update
         self._runs = compiled.Runs()
         self._spell = Spelling(__file__) if tape.config.operators == "dunder" else None
 
     def called(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        tape = self._tape
         compiles = compiled.may_run()
-        if not self._is_wanted() or (compiles and compiled.in_backward()):
-            result = self._passed(api, func, args, kwargs)
+        names = None
+        if not tape.recording or tape.only is not None or (compiles and compiled.in_backward()):
+            pass
         elif compiles and self._is_compiled():
-            result = func(*args, **kwargs)
+            return func(*args, **kwargs)
         else:
-            result = self._recorded(api, func, args, kwargs)
+            if self._spell is not None and api.prefix == "Tensor":
+                api = self._spell(api, func, args, sys._getframe(1))
+            names = tape.select(api, tape.counter.next(api), tape.place.module)
+        if names is None:
+            result = _passed(tape, api, func, args, kwargs)
+        else:
+            grad = _is_grad_enabled() and not _interpreter_stack()
+            shown = args[:1] if api.api == "__deepcopy__" else args  # the rest is copy's own memo
+            call = tape.begin(names, shown, kwargs, depth=2, grad=grad)
+            result = func(*args, **kwargs) if call is None else tape.run(call, func, args, kwargs)
         if api.api == SCALER_UPDATE:
             self._on_scaler_update(optimizers_in_round())
         return result
@@ -131,16 +175,6 @@ class CallMode(UserCalls):
             if self._on_passed_error is not None:
                 self._on_passed_error(self._namer(func), args, kwargs, error)
             raise
-
-    def _is_wanted(self) -> bool:
-        return self._record and self._tape.recording and self._tape.only is None
-
-    def _passed(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """A call that is not recorded; what it writes to may be recorded later in the step."""
-        result = func(*args, **kwargs)
-        if self._tape.recording and (writes_in_place(api) or "out" in kwargs):
-            self._tape.forget_written(args, kwargs)
-        return result
 
     def _is_compiled(self) -> bool:
         """Whether this call is the inside of a compiled part, which is written down as one call."""
@@ -163,17 +197,3 @@ class CallMode(UserCalls):
         if call is not None:
             call.notes.append(compiled.NOTE)
             self._tape.end(call, None)
-
-    def _recorded(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        tape = self._tape
-        if self._spell is not None and api.prefix == "Tensor":
-            api = self._spell(api, func, args, sys._getframe(1))
-        names = tape.select(api, tape.counter.next(api), tape.place.module)
-        if names is None:
-            return self._passed(api, func, args, kwargs)
-        grad = _is_grad_enabled() and not _interpreter_stack()
-        shown = args[:1] if api.api == "__deepcopy__" else args  # the rest is copy's own memo
-        call = tape.begin(names, shown, kwargs, depth=3, grad=grad)
-        if call is None:
-            return func(*args, **kwargs)
-        return tape.run(call, func, args, kwargs)

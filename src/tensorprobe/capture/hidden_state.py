@@ -29,7 +29,7 @@ _MAY_DRAW_NAMES = """
 _MAY_DRAW = frozenset(_MAY_DRAW_NAMES.split())
 # These update running statistics without moving their version, when the sixth argument says so.
 _BY_NAME = ("running_mean", "running_var")
-_RUNNING_STATISTICS = {
+WRITES_STATISTICS = {
     "torch.nn.functional.batch_norm": frozenset(["1", "2", *_BY_NAME]),
     "torch.nn.functional.instance_norm": frozenset(["1", "2", *_BY_NAME]),
     "torch.batch_norm": frozenset(["3", "4", *_BY_NAME]),
@@ -69,7 +69,7 @@ def random_state(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Draws | None
 
 def silently_written(api: ApiName, args: Any, kwargs: Mapping[str, Any]) -> frozenset[str]:
     """The arguments that a call is about to write to without moving their version."""
-    names = _RUNNING_STATISTICS.get(api.op)
+    names = WRITES_STATISTICS.get(api.op)
     if names is None:
         return _NOTHING
     training = args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats"))
@@ -90,13 +90,13 @@ def written_arguments(schema: Any) -> frozenset[str]:
     for i, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             names += [str(i), argument.name]
-    if schema.name in _WRITES_STATISTICS:
+    if schema.name in _STATISTICS_OPERATORS:
         names += ["3", "4"]
     return frozenset(names)
 
 
 # The schema does not say that these update their running statistics.
-_WRITES_STATISTICS = (
+_STATISTICS_OPERATORS = (
     "aten::native_batch_norm",
     "aten::cudnn_batch_norm",
     "aten::miopen_batch_norm",

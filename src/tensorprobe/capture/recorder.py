@@ -18,7 +18,7 @@ import torch
 from tensorprobe.capture.dispatch_mode import OpMode
 from tensorprobe.capture.engine import EngineEntry
 from tensorprobe.capture.facts import environment_facts
-from tensorprobe.capture.function_mode import CallMode
+from tensorprobe.capture.function_mode import CallMode, QuietMode
 from tensorprobe.capture.mode_stack import (
     add_dispatch_mode,
     add_function_mode,
@@ -97,6 +97,7 @@ class Recorder:
         self._filters: Any = None
         self._frames_compiled: int | None = None  # when recording began
         self._keep_last = self.config.keep_last
+        self._last_opened: int | None = None  # the last step that has a call
         self._on_disk: list[int] = []  # recorded steps that may still be dropped, oldest first
 
     @classmethod
@@ -212,7 +213,7 @@ class Recorder:
         self._closed = True
         atexit.unregister(self.close)
         if not self._rank_wanted and world_size() == 1:  # of several, others record
-            raise NothingRecorded(self._selection.explain_nothing())
+            raise NothingRecorded(self._selection.explain_nothing(self._step))
         if self._writer is None:
             return
         self._take_away()  # what could not go when the last step ended
@@ -222,7 +223,7 @@ class Recorder:
         if not self._rank_wanted:
             return
         if self._writer.n_calls == 0:
-            raise NothingRecorded(self._selection.explain_nothing())
+            raise NothingRecorded(self._selection.explain_nothing(self._step))
         if tell:
             self._log(self._summary(self._writer))
 
@@ -276,9 +277,8 @@ class Recorder:
         tape = self._tape = Tape(config, self._selection, self._writer, values, self._counter)
         tape.on_open = self._step_opened
         level = config.level
-        self._mode = CallMode(
-            tape, record=level in ("L1", "mix"), on_scaler_update=self._watch.scaler_updated
-        )
+        mode = CallMode if level in ("L1", "mix") else QuietMode
+        self._mode = mode(tape, on_scaler_update=self._watch.scaler_updated)
         self._op_mode = OpMode(tape) if level == "L2" else None
         modes = [self._mode] if self._op_mode is None else [self._mode, self._op_mode]
         self._modules = ModuleHooks(
@@ -361,6 +361,7 @@ class Recorder:
 
     def _step_opened(self, step: int) -> None:
         """A step has got its first call: leave `keep_last` steps on disk, this one included."""
+        self._last_opened = step
         if self._keep_last is None or self._writer is None or step in self._on_disk:
             return
         self._on_disk.append(step)
@@ -458,14 +459,19 @@ class Recorder:
 
     def _summary(self, writer: CaptureWriter) -> str:
         steps = self._tape.n_steps if self._tape is not None else 0
+        # What follows the last step of an optimizer, a loss.item() say, is no step: none ended it.
+        rest = self._watch.is_paced and steps > 1 and self._last_opened == self._step
+        after = " and after them" if rest else ""
+        steps -= rest
         left = self.config.keep_last
         kept = f", the last {left} kept" if self._keep_last and left and steps > left else ""
         gaps = f", {_count(writer.n_gaps, 'gap')}" if writer.n_gaps else ""
         several = os.environ.get("WORLD_SIZE", "1") != "1"
         where = writer.folder if several else self.path
         waited = f", waited {writer.waited_s:.1f} s for the disk" if writer.waited_s >= 1 else ""
+        recorded = f"{_count(writer.n_calls, 'call')} in {_count(steps, 'step')}{after}"
         return (
-            f"recorded {_count(writer.n_calls, 'call')} in {_count(steps, 'step')}{kept}{gaps}, "
+            f"recorded {recorded}{kept}{gaps}, "
             f"{format_nbytes(writer.nbytes_written)} in {where}{waited}. "
             f"Next: tensorprobe show {shlex.quote(str(self.path))}"
         )

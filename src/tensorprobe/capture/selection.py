@@ -165,18 +165,22 @@ class Selection:
         if len(self._seen) < _SEEN_LIMIT:
             self._seen[name] = None
 
-    def explain_nothing(self) -> str:
-        """Why nothing was recorded: what was asked, what was there, what may have been meant."""
-        return "nothing was recorded: " + " ".join(self._reasons())
+    def explain_nothing(self, begun: int | None = None) -> str:
+        """Why nothing was recorded: what was asked, what was there, what may have been meant.
 
-    def _reasons(self) -> Iterable[str]:
+        `begun` is the step that no one has ended, of which there may be nothing but its number.
+        """
+        return "nothing was recorded: " + " ".join(self._reasons(begun))
+
+    def _reasons(self, begun: int | None) -> Iterable[str]:
         config = self._config
         if self._ranks is not None and self._ranks.isdisjoint(self._seen_ranks):
             here = format_numbers(sorted(self._seen_ranks)) or "unknown"
             yield f"ranks {format_numbers(config.ranks)} were asked for, this is rank {here}."
             return
         if self._steps is not None and self._steps.isdisjoint(self._seen_steps):
-            ran = format_numbers(sorted(self._seen_steps))
+            ended = sorted(step for step in self._seen_steps if step != begun)
+            ran = format_numbers(ended or sorted(self._seen_steps))
             ran = f"the steps that ran were {ran}" if ran else "no step ran"
             yield f"steps {format_numbers(config.steps)} were asked for, {ran}."
             return

@@ -393,6 +393,10 @@ def _outside(api: ApiName) -> ApiName:
 
 
 def _read_start(path: Path) -> Capture:
+    if not path.exists():
+        raise BadUsage(
+            f"--load-start: there is no '{path}'. To save one: tensorprobe run --save-start {path}"
+        )
     try:
         saved = load(path)
     except UnreadableCapture as error:

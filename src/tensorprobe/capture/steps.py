@@ -40,6 +40,11 @@ class StepWatch:
         return self._step_on != "explicit"
 
     @property
+    def is_paced(self) -> bool:
+        """Whether steps end with those of an optimizer."""
+        return self.automatic and self._step_on != "module" and bool(self._optimizers)
+
+    @property
     def needs_roots(self) -> bool:
         """Whether calls of root modules may end a step."""
         if self._step_on == "auto":

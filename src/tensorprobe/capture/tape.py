@@ -13,12 +13,7 @@ from torch.autograd.function import BackwardCFunction
 
 from tensorprobe.capture.backward import Backward, NodeBackward, Run
 from tensorprobe.capture.calls import OpenCall
-from tensorprobe.capture.encode import (
-    encode,
-    encode_arguments,
-    map_tensors,
-    nest,
-)
+from tensorprobe.capture.encode import PLAIN_TENSORS, encode, map_tensors, nest
 from tensorprobe.capture.gradients import (
     InputEdges,
     LeafListener,
@@ -30,12 +25,18 @@ from tensorprobe.capture.gradients import (
     trace_function,
     trace_saved,
 )
-from tensorprobe.capture.hidden_state import Draws, may_draw, random_state, silently_written
+from tensorprobe.capture.hidden_state import (
+    WRITES_STATISTICS,
+    Draws,
+    may_draw,
+    random_state,
+    silently_written,
+)
 from tensorprobe.capture.naming import ApiName, CallNames, Counter, call_name
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.stacks import Stacks
-from tensorprobe.capture.tensor_lines import TensorLines
+from tensorprobe.capture.tensor_lines import ONLY, TensorLines
 from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig
 from tensorprobe.devices import autocast_dtypes
@@ -55,6 +56,9 @@ _ROLES: dict[str, Role] = {
     "parameter_grads": "parameter_grad",
     "buffers": "buffer",
 }
+_NO_KWARGS: dict[str, Any] = {}
+_autocasts = torch._C._is_any_autocast_enabled
+_graph_task_id = torch._C._current_graph_task_id
 _NO_ALIASES: dict[Path, Path] = {}  # of most calls: they are many, and live until backward
 _IN_BACKWARD = "inside backward"
 _OUTPUT_IS_ARGUMENTS = "outputs are the arguments after the call"
@@ -173,7 +177,7 @@ class Tape:
     def select(self, api: ApiName, number: int, module: str) -> CallNames | None:
         """The names of this forward call, if it or its backward is wanted."""
         names = CallNames(api, call_name(api, number), module)
-        if self.wants(names):
+        if self._everything or self.selection.decide(names):
             return names
         if self.selection.may_want_backward(names):
             return names._replace(wanted=False)
@@ -195,12 +199,10 @@ class Tape:
     ) -> OpenCall | None:
         """Write down a call before it runs. `named`: parameters, parameter_grads, buffers."""
         try:
-            kwargs = kwargs or {}
+            kwargs = kwargs or _NO_KWARGS
             call = OpenCall(names, self._keep or self.selection.keep_for(names), self.step)
-            if grad:
-                call.edges = InputEdges()
             if not names.wanted:
-                return self._watch(call, args, kwargs)
+                return self._watch(call, args, kwargs, grad)
             if not self.is_open:
                 self.open_step()
             place = self.place
@@ -211,13 +213,13 @@ class Tape:
             with _DISABLED():
                 if self._pending_work:
                     self._finish_work()
-                if writes is None:
+                if writes is None and names.api.op in WRITES_STATISTICS:
                     writes = silently_written(names.api, args, kwargs)
                 if writes:
                     call.writes = writes
                     self._forget_arguments(writes, args, kwargs)
-                encoder = self.lines.encoder(call, "input", self.wants_input, call.inputs)
-                positional, keywords = encode_arguments(args, kwargs, encoder)
+                positional, keywords = self.lines.arguments(call, args, kwargs, self.wants_input)
+                call.versions = _versions(call.inputs)
                 line = CallLine(
                     id=0,
                     name=names.name,
@@ -229,19 +231,21 @@ class Tape:
                     args=positional,
                     kwargs=keywords,
                     thread=place.thread,
-                    notes=_state_notes(grad),
                 )
+                if _autocasts() or _graph_task_id() != -1:
+                    line.notes = _state_notes(grad)
                 for section, tensors in named.items():
                     setattr(line, section, self._named(call, section, tensors))
-                self._note_inputs(call)
-                if call.edges is not None and call.edges.functions and self._sees_functions:
-                    self._record_functions(call.edges.functions)
+                if grad:
+                    call.edges = edges = InputEdges()
+                    edges.add(call.inputs)
+                    if edges.functions and self._sees_functions:
+                        self._record_functions(edges.functions)
                 if call.keep == "tensors" and (may_draw(names.api) if random is None else random):
                     with Quiet():
                         call.draws = random_state(args, kwargs)
-                line.id = next(self.ids)  # after the Functions that made the inputs
+                call.id = line.id = next(self.ids)  # after the Functions that made the inputs
                 self.writer.call(line)
-            call.id = line.id
             return call
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self.gap(names.name, error)
@@ -272,15 +276,18 @@ class Tape:
             outputs: list[tuple[torch.Tensor, Path]] = []
             with _DISABLED():
                 mutated = self._mutated(call)
-                if not call.written:
-                    map_tensors(
-                        result, lambda tensor, path: outputs.append((tensor, path or ("0",)))
-                    )
+                if call.id < 0:  # no line: only its backward is wanted
+                    map_tensors(result, lambda tensor, path: outputs.append((tensor, path or ONLY)))
                     if call.edges is not None and self._backward:
                         self._trace(call, call.edges, outputs or mutated, tracer)
                     return
-                encoder = self.lines.encoder(call, "output", self.wants_output, outputs)
-                line = EndLine(id=call.id, outputs=encode(result, encoder), notes=call.notes)
+                if type(result) in PLAIN_TENSORS:
+                    outputs.append((result, ONLY))
+                    tree = self.lines.encoded(result, call, "output", ONLY, self.wants_output)
+                else:
+                    encoder = self.lines.encoder(call, "output", self.wants_output, outputs, {})
+                    tree = encode(result, encoder)
+                line = EndLine(id=call.id, outputs=tree, notes=call.notes)
                 if mutated and not outputs:
                     line.outputs = self._arguments_after(call, mutated, outputs)
                     call.notes.append(_OUTPUT_IS_ARGUMENTS)
@@ -308,21 +315,22 @@ class Tape:
         for name in names & given.keys():
             map_tensors(given[name], lambda tensor, path: self._values.forget(tensor))
 
-    def _watch(self, call: OpenCall, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpenCall:
+    def _watch(
+        self, call: OpenCall, args: Sequence[Any], kwargs: Mapping[str, Any], grad: bool
+    ) -> OpenCall:
         """Begin a call of which only the backward is wanted."""
 
         def note(tensor: torch.Tensor, path: Path) -> None:
             call.inputs.append((tensor, path))
 
         with _DISABLED():
-            encode_arguments(args, kwargs, note)
-            self._note_inputs(call)
+            for name, arg in (*zip(map(str, range(len(args))), args, strict=True), *kwargs.items()):
+                encode(arg, note, (name,))
+            call.versions = _versions(call.inputs)
+            if grad:
+                call.edges = InputEdges()
+                call.edges.add(call.inputs)
         return call
-
-    def _note_inputs(self, call: OpenCall) -> None:
-        call.versions = _versions(call.inputs)
-        if call.edges is not None:
-            call.edges.add(call.inputs)
 
     def _drawn(self, call: OpenCall, draws: Draws) -> dict[str, TensorLine]:
         """The state that a random call started from, by which it can be repeated."""
@@ -339,7 +347,7 @@ class Tape:
         outputs: list[tuple[torch.Tensor, Path]],
         tracer: Tracer,
     ) -> None:
-        if len(outputs) == 1 and tracer is trace_call:
+        if tracer is trace_call and len(outputs) == 1:
             found = one_node(outputs[0][0], edges)
             if found is not None:
                 node, spots = found
@@ -652,9 +660,9 @@ def _error_text(error: BaseException) -> str:
 def _state_notes(grad: bool) -> list[str]:
     """What about the surroundings changes how a call computes."""
     notes = []
-    if torch._C._is_any_autocast_enabled():
+    if _autocasts():
         notes += [f"autocast {device} {dtype}" for device, dtype in autocast_dtypes().items()]
-    if torch._C._current_graph_task_id() != -1:
+    if _graph_task_id() != -1:
         notes.append("inside backward: recomputation" if grad and _recomputes() else _IN_BACKWARD)
     return notes
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from msgspec import Raw
 
-from tensorprobe.capture.encode import PLAIN_TENSORS, TensorEncoder
+from tensorprobe.capture.calls import OpenCall
+from tensorprobe.capture.encode import ATOMS, PLAIN, PLAIN_TENSORS, POSITIONS, TensorEncoder
+from tensorprobe.capture.encode import encode as encode_tree
 from tensorprobe.capture.gradients import Path
 from tensorprobe.capture.naming import CallNames
 from tensorprobe.capture.quiet import Quiet
@@ -17,7 +19,7 @@ from tensorprobe.capture.values import Values
 from tensorprobe.records import HOST, Keep, Role
 from tensorprobe.store.lines import TensorLine, encode
 
-_ONLY: Path = ("0",)  # the path of a result that is one tensor
+ONLY: Path = ("0",)  # the path of a result that is one tensor
 # What a line says of a plain tensor, its content excepted: dtype, shape, stride, device, whether it
 # has a gradient; and what is kept of the call.
 _Kind = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device, bool, Keep]
@@ -89,56 +91,79 @@ class TensorLines:
         line.value = self._values.of(tensor, form, call.names.name, role, label, "tensors")
         return line
 
-    def in_tree(
+    def encoded(
         self,
         tensor: torch.Tensor,
         call: HasTensors,
         role: Role,
-        path: Path,
+        label: str | Path,
         wanted: bool,
         grad: bool | None = None,
-        same: Path | None = None,
+        *,
+        alone: bool = False,
     ) -> Any:
-        """The same as a part of a tree, encoded.
+        """The same ready to be written, as `{"tensor": line}`, the part of a tree, or `alone`.
 
-        `grad` stands in for what the tensor says; `same` is where in its role it was met before.
+        `grad` stands in for what the tensor says.
         """
+        keep = call.keep
+        if grad is None:
+            grad = tensor.requires_grad
         head = None
-        if same is None and type(tensor) in PLAIN_TENSORS:
-            head = self._head(tensor, tensor.requires_grad if grad is None else grad, call.keep)
+        if type(tensor) in PLAIN_TENSORS:
+            try:
+                kind = (tensor.dtype, tensor.shape, tensor.stride(), tensor.device, grad, keep)
+                head = self._heads.get(kind) or self._new_head(kind, tensor)
+            except (RuntimeError, NotImplementedError):
+                pass  # sparse tensors have no strides, nested ones not even a shape
         if head is None:
-            line = self.line(tensor, call, role, path, wanted)
-            if grad is not None:
-                line.grad = grad
-            if same is not None:
-                line.same = f"{role}.{'.'.join(same)}"
-            return {"tensor": line}
-        text, _, form = head
-        if form < 0 or not wanted:
-            return Raw(text + b"}}")
-        value = self._values.of(tensor, form, call.names.name, role, path, call.keep)
-        return Raw(b'%b,"value":%d}}' % (text, value))
+            line = self.line(tensor, call, role, label, wanted)
+            line.grad = grad
+            return line if alone else {"tensor": line}
+        in_tree, by_itself, form = head
+        if wanted and form >= 0:
+            value = self._values.of(tensor, form, call.names.name, role, label, keep)
+            if alone:
+                return Raw(b'%b,"value":%d}' % (by_itself, value))
+            return Raw(b'%b,"value":%d}}' % (in_tree, value))
+        return Raw(by_itself + b"}" if alone else in_tree + b"}}")
 
-    def named(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], call: HasTensors, role: Role
-    ) -> dict[str, Any]:
-        """The lines of tensors that a call has by name."""
-        wanted = self._selection.wants_side(role)
-        lines: dict[str, Any] = {}
-        for name, tensor in tensors:
-            head = None
-            if type(tensor) in PLAIN_TENSORS:
-                head = self._head(tensor, tensor.requires_grad, call.keep)
-            if head is None:
-                lines[name] = self.line(tensor, call, role, name, wanted)
-                continue
-            _, text, form = head
-            if form < 0 or not wanted:
-                lines[name] = Raw(text + b"}")
+    def repeated(
+        self, tensor: torch.Tensor, call: HasTensors, role: Role, path: Path, first: Path
+    ) -> Any:
+        """The part of a tree for a tensor that was met before in the same role, at `first`."""
+        line = self.line(tensor, call, role, path, self._selection.wants_side(role))
+        line.same = f"{role}.{'.'.join(first)}"
+        return {"tensor": line}
+
+    def arguments(
+        self, call: OpenCall, args: Sequence[Any], kwargs: Mapping[str, Any], wanted: bool
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """The trees of a call's arguments, whose tensors are added to `call.inputs`."""
+        inputs = call.inputs
+        seen: dict[int, Path] = {}
+        positional: list[Any] = []
+        for position, arg in enumerate(args):
+            kind = type(arg)
+            if kind in PLAIN_TENSORS and position < len(POSITIONS):
+                path = POSITIONS[position]
+                inputs.append((arg, path))
+                first = seen.setdefault(id(arg), path)
+                if first is path:
+                    positional.append(self.encoded(arg, call, "input", path, wanted))
+                else:
+                    positional.append(self.repeated(arg, call, "input", path, first))
+            elif kind in PLAIN:
+                positional.append(arg)
+            elif kind in ATOMS:
+                positional.append(ATOMS[kind](arg))
             else:
-                value = self._values.of(tensor, form, call.names.name, role, name, call.keep)
-                lines[name] = Raw(b'%b,"value":%d}' % (text, value))
-        return lines
+                encoder = self.encoder(call, "input", wanted, inputs, seen)
+                positional.append(encode_tree(arg, encoder, (str(position),)))
+        if not kwargs:
+            return positional, {}
+        encoder = self.encoder(call, "input", wanted, inputs, seen)
+        return positional, {k: encode_tree(arg, encoder, (k,)) for k, arg in kwargs.items()}
 
     def encoder(
         self,
@@ -146,27 +171,32 @@ class TensorLines:
         role: Role,
         wanted: bool,
         tensors: list[tuple[torch.Tensor, Path]],
+        seen: dict[int, Path],
     ) -> TensorEncoder:
-        """Encodes the tensors of one side of a call and collects them with their paths."""
-        seen: dict[int, Path] = {}
-        in_tree = self.in_tree
+        """Encodes the tensors of one side of a call and collects them with their paths.
+
+        `seen` has those met already by identity.
+        """
 
         def encode_tensor(tensor: torch.Tensor, path: Path) -> Any:
-            path = path or _ONLY
+            path = path or ONLY
             tensors.append((tensor, path))
             first = seen.setdefault(id(tensor), path)
-            same = None if first is path else first
-            return in_tree(tensor, call, role, path, wanted, None, same)
+            if first is path:
+                return self.encoded(tensor, call, role, path, wanted)
+            return self.repeated(tensor, call, role, path, first)
 
         return encode_tensor
 
-    def _head(self, tensor: torch.Tensor, grad: bool, keep: Keep) -> _Head | None:
-        """None for a tensor that has no strides: sparse, nested."""
-        try:
-            kind = (tensor.dtype, tensor.shape, tensor.stride(), tensor.device, grad, keep)
-        except (RuntimeError, NotImplementedError):
-            return None
-        return self._heads.get(kind) or self._new_head(kind, tensor)
+    def named(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], call: HasTensors, role: Role
+    ) -> dict[str, Any]:
+        """The lines of tensors that a call has by name."""
+        wanted = self._selection.wants_side(role)
+        return {
+            name: self.encoded(tensor, call, role, name, wanted, alone=True)
+            for name, tensor in tensors
+        }
 
     def _new_head(self, kind: _Kind, tensor: torch.Tensor) -> _Head:
         dtype, shape, stride, device, grad, keep = kind

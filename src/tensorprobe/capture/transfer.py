@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from tensorprobe.devices import Device, device_layer
+from tensorprobe.devices import device_layer
 from tensorprobe.numerics.memory import is_plain, keys_of, settle
+
+_LARGE_NBYTES = 128 << 10  # from here on memory is new from the system, and given back to it
 
 
 class HostCopy:
@@ -38,35 +42,71 @@ class HostCopy:
 
 
 class Transfer:
-    """Takes private copies of tensors; those of a device travel on a stream of their own."""
+    """Takes private copies of tensors; those of a device travel while the program goes on.
 
-    def __init__(self, *, pinned: bool = True) -> None:
+    Of the memory of copies that nobody holds any more, `spare_nbytes` are kept for the next ones.
+    """
+
+    def __init__(self, *, pinned: bool = True, spare_nbytes: int = 0) -> None:
         # pinned memory cannot even be given back once its device has failed: the process aborts
         self._pinned = pinned
-        self._streams: dict[torch.device, Any] = {}
+        self._pins: dict[torch.device, bool] = {}
+        self._spare = _Spare(spare_nbytes) if spare_nbytes else None
 
     def snapshot(self, tensor: torch.Tensor) -> HostCopy:
         """A copy of the content as it is now, in the order of the device's own work."""
         keys = keys_of(tensor)
         source = (tensor if is_plain(keys) else settle(tensor, keys)).detach()
         if source.is_cpu:
-            return HostCopy(source.clone(memory_format=torch.contiguous_format), None)
+            return HostCopy(self._copied(source), None)
         source = source.contiguous()
-        layer = device_layer(source.device)
-        side = self._side_stream(source.device, layer)
-        if side is None:
+        device = source.device
+        layer = device_layer(device)
+        if device not in self._pins:
+            self._pins[device] = self._pinned and layer.can_pin_memory()
+        done = layer.new_event() if self._pins[device] else None
+        if done is None:
             return HostCopy(source.to("cpu"), None)
         host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-        side.wait_stream(layer.current_stream())
-        with layer.on_stream(side):
-            host.copy_(source, non_blocking=True)
-            done = layer.new_event()
-            done.record(side)
-        source.record_stream(side)  # its memory is not given out again before the copy is done
+        # In the program's own stream: what it computes next may write to this very tensor, and a
+        # copy in a stream beside it would see that. It is over long before the disk has taken it.
+        host.copy_(source, non_blocking=True)
+        done.record(layer.current_stream(device))
         return HostCopy(host, done.synchronize)  # the writer waits, not the program
 
-    def _side_stream(self, device: torch.device, layer: Device) -> Any:
-        if device not in self._streams:
-            pins = self._pinned and layer.can_pin_memory()
-            self._streams[device] = layer.new_stream() if pins else None
-        return self._streams[device]
+    def _copied(self, source: torch.Tensor) -> torch.Tensor:
+        nbytes = source.numel() * source.element_size()
+        if self._spare is None or nbytes < _LARGE_NBYTES or source.is_quantized:
+            return source.clone(memory_format=torch.contiguous_format)
+        host = torch.from_numpy(self._spare.lend(nbytes)).view(source.dtype).view(source.shape)
+        return host.copy_(source)
+
+
+class _Spare:
+    """Memory that is lent again: fresh pages cost three times what copying into them does."""
+
+    def __init__(self, most_nbytes: int) -> None:
+        self._most_nbytes = most_nbytes
+        self._nbytes = 0
+        self._slabs: dict[int, list[np.ndarray[Any, Any]]] = {}  # by size
+        self._lock = threading.RLock()  # one may come back while another is being taken
+
+    def lend(self, nbytes: int) -> np.ndarray[Any, Any]:
+        """So many bytes; they come back when no array and no tensor uses them any more."""
+        step = 1 << max(nbytes.bit_length() - 4, 0)  # sizes that are near each other share slabs
+        size = -(-nbytes // step) * step
+        with self._lock:
+            slabs = self._slabs.get(size)
+            slab = slabs.pop() if slabs else None
+            self._nbytes -= size if slab is not None else 0
+        if slab is None:
+            slab = np.empty(size, np.uint8)
+        lent = slab[:nbytes]
+        weakref.finalize(lent, self._take_back, slab).atexit = False
+        return lent
+
+    def _take_back(self, slab: np.ndarray[Any, Any]) -> None:
+        with self._lock:
+            if self._nbytes + slab.nbytes <= self._most_nbytes:
+                self._nbytes += slab.nbytes
+                self._slabs.setdefault(slab.nbytes, []).append(slab)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.transfer import Transfer
+from tensorprobe.numerics.digest import digest_bytes
 from tensorprobe.numerics.memory import is_dense
 from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.records import Keep, Role
+from tensorprobe.store.shard import Bytes
 from tensorprobe.store.writer import CaptureWriter
 
 # The call, the role and the label within it of a tensor, the label whole or in parts.
@@ -24,6 +26,8 @@ TensorName = tuple[str, Role, "str | tuple[str, ...]"]
 # set off, soon leaves them out.
 _View = tuple[int, int, Any, int]
 _MAX_FORMS = 10_000  # shapes that are new in every step would fill the table without end
+_SPARE_NBYTES = 128 << 20  # memory of copies that are written, for the next ones
+_LARGE_NBYTES = 128 << 10
 _SECTIONS: dict[Role, str] = {
     "input": "input",
     "output": "output",
@@ -52,8 +56,10 @@ class Values:
         self._writer = writer
         self._summarizer = summarizer
         self._checksums = checksums  # made of the bytes, on the host
-        self._transfer = Transfer()
-        self._held: dict[int, StorageWeakRef] = {}  # the storages met in this step
+        self._transfer = Transfer(spare_nbytes=_SPARE_NBYTES)
+        # What is copied from the CPU anyway is digested by the thread that writes it.
+        self._statistics = Summarizer() if summarizer.digests else None
+        self._held = _Held()  # the storages met in this step
         self._marks: dict[int, int] = {}  # those of which something is known; anew after `forget`
         self._numbers: dict[_View, int] = {}
         self._forms: dict[Any, int] = {}
@@ -127,30 +133,75 @@ class Values:
 
     def _mark(self, storage: torch.UntypedStorage) -> int:
         key = storage._cdata
-        if key not in self._held:
-            self._held[key] = StorageWeakRef(storage)
+        self._held.hold(storage, key)
         return self._marks.setdefault(key, next(self._new_marks))
 
     def _new(self, tensor: torch.Tensor, name: TensorName, tensors: bool) -> int:
         number = next(self._ids)
-        with Quiet():
-            result = self._summarizer.submit(tensor)
-            if (tensors or self._checksums) and result.error is None:
-                self._writer.make_room(tensor.numel() * tensor.element_size())
-                copy = self._transfer.snapshot(tensor)
-                self.nbytes += copy.nbytes if tensors else 0
-                self._writer.tensor(
-                    number,
-                    _text(name),
-                    copy.dtype,
-                    copy.shape,
-                    copy.get,
-                    copy.nbytes,
-                    checksum=self._checksums,
-                    stored=tensors,
-                )
+        checksum = crc32 if self._checksums else None
+        summarizer = self._summarizer
+        if tensors and self._statistics is not None and _is_large_on_host(tensor):
+            summarizer, checksum = self._statistics, digest_bytes
+        result = summarizer.submit(tensor)
+        if (tensors or checksum) and result.error is None:
+            with Quiet():
+                self._copy(number, tensor, name, checksum, tensors)
         self._writer.value(number, result)
         return number
+
+    def _copy(
+        self,
+        number: int,
+        tensor: torch.Tensor,
+        name: TensorName,
+        checksum: Callable[[Bytes], str] | None,
+        stored: bool,
+    ) -> None:
+        self._writer.make_room(tensor.numel() * tensor.element_size())
+        copy = self._transfer.snapshot(tensor)
+        self.nbytes += copy.nbytes if stored else 0
+        self._writer.tensor(
+            number,
+            _text(name),
+            copy.dtype,
+            copy.shape,
+            copy.get,
+            copy.nbytes,
+            checksum=checksum,
+            stored=stored,
+        )
+
+
+class _Held:
+    """Weak references to storages: while there is one, no other takes a storage's place in memory.
+
+    As torch's StorageWeakRef does it, without an object for each.
+    """
+
+    def __init__(self) -> None:
+        self._references: set[int] = set()  # each is where its storage is
+        self._free: Any = torch.UntypedStorage._free_weak_ref  # kept: torch may go first at exit
+
+    def hold(self, storage: torch.UntypedStorage, at: int) -> None:
+        """`at` is the storage's `_cdata`."""
+        if at not in self._references:
+            reference: Any = storage._weak_ref()
+            self._references.add(reference)
+
+    def clear(self) -> None:
+        while self._references:
+            self._free(self._references.pop())
+
+    __del__ = clear
+
+
+def crc32(data: Bytes) -> str:
+    """The checksum that the peer makes of a content, with its kind before it."""
+    return f"crc32:{zlib.crc32(data.data):08x}"
+
+
+def _is_large_on_host(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.numel() * tensor.element_size() >= _LARGE_NBYTES
 
 
 def _text(name: TensorName) -> str:

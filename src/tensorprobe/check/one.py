@@ -12,7 +12,7 @@ from tensorprobe.check.benchmark import hold_against
 from tensorprobe.check.chance import judge_dropout, judge_random
 from tensorprobe.check.judge import judge, same_choice
 from tensorprobe.check.row import Judgement, Row, Verdict, row_for
-from tensorprobe.devices import device_layer
+from tensorprobe.devices import device_layer, rows
 from tensorprobe.errors import NotReplayable
 from tensorprobe.records import Call
 from tensorprobe.replay.generate import load_or_generate
@@ -63,11 +63,14 @@ def _checked(pair: Pair, device: torch.device, benchmark: Pair | None, peer: boo
         if judged is None:
             return row_for(call, "skipped", "random, and no distribution is known for it")
         return _summed(call, *judged, notes, "its distribution")
-    forwards = _judge_all(call, None, there, results[0], device, source, peer)
-    backwards = _judge_all(call, backward, back, results[1], device, source, peer) if back else []
+    tf32 = device_layer(device).uses_tf32()
+    forwards = _judge_all(call, None, there, results[0], tf32, source, peer)
+    backwards = _judge_all(call, backward, back, results[1], tf32, source, peer) if back else []
     if benchmark is not None:
         _three_way(forwards, backwards, benchmark, peer)
     row = _summed(call, forwards, backwards, notes, there.how)
+    if row.verdict == "pass":
+        row.recorded = _wrong_recording(pair, there, back, source)
     row.generated = any(t.blob is None for t in call.tensors if t.role == "input")
     return row
 
@@ -101,9 +104,9 @@ def _judge_all(
     backward: Call | None,
     replayed: Replayed,
     found: Mapping[str, torch.Tensor],
-    device: torch.device,
+    tf32: bool,
     source: Source,
-    peer: bool,
+    peer: bool = False,
 ) -> list[Judgement]:
     direction = "forward" if backward is None else "backward"
     judgements = []
@@ -111,7 +114,7 @@ def _judge_all(
         if name not in found:
             continue
         many = length(call, backward, replayed.kind, found[name].numel(), source)
-        roundoff = _device_roundoff(replayed, found[name], device)
+        roundoff = _device_roundoff(replayed, found[name]) if tf32 else None
         judgement = judge(name, found[name], replayed, direction, many, roundoff)
         if peer:
             from tensorprobe.check.peer_tables import peer_metrics
@@ -125,11 +128,40 @@ def _judge_all(
     return judgements
 
 
-def _device_roundoff(replayed: Replayed, found: torch.Tensor, device: torch.device) -> float | None:
+def _device_roundoff(replayed: Replayed, found: torch.Tensor) -> float | None:
     """TF32 keeps eleven bits of float32; cuDNN uses it unless told not to."""
-    if found.dtype != torch.float32 or replayed.kind != "product":
-        return None
-    return 2.0**-11 if device_layer(device).uses_tf32() else None
+    return 2.0**-11 if found.dtype == torch.float32 and replayed.kind == "product" else None
+
+
+def _wrong_recording(pair: Pair, there: Replayed, back: Replayed | None, source: Source) -> str:
+    """What is wrong with the result that was recorded, on whatever device that was."""
+    for replayed, call, backward in (
+        (there, pair.forward, None),
+        (back, pair.backward, pair.backward),
+    ):
+        if replayed is None or call is None:
+            continue
+        tf32 = any(_may_use_tf32(t.device) for t in call.tensors if t.role == "output")
+        judged = _judge_all(pair.forward, backward, replayed, _outputs(call), tf32, source)
+        wrong = next((each for each in judged if not each.ok), None)
+        if wrong is not None:
+            direction = "forward" if backward is None else "backward"
+            return f"{direction}.{wrong.name}: {wrong.reason}"
+    return ""
+
+
+def _may_use_tf32(device: str) -> bool:
+    """Where a call was recorded, which may be a kind of device that this torch does not know."""
+    return any(row.type == device.partition(":")[0] and row.uses_tf32() for row in rows())
+
+
+def _outputs(call: Call) -> dict[str, torch.Tensor]:
+    """The results that were kept, by their names without the call's."""
+    return {
+        t.name.removeprefix(call.name + "."): t.load()
+        for t in call.tensors
+        if t.role == "output" and t.blob is not None
+    }
 
 
 def _judge_chance(
@@ -163,11 +195,7 @@ def _three_way(
     ):
         if replayed is None or call is None:
             continue
-        recorded = {
-            t.name.removeprefix(call.name + "."): t.load()
-            for t in call.tensors
-            if t.role == "output" and t.blob is not None
-        }
+        recorded = _outputs(call)
         direction = "forward" if call is benchmark.forward else "backward"
         errors = {
             name: judge(name, tensor, replayed, direction, 1.0).error

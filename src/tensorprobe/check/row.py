@@ -57,6 +57,7 @@ class Row(msgspec.Struct, kw_only=True):
     alike: int = 0  # further calls with the same op, arguments, shapes and dtypes
     elapsed_s: float = 0.0
     repro: str = ""
+    recorded: str = ""  # what is wrong with the recorded result of a call that passes here
     tensors: list[Judgement] = []
 
 

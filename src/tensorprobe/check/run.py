@@ -18,6 +18,7 @@ from tensorprobe.errors import BadUsage
 from tensorprobe.records import Capture
 from tensorprobe.replay.pairing import Pair, pair
 from tensorprobe.store.loading import load
+from tensorprobe.store.outputs import check_output
 
 # Called after each call with how many are done, how many there are, and the row.
 Progress = Callable[[int, int, Row], None]
@@ -74,6 +75,7 @@ def check(
     if jobs < 1 or timeout_s <= 0:
         raise BadUsage("--jobs must be at least 1 and --timeout above 0")
     run = capture if isinstance(capture, Capture) else load(capture)
+    check_output(Path(output), run.path)
     planned = plan(run, only=only, skip=skip, every=every, step=step, rank=rank)
     if not planned:
         raise BadUsage(f"no call of '{run.path}' is left to check: see --only and --skip")
@@ -126,7 +128,7 @@ def _key(planned: Planned) -> tuple[int, int, str]:
 
 
 def _repro(capture: Path, row: Row) -> str:
-    if row.verdict not in ("fail", "crashed"):
+    if row.verdict not in ("fail", "crashed") and not row.recorded:
         return ""
     words = ["tensorprobe", "repro", str(capture), row.name, "-o", f"repro/{row.name}"]
     if row.step:

@@ -6,7 +6,7 @@ import importlib.util
 
 import torch
 
-from tensorprobe.devices import rows
+from tensorprobe.devices import how_to_get, rows
 from tensorprobe.errors import BadUsage, DeviceUnusable
 
 
@@ -19,10 +19,13 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise BadUsage(f"--device '{name}' is no device that PyTorch knows") from error
+        kind = name.partition(":")[0]
+        raise BadUsage(f"PyTorch knows no device '{name}'. {how_to_get(kind)}") from error
     try:
         torch.ones(1, device=device).add(1).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         text = str(error).strip().partition("\n")[0]
-        raise DeviceUnusable(f"device '{name}' is not usable here: {text}") from error
+        raise DeviceUnusable(
+            f"device '{name}' is not usable here: {text.rstrip('.')}. {how_to_get(device.type)}"
+        ) from error
     return device

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tensorprobe.errors import BadUsage
+from tensorprobe.store.outputs import check_output
 
 if TYPE_CHECKING:
     from tensorprobe.guard.bisect import Bisected
@@ -100,9 +101,7 @@ def _check(args: argparse.Namespace, words: list[str]) -> None:
         raise BadUsage(f"no script at '{words[0]}'. To run a module: -- -m {words[0]}")
     if args.repeat < 1:
         raise BadUsage(f"--repeat {args.repeat}: expected a number from 1")
-    output = Path(args.output)
-    if output.exists() and not output.is_dir():
-        raise BadUsage(f"the output '{output}' is a file; give a folder")
+    check_output(Path(args.output))
 
 
 def _run_options(args: argparse.Namespace) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -128,21 +129,44 @@ def describe(checked: Checked, limit: int) -> list[str]:
         lines.append(f"         {row.repro}")
     if len(bad) > limit:
         lines.append(f"         and {len(bad) - limit} more in {checked.folder / 'check.json'}")
-    reasons: dict[str, list[str]] = {}
-    for row in checked.rows:
-        if row.verdict == "skipped":
-            reason = row.reason.removeprefix(row.name + " ")
-            reasons.setdefault(reason, []).append(row.name)
-    for reason, names in list(reasons.items())[:limit]:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        lines.append(f"skipped  {names[0]}{more}: {reason}")
+    lines += _wrong_recordings(checked, limit)
+    lines += _skipped(checked, limit)
     lines += [f"note     {note}" for note in checked.notes]
+    wrong = sum(bool(row.recorded) for row in checked.rows)
     lines.append(
-        f"{counts['calls']} calls, {counts['checked']} different: {counts['pass']} pass, "
-        f"{counts['fail']} fail, {counts['crashed']} crashed, {counts['skipped']} skipped"
+        f"{counts['calls']} calls, {counts['checked']} different: {counts['pass']} pass"
+        + (f" ({wrong} of them recorded wrong)" if wrong else "")
+        + f", {counts['fail']} fail, {counts['crashed']} crashed, {counts['skipped']} skipped"
         f"; {checked.folder / 'check.json'}"
     )
     return lines
+
+
+def _wrong_recordings(checked: Checked, limit: int) -> Iterator[str]:
+    """Calls that pass here and did not where they were recorded."""
+    rows = [row for row in checked.rows if row.recorded]
+    for row in rows[:limit]:
+        yield f"recorded {_what(row)} passes here, but what was recorded is wrong"
+        yield f"         {row.recorded}"
+        yield f"         {row.repro}"
+    if len(rows) > limit:
+        yield f"         and {len(rows) - limit} more in {checked.folder / 'check.json'}"
+
+
+def _skipped(checked: Checked, limit: int) -> Iterator[str]:
+    """One line a reason. What to do about one call alone is left out where there are several."""
+    reasons: dict[str, list[Row]] = {}
+    for row in checked.rows:
+        if row.verdict == "skipped":
+            first, _, _ = row.reason.removeprefix(row.name + " ").partition(". ")
+            reasons.setdefault(first, []).append(row)
+    for first, rows in list(reasons.items())[:limit]:
+        if len({row.reason for row in rows}) == 1:
+            first = rows[0].reason.removeprefix(rows[0].name + " ")
+        more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+        yield f"skipped  {rows[0].name}{more}: {first}"
+    if len(reasons) > limit:
+        yield f"skipped  for {len(reasons) - limit} more reasons: --limit shows more"
 
 
 def _what(row: Row) -> str:

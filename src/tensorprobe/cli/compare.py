@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 _STATUS = {"match": 0, "diverged": 3, "incomparable": 1}
 
@@ -39,26 +40,25 @@ def run(args: argparse.Namespace) -> int:
     from tensorprobe.errors import BadUsage
     from tensorprobe.report.console import render
     from tensorprobe.report.saving import compare
-    from tensorprobe.store.loading import load
+    from tensorprobe.store.outputs import check_output
 
     if args.xlsx and args.output is None:
         raise BadUsage("--xlsx needs a folder to write to: -o OUT")
     if args.processes is not None and args.processes < 1:
         raise BadUsage(f"--processes {args.processes}: expected 1 or more")
     if args.references is not None:
-        from pathlib import Path
-
         from tensorprobe.replay.references import run_file
 
         run_file(Path(args.references))
-    actual, expected = load(args.actual), load(args.expected)
+    if args.output is not None:  # before the work, not after it
+        check_output(Path(args.output), Path(args.actual), Path(args.expected))
     progress = None
     if sys.stderr.isatty():
         progress = TerminalProgress()
     try:
         comparison = compare(
-            actual,
-            expected,
+            args.actual,
+            args.expected,
             noise=args.noise,
             mapping=args.mapping,
             step=args.step,

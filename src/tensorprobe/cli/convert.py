@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tensorprobe.errors import BadUsage
 from tensorprobe.store.loading import LAYOUTS
+from tensorprobe.store.outputs import check_output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +24,7 @@ def run(args: argparse.Namespace) -> int:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise BadUsage(f"'{output}' is there already: -o takes a new folder, or an empty one")
     capture = load(args.capture)
+    check_output(output, capture.path)
     lost = layout(args.to).write(capture, output)
     write = sys.stdout.write
     write(f"{len(capture.calls)} calls of {args.capture} ({capture.layout}) are in {output}")

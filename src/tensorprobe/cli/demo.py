@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tensorprobe
-from tensorprobe.errors import BadUsage, MissingDependency, TensorprobeError
+from tensorprobe.errors import MissingDependency, TensorprobeError
+from tensorprobe.store.outputs import check_writable
 
 SCRIPTS = Path(tensorprobe.__file__).parent / "demo"
 
@@ -25,8 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     output = Path(args.output)
-    if output.exists() and not output.is_dir():
-        raise BadUsage(f"the output '{output}' is a file; give a folder")
+    check_writable(output)
     _need_torch()
     cpu, npu, cured = (output / name for name in ("cpu", "npu", "cured"))
     report, repro = output / "report", output / "repro"

@@ -60,4 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `tensorprobe show ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a disk that is full, a file that may not be read
+        if error.filename is None:
+            raise
+        sys.stderr.write(f"tensorprobe {args.verb}: '{error.filename}': {error.strerror}\n")
+        return 1
     return int(status)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import shlex
 import sys
 import traceback
@@ -21,6 +20,7 @@ from tensorprobe.errors import (
     TensorprobeError,
     WriteFailed,
 )
+from tensorprobe.store.outputs import check_writable
 
 if TYPE_CHECKING:
     from tensorprobe.capture.launcher import Program
@@ -217,8 +217,8 @@ def run(args: argparse.Namespace) -> int:
     if program is None:
         return 1
     output = Path(args.output or dump_path or default_output(program))
-    if records or args.guard is not None:
-        _check_output(output if records else Path(args.guard_out))
+    for folder in _folders(args, output if records else None):
+        check_writable(folder)  # before the program runs, not after
     session = _Session(args, config, step_on, output if records else None, notes, rules)
     if args.guard is not None:
         session.guard_with(_guard_options(args, words, config))
@@ -289,6 +289,13 @@ def _configuration(args: argparse.Namespace) -> tuple[RecordConfig, str | None, 
 _FIELDS = frozenset(RecordConfig.__struct_fields__)
 
 
+def _folders(args: argparse.Namespace, output: Path | None) -> list[Path]:
+    """What will be written to."""
+    guard = Path(args.guard_out) if args.guard is not None else None
+    start = Path(args.save_start) if args.save_start else None
+    return [folder for folder in (output, guard, start) if folder is not None]
+
+
 def _step_on(text: str) -> Any:
     if text in ("auto", "module"):
         return text
@@ -339,15 +346,6 @@ def _rules_in(path: Path) -> dict[str, str]:
     if not isinstance(rules, dict) or not all(isinstance(each, str) for each in rules.values()):
         raise BadUsage(f'\'{path}\': expected names and targets, as {{"torch.group_norm": "cpu"}}')
     return rules
-
-
-def _check_output(output: Path) -> None:
-    """Say before the program runs, not after, that nothing can be written there."""
-    existing = next(path for path in (output, *output.parents) if path.exists())
-    if not existing.is_dir():
-        raise BadUsage(f"cannot record to '{output}': '{existing}' is a file; give a folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise BadUsage(f"cannot record to '{output}': '{existing}' is not writable")
 
 
 def _load(word: str, *, is_module: bool) -> Program | None:
@@ -477,6 +475,7 @@ class _Session:
                         part.close()
             raise self._problem
         problem = self._close()
+        self._tell_idle_faults()
         status = self._end_reroute() or int(problem)
         if isinstance(end, GuardStopped):
             sys.stderr.write(f"tensorprobe run: {end}\n")
@@ -496,6 +495,15 @@ class _Session:
         if self._guard is not None and self._guard.findings:
             return 3
         return status
+
+    def _tell_idle_faults(self) -> None:
+        """A fault that hits nothing makes a healthy run, which looks like a fault not found."""
+        if not self._args.sim_npu or self._rules or "torch" not in sys.modules:
+            return  # rerouting is there to get around it
+        from tensorprobe.devices import sim_npu
+
+        for text in sim_npu.idle_faults():
+            sys.stderr.write(f"tensorprobe run: {text}\n")
 
     def _end_reroute(self) -> int:
         """What the rerouting adds to the status of a program that ended well."""

@@ -110,9 +110,11 @@ def _count_affected(scene: Scene) -> None:
 
 
 def _harmless(scene: Scene) -> list[str]:
-    blamed = {at for at, _ in scene.culprits}
-    return [
+    """Differences of calls that are not blamed, nor are the same call in another step."""
+    blamed = {scene.nodes[at].call.name for at, _ in scene.culprits}
+    texts = (
         f"{node.call.name}: {'; '.join(node.differences)}"
         for node in scene.nodes
-        if node.differences and node.i not in blamed
-    ]
+        if node.differences and node.call.name not in blamed
+    )
+    return list(dict.fromkeys(texts))

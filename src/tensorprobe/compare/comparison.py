@@ -27,6 +27,15 @@ from tensorprobe.compare.measure import (
     measure,
     pair_tensors,
 )
+from tensorprobe.compare.units import (
+    Lacking,
+    are_one_each,
+    describe,
+    is_narrow,
+    lacking,
+    units,
+)
+from tensorprobe.compare.workers import Workers, workers_for
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import Call, Capture
 from tensorprobe.store.loading import load
@@ -135,13 +144,16 @@ def compare(
     is a file, or a dict, that says which calls or modules are the same. `seconds` bounds the time
     spent on replaying suspects; 0 or `replay=False` leaves it out.
     """
-    ours, theirs = _opened(actual), _opened(expected)
     known = NO_MAPPING if mapping is None else read_mapping(mapping)
+    with workers_for(map(_path, (actual, expected)), processes) as workers:
+        ours, theirs = _opened(actual), _opened(expected)
+        with _no_garbage():
+            pairs = [pair_tensors(pair) for pair in _align(ours, theirs, known, step, rank)]
+            measure(pairs, workers=workers, progress=progress)
+            floors = _floors(theirs, noise, step, rank, workers) if noise else {}
     with _no_garbage():
-        pairs = [pair_tensors(pair) for pair in _align(ours, theirs, known, step, rank)]
-        measure(pairs, processes=processes, progress=progress)
-        floors = _floors(theirs, noise, step, rank, processes) if noise else {}
-        return _judge(ours, theirs, pairs, floors, replay and seconds > 0, seconds)
+        lacks = lacking(ours, theirs, step, rank)
+        return _judge(ours, theirs, pairs, lacks, floors, replay and seconds > 0, seconds)
 
 
 @contextmanager
@@ -156,34 +168,27 @@ def _no_garbage() -> Iterator[None]:
             gc.enable()
 
 
+def _path(source: Source) -> str | os.PathLike[str]:
+    return source.path if isinstance(source, Capture) else source
+
+
 def _opened(source: Source) -> Capture:
     return source if isinstance(source, Capture) else load(source)
-
-
-def _units(
-    capture: Capture, step: int | None, rank: int | None
-) -> dict[tuple[int, int], list[Call]]:
-    """The calls of each rank and step."""
-    units: dict[tuple[int, int], list[Call]] = {}
-    for call in capture.calls:
-        if (step is None or call.step == step) and (rank is None or call.rank == rank):
-            units.setdefault((call.rank, call.step), []).append(call)
-    return units
 
 
 def _align(
     actual: Capture, expected: Capture, mapping: CallMapping, step: int | None, rank: int | None
 ) -> list[Pair]:
-    ours, theirs = _units(actual, step, rank), _units(expected, step, rank)
-    for side, units, capture in (("actual", ours, actual), ("expected", theirs, expected)):
-        if not units:
+    ours, theirs = units(actual, step, rank), units(expected, step, rank)
+    for side, found, capture in (("actual", ours, actual), ("expected", theirs, expected)):
+        if not found:
             raise UnreadableCapture(
                 f"nothing to compare: {side} '{capture.path}' has no calls"
                 + (f" of step {step}" if step is not None else "")
                 + (f" of rank {rank}" if rank is not None else "")
                 + f"; it has steps {list(capture.steps)} and ranks {list(capture.ranks)}"
             )
-    if len(ours) == len(theirs) == 1:  # one step each: the same, whatever its number
+    if are_one_each(ours, theirs):
         ((_, calls),) = ours.items()
         ((_, others),) = theirs.items()
         return align(calls, others, mapping)
@@ -198,13 +203,13 @@ def _floors(
     noise: Sequence[Source],
     step: int | None,
     rank: int | None,
-    processes: int | None,
+    workers: Workers | None,
 ) -> dict[str, float]:
     """How far repeated runs of the expected side are apart, for each of its tensors."""
     floors: dict[str, float] = {}
     for source in noise:
         pairs = [pair_tensors(p) for p in _align(_opened(source), expected, NO_MAPPING, step, rank)]
-        measure(pairs, processes=processes)
+        measure(pairs, workers=workers)
         for pair in pairs:
             for row in pair.tensors:
                 if row.expected is not None and (found := distance(row)) and math.isfinite(found):
@@ -217,6 +222,7 @@ def _judge(
     actual: Capture,
     expected: Capture,
     pairs: list[CallPair],
+    lacks: Sequence[Lacking],
     floors: Mapping[str, float],
     replay: bool,
     seconds: float,
@@ -265,6 +271,7 @@ def _judge(
     if verdict.culprits:
         verdict.verdict = "diverged"
     verdict.notes = _notes(verdict, findings, actual, expected)
+    _tell_what_lacks(verdict, lacks)
     return Comparison(actual, expected, pairs, verdict, structure)
 
 
@@ -283,14 +290,22 @@ def _common_calls(pairs: Sequence[CallPair], narrow: tuple[bool, bool]) -> int:
     return min(sides) if any(narrow) else max(sides)
 
 
-def is_narrow(capture: Capture) -> bool:
-    """Whether the recorder was told to leave calls out: what is missing was not looked at."""
-    config = capture.facts.get("config")
-    if not isinstance(config, dict):
-        return False
-    if any(config.get(key) for key in ("calls", "between", "apis", "modules", "names")):
-        return True
-    return len(config.get("directions") or ("forward", "backward")) < 2
+def _tell_what_lacks(verdict: Verdict, lacks: Sequence[Lacking]) -> None:
+    """A step or rank that one side should have and has not is no match, whatever the rest says."""
+    meant = [each for each in lacks if each.is_meant]
+    if meant:
+        verdict.notes.append(f"{describe(meant)}, as the other was told: not compared")
+    lost = [each for each in lacks if not each.is_meant]
+    if not lost:
+        return
+    n_calls = sum(each.n_calls for each in lost)
+    text = f"{describe(lost)}: {n_calls} calls could not be compared"
+    if verdict.culprits:
+        verdict.notes.append(text)
+        return
+    option = "--rank" if any(each.is_whole_rank for each in lost) else "--step"
+    verdict.verdict = "incomparable"
+    verdict.reason = f"{text}. To compare one that both have: {option} N"
 
 
 def _recorded(pairs: list[CallPair], narrow: tuple[bool, bool]) -> list[CallPair]:
@@ -385,6 +400,8 @@ def _notes(
     verdict: Verdict, findings: Sequence[Findings], actual: Capture, expected: Capture
 ) -> list[str]:
     notes = [*verdict.notes, *_different_makes(actual, expected)]
+    if actual.path.resolve() == expected.path.resolve():
+        notes.append("both sides are one capture: it was compared with itself")
     if verdict.mode in ("stats", "digest") and verdict.culprits:
         notes.append("only statistics were kept: the verdict is weaker than one from tensors")
     if verdict.mode == "structure":
@@ -403,13 +420,6 @@ def _notes(
             f"values differ by more than 10 % from {much} on, though no call is to blame for it: "
             "look at comparison.csv before you trust them"
         )
-    missing = [
-        sorted({*a} ^ {*e})
-        for a, e in ((actual.ranks, expected.ranks), (actual.steps, expected.steps))
-    ]
-    for what, numbers in zip(("ranks", "steps"), missing, strict=True):
-        if numbers and not (what == "steps" and len(actual.steps) == len(expected.steps) == 1):
-            notes.append(f"{what} {', '.join(map(str, numbers))} exist on one side only")
     for side, capture in (("actual", actual), ("expected", expected)):
         if is_narrow(capture):
             notes.append(f"{side} has a selection of its calls: the others were not compared")

@@ -9,9 +9,13 @@ from typing import Any
 _SILENT = {
     "run", "created", "time", "host", "folder", "command", "ranks", "unfinished", "build", "tool",
     "format", "cpu_count", "platform", "seconds", "path", "converted_from",
+    "flush", "queue", "max_disk", "on_write_error", "stop_after_last_step", "keep_last", "stacks",
     "seed",  # torch's before the program has set one, so it always differs
 }  # fmt: skip
 _SILENT_VARIABLES = {"RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"}
+# What these lack was not there. Elsewhere a fact that one side lacks was not written down: other
+# tools and versions know of others.
+_COMPLETE = {"environment.", "packages."}
 
 
 def fact_differences(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
@@ -27,6 +31,8 @@ def _walk(
     for key in sorted({*actual, *expected}):
         if key in _SILENT or key in _SILENT_VARIABLES:
             continue
+        if prefix not in _COMPLETE and not (key in actual and key in expected):
+            continue
         a, e = actual.get(key), expected.get(key)
         name = f"{prefix}{key}"
         if isinstance(a, Mapping) and isinstance(e, Mapping):
@@ -37,6 +43,6 @@ def _walk(
 
 def _text(value: Any) -> str:
     if value is None:
-        return "absent"
+        return "not set"
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,35 +1,21 @@
-"""Pairs the tensors of paired calls and measures them, in processes, in bounded memory."""
+"""Pairs the tensors of paired calls and measures each pair of contents once."""
 
 from __future__ import annotations
 
-import os
-import pickle
-import queue
-import subprocess
-import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from typing import IO, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
 from tensorprobe.compare.align import Pair
-from tensorprobe.errors import TensorprobeError
-from tensorprobe.numerics.metrics import (
-    FRACTION_BITS,
-    PairMetrics,
-    equal_metrics,
-    measure_pair,
-)
+from tensorprobe.compare.workers import IN_PROCESS_NBYTES, Workers
+from tensorprobe.contents.blob import Blob
+from tensorprobe.numerics.metrics import FRACTION_BITS, PairMetrics, equal_metrics
+from tensorprobe.numerics.stored_pairs import StoredPair, measure_stored
 from tensorprobe.records import Call, TensorRecord, TensorSummary
 from tensorprobe.store.msprobe import LAST_NODE
-
-# Below this it is over before processes have started.
-_IN_PROCESS_NBYTES = 96 << 20
-_BATCH_NBYTES = 64 << 20
-_BATCH = 256
 
 
 class Done(NamedTuple):
@@ -42,6 +28,7 @@ class Done(NamedTuple):
 
 
 Progress = Callable[[Done], None]
+_Job = tuple[Blob, Blob, str, str]  # the contents of both sides, and their dtypes
 
 
 class TensorPair(msgspec.Struct, gc=False):
@@ -164,19 +151,20 @@ def _by_suffix(call: Call | None) -> dict[str, TensorRecord]:
 
 
 def measure(
-    pairs: Iterable[CallPair], *, processes: int | None = None, progress: Progress | None = None
+    pairs: Iterable[CallPair], *, workers: Workers | None = None, progress: Progress | None = None
 ) -> None:
     """Fill in the metrics of every tensor whose content both sides kept."""
     pairs = list(pairs)
-    jobs: dict[tuple[Any, ...], list[tuple[int, TensorPair]]] = {}
+    jobs: dict[_Job, list[tuple[int, TensorPair]]] = {}
     for i, pair in enumerate(pairs):
         for row in pair.tensors:
             key = _job(row)
             if key is not None:
                 jobs.setdefault(key, []).append((i, row))
-    rows = [(group[0][1].actual, group[0][1].expected) for group in jobs.values()]
-    tell = _Counter(len(pairs), jobs.values(), progress) if progress is not None else None
-    for group, result in zip(jobs.values(), _results(rows, processes, tell), strict=True):
+    work = [_stored_pair(group[0][1]) for group in jobs.values()]
+    nbytes = [key[0].nbytes + key[1].nbytes for key in jobs]
+    tell = _Counter(len(pairs), jobs.values(), nbytes, progress)
+    for group, result in zip(jobs.values(), _results(work, nbytes, workers, tell), strict=True):
         for _, row in group:
             if isinstance(result, str):
                 row.problem = result
@@ -184,7 +172,7 @@ def measure(
                 row.metrics = result
 
 
-def _job(row: TensorPair) -> tuple[Any, ...] | None:
+def _job(row: TensorPair) -> _Job | None:
     """What has to be read to measure a pair; None where nothing has."""
     a, e = row.actual, row.expected
     if a is None or e is None or a.blob is None or e.blob is None:
@@ -206,144 +194,53 @@ class _Counter:
         self,
         n_calls: int,
         groups: Iterable[list[tuple[int, TensorPair]]],
-        progress: Progress,
+        nbytes: Sequence[int],
+        progress: Progress | None,
     ) -> None:
+        self._progress = progress
+        if progress is None:
+            return
         self._owners = [[i for i, _ in group] for group in groups]
         self._left = Counter(i for owners in self._owners for i in owners)
         self._calls = n_calls - len(self._left)
         self._n_calls = n_calls
+        self._sizes = nbytes
         self._nbytes = 0
-        self._progress = progress
+        self._total = sum(nbytes)
 
-    def __call__(self, jobs: Iterable[int], nbytes: int, total: int) -> None:
-        self._nbytes += nbytes
+    def __call__(self, jobs: Sequence[int]) -> None:
+        if self._progress is None:
+            return
         for job in jobs:
+            self._nbytes += self._sizes[job]
             for i in self._owners[job]:
                 self._left[i] -= 1
                 self._calls += not self._left[i]
-        self._progress(Done(self._nbytes, total, self._calls, self._n_calls))
-
-
-Work = tuple[TensorRecord, TensorRecord]
+        self._progress(Done(self._nbytes, self._total, self._calls, self._n_calls))
 
 
 def _results(
-    work: list[Any], processes: int | None, tell: _Counter | None
-) -> Iterator[PairMetrics | str]:
+    work: list[StoredPair], nbytes: list[int], workers: Workers | None, tell: _Counter
+) -> Iterable[PairMetrics | str]:
     """The metrics of each, or why there are none, in order."""
-    nbytes = [_nbytes(item) for item in work]
-    total = sum(nbytes)
-    n = processes or len(os.sched_getaffinity(0))
-    n = min(n, len(work))
-    if n <= 1 or (processes is None and total < _IN_PROCESS_NBYTES):
-        for i, (item, size) in enumerate(zip(work, nbytes, strict=True)):
-            yield measure_records(*item)
-            if tell:
-                tell((i,), size, total)
-        return
-    yield from _in_processes(work, nbytes, n, tell)
+    if workers is None or (sum(nbytes) < IN_PROCESS_NBYTES and not workers.for_anything):
+        return _measured_here(work, tell)
+    return workers.results(work, nbytes, tell)
 
 
-def _nbytes(item: Work) -> int:
-    return sum(record.blob.nbytes for record in item if record.blob)
+def _measured_here(work: list[StoredPair], tell: _Counter) -> Iterator[PairMetrics | str]:
+    for i, pair in enumerate(work):
+        yield measure_stored(*pair)
+        tell((i,))
 
 
-def measure_records(actual: TensorRecord, expected: TensorRecord) -> PairMetrics | str:
-    """The metrics of two stored tensors, or why they cannot be had."""
-    try:
-        return measure_pair(actual.array(), expected.array())
-    except (TensorprobeError, OSError, ValueError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def _batches(nbytes: list[int]) -> Iterator[range]:
-    start = size = 0
-    for i, n in enumerate(nbytes):
-        size += n
-        if size >= _BATCH_NBYTES or i - start >= _BATCH - 1:
-            yield range(start, i + 1)
-            start, size = i + 1, 0
-    if start < len(nbytes):
-        yield range(start, len(nbytes))
-
-
-def _in_processes(
-    work: list[Any], nbytes: list[int], n: int, tell: _Counter | None
-) -> Iterator[PairMetrics | str]:
-    """Plain child processes that run this module, not multiprocessing's: those would import the
-    user's script again, which has no `__main__` guard."""
-    batches = list(_batches(nbytes))
-    results: list[PairMetrics | str | None] = [None] * len(work)
-    todo: queue.SimpleQueue[range] = queue.SimpleQueue()
-    for batch in batches:
-        todo.put(batch)
-    done: queue.SimpleQueue[tuple[range, list[PairMetrics | str]]] = queue.SimpleQueue()
-    threads = [
-        threading.Thread(target=_feed, args=(work, todo, done), daemon=True)
-        for _ in range(min(n, len(batches)))
-    ]
-    for thread in threads:
-        thread.start()
-    total = sum(nbytes)
-    for _ in batches:
-        batch, found = done.get()
-        for i, result in zip(batch, found, strict=True):
-            results[i] = result
-        if tell:
-            tell(batch, sum(nbytes[i] for i in batch), total)
-    for thread in threads:
-        thread.join()
-    for found_result in results:
-        assert found_result is not None
-        yield found_result
-
-
-def _feed(
-    work: list[Any],
-    todo: queue.SimpleQueue[range],
-    done: queue.SimpleQueue[tuple[range, list[PairMetrics | str]]],
-) -> None:
-    """One child process and its batches; what a dead child leaves is measured here."""
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; serve()"
-    child = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-    )
-    assert child.stdin is not None
-    assert child.stdout is not None
-    alive = True
-    with child:
-        while True:
-            try:
-                batch = todo.get_nowait()
-            except queue.Empty:
-                break
-            items = [work[i] for i in batch]
-            found: list[PairMetrics | str] = []
-            if alive:
-                try:
-                    pickle.dump(items, child.stdin, protocol=pickle.HIGHEST_PROTOCOL)
-                    child.stdin.flush()
-                    found = pickle.load(child.stdout)
-                except (OSError, EOFError, pickle.UnpicklingError):
-                    alive = False
-            done.put((batch, found or [measure_records(*item) for item in items]))
-        if alive:
-            child.stdin.close()
-
-
-def serve(stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None) -> None:
-    """The child: batches in, metrics out, until the parent closes the pipe or is gone."""
-    source, sink = stdin or sys.stdin.buffer, stdout or sys.stdout.buffer
-    while True:
-        try:
-            items = pickle.load(source)
-        except EOFError:
-            return
-        pickle.dump([measure_records(*item) for item in items], sink, protocol=5)
-        sink.flush()
+def _stored_pair(row: TensorPair) -> StoredPair:
+    a, e = row.actual, row.expected
+    assert a is not None
+    assert e is not None
+    assert a.blob is not None
+    assert e.blob is not None
+    return (a.name, a.dtype, a.shape, a.blob), (e.name, e.dtype, e.shape, e.blob)
 
 
 class TerminalProgress:

@@ -25,14 +25,12 @@ _FACTS = 6
 
 def describe(verdict: Verdict) -> Iterator[str]:
     """The lines of a verdict."""
-    counts = verdict.counts
     if verdict.verdict == "incomparable":
         yield f"incomparable: {verdict.reason}"
+        if verdict.ranks:  # they were judged, as far as both sides go
+            yield f"  the rest matches: {_agreement(verdict)}"
     elif verdict.verdict == "match":
-        yield (
-            f"match: {counts['aligned']} calls aligned, no call differs by more than rounding "
-            f"explains ({_basis(verdict)})"
-        )
+        yield f"match: {_agreement(verdict)}"
         yield from _sides(verdict)
     else:
         yield from _diverged(verdict)
@@ -74,6 +72,13 @@ def _sides(verdict: Verdict) -> Iterator[str]:
     if parts:
         total = counts["aligned"] + counts["only_actual"] + counts["only_expected"]
         yield f"  of {total} calls {', '.join(parts)}"
+
+
+def _agreement(verdict: Verdict) -> str:
+    return (
+        f"{verdict.counts['aligned']} calls aligned, no call differs by more than rounding "
+        f"explains ({_basis(verdict)})"
+    )
 
 
 def _basis(verdict: Verdict) -> str:

@@ -38,6 +38,13 @@ class Stored(NamedTuple):
     offset: int  # in elements
     strides: tuple[int, ...]  # in elements
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all its numbers are there and follow each other in row-major order."""
+        count = math.prod(self.shape)
+        end = (self.offset + count) * itemsize_of(self.dtype)
+        return count > 0 and self.strides == _strides(self.shape) and end <= self.nbytes
+
     def array(self) -> np.ndarray[Any, Any]:
         """The tensor, memory-mapped and read-only."""
         dtype = numpy_dtype(self.dtype)

@@ -12,6 +12,7 @@ from tensorprobe.devices.table import (
     device_layer,
     device_types,
     failed_device,
+    how_to_get,
     rng_kept,
     rows,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "device_types",
     "explain",
     "failed_device",
+    "how_to_get",
     "local_rank",
     "rng_kept",
     "rows",

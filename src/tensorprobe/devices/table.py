@@ -104,10 +104,10 @@ class Device:
         stream = getattr(self.find_module(), "Stream", None)
         return stream() if stream is not None and self.is_available() else None
 
-    def current_stream(self) -> Any:
-        """The queue that calls go to now, or None."""
+    def current_stream(self, device: torch.device | None = None) -> Any:
+        """The queue that calls go to now, on that device or the current one; or None."""
         current = getattr(self.find_module(), "current_stream", None)
-        return current() if current is not None and self.is_available() else None
+        return current(device) if current is not None and self.is_available() else None
 
     def on_stream(self, stream: Any) -> AbstractContextManager[Any]:
         """Inside, calls go to `stream`; with None it changes nothing."""
@@ -165,7 +165,7 @@ class Device:
 
     def _module(self) -> Any:
         if not self.is_available():
-            raise DeviceUnusable(f"device '{self.type}' is not there. {_how_to_get(self)}")
+            raise DeviceUnusable(f"device '{self.type}' is not there. {how_to_get(self)}")
         return self.find_module()
 
     def _numbered(self, index: int | None) -> torch.device:
@@ -237,7 +237,7 @@ def _generic(kind: str) -> Device:
     try:
         torch.device(kind)
     except RuntimeError as error:
-        raise DeviceUnusable(f"PyTorch knows no device '{kind}'. {_how_to_get(kind)}") from error
+        raise DeviceUnusable(f"PyTorch knows no device '{kind}'. {how_to_get(kind)}") from error
     return Device(type=kind, find_module=lambda: getattr(torch, kind, None))
 
 
@@ -314,11 +314,12 @@ def _can_pin_memory(kind: str) -> bool:
     return True
 
 
-def _how_to_get(device: Device | str) -> str:
+def how_to_get(device: Device | str) -> str:
+    """What to do where a device is not there: what it needs, or which devices are."""
     kind = device if isinstance(device, str) else device.type
     if kind == "npu":
         return (
             "Install the torch_npu that belongs to this torch and `import torch_npu` first; "
-            "without the hardware: tensorprobe.devices.sim_npu.install()"
+            "without the hardware: --sim-npu, in Python tensorprobe.devices.sim_npu.install()"
         )
-    return "Here: " + ", ".join(row.type for row in rows() if row.is_available())
+    return "Devices here: " + ", ".join(row.type for row in rows() if row.is_available())

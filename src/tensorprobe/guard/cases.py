@@ -27,6 +27,10 @@ class Sighting:
         self.plan, self.number, self.module = plan, number, module
         self.step, self.trail = step, trail
 
+    def noted(self) -> tuple[Plan, int, str, int, Trail]:
+        """What it is made of."""
+        return self.plan, self.number, self.module, self.step, self.trail
+
     def name(self, direction: Direction = "forward") -> str:
         return call_name(self.plan.api, self.number, direction)
 

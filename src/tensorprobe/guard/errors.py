@@ -98,7 +98,6 @@ class ErrorWatch:
         self._pace = StepWatch(step_on, self._advance)
         self._mode = CallMode(
             self._tape,
-            record=True,
             on_scaler_update=self._pace.scaler_updated,
             on_passed_error=self._small_call_failed,
         )

@@ -9,14 +9,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tensorprobe.capture import compiled
+from tensorprobe.capture.encode import PLAIN_TENSORS
 from tensorprobe.capture.function_mode import SCALER_UPDATE, UserCalls
 from tensorprobe.capture.gradients import InputEdges
 from tensorprobe.capture.naming import ApiName
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.steps import optimizers_in_round
-from tensorprobe.capture.tape import Tape
 from tensorprobe.guard.cases import Case, Sighting, tensors_in, tensors_out
-from tensorprobe.guard.evidence import write_forward
+from tensorprobe.guard.evidence import GuardTape, write_forward
 from tensorprobe.guard.glances import (
     Glance,
     Tensors,
@@ -30,14 +30,14 @@ from tensorprobe.guard.glances import (
 )
 from tensorprobe.guard.judging import Seen, bits_of, fault, is_pole, look_at, scalar_bits
 from tensorprobe.guard.kinds import Kind, Plan, plan_for
-from tensorprobe.guard.looking import NEAR, Watcher, made_by_scaler
+from tensorprobe.guard.looking import MODES_OFF, NEAR, Watcher, made_by_scaler
 from tensorprobe.guard.looking_backward import BackwardLooking
 from tensorprobe.guard.looking_optimizers import OptimizerLooking, OptimizerSight
-from tensorprobe.guard.ring import Event
-from tensorprobe.guard.trail import BRIEF, trail_here
-from tensorprobe.numerics.finiteness import LIMITS, NAN, extent_now, readable
+from tensorprobe.guard.trail import NOWHERE
+from tensorprobe.numerics.finiteness import LIMITS, NAN, extent_now, is_plain, readable
 
 _MOST_ASLEEP = 64
+_is_grad_enabled = torch.is_grad_enabled
 # Their backward computes nothing either.
 _NO_BACKWARD = (Kind.PASSES, Kind.MAKES)
 
@@ -62,7 +62,7 @@ class SightMode(UserCalls):
 class Sight(BackwardLooking, OptimizerLooking):
     """Looks at what each call returns, at once or, on a device, when there is time."""
 
-    def __init__(self, tape: Tape, watcher: Watcher, look_every: int | None) -> None:
+    def __init__(self, tape: GuardTape, watcher: Watcher, look_every: int | None) -> None:
         super().__init__(tape, watcher, look_every)
         self.optimizers: OptimizerSight | None = None
 
@@ -103,16 +103,21 @@ class Sight(BackwardLooking, OptimizerLooking):
     def _before(self, plan: Plan, number: int, args: tuple[Any, ...], kwargs: Any) -> Glance | None:
         glance = Glance(plan, number, args, kwargs)
         try:
-            with Quiet() as quiet:
-                glance.inputs = tensors_in(args, kwargs)
-                if plan.kind not in _NO_BACKWARD and quiet.grad and not _in_transform():
-                    edges = glance.edges = InputEdges()
-                    edges.add(glance.inputs)
-                    if edges.functions:
-                        self._watch_functions(edges.functions)
-                if plan.writes:
+            with MODES_OFF():
+                inputs = glance.inputs = tensors_in(args, kwargs)
+                if plan.kind not in _NO_BACKWARD and _is_grad_enabled() and not _in_transform():
+                    for tensor, _ in inputs:
+                        if tensor.requires_grad:
+                            edges = glance.edges = InputEdges()
+                            edges.add(inputs)
+                            if edges.functions:
+                                self._watch_functions(edges.functions)
+                            break
+            if plan.writes:
+                with Quiet():
                     self._copy_written(glance)
-                elif plan.kind is Kind.COMMUNICATES:
+            elif plan.kind is Kind.COMMUNICATES:
+                with Quiet():
                     self._before_collective(glance)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self._watcher.trouble(plan.api.stem, error)
@@ -125,7 +130,7 @@ class Sight(BackwardLooking, OptimizerLooking):
         tensors = tensors_in((first,), {})
         contents = [readable(tensor) for tensor, _ in tensors]
         if not any(each is not None and self._is_immediate(each) for each in contents):
-            glance.noted = self._note_memory(glance.inputs)
+            glance.noted = self._ring.inputs(glance.inputs)
             return
         storages = {each.untyped_storage()._cdata for each in contents if each is not None}
         for tensor, path in tensors:
@@ -138,24 +143,22 @@ class Sight(BackwardLooking, OptimizerLooking):
         contents = contents_of(glance.inputs)
         now = [each for each in contents if self._is_immediate(each)]
         if len(now) < len(contents):
-            glance.noted = self._note_memory(glance.inputs)
+            glance.noted = self._ring.inputs(glance.inputs)
         for content in now:
             if extent_now(content).bits:
                 glance.was_bad = self.taint.case_of(content) or True
 
-    def _note_memory(self, tensors: Tensors) -> list[tuple[str, int]]:
-        named = []
-        for tensor, path in tensors:
-            content = readable(tensor)
-            if content is not None:
-                named.append((f"input.{'.'.join(path)}", content))
-        return self._ring.inputs(named)
-
     def _after(self, glance: Glance, result: Any) -> None:
         plan = glance.plan
         try:
-            with Quiet():
+            with MODES_OFF():
                 outputs = tensors_out(result)
+                if outputs and self._are_later(glance, outputs):
+                    self._look_at_later(glance, outputs)
+                    if glance.edges is not None:
+                        self._watch_backward_later(glance, outputs)
+                    return
+            with Quiet():
                 if plan.kind is Kind.COMMUNICATES:
                     if _is_under_way(result):
                         return  # who waits for it, or reads it, sees what came
@@ -168,7 +171,7 @@ class Sight(BackwardLooking, OptimizerLooking):
                 if not outputs and self._asleep:
                     self._read_out(glance)
                 self._look_at(glance, result, outputs)
-                if glance.edges:
+                if glance.edges is not None:
                     self._watch_backward(glance, outputs)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self._watcher.trouble(plan.api.stem, error)
@@ -181,7 +184,7 @@ class Sight(BackwardLooking, OptimizerLooking):
                 self._wake(case)
 
     def _look_at(self, glance: Glance, result: Any, outputs: Tensors) -> None:
-        late: list[tuple[str, torch.Tensor]] = []
+        late: Tensors = []
         bad = near = on_device = False
         if self._is_harmless(glance, outputs):
             return
@@ -191,7 +194,7 @@ class Sight(BackwardLooking, OptimizerLooking):
             if content is None or (glance.plan.kind is Kind.MOVES and tensor._is_view()):
                 continue
             if not self._is_immediate(content):
-                late.append((f"output.{'.'.join(path)}", content))
+                late.append((content, path))
                 continue
             extent = extent_now(content)
             if extent.bits:
@@ -199,7 +202,7 @@ class Sight(BackwardLooking, OptimizerLooking):
             elif extent.top >= NEAR[content.dtype]:
                 near = True
         if late:
-            self._look_later(glance, late)
+            self._look_later(glance, late, glance.plan.kind is not Kind.PASSES)
         if bad:
             self._suspect(glance, result, outputs)
         elif near:
@@ -214,8 +217,7 @@ class Sight(BackwardLooking, OptimizerLooking):
         source, target = glance.inputs[0][0], outputs[0][0]
         if source.dtype not in LIMITS or target.dtype not in LIMITS:
             return True
-        same_place = source.is_cpu == target.is_cpu
-        return same_place and LIMITS[source.dtype] <= LIMITS[target.dtype]
+        return _holds_all_of(target, source)
 
     def _note_uninitialised(self, outputs: Tensors) -> None:
         for tensor, _ in outputs:
@@ -238,7 +240,7 @@ class Sight(BackwardLooking, OptimizerLooking):
         inputs = look_at(labelled(tensors_in(glance.args, glance.kwargs), "input"))
         case = self._case_behind(inputs) or self._optimizer_behind(inputs)
         if case is not None:
-            case.carry(Sighting(plan, glance.number, "", self.step, ()).name())
+            case.carry(Sighting(plan, glance.number, "", self.step, NOWHERE).name())
             self._spoil(returned, case)
             if bits_of(returned) & NAN:
                 self._wake(case)
@@ -274,7 +276,7 @@ class Sight(BackwardLooking, OptimizerLooking):
         returned = look_at(labelled(outputs, "output"))
         case = self._case_behind(inputs, any_value=True)
         if case is not None:
-            case.carry(Sighting(glance.plan, glance.number, "", self.step, ()).name())
+            case.carry(Sighting(glance.plan, glance.number, "", self.step, NOWHERE).name())
             self._spoil(returned, case, any_value=True)
             return
         at_limit = [each for each in returned if each.top >= each.limit]
@@ -359,27 +361,55 @@ class Sight(BackwardLooking, OptimizerLooking):
         inputs = look_at(labelled(tensors_in(glance.args, glance.kwargs), "input"))
         if any(each.top >= each.limit for each in inputs):
             return  # a mask: the lowest number of its dtype, on purpose
-        name = Sighting(glance.plan, glance.number, "", self.step, ()).name()
+        name = Sighting(glance.plan, glance.number, "", self.step, NOWHERE).name()
         for each in look_at(labelled(outputs, "output")):
             self._latent.see(f"{name}.{each.label}", self.step, each.top, each.limit)
 
     # On a device: later
 
-    def _look_later(self, glance: Glance, outputs: list[tuple[str, torch.Tensor]]) -> None:
+    def _are_later(self, glance: Glance, outputs: Tensors) -> bool:
+        """Whether all that this call makes is looked at later, its gradients too.
+
+        Then no operation of torch is called for it, and nothing has to be hidden from the program.
+        """
+        plan = glance.plan
+        if not self._ring.active or plan.uninitialised or plan.kind is Kind.COMMUNICATES:
+            return False
+        on_host = self._looks_later
+        for tensor, _ in outputs:
+            if type(tensor) not in PLAIN_TENSORS or not (on_host or not tensor.is_cpu):
+                return False
+        if glance.edges is not None and not on_host:
+            for tensor, _ in glance.inputs:
+                if tensor.requires_grad and tensor.is_cpu:
+                    return False
+        return self._look_every != 1
+
+    def _look_at_later(self, glance: Glance, outputs: Tensors) -> None:
+        kind = glance.plan.kind
+        flag = kind is not Kind.PASSES
+        if kind is Kind.CASTS and glance.inputs:
+            source, target = glance.inputs[0][0], outputs[0][0]
+            if source is target or source.dtype not in LIMITS:
+                return
+            flag = not _holds_all_of(target, source)
+        late = [
+            (tensor, path)
+            for tensor, path in outputs
+            if is_plain(tensor) and not (kind is Kind.MOVES and tensor._is_view())
+        ]
+        if late:
+            self._look_later(glance, late, flag)
+
+    def _look_later(self, glance: Glance, outputs: Tensors, flag: bool) -> None:
         """Note the call; what it made is known when the device has got there."""
-        moves = glance.plan.kind is Kind.PASSES
-        noted = glance.noted
-        glance.trail = glance.trail or trail_here(1, BRIEF)
-        event = Event(
-            self._sighting(glance),
-            inputs=self._note_memory(glance.inputs) if noted is None else noted,
-            told=scalar_bits(glance.args, glance.kwargs),
-            scaler=torch._C._current_graph_task_id() != -1,
-        )
-        for label, content in outputs:
-            self._ring.hold(event, label, content, flag=not moves)
-        self._ring.add(event)
-        if self._ring.is_due:
+        ring = self._ring
+        inputs = ring.inputs(glance.inputs) if glance.noted is None else glance.noted
+        held = [ring.hold(content, path, flag=flag) for content, path in outputs]
+        told = scalar_bits(glance.args, glance.kwargs)
+        in_backward = torch._C._current_graph_task_id() != -1
+        ring.add(self._noted(glance), "forward", held, inputs, told, in_backward)
+        if ring.is_due:
             self.look()
 
 
@@ -387,6 +417,11 @@ def _is_under_way(result: Any) -> bool:
     """Whether a collective goes on after it returned: it gave a Work to wait for."""
     works = result if isinstance(result, list | tuple) else [result]
     return any(hasattr(work, "is_completed") for work in works)
+
+
+def _holds_all_of(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a cast between these dtypes cannot overflow; copies between devices are looked at."""
+    return source.is_cpu == target.is_cpu and LIMITS[source.dtype] <= LIMITS[target.dtype]
 
 
 def _in_transform() -> bool:

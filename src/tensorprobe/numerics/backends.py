@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import threading
 import time
@@ -15,8 +16,9 @@ from tensorprobe.numerics.queue import MAX_AGE_S, Bank, Port, Queue
 from tensorprobe.numerics.result import Result
 
 if TYPE_CHECKING:
-    from tensorprobe.numerics.launch import Launcher
+    from tensorprobe.numerics.launch import Launcher, Usual
 
+MAX_LAYOUTS = 10_000  # that are remembered
 MAX_PENDING = 1024  # tensors whose numbers wait on a device before they are fetched
 
 
@@ -78,11 +80,76 @@ class KernelBackend:
         self._takes_both = takes_both
         self._launcher = launcher
         self._port = port
+        self._usual_stream = port.usual_stream
         self._stats = stats
         self._digest = digest
-        self._queue = Queue(port, new_bank)
+        complete = functools.partial(rows.complete, stats=stats, digest=digest)
+        self._queue = Queue(port, new_bank, complete)
         self._spare = spare  # for dtypes whose kernel this Triton cannot build
         self._refused: dict[str, str] = {}  # dtype: why; not tried again, which takes seconds
+        self._layouts: dict[tuple[torch.Size, tuple[int, ...]], int] = {}
+        self._usual: dict[torch.dtype, Usual] = {}  # how to `start`, once its kernel is compiled
+
+    def start(self, tensor: torch.Tensor) -> Result | None:
+        """Start on a tensor as most are; None for one that needs the closer look of `submit`.
+
+        Its type is torch's own, and no function mode is on. What has no memory of its own (a
+        wrapper of functorch, a sparse or a meta tensor) has no address, or raises when asked.
+        """
+        usual = self._usual.get(tensor.dtype)
+        if usual is None:
+            return None
+        repeat = 1
+        try:
+            if tensor.is_nested or tensor.is_neg():
+                return None
+            count, address = tensor.numel(), tensor.data_ptr()
+            if not tensor.is_contiguous():
+                repeat = self._repeats(tensor)
+                if not repeat:
+                    return None
+                count //= repeat
+        except RuntimeError:
+            return None
+        name, itemsize, tile, most, unit, begin = usual
+        # Masks, not remainders, which take longer: units are powers of two.
+        if not address or address & 15 or count & (unit - 1) or count >= 1 << 31:
+            return None
+        stream = self._usual_stream()
+        if stream is None:
+            return None
+        n_rows = -(-count // tile)
+        if n_rows > most:
+            n_rows = most
+        queue, result = self._queue, Result()
+        try:
+            with queue.lock:
+                bank, slot, row = queue.place(n_rows, stream)
+                begin(n_rows, stream, address, count // unit, bank, row, slot)
+                # Does not hold the tensor, which must go when the program lets it go.
+                bank.tickets[slot] = (result, name, count, repeat, count * itemsize)
+        except self._failures as error:
+            self._refuse(name, tensor.dtype, error)
+            return None
+        return result
+
+    def _repeats(self, tensor: torch.Tensor) -> int:
+        """How often each element is there if they are in one piece, whatever their order; else 0.
+
+        0 also where their order matters. The layouts of a program are few, and met again and again.
+        """
+        if self._digest:
+            return 0
+        layout = (tensor.shape, tensor.stride())
+        repeat = self._layouts.get(layout)
+        if repeat is None:
+            shape, strides, repeat = memory.without_repeats(tensor)
+            if not memory.is_dense(shape, strides):
+                repeat = 0
+            if len(self._layouts) >= MAX_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[layout] = repeat
+        return repeat
 
     def submit(self, result: Result, tensor: torch.Tensor, name: str) -> None:
         if name in self._refused:
@@ -97,22 +164,25 @@ class KernelBackend:
                         tensor = tensor.contiguous()
                 else:
                     tensor, count, repeat = _in_one_piece(tensor)
-            # Does not hold the tensor, which must go when the program lets it go.
-            ticket = rows.Ticket(result, name, count, repeat, nbytes, self._stats, self._digest)
             try:
-                self._launch(ticket, tensor)
+                self._launch((result, name, count, repeat, nbytes), tensor)
             except self._failures as error:
-                self._refused[name] = _first_line(error)
+                self._refuse(name, tensor.dtype, error)
                 self._use_spare(result, tensor, name)
+                return
+            if tensor.dtype not in self._usual:
+                usual = self._launcher.usual(name, stats=self._stats, digest=self._digest)
+                if usual is not None:
+                    self._usual[tensor.dtype] = usual
 
     def _launch(self, ticket: rows.Ticket, tensor: torch.Tensor) -> None:
         launcher, queue = self._launcher, self._queue
-        name, count, nbytes = ticket.dtype, ticket.elements, ticket.nbytes
+        _, name, count, _, nbytes = ticket
         both = self._stats and self._digest and self._takes_both(name, tensor, nbytes)
         n_rows = self._rows_for_both(nbytes) if both else self._rows_for(name, count)
+        stream = self._port.current_stream()
         with queue.lock:
-            bank, stream = queue.bank(n_rows)
-            slot, row = bank.take(n_rows)
+            bank, slot, row = queue.place(n_rows, stream)
             if both:
                 launcher.digest_and_tally(tensor, name, nbytes, n_rows, bank, slot, row, stream)
             else:
@@ -121,6 +191,10 @@ class KernelBackend:
                 if self._digest:
                     launcher.digest(tensor, nbytes, bank, slot, stream)
             bank.tickets[slot] = ticket
+
+    def _refuse(self, name: str, dtype: torch.dtype, error: Exception) -> None:
+        self._refused[name] = _first_line(error)
+        self._usual.pop(dtype, None)
 
     def _use_spare(self, result: Result, tensor: torch.Tensor, name: str) -> None:
         reason = self._refused[name]

@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,8 +48,15 @@ READS: dict[str, tuple[tl.dtype, int]] = {
 }
 _IN_WORDS = frozenset(["float32", "float16", "bfloat16"])
 _UNITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.int64}
-# What Triton raises where a kernel cannot be built or loaded.
-FAILURES = (TritonError, RuntimeError, OSError, subprocess.CalledProcessError)
+# What Triton raises where a kernel cannot be built, loaded or started.
+FAILURES = (
+    TritonError,
+    RuntimeError,
+    OSError,
+    TypeError,
+    ValueError,
+    subprocess.CalledProcessError,
+)
 
 
 def _tile(name: str) -> int:
@@ -81,6 +88,12 @@ def rows_for_both(nbytes: int) -> int:
     return min(MAX_ROWS, -(-nbytes // CHUNK_NBYTES))
 
 
+# A function, and what it is given between grid and stream and the kernel's arguments, and after
+# those.
+Form = tuple[Callable[..., object], tuple[object, ...], tuple[object, ...]]
+_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
 class Kernel:
     """A Triton function, started by its compiled form as soon as there is one.
 
@@ -93,15 +106,19 @@ class Kernel:
         self._function = function
         self._warps = warps
         self._constants = constants
-        self._compiled: dict[Hashable, tuple[Any, Any, Any, tuple[object, ...]]] = {}
+        self._compiled: dict[Hashable, Form] = {}
+
+    def form(self, key: Hashable) -> Form | None:
+        """The compiled form for this key, if there is one."""
+        return self._compiled.get(key)
 
     def start(self, key: Hashable, programs: int, stream: int, *arguments: int) -> bool:
         """Start the compiled form for this key, given addresses and numbers; False without one."""
         known = self._compiled.get(key)
         if known is None:
             return False
-        run, function, metadata, constants = known
-        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *constants)
+        call, before, after = known
+        call(programs, 1, 1, stream, *before, *arguments, *after)
         return True
 
     def compile_and_start(
@@ -111,15 +128,59 @@ class Kernel:
         constants = {**constants, **self._constants}
         compiled = self._function[(programs,)](*arguments, **constants, num_warps=self._warps)
         if compiled is not None and _starts_directly():
-            values = tuple(constants.values())
-            form = (compiled.run, compiled.function, compiled.packed_metadata, values)
-            self._compiled[key] = form
+            self._compiled[key] = _form_of(compiled, tuple(constants.values()))
 
 
 def _starts_directly() -> bool:
     """Whether compiled kernels take the arguments they are given here, in this Triton."""
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    return (3, 4) <= version <= (3, 9) and not triton.knobs.runtime.interpret
+    return (3, 4) <= _VERSION <= (3, 9) and not triton.knobs.runtime.interpret
+
+
+def _form_of(compiled: Any, constants: tuple[object, ...]) -> Form:
+    """How to start a compiled kernel without the layer that looks for what ours never need.
+
+    That layer of Triton, in Python, allocates scratch memory for kernels that ask for it. Where
+    this one does not, and it is known what this version hands on, the function in C is called.
+    """
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    if _VERSION in ((3, 6), (3, 9)) and _needs_no_scratch(run):
+        launch, how = run.launch, (run.launch_cooperative_grid, run.launch_pdl)
+        if _VERSION == (3, 6):
+            before = (function, *how, None, None, metadata, None, None, None)
+            return launch, before, constants
+        given = (function, *how, metadata, *[None] * 5, run.arg_annotations, run.kernel_signature)
+
+        def call(x: int, y: int, z: int, stream: int, *arguments: object) -> None:
+            launch(x, y, z, stream, *given, arguments)
+
+        return call, (), constants
+    return run, (function, metadata, None, None, None), constants
+
+
+def _needs_no_scratch(run: Any) -> bool:
+    kind = type(run)
+    if (kind.__module__, kind.__name__) != ("triton.backends.nvidia.driver", "CudaLauncher"):
+        return False
+    asked = (run.global_scratch_size, run.profile_scratch_size, getattr(run, "gsan_enabled", False))
+    return not any(asked)
+
+
+Start = Callable[[int, int, int, int, Bank, int, int], None]
+
+
+class Usual(NamedTuple):
+    """How the kernel of a dtype starts on a tensor that is contiguous and aligned to 16 bytes.
+
+    It has less than 2**31 elements, whole units of them. Each program takes tiles, of which the
+    first starts a row; `start` is given programs, stream, address, units, bank, row and slot.
+    """
+
+    dtype: str
+    itemsize: int
+    tile: int  # elements
+    max_programs: int
+    unit: int  # elements
+    start: Start
 
 
 class Launcher:
@@ -206,6 +267,73 @@ class Launcher:
             KIND=kind, UNIT=tensor.element_size(),
         )  # fmt: skip
 
+    def usual(self, name: str, *, stats: bool, digest: bool) -> Usual | None:
+        """How to start on the usual tensor of a dtype; None before its kernel is compiled.
+
+        And for what takes more than that: digests by a kernel of their own, numbers that may be
+        conjugates.
+        """
+        itemsize = host.STORAGE[name].itemsize
+        if not stats or name.startswith("complex"):
+            return None
+        if digest:
+            form = self._both.form((name, True))
+            if form is None:
+                return None
+            tile, unit = CHUNK_NBYTES // itemsize, 8 // itemsize
+            return Usual(name, itemsize, tile, MAX_ROWS, unit, self._start_both(form))
+        aligned_and_small = (name, True, True)
+        if name in memory.WITH_FRACTION:
+            form = self._floats.form(aligned_and_small)
+            start = None if form is None else self._start_floats(form, name)
+        else:
+            form = self._integers.form(aligned_and_small)
+            start = None if form is None else self._start_integers(form)
+        if start is None:
+            return None
+        return Usual(name, itemsize, _TILES[name], MAX_ROWS, 1, start)
+
+    def _start_floats(self, form: Form, name: str) -> Start:
+        call, before, after = form
+        table_at = self._tables.get(name, self._weights).data_ptr()
+
+        def start(
+            programs: int, stream: int, address: int, count: int, bank: Bank, row: int, slot: int
+        ) -> None:
+            call(
+                programs, 1, 1, stream, *before, address, table_at, bank.rows_at, bank.meta_at,
+                count, row, slot, *after,
+            )  # fmt: skip
+
+        return start
+
+    def _start_integers(self, form: Form) -> Start:
+        call, before, after = form
+
+        def start(
+            programs: int, stream: int, address: int, count: int, bank: Bank, row: int, slot: int
+        ) -> None:
+            call(
+                programs, 1, 1, stream, *before, address, bank.rows_at, bank.meta_at,
+                count, row, slot, *after,
+            )  # fmt: skip
+
+        return start
+
+    def _start_both(self, form: Form) -> Start:
+        call, before, after = form
+        weights_at = self._weights_at
+
+        def start(
+            programs: int, stream: int, address: int, words: int, bank: Bank, row: int, slot: int
+        ) -> None:
+            call(
+                programs, 1, 1, stream, *before, address, address, weights_at, bank.rows_at,
+                bank.meta_at, bank.digests_at, words, row, slot, *after,
+            )  # fmt: skip
+
+        return start
+
     def reduce(self, bank: Bank, stream: int) -> None:
         """Make one row of the rows of each slot."""
         programs = len(bank.tickets)
@@ -227,6 +355,7 @@ class Flagger:
     def __init__(self, device: torch.device, slots: int, *, interpreted: bool = False) -> None:
         self._index = device.index
         self._tables: dict[torch.dtype, torch.Tensor] = {}
+        self._plans: dict[torch.dtype, tuple[int, int]] = {}
         self._device = device
         self._kernel = Kernel(kernels.flag_floats, LANES // 32, LANES=LANES)
         if interpreted:
@@ -257,21 +386,32 @@ class Flagger:
 
     def start(self, tensor: torch.Tensor, count: int, slot: int, stream: int) -> None:
         """The same on a stream of the current device."""
-        name = memory.NAMES[tensor.dtype]
-        read, kind = READS[name]
-        table = self._flags if kind != kernels.TABLE else self._table(tensor.dtype, name)
+        dtype = tensor.dtype
+        tile, table_at = self._plans.get(dtype) or self._plan(dtype)
         address = tensor.data_ptr()
-        key = (name, address % 16 == 0, count < 1 << 31)
-        programs = rows_for(name, count)
-        if not self._kernel.start(
-            key, programs, stream, address, table.data_ptr(), self._flags_at, count, slot
-        ):
-            x = triton.reinterpret(tensor, read)
-            wide = name == "float64"
-            self._kernel.compile_and_start(
-                key, programs, x, table, self._flags, count, slot,
-                KIND=kind, WIDE=wide, VECTOR=_vector(name),
-            )  # fmt: skip
+        key = (dtype, address % 16 == 0, count < 1 << 31)
+        programs = min(MAX_ROWS, -(-count // tile))
+        if self._kernel.start(
+            key, programs, stream, address, table_at, self._flags_at, count, slot
+        ):  # fmt: skip
+            return
+        name = memory.NAMES[dtype]
+        read, kind = READS[name]
+        self._kernel.compile_and_start(
+            key, programs, triton.reinterpret(tensor, read), self._tables.get(dtype, self._flags),
+            self._flags, count, slot, KIND=kind, WIDE=name == "float64", VECTOR=_vector(name),
+        )  # fmt: skip
+
+    def _plan(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Elements that a program takes at once, and the address of the table of an 8-bit float."""
+        name = memory.NAMES[dtype]
+        table = self._flags
+        if READS[name][1] == kernels.TABLE:
+            values = torch.from_numpy(host.float8_values(name).astype(np.float32).copy())
+            with memory.kernels_only():
+                table = self._tables[dtype] = values.to(self._device)
+        plan = self._plans[dtype] = (_TILES[name], table.data_ptr())
+        return plan
 
     def read(self, count: int) -> list[tuple[int, float]]:
         """Wait for the device; bits and largest magnitude of the first `count` slots, then zero."""
@@ -288,12 +428,6 @@ class Flagger:
         tops = found[:, 1].view(np.float32)
         return list(zip(found[:, 0].tolist(), tops.tolist(), strict=True))
 
-    def _table(self, dtype: torch.dtype, name: str) -> torch.Tensor:
-        if dtype not in self._tables:
-            values = torch.from_numpy(host.float8_values(name).astype(np.float32).copy())
-            self._tables[dtype] = values.to(self._device)
-        return self._tables[dtype]
-
 
 def _common_unit(address: int, nbytes: int) -> int:
     unit = 8
@@ -307,6 +441,9 @@ class CudaPort:
 
     def __init__(self, device: torch.device, launcher: Launcher) -> None:
         self._index = device.index
+        self._device_now: Callable[[], int] = torch._C._cuda_getDevice
+        self._is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
+        self._stream_now: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self._launcher = launcher
         self._side = torch.cuda.Stream(device)
         self._uploaded = torch.cuda.Event()
@@ -318,19 +455,25 @@ class CudaPort:
         return torch.cuda.device(self._index)
 
     def current_stream(self) -> int:
-        if torch._C._cuda_isCurrentStreamCapturing():
+        if self._is_capturing():
             # The kernel would become part of the user's graph and write to a bank long gone.
             raise memory.Unsupported("cuda tensor during graph capture: no summary")
-        stream: int = torch._C._cuda_getCurrentRawStream(self._index)
-        return stream
+        return self._stream_now(self._index)
+
+    def usual_stream(self) -> int | None:
+        index = self._index
+        if self._device_now() != index or self._is_capturing():
+            return None
+        return self._stream_now(index)
 
     def adopt(self, bank: Bank, stream: int) -> None:
         current = torch.cuda.current_stream(self._index)
         current.wait_event(self._uploaded)
         current.wait_event(bank.born)
         # Else the allocator could give the bank's memory away while that stream still writes.
-        for tensor in (bank.rows, bank.meta, bank.digests, *self._launcher.constants):
-            tensor.record_stream(current)
+        with memory.kernels_only():
+            for tensor in (bank.rows, bank.meta, bank.digests, *self._launcher.constants):
+                tensor.record_stream(current)
         bank.streams[stream] = current
 
     def read_back(self, bank: Bank) -> Arrival:

@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tensorprobe.contents.pieces import ArrayPieces, Pieces
+
 Array = np.ndarray[Any, Any]
 
 # Elements at a time: the dozen buffers of a chunk stay in the second-level cache.
@@ -84,24 +86,20 @@ def equal_metrics(numel: int, norm: float | None = None, floating: bool = True) 
 
 def measure_pair(actual: Array, expected: Array) -> PairMetrics:
     """Compare two arrays of one shape, of any dtypes, memory-mapped or not."""
+    return measure_pieces(ArrayPieces(actual), ArrayPieces(expected))
+
+
+def measure_pieces(actual: Pieces, expected: Pieces) -> PairMetrics:
+    """Likewise of numbers that come piece by piece."""
     if actual.shape != expected.shape:
         raise ValueError(f"shapes differ: {list(actual.shape)} and {list(expected.shape)}")
-    a, e = _flat(actual), _flat(expected)
-    tally = _Tally(a, e)
-    for start in range(0, a.size, CHUNK):
-        tally.add(start, a[start : start + CHUNK], e[start : start + CHUNK])
-    numel = a.size // 2 if actual.dtype.kind == "c" else a.size
-    return tally.result(numel, a.size)
-
-
-def _flat(array: Array) -> Array:
-    """One dimension; complex numbers as pairs."""
-    flat = np.ascontiguousarray(array).reshape(-1)
-    if flat.dtype.names:  # complex32 is a pair of halves
-        return flat.view(np.float16)
-    if flat.dtype.kind == "c":
-        return flat.view(flat.real.dtype)
-    return flat
+    size = min(actual.size, expected.size)
+    tally = _Tally(actual.dtype, expected.dtype, size)
+    for start in range(0, size, CHUNK):
+        stop = min(start + CHUNK, size)
+        tally.add(start, actual.piece(start, stop), expected.piece(start, stop))
+    numel = size // 2 if actual.stored.kind == "c" else size
+    return tally.result(numel, size)
 
 
 def _ulp_dtype(a: np.dtype[Any], e: np.dtype[Any]) -> np.dtype[Any] | None:
@@ -150,13 +148,13 @@ class _Buffers:
 class _Tally:
     """The running totals of one pair."""
 
-    def __init__(self, a: Array, e: Array) -> None:
-        self.ulp = _ulp_dtype(a.dtype, e.dtype)
-        self.same_dtype = a.dtype == e.dtype
+    def __init__(self, a: np.dtype[Any], e: np.dtype[Any], size: int) -> None:
+        self.ulp = _ulp_dtype(a, e)
+        self.same_dtype = a == e
         self.as_integers = np.dtype(f"i{self.ulp.itemsize}") if self.ulp is not None else None
-        wide = np.result_type(*(widen(side[:0]).dtype for side in (a, e)))
+        wide = np.result_type(*(widen(np.empty(0, side)).dtype for side in (a, e)))
         self.wide = wide
-        self.buffers = _Buffers(min(a.size, CHUNK), wide, self.as_integers)
+        self.buffers = _Buffers(min(size, CHUNK), wide, self.as_integers)
         self.dd = self.aa = self.ee = self.ae = 0.0
         self.n_finite = self.n_small = 0
         self.max_abs = self.max_rel = -1.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -16,7 +17,8 @@ from typing import Any, Protocol
 import torch
 
 from tensorprobe.numerics import rows
-from tensorprobe.numerics.rows import Ticket, complete
+from tensorprobe.numerics.memory import Array
+from tensorprobe.numerics.rows import Ticket
 
 SLOTS = 2048
 ROWS = 1 << 17
@@ -38,7 +40,11 @@ class Port(Protocol):
         ...
 
     def current_stream(self) -> Any:
-        """The stream that work started now goes to; hashable."""
+        """The stream that work started now goes to; hashable. Raises where nothing may start."""
+        ...
+
+    def usual_stream(self) -> Any:
+        """The same where `on_device` changes nothing and nothing is in the way, else None."""
         ...
 
     def adopt(self, bank: Bank, stream: Any) -> None:
@@ -72,42 +78,54 @@ class Bank:
     def has_room(self, wanted_rows: int) -> bool:
         return len(self.tickets) < SLOTS and self.used_rows + wanted_rows <= ROWS
 
-    def take(self, wanted_rows: int) -> tuple[int, int]:
-        """A slot and its first row. Should its kernels fail to start, it is lost, not reused."""
-        slot, row = len(self.tickets), self.used_rows
-        self.tickets.append(None)
-        self.used_rows += wanted_rows
-        return slot, row
-
-    def deliver(self) -> None:
-        """Complete the result of every slot, and be as new."""
-        tickets, self.tickets, self.used_rows = self.tickets, [], 0
+    def clear(self) -> None:
+        """Be as new."""
+        self.tickets, self.used_rows = [], 0
         self.streams, self.arrival = {}, None
-        complete(tickets, self.numbers[: len(tickets)])
 
 
 class Queue:
-    """The banks of one device."""
+    """The banks of one device. `complete` is given the tickets of one that landed, and its rows."""
 
-    def __init__(self, port: Port, new_bank: Callable[[], Bank]) -> None:
+    def __init__(
+        self,
+        port: Port,
+        new_bank: Callable[[], Bank],
+        complete: Callable[[list[Ticket | None], Array], None],
+    ) -> None:
         self._port = port
         self._new_bank = new_bank
-        self.lock = threading.Lock()
+        self._complete = complete
+        self.lock = threading.Lock()  # of the bank that is being filled
+        self._landing_lock = threading.Lock()  # taken first; the program never waits for it
         self._free: list[Bank] = []
         self._filling: Bank | None = None
-        self._landing: list[Bank] = []
+        self._landing: deque[Bank] = deque()
 
-    def bank(self, wanted_rows: int) -> tuple[Bank, Any]:
-        """A bank with room, and the stream on which to write to it; the caller holds `lock`."""
+    def place(self, wanted_rows: int, stream: Any) -> tuple[Bank, int, int]:
+        """A bank to write to on this stream, a slot of it and the slot's first row.
+
+        The caller holds `lock`, and sets the slot's ticket once its kernels have started: should
+        they fail to, the slot is lost, not reused. How old the bank is, `poll` looks at.
+        """
         bank = self._filling
-        if bank is None or not bank.has_room(wanted_rows) or _is_old(bank):
+        if bank is None or stream not in bank.streams or not bank.has_room(wanted_rows):
+            bank = self._bank(wanted_rows, stream)
+        tickets, row = bank.tickets, bank.used_rows
+        slot = len(tickets)
+        tickets.append(None)
+        bank.used_rows = row + wanted_rows
+        return bank, slot, row
+
+    def _bank(self, wanted_rows: int, stream: Any) -> Bank:
+        bank = self._filling
+        if bank is None or not bank.has_room(wanted_rows):
             self._send()
             bank = self._filling = self._free.pop() if self._free else self._new_bank()
             bank.since = time.monotonic()
-        stream = self._port.current_stream()
         if stream not in bank.streams:
             self._port.adopt(bank, stream)
-        return bank, stream
+        return bank
 
     def flush(self) -> None:
         with self.lock:
@@ -117,22 +135,22 @@ class Queue:
         with self.lock:
             if self._filling is not None and _is_old(self._filling):
                 self._send()
-            while self._landing and _landed(self._landing[0]):
-                self._land()
+        # Another thread that lands them has this lock: then there is nothing to do here.
+        if self._landing_lock.acquire(blocking=False):
+            try:
+                while self._landing and _landed(self._landing[0]):
+                    self._land()
+            finally:
+                self._landing_lock.release()
 
     def wait(self) -> None:
         self.flush()
-        while True:
-            with self.lock:
-                if not self._landing:
-                    return
-                bank = self._landing[0]
-                arrival = bank.arrival
-            if arrival is not None:
-                arrival.synchronize()  # without the lock: the program may go on submitting
-            with self.lock:
-                if self._landing and self._landing[0] is bank:
-                    self._land()
+        with self._landing_lock:
+            while self._landing:
+                arrival = self._landing[0].arrival
+                if arrival is not None:
+                    arrival.synchronize()
+                self._land()
 
     def _send(self) -> None:
         bank, self._filling = self._filling, None
@@ -145,8 +163,10 @@ class Queue:
             self._free.append(bank)
 
     def _land(self) -> None:
-        bank = self._landing.pop(0)
-        bank.deliver()
+        # Without the other lock, which the program would wait for: a full bank takes milliseconds.
+        bank = self._landing.popleft()
+        self._complete(bank.tickets, bank.numbers[: len(bank.tickets)])
+        bank.clear()
         self._free.append(bank)
 
 

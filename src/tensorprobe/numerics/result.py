@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from tensorprobe.records import TensorSummary
 
 
-class Result:
+class Result(msgspec.Struct, gc=False, eq=False):
     """What became of one tensor; filled in when `ready`.
 
     Either `error` says why there is nothing, or `summary` and `digest` hold what was asked for.
     `note` says what else a reader should know: that the tensor had to be copied to the host.
     """
 
-    __slots__ = ("digest", "error", "note", "ready", "summary")
-
-    def __init__(self) -> None:
-        self.summary: TensorSummary | None = None
-        self.digest: str | None = None
-        self.error: str | None = None
-        self.note: str | None = None
-        self.ready = False
+    summary: TensorSummary | None = None
+    digest: str | None = None
+    error: str | None = None
+    note: str | None = None
+    ready: bool = False
 
     def __repr__(self) -> str:
         if not self.ready:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from tensorprobe.numerics.digest import finish
+from tensorprobe.numerics.digest import Array, finish_all
 from tensorprobe.numerics.host import SCALE, STORAGE, times_power_of_two
 from tensorprobe.numerics.result import Result
 from tensorprobe.records import TensorSummary
@@ -40,44 +39,49 @@ def as_bits(value: float) -> int:
     return bits
 
 
-class Ticket(NamedTuple):
-    """Whose numbers a row will hold: `elements` different ones, each there `repeat` times."""
-
-    result: Result
-    dtype: str
-    elements: int
-    repeat: int
-    nbytes: int
-    stats: bool
-    digest: bool
+# Whose numbers a row will hold: the result, the dtype, how many different elements, how often each
+# is there, and the bytes of all. A plain tuple, made for every tensor: the garbage collector, which
+# leaves out results, soon leaves it out too.
+Ticket = tuple[Result, str, int, int, int]
 
 
-def complete(tickets: Sequence[Ticket | None], numbers: np.ndarray[Any, Any]) -> None:
+def complete(
+    tickets: Sequence[Ticket | None], numbers: Array, *, stats: bool, digest: bool
+) -> None:
     """Fill in the results of tickets from the rows that belong to them."""
-    floats = numbers.view(np.float64)
-    counts = np.array([ticket.elements if ticket else 0 for ticket in tickets])
-    repeats = np.array([ticket.repeat if ticket else 1 for ticket in tickets])
-    finite = counts - numbers[:, NAN] - numbers[:, INF]
+    started = [slot for slot, ticket in enumerate(tickets) if ticket is not None]
+    if not started:
+        return
+    if len(started) < len(tickets):
+        numbers = numbers[started]
+    results, dtypes, counts, repeats, sizes = zip(*filter(None, tickets), strict=True)
+    if digest:
+        for result, text in zip(results, finish_all(numbers[:, DIGEST], sizes), strict=True):
+            result.digest = text
+    summaries = _summaries(dtypes, counts, repeats, numbers) if stats else [None] * len(results)
+    for result, summary in zip(results, summaries, strict=True):
+        result.summary = summary
+        result.ready = True  # at last: another thread may look
+
+
+def _summaries(
+    dtypes: Sequence[str], counts: Sequence[int], repeats: Sequence[int], numbers: Array
+) -> list[TensorSummary]:
+    floats, times = numbers.view(np.float64), np.array(repeats)
+    finite = np.array(counts) - numbers[:, NAN] - numbers[:, INF]
     with np.errstate(all="ignore"):  # other kinds of rows, decoded one by one
-        means = (floats[:, TOTAL] / finite).tolist()
-        norms = (np.sqrt(floats[:, SQUARE]) * np.sqrt(repeats)).tolist()
-    ordinary = ((finite > 0) & ~numbers[:, TOTAL_BIG:NAN].any(axis=1)).tolist()
-    bounds = floats[:, LOW : HIGH + 1].tolist()
-    occurrences = (numbers[:, NAN : ZERO + 1] * repeats[:, None]).tolist()
-    for slot, ticket in enumerate(tickets):
-        if ticket is None:
-            continue
-        result, dtype, count, repeat, nbytes, stats, digest = ticket
-        if stats:
-            if ordinary[slot] and dtype in _WITH_FRACTION:
-                low, high = bounds[slot]
-                nan, inf, zero = occurrences[slot]
-                result.summary = TensorSummary(low, high, means[slot], norms[slot], nan, inf, zero)
-            else:
-                result.summary = decode(numbers[slot].tolist(), dtype, count, repeat)
-        if digest:
-            result.digest = finish(int(numbers[slot, DIGEST]), nbytes)
-        result.ready = True
+        means = floats[:, TOTAL] / finite
+        norms = np.sqrt(floats[:, SQUARE]) * np.sqrt(times)
+    occurrences = [numbers[:, field] * times for field in (NAN, INF, ZERO)]
+    columns = [floats[:, LOW], floats[:, HIGH], means, norms, *occurrences]
+    summaries = list(map(TensorSummary, *[column.tolist() for column in columns]))
+    others = (finite <= 0) | numbers[:, TOTAL_BIG:NAN].any(axis=1)
+    if not _WITH_FRACTION.issuperset(dtypes):
+        others |= np.array([dtype not in _WITH_FRACTION for dtype in dtypes])
+    for slot in np.flatnonzero(others).tolist():
+        row = numbers[slot].tolist()
+        summaries[slot] = decode(row, dtypes[slot], counts[slot], repeats[slot])
+    return summaries
 
 
 def decode(row: Sequence[int], dtype: str, count: int, repeat: int = 1) -> TensorSummary:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 from tensorprobe.numerics import backends, digest, memory
-from tensorprobe.numerics.backends import Backend
+from tensorprobe.numerics.backends import Backend, KernelBackend
 from tensorprobe.numerics.result import Result
 from tensorprobe.records import TensorSummary
 
 __all__ = ["Result", "Summarizer", "summarize"]
+
+_OWN_TYPES = frozenset([torch.Tensor, torch.nn.Parameter])
+_function_mode_is_on = torch._C._is_torch_function_mode_enabled
 
 
 class Choice(Protocol):
@@ -38,25 +42,25 @@ class Summarizer:
         self._stats = stats
         self._digest = digest
         self._choose = choose
-        self._host = choose(torch.device("cpu"), stats=stats, digest=digest)
+        self._starts: dict[torch.device, Callable[[torch.Tensor], Result | None]] = {}
         self._backends: dict[torch.device, Backend] = {}
         self._lock = threading.Lock()
+        self._host = self._backend_of(torch.device("cpu"))
+
+    @property
+    def digests(self) -> bool:
+        """Whether results have a digest."""
+        return self._digest
 
     def submit(self, tensor: torch.Tensor) -> Result:
         """Start on a tensor as it is now. Never raises and never waits for a device."""
-        result = Result()
-        # Even reading an attribute of a tensor would be seen by a function mode.
+        # Even reading an attribute of a tensor would be seen by a function mode, or by a subclass.
+        if type(tensor) in _OWN_TYPES and not _function_mode_is_on():
+            start = self._starts.get(tensor.device)
+            started = None if start is None else start(tensor)
+            return self._look_closely(tensor) if started is None else started
         with torch._C.DisableTorchFunction():
-            try:
-                self._start(result, tensor)
-            except memory.Unsupported as unsupported:
-                result.error = str(unsupported)
-                result.ready = True
-            except (RuntimeError, TypeError, ValueError, MemoryError) as error:
-                # A kind of tensor nobody foresaw must not end the user's program.
-                result.error = f"{type(tensor).__name__} cannot be read: {error}"
-                result.ready = True
-        return result
+            return self._look_closely(tensor)
 
     def flush(self) -> None:
         """Start to bring everything submitted so far to the host; does not block."""
@@ -72,6 +76,19 @@ class Summarizer:
         """Block until every result is ready."""
         for backend in self._in_use():
             backend.wait()
+
+    def _look_closely(self, tensor: torch.Tensor) -> Result:
+        result = Result()
+        try:
+            self._start(result, tensor)
+        except memory.Unsupported as unsupported:
+            result.error = str(unsupported)
+            result.ready = True
+        except (RuntimeError, TypeError, ValueError, MemoryError) as error:
+            # A kind of tensor nobody foresaw must not end the user's program.
+            result.error = f"{type(tensor).__name__} cannot be read: {error}"
+            result.ready = True
+        return result
 
     def _start(self, result: Result, tensor: torch.Tensor) -> None:
         keys = memory.keys_of(tensor)
@@ -100,11 +117,13 @@ class Summarizer:
                 if backend is None:
                     backend = self._choose(device, stats=self._stats, digest=self._digest)
                     self._backends[device] = backend
+                    if isinstance(backend, KernelBackend):
+                        self._starts[device] = backend.start
         return backend
 
     def _in_use(self) -> list[Backend]:
         with self._lock:
-            return [self._host, *self._backends.values()]
+            return list(self._backends.values())
 
 
 def summarize(tensor: torch.Tensor) -> TensorSummary:

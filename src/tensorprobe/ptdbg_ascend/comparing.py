@@ -19,6 +19,7 @@ from tensorprobe.report.csv import write_csv
 from tensorprobe.report.table import Table
 from tensorprobe.store import ptdbg
 from tensorprobe.store.loading import load
+from tensorprobe.store.outputs import check_writable
 
 AnyPath = str | os.PathLike[str]
 _KEYS = (
@@ -164,8 +165,7 @@ def _problems(comparison: Comparison) -> str:
 
 def _folder(output_path: AnyPath) -> Path:
     folder = Path(output_path)
-    if folder.exists() and not folder.is_dir():
-        raise BadUsage(f"output_path='{folder}' is a file; expected a folder")
+    check_writable(folder)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

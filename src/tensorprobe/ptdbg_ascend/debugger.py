@@ -17,6 +17,7 @@ from tensorprobe.ptdbg_ascend.session import (
 )
 from tensorprobe.ptdbg_ascend.settings import Switch, Target, read_on_off, read_switch
 from tensorprobe.ptdbg_ascend.telling import import_torch, say
+from tensorprobe.store.outputs import check_writable
 
 if TYPE_CHECKING:
     from tensorprobe.ptdbg_ascend.dump import Dump
@@ -258,6 +259,5 @@ def _dump_folder(dump_path: Any) -> Path:
     if not isinstance(dump_path, str | os.PathLike) or not os.fspath(dump_path):
         raise BadUsage(f"dump_path={dump_path!r}: expected a folder")
     folder = Path(dump_path).absolute()
-    if folder.exists() and not folder.is_dir():
-        raise BadUsage(f"dump_path='{folder}' is a file; expected a folder")
+    check_writable(folder)
     return folder

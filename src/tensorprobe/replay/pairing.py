@@ -51,6 +51,11 @@ def find_pair(
 ) -> Pair:
     """The call that a name means: its own, its backward's, a tensor's, or the peers' spelling."""
     pairs = pair(capture.calls(step=step, rank=rank))
+    if not pairs:
+        raise UnreadableCapture(
+            f"no call of that step and rank in '{capture.path}': it has steps "
+            f"{list(capture.steps)} and ranks {list(capture.ranks)}"
+        )
     wanted = native_name(name)
     for matches in (
         lambda call: call.name == name,

@@ -28,6 +28,7 @@ from tensorprobe.replay.reference import ROUNDOFF, coarsest, replay_both, rng_st
 from tensorprobe.replay.references import find, registered
 from tensorprobe.replay.rules import length, limit, rule_for
 from tensorprobe.store.loading import load
+from tensorprobe.store.outputs import check_output
 
 _EXACT: tuple[Kind, ...] = ("exact", "selection", "conversion", "random")
 _WIDTH = 96
@@ -53,6 +54,9 @@ def repro(
     run = capture if isinstance(capture, Capture) else load(capture)
     pair = find_pair(run, call, step=step, rank=rank)
     folder = Path(output)
+    check_output(folder, run.path)
+    if imports is not None and not Path(imports).is_file():
+        raise BadUsage(f"no file '{imports}': --import takes a Python file that registers an op")
     if folder.exists() and any(folder.iterdir()) and not (folder / "repro.py").exists():
         raise BadUsage(f"'{folder}' is not empty and holds no repro: give another -o")
     refuse(pair.forward)

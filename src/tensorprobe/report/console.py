@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from tensorprobe.compare.comparison import Comparison, Verdict
 from tensorprobe.compare.judge import distance, number_text
 from tensorprobe.compare.measure import CallPair
+from tensorprobe.records import Call
 
 _CULPRITS = 8
 _ONE_SIDED = 6
@@ -87,14 +88,35 @@ def _ranks(verdict: Verdict) -> Iterator[str]:
 
 
 def _one_sided(comparison: Comparison) -> Iterator[str]:
-    found = comparison.one_sided
+    shared = {
+        (call.rank, call.step)
+        for pair in comparison.pairs
+        if pair.is_paired
+        for call in (pair.pair.actual, pair.pair.expected)
+        if call is not None
+    }
+    # A step that one side has not at all is said in the verdict, in one line.
+    found = [each for each in comparison.one_sided if (each[0].rank, each[0].step) in shared]
+    if not found:
+        return
     yield "calls of one side only:"
     only_actual = {id(pair.pair.actual) for pair in comparison.pairs if pair.pair.expected is None}
-    for call, before in found[:_ONE_SIDED]:
+    groups: dict[tuple[str, str], list[tuple[Call, str]]] = {}
+    for call, before in found:
         side = "actual" if id(call) in only_actual else "expected"
-        yield f"  {call.name} only in {side}, after {before}"
-    if len(found) > _ONE_SIDED:
-        yield f"  and {len(found) - _ONE_SIDED} more, in comparison.csv"
+        groups.setdefault((_stem(call), side), []).append((call, before))
+    for (_, side), alike in list(groups.items())[:_ONE_SIDED]:
+        call, before = alike[0]
+        more = f" and {len(alike) - 1} like it" if alike[1:] else ""
+        yield f"  {call.name}{more} only in {side}, {'the first ' if more else ''}after {before}"
+    rest = list(groups.values())[_ONE_SIDED:]
+    if rest:
+        yield f"  and {sum(map(len, rest))} more, in comparison.csv"
+
+
+def _stem(call: Call) -> str:
+    """A call's name without its number, wherever that stands."""
+    return ".".join(part for part in call.name.split(".") if not part.isdigit())
 
 
 def _structure(comparison: Comparison) -> Iterator[str]:

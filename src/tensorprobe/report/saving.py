@@ -11,9 +11,9 @@ from typing import ParamSpec
 
 from tensorprobe.compare import comparison as room
 from tensorprobe.compare.comparison import Comparison
-from tensorprobe.errors import BadUsage
 from tensorprobe.report.columns import table
 from tensorprobe.report.csv import write_csv
+from tensorprobe.store.outputs import check_output
 
 VERDICT_FILE = "verdict.json"
 CSV_FILE = "comparison.csv"
@@ -54,7 +54,8 @@ def save(
 ) -> list[Path]:
     """Write the files and give their paths."""
     rows = table(comparison, columns)  # first: an unknown name must not leave half a report
-    _require_folder(folder)
+    check_output(folder, comparison.actual.path, comparison.expected.path)
+    folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / VERDICT_FILE, folder / CSV_FILE]
     text = json.dumps(comparison.verdict.to_json(), indent=1, allow_nan=False)
     paths[0].write_text(text + "\n", encoding="utf-8")
@@ -65,10 +66,3 @@ def save(
         paths.append(folder / XLSX_FILE)
         write_xlsx(paths[2], comparison, columns)
     return paths
-
-
-def _require_folder(path: Path) -> None:
-    """Make the folder if need be."""
-    if path.exists() and not path.is_dir():
-        raise BadUsage(f"'{path}' is a file; -o takes a folder")
-    path.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -67,7 +68,9 @@ class EndLine(msgspec.Struct, tag_field="type", tag="end", omit_defaults=True, k
     notes: list[str] = []
 
 
-class ValueLine(msgspec.Struct, tag_field="type", tag="value", omit_defaults=True, kw_only=True):
+class ValueLine(
+    msgspec.Struct, tag_field="type", tag="value", omit_defaults=True, kw_only=True, gc=False
+):
     """The content of every tensor that names this id; `blob` is (shard, file offset, nbytes)."""
 
     id: int
@@ -103,6 +106,14 @@ def encode(line: Line | TensorLine) -> bytes:
         return _encode(line) + b"\n"
     except UnicodeEncodeError:  # a lone surrogate, as in a file name that is not UTF-8
         return _encoder.encode(speakable(msgspec.to_builtins(line))) + b"\n"
+
+
+def encode_lines(lines: Sequence[Line]) -> bytes:
+    """Many lines, each with its newline."""
+    try:
+        return _encoder.encode_lines(lines)
+    except UnicodeEncodeError:
+        return b"".join(map(encode, lines))
 
 
 def speakable(tree: Any) -> Any:

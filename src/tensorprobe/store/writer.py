@@ -8,7 +8,6 @@ import os
 import threading
 import time
 import weakref
-import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from tensorprobe.store.lines import (
     StackLine,
     ValueLine,
     encode,
+    encode_lines,
     pack_summary,
 )
 from tensorprobe.store.shard import SHARD_NBYTES, Bytes, Place, Shards
@@ -39,6 +39,7 @@ _BATCH_LINES = 256
 _BATCH_NBYTES = 16 << 20
 _NO_DATA = np.empty(0, np.uint8)
 OUT_OF_BUDGET = "disk budget reached"
+_TOO_LATE = "it came after its step had ended"
 
 
 class Result(Protocol):
@@ -95,7 +96,7 @@ class _Data(msgspec.Struct):
     shape: Sequence[int]
     data: Bytes | Callable[[], Bytes]
     nbytes: int
-    checksum: bool = False
+    checksum: Callable[[Bytes], str] | None = None
     stored: bool = True
 
 
@@ -256,7 +257,11 @@ class CaptureWriter:
         if step is None:
             return
         try:
-            self._add_line(step, line)
+            if step.closed:
+                raise RuntimeError(_TOO_LATE)
+            step.lines.append(encode(line))
+            if self._asleep:
+                self._wake()
         except Exception as error:  # noqa: BLE001 recording a call must not end the program
             self._not_written(step, line, error)
         if self._flush_each:
@@ -284,13 +289,14 @@ class CaptureWriter:
         data: Bytes | Callable[[], Bytes],
         nbytes: int | None = None,
         *,
-        checksum: bool = False,
+        checksum: Callable[[Bytes], str] | None = None,
         stored: bool = True,
     ) -> None:
         """Queue the bytes of a value, row-major; waits while the queue is full.
 
         `data` may be a function that gives them later (a copy under way); `nbytes` is needed then.
-        With `checksum` their CRC-32 is the value's digest, and they need not be `stored` for it.
+        What `checksum` makes of them, in the thread that writes, is the value's digest; they need
+        not be `stored` for it.
         """
         step = self._step
         if step is None:
@@ -390,7 +396,7 @@ class CaptureWriter:
     def _add_line(self, step: _Step, line: Line) -> None:
         """Let a line wait for the next write: nothing else of a capture depends on its place."""
         if step.closed:
-            raise RuntimeError("it came after its step had ended")
+            raise RuntimeError(_TOO_LATE)
         step.lines.append(encode(line))
         if self._asleep:
             self._wake()
@@ -531,27 +537,40 @@ class CaptureWriter:
     def _write_ready(self, ending: _Step | None = None) -> None:
         """Write outstanding values whose result has come, and all of a step that ends."""
         waiting = self._waiting
-        steps: dict[int, _Step] = {}
+        steps: dict[_Step, list[_Value]] = {}
         while waiting:
             value = waiting[0]
             step, result = value.step, value.result
             if not (step is ending or result is None or result.ready):
                 break
-            waiting.popleft()
-            steps[id(step)] = step
-            self._attempt(step, self._write_value, value)
-        for step in steps.values():
+            steps.setdefault(step, []).append(waiting.popleft())
+        for step, values in steps.items():
+            for start in range(0, len(values), _BATCH_LINES):
+                self._write_values(step, values[start : start + _BATCH_LINES])
             self._flush(step)
 
-    def _write_value(self, step: _Step, value: _Value) -> None:
+    def _write_values(self, step: _Step, values: Sequence[_Value]) -> None:
+        """Write many lines at once, or one by one: where some have bytes, or one is at fault."""
+        if not step.closed and step.with_data.isdisjoint([value.id for value in values]):
+            try:
+                step.lines.append(encode_lines([self._line_of(value) for value in values]))
+                return
+            except Exception:  # noqa: BLE001 the one at fault becomes a gap below
+                pass
+        for value in values:
+            self._attempt(step, self._write_value, value)
+
+    def _line_of(self, value: _Value) -> ValueLine:
         result = value.result
         if result is None:
-            line = ValueLine(id=value.id)
-        elif result.ready:
-            line = _value_line(value.id, result)
-        else:
-            problem = self._result_error or "its summary did not come back from the device"
-            line = ValueLine(id=value.id, gap=problem)
+            return ValueLine(id=value.id)
+        if result.ready:
+            return _value_line(value.id, result)
+        problem = self._result_error or "its summary did not come back from the device"
+        return ValueLine(id=value.id, gap=problem)
+
+    def _write_value(self, step: _Step, value: _Value) -> None:
+        result, line = value.result, self._line_of(value)
         if value.id in step.with_data:
             step.with_data.discard(value.id)
             line.blob = step.blobs.pop(value.id, None)
@@ -566,16 +585,16 @@ class CaptureWriter:
                 self._flush(step)
 
     def _write_data(self, step: _Step, item: _Data) -> None:
-        if self.error is not None:
-            step.gaps[item.value_id] = f"not written after an error: {self.error}"
-            return
         try:
             data = item.data() if callable(item.data) else item.data
         except Exception as error:  # noqa: BLE001 a device that failed: this value becomes a gap
             step.gaps[item.value_id] = f"its copy failed: {type(error).__name__}: {error}"
             return
-        if item.checksum:
-            step.checksums[item.value_id] = f"crc32:{zlib.crc32(data.data):08x}"
+        if item.checksum is not None:
+            step.checksums[item.value_id] = item.checksum(data)
+        if self.error is not None:
+            step.gaps[item.value_id] = f"not written after an error: {self.error}"
+            return
         if not item.stored:
             return
         try:

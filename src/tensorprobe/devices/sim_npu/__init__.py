@@ -30,6 +30,7 @@ from tensorprobe.errors import DeviceUnusable
 __all__ = [
     "clear_faults",
     "describe_faults",
+    "idle_faults",
     "install",
     "is_installed",
     "noise",
@@ -124,6 +125,11 @@ def describe_faults() -> str:
     Effects that are functions stay here, as does noise.
     """
     return CHIP.faults.describe()
+
+
+def idle_faults() -> list[str]:
+    """A sentence for each planted fault that has spoilt nothing, and why that may be."""
+    return CHIP.faults.idle()
 
 
 def set_overflow_mode(mode: OverflowMode) -> None:

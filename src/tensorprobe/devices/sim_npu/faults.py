@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import json
 from collections.abc import Callable, Iterable
@@ -16,6 +17,9 @@ Effect = Callable[[torch.Tensor], torch.Tensor]
 
 # Faults that a process gives to those it starts: a list of what `plant` takes, as JSON.
 VARIABLE = "TENSORPROBE_SIM_NPU_FAULTS"
+
+_WORDS = {"op", "effect", "calls", "output"}
+_EXAMPLE = 'For example [{"op": "exp", "effect": "nan", "calls": [3]}]'
 
 # The integer of the same width, and how many of the lowest mantissa bits "low-precision" clears.
 _LOW_BITS = {
@@ -186,8 +190,22 @@ class Faults:
 
     def plant_described(self, text: str) -> None:
         """Plant what `describe` says of another process."""
-        for words in json.loads(text):
+        for words in _read(text):
             self.plant(words["op"], words.get("calls"), words["effect"], words.get("output"))
+
+    def idle(self) -> list[str]:
+        """What to tell of each planted fault that has spoilt nothing."""
+        planted = [fault for fault in self._active if isinstance(fault, Planted)]
+        return [self._why_idle(fault) for fault in planted if not fault.hits]
+
+    def _why_idle(self, fault: Planted) -> str:
+        text = f"the fault planted in '{fault.op}' has spoilt nothing: "
+        if fault.seen:
+            return f"{text}the kernel ran {fault.seen} times, numbered from 0"
+        ran = {str(func._schema.name).partition("::")[2] for func in self._by_op}
+        near = difflib.get_close_matches(fault.op, sorted(ran))
+        hint = f". Near names that ran: {', '.join(near)}" if near else ""
+        return f"{text}no such kernel ran{hint}. A recording at L2 shows those that do"
 
     def of(self, func: Any) -> tuple[Planted | Noise, ...]:
         """The faults that sit in the kernel of `func`."""
@@ -204,6 +222,19 @@ class Faults:
     def _add(self, fault: Planted | Noise) -> None:
         self._active = (*self._active, fault)
         self._by_op = {}
+
+
+def _read(text: str) -> list[dict[str, Any]]:
+    try:
+        faults = json.loads(text)
+    except ValueError as error:
+        raise BadUsage(f"{VARIABLE} is not JSON: {error}. {_EXAMPLE}") from None
+    if not isinstance(faults, list):
+        raise BadUsage(f"{VARIABLE}: expected a list of faults. {_EXAMPLE}")
+    for fault in faults:
+        if not isinstance(fault, dict) or not {"op", "effect"} <= fault.keys() <= _WORDS:
+            raise BadUsage(f"{VARIABLE}: {fault!r} is no fault. {_EXAMPLE}")
+    return faults
 
 
 def _effect(text: str) -> Effect:

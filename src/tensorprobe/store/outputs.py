@@ -1,0 +1,31 @@
+"""Where a command may write: asked before the work, and never inside of a capture."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tensorprobe.errors import BadUsage
+from tensorprobe.store.claim import RANK_FILE, RUN_FILE
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a folder that cannot be made, or not be written to."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        raise BadUsage(f"cannot write to '{folder}': '{existing}' is a file; give a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise BadUsage(f"cannot write to '{folder}': '{existing}' is not writable")
+
+
+def check_output(folder: Path, *captures: Path) -> None:
+    """Refuse also what lies in one of these captures, or in any native one: it would litter it."""
+    check_writable(folder)
+    own = {capture.resolve() for capture in captures if capture.is_dir()}
+    place = folder.resolve()
+    for above in (place, *place.parents):
+        if above in own or any((above / name).is_file() for name in (RUN_FILE, RANK_FILE)):
+            raise BadUsage(
+                f"cannot write to '{folder}': it is in the capture '{os.path.relpath(above)}'; "
+                "give a folder outside of it"
+            )

@@ -1,0 +1,103 @@
+"""Measuring in processes: everything once, the largest first, and a dead process costs nothing."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tensorprobe.compare.workers import Workers, batches, workers_for
+from tensorprobe.contents.blob import Blob
+from tensorprobe.numerics.metrics import measure_pair
+from tensorprobe.numerics.stored_pairs import Stored, StoredPair, measure_stored
+
+MB = 1 << 20
+
+
+@pytest.mark.parametrize("n", [1, 2, 16])
+def test_every_pair_is_in_one_batch(n: int) -> None:
+    rng = random.Random(n)
+    sizes = [int(rng.lognormvariate(10, 3)) for _ in range(5000)]
+    found = list(batches(sizes, n))
+    assert sorted(itertools.chain.from_iterable(found)) == list(range(len(sizes)))
+    assert all(found)
+
+
+def test_no_batch_is_larger_than_its_share() -> None:
+    sizes = [64 * MB, *[MB] * 200, 100 * MB, *[100] * 1000]
+    found = [sum(sizes[i] for i in batch) for batch in batches(sizes, 16)]
+    assert found[:2] == [100 * MB, 64 * MB]
+    assert max(found[2:]) <= 2 * sum(sizes) / (8 * 16)
+    assert found[-1] < MB
+
+
+def stored(path: Path, array: np.ndarray, dtype: str = "float32") -> Stored:
+    path.write_bytes(b"abc" + array.tobytes())
+    return (path.name, dtype, array.shape, Blob(path, 3, array.nbytes))
+
+
+def make_pairs(folder: Path, count: int) -> list[StoredPair]:
+    rng = np.random.default_rng(0)
+    found = []
+    for i in range(count):
+        x = rng.standard_normal(1000 + i).astype(np.float32)
+        found.append(
+            (stored(folder / f"a{i}", x * np.float32(1.0001)), stored(folder / f"e{i}", x))
+        )
+    return found
+
+
+def nothing(batch: Sequence[int]) -> None:
+    pass
+
+
+def test_processes_measure_what_this_one_does(tmp_path: Path) -> None:
+    pairs = make_pairs(tmp_path, 300)
+    (tmp_path / "a7").unlink()
+    os.truncate(tmp_path / "e8", 100)
+    told: list[int] = []
+    workers = Workers(3)
+    try:
+        found = workers.results(pairs, [2000] * len(pairs), told.extend)
+        again = workers.results(pairs[:5], [2000] * 5, nothing)
+    finally:
+        workers.close()
+    assert found == [measure_stored(*pair) for pair in pairs]
+    assert again == found[:5]
+    assert sorted(told) == list(range(300))
+    assert isinstance(found[7], str)
+    assert "a7" in found[7]
+    assert found[8] == f"ValueError: {tmp_path / 'e8'} ends at byte 100, before its content"
+
+
+def test_what_a_dead_process_leaves_is_measured_all_the_same(tmp_path: Path) -> None:
+    pairs = make_pairs(tmp_path, 40)
+    workers = Workers(2)
+    try:
+        workers._children[0].kill()
+        found = workers.results(pairs, [2000] * len(pairs), nothing)
+    finally:
+        workers.close()
+    assert found == [measure_stored(*pair) for pair in pairs]
+
+
+def test_pieces_are_the_arrays(tmp_path: Path) -> None:
+    """More than one piece, and numbers that lie at odd places in the file."""
+    x = np.random.default_rng(1).standard_normal(100_000)
+    for dtype in (np.float64, np.float16, np.complex64, np.int32, np.bool_):
+        a, e = (x * 1.01).astype(dtype), x.astype(dtype)
+        pair = stored(tmp_path / "a", a, a.dtype.name), stored(tmp_path / "e", e, e.dtype.name)
+        assert measure_stored(*pair) == measure_pair(a, e)
+
+
+def test_a_small_capture_starts_no_process(tmp_path: Path) -> None:
+    (tmp_path / "x.npy").write_bytes(bytes(1000))
+    with workers_for([tmp_path, tmp_path / "x.npy", tmp_path / "gone"], None) as workers:
+        assert workers is None
+    with workers_for([tmp_path], 2) as workers:
+        assert workers is not None
