@@ -1,13 +1,13 @@
 """The same numbers on a real CUDA device, without one synchronisation."""
 
 import math
-import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from numerics import cases
+from numerics.at_once import in_threads
 from tensorprobe.numerics.backends import KernelBackend, TorchBackend, choose
 from tensorprobe.numerics.digest import digest_tensor
 from tensorprobe.numerics.summary import Summarizer, summarize
@@ -191,7 +191,6 @@ def test_in_place_after_submit_is_not_seen() -> None:
 def test_threads_and_a_writer() -> None:
     summarizer = Summarizer(digest=True)
     results: dict[int, object] = {}
-    done = threading.Event()
 
     def work(part: int) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -199,19 +198,7 @@ def test_threads_and_a_writer() -> None:
                 tensor = torch.full((777,), float(n), device="cuda")
                 results[n] = summarizer.submit(tensor)
 
-    def write() -> None:
-        while not done.wait(0.001):
-            summarizer.poll()
-
-    workers = [threading.Thread(target=work, args=(part,)) for part in range(3)]
-    writer = threading.Thread(target=write)
-    for thread in [writer, *workers]:
-        thread.start()
-    for thread in workers:
-        thread.join()
-    summarizer.wait()
-    done.set()
-    writer.join()
+    in_threads(summarizer, work)
     assert [results[n].summary.max for n in range(3000)] == [float(n) for n in range(3000)]
 
 
