@@ -95,6 +95,7 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, float]:
     tensors = [torch.ones(1024, dtype=torch.bfloat16) for _ in range(args.contents)]
     storages = [tensor.untyped_storage() for tensor in tensors]
     name: Any = ("Torch.relu.0.forward", "input", "0")
+    form = values.form(tensors[0], "stats", None)
     writer.begin_step(0)
     writer._pause = lambda: False  # type: ignore[method-assign]  # its part is done here
     writer.drain()
@@ -108,7 +109,7 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, float]:
     for _ in range(args.repeats):
         values.begin_step()
         timed("mark", lambda: [values._mark(storage) for storage in storages])
-        timed("start", lambda: [values._new(tensor, name, False) for tensor in tensors])
+        timed("start", lambda: [values._new(tensor, name, False, form) for tensor in tensors])
         timed("land", source.wait)
         timed("write", writer._write_ready)
         assert not writer._waiting

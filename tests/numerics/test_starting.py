@@ -169,15 +169,28 @@ def test_what_is_dense_in_any_order(device: Device) -> None:
     assert [result.summary.max for result in results] == [24.0, 4.0, 24.0, 6.0, 12.0, 3.0, None]
 
 
+def test_of_a_form_only_the_address_is_asked(device: Device) -> None:
+    first = torch.empty(24)
+    device.submit(first)
+    given = [first, first.view(6, 4).t(), torch.empty(25)[1:], torch.nn.Parameter(torch.empty(24))]
+    results = [device.submit(tensor, 7) for tensor in given]
+    results.append(device.submit(torch.empty(12), 8))
+    device.wait()
+    assert [result.summary.max for result in results] == [24.0] * 4 + [12.0]
+    assert device.kernel.starts >= 4, "one is not aligned, and has to be compiled for"
+
+
 def test_a_start_that_fails_loses_its_slot_alone(device: Device) -> None:
-    before = [device.submit(torch.empty(count)) for count in (3, 4)]
+    tensor = torch.empty(3)
+    before = [device.submit(tensor, 7) for _ in range(3)]
     device.kernel.fault = RuntimeError("no more")
-    lost = device.submit(torch.empty(5))
+    lost = device.submit(tensor, 7)
     device.kernel.fault = None
+    lost_too = device.submit(tensor, 7)
     after = device.submit(torch.empty(6, dtype=torch.float64))
     device.wait()
-    assert lost.error == "float32 tensor: no more"
-    assert [result.summary.max for result in [*before, after]] == [3.0, 4.0, 6.0]
+    assert (lost.error, lost_too.error) == ("float32 tensor: no more", "float32 tensor: no more")
+    assert [result.summary.max for result in [*before, after]] == [3.0, 3.0, 3.0, 6.0]
 
 
 def test_nothing_starts_where_a_graph_is_captured(device: Device) -> None:

@@ -93,7 +93,8 @@ class Values:
             if ordered or not is_dense(shape, tuple(stride)):
                 layout = (shape, tuple(stride))
         try:
-            form = (tensor.dtype, tensor.numel(), layout, keep == "tensors")
+            # The device, too: a summarizer knows by this number how to start on such tensors.
+            form = (tensor.dtype, tensor.numel(), layout, keep == "tensors", tensor.device)
         except (NotImplementedError, RuntimeError):  # it has no elements that could be counted
             return next(self._new_forms)
         if len(self._forms) >= _MAX_FORMS:
@@ -128,7 +129,8 @@ class Values:
             return self._new(tensor, (call, role, label), keep == "tensors")
         number = self._numbers.get(view)
         if number is None:
-            number = self._numbers[view] = self._new(tensor, (call, role, label), keep == "tensors")
+            name = (call, role, label)
+            number = self._numbers[view] = self._new(tensor, name, keep == "tensors", form)
         return number
 
     def _mark(self, storage: torch.UntypedStorage) -> int:
@@ -138,13 +140,15 @@ class Values:
             self._held.add(reference)
         return self._marks.setdefault(key, next(self._new_marks))
 
-    def _new(self, tensor: torch.Tensor, name: TensorName, tensors: bool) -> int:
+    def _new(
+        self, tensor: torch.Tensor, name: TensorName, tensors: bool, form: int | None = None
+    ) -> int:
         number = next(self._ids)
         checksum = crc32 if self._checksums else None
         summarizer = self._summarizer
         if tensors and self._statistics is not None and _is_large_on_host(tensor):
             summarizer, checksum = self._statistics, digest_bytes
-        result = summarizer.submit(tensor)
+        result = summarizer.submit(tensor, form)
         if (tensors or checksum) and result.error is None:
             with Quiet():
                 self._copy(number, tensor, name, checksum, tensors)
