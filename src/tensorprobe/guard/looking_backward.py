@@ -9,12 +9,14 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tensorprobe.capture.encode import PLAIN_TENSORS
 from tensorprobe.capture.gradients import (
     LEAF,
     Gradients,
     Path,
     Spot,
     Trace,
+    one_node,
     trace_call,
     trace_function,
 )
@@ -33,7 +35,7 @@ from tensorprobe.guard.glances import (
 )
 from tensorprobe.guard.judging import Seen, bits_of, look_at
 from tensorprobe.guard.kinds import plan_for
-from tensorprobe.guard.looking import MODES_OFF, NEAR, Looking
+from tensorprobe.guard.looking import MODES_OFF, NEAR, OWN_FRAMES, Looking
 from tensorprobe.guard.ring import NotedCall, NotedOutput
 from tensorprobe.numerics.finiteness import LIMITS, extent_now, is_plain, readable
 
@@ -95,8 +97,13 @@ class BackwardLooking(Looking):
         assert edges is not None
         if _sequence_number() == edges.start:
             return  # it has made no node
+        one = one_node(outputs[0][0], edges) if len(outputs) == 1 else None
+        if one is not None:
+            node, spots = one
+            node.register_hook(_OutgoingLater(self, self._noted(glance, OWN_FRAMES), spots))
+            return
         for node, spots in trace_call(outputs, edges).boundary.items():
-            node.register_hook(_OutgoingLater(self, self._noted(glance), spots))
+            node.register_hook(_OutgoingLater(self, self._noted(glance, OWN_FRAMES), spots))
 
     def gradients_later(self, call: NotedCall, spots: list[Spot], grads: Gradients) -> None:
         """Backward leaves a call: what it sends on is flagged, and looked at later."""
@@ -104,8 +111,11 @@ class BackwardLooking(Looking):
         held = []
         for position, path, _ in spots:
             grad = grads[position] if position < len(grads) else None
-            if grad is not None and (is_plain(grad) or (grad := _hidden(grad)) is not None):
-                held.append(ring.hold(grad, path))
+            if grad is not None:
+                plain = type(grad) in PLAIN_TENSORS and is_plain(grad)
+                content = grad if plain else numbers_of(grad)
+                if content is not None:
+                    held.append(ring.hold(content, path))
         if held:
             ring.add(call, "backward", held, scaler=True)
             if ring.is_due:
@@ -298,8 +308,10 @@ class _OutgoingLater:
             sight._watcher.trouble(Sighting(*self._call).name("backward"), error)
 
 
-def _hidden(tensor: torch.Tensor) -> torch.Tensor | None:
+def numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The numbers of a tensor that is not plain, which may take operations to get at."""
+    if tensor.dtype not in LIMITS:
+        return None
     with Quiet():
         return readable(tensor)
 
