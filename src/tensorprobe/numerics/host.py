@@ -17,7 +17,7 @@ from tensorprobe.records import TensorSummary
 Array = np.ndarray[Any, Any]
 
 # Elements at a time: the buffers of a chunk stay in the second-level cache.
-CHUNK = 32768
+CHUNK = 65536
 # At most: numpy's BLAS starts threads for a dot product of more than 10000, a matrix of 9216.
 DOT = 8192
 ROW = 512

@@ -13,8 +13,8 @@ from tensorprobe.numerics import host
 from tensorprobe.numerics.host import Array, Tally
 from tensorprobe.records import TensorSummary
 
-EACH = 4 * host.CHUNK  # elements; for fewer, no other thread is worth being woken
-MAX_THREADS = 16  # more wait for the interpreter
+EACH = 2 * host.CHUNK  # elements; for fewer, no other thread is worth being woken
+MAX_THREADS = 8  # between the calls that read, one at a time runs; more would wait for it
 
 
 class _Pool:
