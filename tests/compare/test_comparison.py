@@ -267,6 +267,26 @@ def test_a_step_that_was_not_to_be_recorded_is_a_note(tmp_path: Path) -> None:
         assert "only in expected, as the other was told: not compared" in str(verdict)
 
 
+def test_the_next_command_names_the_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names begin anew with each step: without it, the repro would be that of the first."""
+    nets = [Net(), Net()]
+    nets[0].norm.register_forward_pre_hook(_other_eps)
+    a, e = (run(tmp_path / n, n_steps=2, net=net) for n, net in zip("ae", nets, strict=True))
+    found = tp.compare(a, e).verdict
+    assert (found.culprits[0].step, found.culprits[0].kind) == (1, "argument")
+    command = f"tensorprobe show {a} Functional.layer_norm.0.forward --step 1"
+    assert f"  next: {command}" in str(found).splitlines()
+    assert main(command.split()[1:]) == 0
+    assert capsys.readouterr().out.count("where ") == 1
+
+
+def _other_eps(module: Any, args: Any) -> None:
+    module.n = getattr(module, "n", 0) + 1
+    module.eps = 1e-2 if module.n == 2 else 1e-5
+
+
 def test_a_culprit_is_named_beside_a_missing_step(tmp_path: Path) -> None:
     a, e = run(tmp_path / "a", net=Net(eps=1e-2), n_steps=2), run(tmp_path / "e", n_steps=3)
     verdict = tp.compare(a, e).verdict

@@ -280,6 +280,131 @@ def test_a_second_backward_and_a_write_in_between(tmp_path: Path) -> None:
     assert finding.metrics["missing"] == [
         "Tensor.mul.0.forward.input.0: it was written to after the call"
     ]
+    (note,) = finding.metrics["notes"]
+    assert note.startswith("what it had saved was overwritten by Tensor.add_.0.forward, ")
+    assert "test_errors.py:" in note
+
+
+def _in_place(z: Tensor) -> None:
+    z.add_(1)
+
+
+def _by_operator(z: Tensor) -> None:
+    z += 1
+
+
+def _by_item(z: Tensor) -> None:
+    z[0] = 1
+
+
+def _through_a_view(z: Tensor) -> None:
+    z[0].mul_(2)
+
+
+def _without_grad(z: Tensor) -> None:
+    with torch.no_grad():
+        z.mul_(2)
+
+
+def _by_out(z: Tensor) -> None:
+    with torch.no_grad():
+        torch.mul(z, 2, out=z)
+
+
+def _by_function(z: Tensor) -> None:
+    F.relu(z, inplace=True)
+
+
+@pytest.mark.parametrize(
+    ("write", "writer"),
+    [
+        (_in_place, "Tensor.add_.1.forward"),
+        (_by_operator, "Tensor.add_.1.forward"),
+        (_by_item, "Tensor.__setitem__.0.forward"),
+        (_through_a_view, "Tensor.mul_.0.forward"),
+        (_without_grad, "Tensor.mul_.0.forward"),
+        (_by_out, "Torch.mul.0.forward"),
+        (_by_function, "Functional.relu.0.forward"),
+    ],
+)
+def test_who_wrote_over_what_backward_needs(
+    write: Callable[[Tensor], None], writer: str, tmp_path: Path
+) -> None:
+    def program(y: Tensor) -> None:
+        z = y.sigmoid()
+        other = torch.ones(3).add_(1)  # of no concern
+        product = z.square() + other.sum()
+        write(z)
+        product.sum().backward()
+
+    said: Said = []
+    findings, error = guarded(tmp_path, run(program), said)
+    assert "modified by an inplace operation" in str(error)
+    (note,) = only(findings).metrics["notes"]
+    writers = note.removeprefix("what it had saved was overwritten by ")
+    assert [part.partition(",")[0] for part in writers.split(" and ")] == [writer]
+    assert f"  {note}" in said[0].splitlines()
+
+
+def test_an_optimizer_that_steps_before_backward(tmp_path: Path) -> None:
+    def program() -> None:
+        model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        first, second = (model(torch.ones(3, 4)).sum() for _ in range(2))
+        first.backward()
+        optimizer.step()
+        second.backward()
+
+    findings, _ = guarded(tmp_path, program)
+    (note,) = only(findings).metrics["notes"]
+    assert note.startswith("what it had saved was overwritten by Tensor.add_.")
+    assert "test_errors.py:" in note  # optimizer.step(), not a line of torch
+
+
+def test_many_parameters_that_one_line_has_stepped(tmp_path: Path) -> None:
+    def program() -> None:
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        first, second = (model(torch.ones(3, 4)).sum() for _ in range(2))
+        first.backward()
+        optimizer.step()
+        second.backward()
+
+    findings, _ = guarded(tmp_path, program)
+    (note,) = only(findings).metrics["notes"]
+    assert note.startswith("what it had saved was overwritten by one of 6 calls at ")
+    assert "test_errors.py:" in note
+
+
+def test_writers_that_cannot_be_told_apart_are_both_named(tmp_path: Path) -> None:
+    def program(y: Tensor) -> None:
+        x = y * 1
+        z = x.exp()
+        x.add_(1)  # harmless: exp needs its result, which is like this
+        z.mul_(2)
+        z.sum().backward()
+
+    findings, _ = guarded(tmp_path, run(program))
+    (note,) = only(findings).metrics["notes"]
+    assert note.startswith("what it had saved was overwritten by one of these: ")
+    assert {"Tensor.add_.0.forward", "Tensor.mul_.0.forward"} <= set(note.replace(",", " ").split())
+
+
+def test_a_write_that_is_over_is_not_blamed(tmp_path: Path) -> None:
+    """What was written to before the call saved it, and memory that is another tensor's now."""
+
+    def program(y: Tensor) -> None:
+        z = y.sigmoid()
+        z.mul_(2)
+        product = z * z
+        torch.ones(2, 4).mul_(3)
+        z.add_(1)
+        product.sum().backward()
+
+    findings, _ = guarded(tmp_path, run(program))
+    (note,) = only(findings).metrics["notes"]
+    assert "Tensor.add_.0.forward" in note
+    assert "mul_" not in note
 
 
 def test_a_node_that_backward_made_belongs_to_the_same_call(tmp_path: Path) -> None:
@@ -683,6 +808,10 @@ def test_late_errors_of_a_device_say_so(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.delenv("ASCEND_LAUNCH_BLOCKING")
     findings, _ = guarded(tmp_path / "b", program)  # the guard sets it
     assert only(findings).metrics["notes"][0].startswith("the log of the device is in /log")
+    monkeypatch.delenv("ASCEND_PROCESS_LOG_PATH")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    findings, _ = guarded(tmp_path / "c", program)
+    assert "notes" not in only(findings).metrics  # there is no log where the driver puts it
 
 
 # Nothing else changes

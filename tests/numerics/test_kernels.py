@@ -62,6 +62,36 @@ for name, read in READS.items():
     assert "ld.global.v2.b64" in both, name
 print("passed")
 """
+# Triton's own layer and ours, each before a function that notes what it is given.
+STARTED = """
+import triton
+from triton.backends.nvidia.driver import CudaLauncher
+from tensorprobe.numerics import launch
+
+triton.runtime.driver.set_active(object())
+seen = []
+run = object.__new__(CudaLauncher)
+vars(run).update(
+    num_ctas=1, global_scratch_size=0, profile_scratch_size=0, gsan_enabled=False,
+    global_scratch_align=1, profile_scratch_align=1,
+    launch_cooperative_grid=False, launch_pdl=False, arg_annotations=["a"], kernel_signature=b"s",
+    launch=lambda *given: seen.append(given),
+)
+
+class Compiled:
+    function, packed_metadata = 77, (8, 1, 256)
+
+Compiled.run = run
+kernel = launch.Kernel(None, 8)
+kernel._compiled["key"] = launch._form_of(Compiled, (1, False))
+assert kernel.start("key", 5, 99, 1001, 1002, 3)
+run(5, 1, 1, 99, 77, (8, 1, 256), None, None, None, 1001, 1002, 3, 1, False)
+ours, theirs = seen
+assert ours == theirs, seen
+vars(run).update(global_scratch_size=8)
+assert launch._form_of(Compiled, ())[0] is run, "which allocates that"
+print("passed")
+"""
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
@@ -93,6 +123,17 @@ def test_floats_are_read_16_bytes_at_a_time() -> None:
     # Compiled for an H100, which needs none: a mask in the wrong place costs a third of the speed.
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", COMPILED],
+        env={**os.environ, "PYTHONPATH": str(HERE.parent.parent / "src")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "passed\n"), done.stderr
+
+
+def test_kernels_are_started_as_triton_starts_them() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", STARTED],
         env={**os.environ, "PYTHONPATH": str(HERE.parent.parent / "src")},
         capture_output=True,
         text=True,

@@ -1,13 +1,13 @@
 """The same numbers on a real CUDA device, without one synchronisation."""
 
 import math
-import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from numerics import cases
+from numerics.at_once import in_threads
 from tensorprobe.numerics.backends import KernelBackend, TorchBackend, choose
 from tensorprobe.numerics.digest import digest_tensor
 from tensorprobe.numerics.summary import Summarizer, summarize
@@ -56,6 +56,33 @@ def test_equal_exact_arithmetic(path: str, dtype: torch.dtype) -> None:
             assert result.note is None
         cases.assert_summary(result.summary, tensor)
         assert result.digest == digest_tensor(tensor), name
+
+
+@pytest.mark.parametrize("digest", [False, True])
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=cases.title)
+def test_those_after_the_first_of_a_dtype(dtype: torch.dtype, digest: bool) -> None:
+    """Started without a closer look where they are usual, by then compiled forms."""
+    content = cases.random_bits(dtype, 6016)
+    layouts = [content, content.clone(), content[:1024], content[1:], content[:0]]
+    layouts += [content.view(94, 64).t(), content.view(94, 64)[::2], content[:9].expand(7, 9)]
+    summarizer = Summarizer(digest=digest)
+    submitted = []
+    for tensor in layouts * 2:
+        whole = torch.empty(0, dtype=dtype, device="cuda").set_(
+            tensor.untyped_storage().cuda(), tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
+        submitted.append((tensor, summarizer.submit(whole)))
+    if dtype.is_complex:
+        submitted.append((content.conj().imag, summarizer.submit(content.cuda().conj().imag)))
+    backend = summarizer._backend_of(torch.device("cuda", 0))
+    assert isinstance(backend, KernelBackend)
+    in_words = dtype in (torch.float32, torch.float16, torch.bfloat16)
+    assert (dtype in backend._usual) == (in_words if digest else not dtype.is_complex)
+    summarizer.wait()
+    for tensor, result in submitted:
+        assert (result.ready, result.error, result.note) == (True, None, None)
+        cases.assert_summary(result.summary, tensor)
+        assert result.digest == (digest_tensor(tensor) if digest else None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
@@ -164,7 +191,6 @@ def test_in_place_after_submit_is_not_seen() -> None:
 def test_threads_and_a_writer() -> None:
     summarizer = Summarizer(digest=True)
     results: dict[int, object] = {}
-    done = threading.Event()
 
     def work(part: int) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -172,19 +198,7 @@ def test_threads_and_a_writer() -> None:
                 tensor = torch.full((777,), float(n), device="cuda")
                 results[n] = summarizer.submit(tensor)
 
-    def write() -> None:
-        while not done.wait(0.001):
-            summarizer.poll()
-
-    workers = [threading.Thread(target=work, args=(part,)) for part in range(3)]
-    writer = threading.Thread(target=write)
-    for thread in [writer, *workers]:
-        thread.start()
-    for thread in workers:
-        thread.join()
-    summarizer.wait()
-    done.set()
-    writer.join()
+    in_threads(summarizer, work)
     assert [results[n].summary.max for n in range(3000)] == [float(n) for n in range(3000)]
 
 

@@ -40,6 +40,20 @@ def test_equal_exact_arithmetic(path: str, dtype: torch.dtype) -> None:
         cases.assert_summary(result.summary, tensor)
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_signaling_nan_hides_no_bound(path: str, dtype: torch.dtype) -> None:
+    """One as it lies in memory that nobody has written to: its first mantissa bit is not set."""
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    tensor = cases.ordinary(dtype, 403)
+    infinity = torch.tensor(math.inf, dtype=dtype).view(whole)
+    tensor.view(whole)[[7, 150, 200, 401]] = infinity + 1
+    summarizer = summarizer_for(path)
+    result = summarizer.submit(tensor)
+    summarizer.wait()
+    cases.assert_summary(result.summary, tensor)
+
+
 def large(dtype: torch.dtype) -> torch.Tensor:
     """Several blocks, rows that are not whole, zeros; a few values far larger than the others."""
     numbers = cases.ordinary(torch.float32, 3 * host_threads.EACH + 1234)

@@ -1,7 +1,6 @@
 """The summarizer beside a running program: what it refuses, and that it leaves no trace."""
 
 import math
-import threading
 import warnings
 from collections.abc import Iterator
 
@@ -12,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from numerics.at_once import in_threads
 from numerics.test_statistics import PATHS, summarizer_for
 from tensorprobe.numerics.summary import Summarizer, summarize
 
@@ -174,25 +174,12 @@ def test_numpy_settings_of_the_program_do_not_matter(summarizer: Summarizer) -> 
 def test_threads_share_a_summarizer(summarizer: Summarizer) -> None:
     tensors = [torch.full((501,), float(n)) for n in range(60)]
     results: dict[int, object] = {}
-    done = threading.Event()
 
     def work(part: int) -> None:
         for n in range(part, 60, 3):
             results[n] = summarizer.submit(tensors[n])
 
-    def write() -> None:
-        while not done.wait(0.001):
-            summarizer.poll()
-
-    workers = [threading.Thread(target=work, args=(part,)) for part in range(3)]
-    writer = threading.Thread(target=write)
-    for thread in [writer, *workers]:
-        thread.start()
-    for thread in workers:
-        thread.join()
-    done.set()
-    writer.join()
-    summarizer.wait()
+    in_threads(summarizer, work)
     assert [results[n].summary.max for n in range(60)] == [float(n) for n in range(60)]
     assert [results[n].digest for n in range(60)] == [
         Summarizer(stats=False, digest=True).submit(t).digest for t in tensors

@@ -38,8 +38,11 @@ _HIDDEN = (
     ),
 )
 _MAX_FRAMES = 200
+_MAX_PLACES = 100_000  # code made anew for every call would fill the table without end
 
-StackKey = tuple[int, tuple[tuple[CodeType, int], ...]]
+# The number of the stack below, then of each frame its code and how far it has come. Of the code
+# its identity: its hash is made of all its instructions, anew every time.
+StackKey = tuple[int, ...]
 
 
 class Stacks:
@@ -49,12 +52,17 @@ class Stacks:
         self._new = new
         self._ids: dict[StackKey, int] = {}
         self._frames: dict[int, list[str]] = {}
+        # Of each place met, in this step or before, its line, None where it is hidden. With the
+        # code, which is held: an identity is its own only while it lives.
+        self._places: dict[tuple[int, int], tuple[CodeType, str | None]] = {}
         self._count = itertools.count(1)
 
     def reset(self) -> None:
         """Forget all numbers: a step of its own begins."""
         self._ids.clear()  # the count goes on: a number from before means nothing now
         self._frames.clear()
+        if len(self._places) > _MAX_PLACES:
+            self._places.clear()
 
     def add(self, frames: list[str]) -> int:
         """The number of a stack that is already in words."""
@@ -71,22 +79,36 @@ class Stacks:
         if base_id not in self._frames:
             base, base_id = None, 0
         frame: FrameType | None = sys._getframe(depth + 1)
-        key: list[tuple[CodeType, int]] = []
+        key = [base_id]
         first = frame
-        while frame is not None and frame is not base and len(key) < _MAX_FRAMES:
-            key.append((frame.f_code, frame.f_lasti))
+        while frame is not None and frame is not base and len(key) < 2 * _MAX_FRAMES:
+            key += (id(frame.f_code), frame.f_lasti)
             frame = frame.f_back
         if frame is not base:
-            base_id = 0
-        whole = (base_id, tuple(key))
+            key[0] = base_id = 0
+        whole = tuple(key)
         number = self._ids.get(whole)
         if number is None:
             number = next(self._count)
-            frames = _render(first, len(key)) + self._frames.get(base_id, [])
+            frames = self._render(first, len(key) // 2) + self._frames.get(base_id, [])
             self._ids[whole] = number
             self._frames[number] = frames
             self._new(number, frames)
         return number
+
+    def _render(self, frame: FrameType | None, count: int) -> list[str]:
+        lines = []
+        while frame is not None and count > 0:
+            code = frame.f_code
+            place = (id(code), frame.f_lasti)
+            known = self._places.get(place)
+            if known is None:
+                known = self._places[place] = (code, _line(frame))
+            if known[1] is not None:
+                lines.append(known[1])
+            frame = frame.f_back
+            count -= 1
+        return lines
 
 
 def is_hidden(file: str) -> bool:
@@ -98,12 +120,8 @@ def _function_name(code: CodeType) -> str:
     return getattr(code, "co_qualname", code.co_name)  # co_qualname: Python 3.11
 
 
-def _render(frame: FrameType | None, count: int) -> list[str]:
-    lines = []
-    while frame is not None and count > 0:
-        file = frame.f_code.co_filename
-        if not is_hidden(file):
-            lines.append(f"{file}:{frame.f_lineno} in {_function_name(frame.f_code)}")
-        frame = frame.f_back
-        count -= 1
-    return lines
+def _line(frame: FrameType) -> str | None:
+    code = frame.f_code
+    if is_hidden(code.co_filename):
+        return None
+    return f"{code.co_filename}:{frame.f_lineno} in {_function_name(code)}"

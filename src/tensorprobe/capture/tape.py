@@ -177,7 +177,7 @@ class Tape:
     def select(self, api: ApiName, number: int, module: str) -> CallNames | None:
         """The names of this forward call, if it or its backward is wanted."""
         names = CallNames(api, call_name(api, number), module)
-        if self.wants(names):
+        if self._everything or self.selection.decide(names):
             return names
         if self.selection.may_want_backward(names):
             return names._replace(wanted=False)
@@ -347,7 +347,7 @@ class Tape:
         outputs: list[tuple[torch.Tensor, Path]],
         tracer: Tracer,
     ) -> None:
-        if len(outputs) == 1 and tracer is trace_call:
+        if tracer is trace_call and len(outputs) == 1:
             found = one_node(outputs[0][0], edges)
             if found is not None:
                 node, spots = found
@@ -419,11 +419,11 @@ class Tape:
 
     def _mutated(self, call: OpenCall) -> list[tuple[torch.Tensor, Path]]:
         """Inputs that the call wrote to. Collectives write without moving the version."""
-        versions = _versions(call.inputs)
         if call.names.api.prefix == "Distributed":
             for tensor, _ in call.inputs:
                 self._values.forget(tensor)
             return call.inputs
+        versions = _versions(call.inputs)
         if versions == call.versions and not call.writes:
             return []
         found = [

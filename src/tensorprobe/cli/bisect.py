@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tensorprobe.errors import BadUsage
+from tensorprobe.store.frames import users_line
 from tensorprobe.store.outputs import check_output
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def describe(found: Bisected) -> list[str]:
     lines = [f"the check fails; it passes with {_these(found)} {there}:"]
     for culprit in found.culprits:
         where = f" in {culprit['module']}" if culprit["module"] else ""
-        line = f", {culprit['stack'][0]}" if culprit["stack"] else ""
+        line = f", {users_line(culprit['stack'])}" if culprit["stack"] else ""
         lines.append(f"  {culprit['name']}{where}{line}")
     lines += found.notes
     lines += [

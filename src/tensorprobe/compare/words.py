@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tensorprobe.compare.judge import number_text
+from tensorprobe.store.frames import users_line
 
 if TYPE_CHECKING:
     from tensorprobe.compare.comparison import Verdict
@@ -46,7 +47,7 @@ def _diverged(verdict: Verdict) -> Iterator[str]:
     yield f"diverged at {first.name} ({where}): {_KINDS[first.kind]}"
     place = f"  in {first.module or 'the program'}, {first.op}"
     if first.stack:
-        place += f", {_users_line(first.stack)}"
+        place += f", {users_line(first.stack)}"  # the whole stack is in verdict.json
     yield place
     yield f"  {first.reason}"
     own, inherited = number_text(first.own_error), number_text(first.inherited_error)
@@ -103,10 +104,14 @@ def next_command(verdict: Verdict, culprit: Culprit) -> str:
         return f"record both sides again with: tensorprobe run {options} ..., and compare"
     if culprit.kind in ("output", "gradient", "nonfinite"):
         path = verdict.expected if culprit.side == "expected" else verdict.actual
-        return f"tensorprobe repro {path} {culprit.name} -o repro"
-    return f"tensorprobe show {verdict.actual} {culprit.name}"
+        return f"tensorprobe repro {path} {culprit.name}{_which(verdict, culprit)} -o repro"
+    return f"tensorprobe show {verdict.actual} {culprit.name}{_which(verdict, culprit)}"
 
 
-def _users_line(stack: tuple[str, ...]) -> str:
-    """The innermost line that is not torch's own; the whole stack is in verdict.json."""
-    return next((line for line in stack if "/torch/" not in line), stack[0])
+def _which(verdict: Verdict, culprit: Culprit) -> str:
+    """The call of that name that is meant, where there are several: names begin anew each step."""
+    units = {(result.rank, result.step) for result in verdict.ranks}
+    if len(units) < 2:  # one step each, whose numbers may differ
+        return ""
+    step = f" --step {culprit.step}" if culprit.step else ""
+    return step + (f" --rank {culprit.rank}" if culprit.rank else "")

@@ -93,7 +93,14 @@ class ErrorWatch:
         inputs = SavedInputs(folder / "inputs", current_rank())
         self._tape = WatchTape(inputs.writer, self._kept, calls, steps, self._forward_failed)
         self._failures = Failures(
-            place, inputs, self._tape.troubles, report, log, rerun, check_timeout(alone_timeout_s)
+            place,
+            inputs,
+            self._tape.troubles,
+            self._tape.writes,
+            report,
+            log,
+            rerun,
+            check_timeout(alone_timeout_s),
         )
         self._pace = StepWatch(step_on, self._advance)
         self._mode = CallMode(

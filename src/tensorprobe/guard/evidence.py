@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,15 +22,46 @@ from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig
 from tensorprobe.devices import current_rank
 from tensorprobe.errors import TensorprobeError
+from tensorprobe.guard.trail import Trail, trail_here
 from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.store.claim import run_identity
 from tensorprobe.store.lines import CallLine, EndLine
 from tensorprobe.store.writer import CaptureWriter
 
 CHANGED = -2  # a version no tensor has: the call wrote to this input
+_MOST_TRAILS = 50_000
 
 
-def make_tape(folder: Path, log: Callable[[str], None]) -> Tape:
+class GuardTape(Tape):
+    """A tape that knows where calls are made by the modules they are in, and writes down few."""
+
+    def __init__(
+        self, config: RecordConfig, selection: Selection, writer: CaptureWriter, values: Values
+    ) -> None:
+        super().__init__(config, selection, writer, values)
+        self._trails: dict[int, Trail] = {}  # of modules, by the number that `place` has of them
+        self._numbers = itertools.count(1)
+
+    def trail(self, depth: int) -> Trail:
+        """Where the program is: the frames from `depth` above the caller on."""
+        place = self.place
+        rest = self._trails.get(place.stack)
+        return trail_here(depth + 1, None if rest is None else place.frame, rest)
+
+    def stack_number(self, depth: int) -> int:
+        trail = self.trail(depth + 1)
+        number = next(self._numbers)
+        if len(self._trails) >= _MOST_TRAILS:  # of a program that has no steps
+            self._trails.clear()
+        self._trails[number] = trail
+        return number
+
+    def begin_step(self, step: int, wanted: bool) -> None:
+        self._trails.clear()
+        super().begin_step(step, wanted)
+
+
+def make_tape(folder: Path, log: Callable[[str], None]) -> GuardTape:
     """A tape of its own for a guard: it names calls, and writes only those it is given."""
     config = RecordConfig.make(level="L1", keep="tensors")
     summarizer = Summarizer(stats=True, digest=True)
@@ -44,7 +76,7 @@ def make_tape(folder: Path, log: Callable[[str], None]) -> Tape:
         wait=summarizer.wait,
         on_warning=log,
     )
-    return Tape(config, Selection(config), writer, Values(writer, summarizer))
+    return GuardTape(config, Selection(config), writer, Values(writer, summarizer))
 
 
 def write_forward(

@@ -16,10 +16,12 @@ from tensorprobe.guard.alone import Alone, run_alone, without_numbers, write_rep
 from tensorprobe.guard.arguments import describe_call
 from tensorprobe.guard.findings import Finding
 from tensorprobe.guard.kept import DROPPED, ENDED, GONE, STEPPING, TOO_LARGE
-from tensorprobe.guard.origin import chain, is_of_torch, words
+from tensorprobe.guard.origin import chain, words
 from tensorprobe.guard.saving import SavedInputs, direction_name
 from tensorprobe.guard.watched import COMPILED, WatchedCall
+from tensorprobe.guard.writes import Writes
 from tensorprobe.records import HOST, Direction
+from tensorprobe.store.frames import users_line
 
 _MAX_FINDINGS = 20  # errors that a program catches may come by the thousand
 _CURABLE = (GONE, DROPPED, ENDED, STEPPING, TOO_LARGE)  # by a second run
@@ -50,6 +52,7 @@ class Failures:
         place: Path,
         inputs: SavedInputs,
         troubles: Mapping[str, str],
+        writes: Writes,
         report: Callable[..., None],
         log: Callable[[str], None],
         rerun: str | None,
@@ -58,6 +61,7 @@ class Failures:
         self._place = place
         self._inputs = inputs
         self._troubles = troubles  # of calls that could not be noted
+        self._writes = writes
         self._report = report
         self._log = log
         self._rerun = rerun
@@ -168,7 +172,8 @@ class Failures:
 
     def _notes(self, call: WatchedCall, text: str) -> list[str]:
         """What else a person should know: about the device, and where the call was made."""
-        notes = list(call.notes)
+        held = [given.content.held for given in call.given]
+        notes = [*call.notes, *self._writes.tell(text, filter(None, held))]
         row = failed_device(text)
         if row is None:
             return notes
@@ -181,6 +186,8 @@ class Failures:
         if trouble is not None and failed_device(trouble) is not None:
             notes.append("the device had failed before this call began: an earlier one is guilty")
         log = row.find_log()
+        if log == row.default_log and not Path(log or "").expanduser().is_dir():
+            return notes  # a simulated device, or a driver that was told to write none
         if log is not None:
             out = shlex.quote(str(self._place / "incident"))
             notes.append(f"the log of the device is in {log} ({row.log_folder} says where)")
@@ -191,8 +198,7 @@ class Failures:
 def _first_words(finding: Finding) -> str:
     """What failed, said while the program still runs."""
     what = f"{finding.name} failed (step {finding.step}, rank {finding.rank}): {finding.reason}"
-    own = [frame for frame in finding.stack if not is_of_torch(frame)]
-    where = next(iter(own or finding.stack), "an unknown line")
+    where = users_line(finding.stack) or "an unknown line"
     lines = [what, finding.metrics["call"]]
     lines.append(f"called at {where}" + (f", in module {finding.module}" if finding.module else ""))
     if "node" in finding.metrics:

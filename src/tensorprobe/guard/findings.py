@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from tensorprobe.records import Direction
+from tensorprobe.store.frames import users_line
 
 FORMAT = 1
 FILE = "findings.json"
@@ -72,8 +73,8 @@ def describe(finding: Finding) -> str:
     """A finding in a few lines: what, where, how large, and what to type next."""
     verb = "failed" if finding.kind == "error" else "is not finite"
     lines = [f"{finding.name} {verb} (step {finding.step}, rank {finding.rank}): {finding.reason}"]
-    where = [finding.op, *_users_line(finding.stack)]
-    lines.append("in " + ", ".join([finding.module, *where] if finding.module else where))
+    where = [finding.module, finding.op, users_line(finding.stack)]
+    lines.append("in " + ", ".join(filter(None, where)))
     if finding.travelled:
         rest = finding.affected - len(finding.travelled)
         more = f" and {rest} more" if rest > 0 else ""
@@ -87,12 +88,6 @@ def describe(finding: Finding) -> str:
     if finding.next:
         lines.append(f"next: {finding.next}")
     return "\n  ".join(lines)
-
-
-def _users_line(stack: tuple[str, ...]) -> list[str]:
-    """The innermost line that is not torch's own, from the folder the person is in."""
-    line = next((line for line in stack if f"{os.sep}torch{os.sep}" not in line), None)
-    return [] if line is None else [line.removeprefix(os.getcwd() + os.sep)]
 
 
 def _strict(value: Any) -> Any:

@@ -13,7 +13,8 @@ from tensorprobe.capture.tape import Tape
 from tensorprobe.guard.cases import Case, Sighting, tensors_in
 from tensorprobe.guard.evidence import write_forward
 from tensorprobe.guard.kinds import Plan
-from tensorprobe.guard.trail import Trail, render
+from tensorprobe.guard.ring import NotedCall, NotedInput
+from tensorprobe.guard.trail import render
 from tensorprobe.numerics.finiteness import readable
 
 Tensors = list[tuple[torch.Tensor, Path]]
@@ -24,13 +25,13 @@ class Glance:
 
     __slots__ = (
         "args",
+        "call",
         "edges",
         "inputs",
         "kwargs",
         "noted",
         "number",
         "plan",
-        "trail",
         "was_bad",
         "written",
     )
@@ -41,9 +42,9 @@ class Glance:
         self.inputs: Tensors = []
         self.edges: InputEdges | None = None
         self.written: dict[Path, torch.Tensor] = {}  # live ones, of which `args` has copies
-        self.noted: list[tuple[str, int]] | None = None  # memory of inputs that will be written to
+        self.noted: list[NotedInput] | None = None  # memory of inputs that will be written to
         self.was_bad: Case | bool = False  # what a collective was given: it has no copies
-        self.trail: Trail = ()
+        self.call: NotedCall | None = None
 
 
 class Remembered:

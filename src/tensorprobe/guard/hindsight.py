@@ -10,11 +10,20 @@ import torch
 from tensorprobe.guard.cases import Case, Sighting
 from tensorprobe.guard.kinds import ADDS, DIVIDES, LOGARITHMS, Kind
 from tensorprobe.guard.latent import Latent
-from tensorprobe.guard.ring import Event, Held, Ring
-from tensorprobe.numerics.finiteness import FINE, INFINITE, LIMITS, NAN, NEGATIVE, Extent
+from tensorprobe.guard.ring import UNFLAGGED, Event, Held, Note, Ring, events_of
+from tensorprobe.numerics.finiteness import (
+    FINE,
+    INFINITE,
+    LIMITS,
+    NAN,
+    NEGATIVE,
+    Extent,
+    Extents,
+)
 
 _WORDS = {1: "NaN", 2: "inf", 4: "-inf"}
-Extents = dict[torch.device, list[Extent]]
+Found = dict[torch.device, Extents]  # what the flags of each device say
+_MOST_CALM = 16  # looks that found nothing and may have to be gone through yet
 
 
 class Hindsight:
@@ -28,11 +37,13 @@ class Hindsight:
         self._pass_case: Case | None = None
         self._gradients_bad = False
         self._asleep: list[Case] = []  # infinite, perhaps at a pole: told when it does harm
+        self._calm: list[tuple[list[Note], Found]] = []
 
     def begin_step(self) -> None:
         self._held.clear()
         self._cases.clear()
         self._asleep.clear()
+        self._calm.clear()
         self._pass_case = None
 
     def forgive(self, cases: Sequence[Case]) -> None:
@@ -40,8 +51,22 @@ class Hindsight:
         if self._pass_case in cases:
             self._pass_case = None
 
-    def go_through(self, events: list[Event], extents: Extents, clamped: bool) -> None:
-        """The events since the last look, in order. `clamped`: the flag of the chip was raised."""
+    def go_through(self, notes: list[Note], found: Found, clamped: bool) -> None:
+        """The calls since the last look, in order. `clamped`: the flag of the chip was raised.
+
+        While nothing was found in a step nobody asks what its tensors held: that is put off until
+        something is, and for most steps for ever.
+        """
+        calm = not clamped and not self._cases and all(each.is_calm for each in found.values())
+        if calm and len(self._calm) < _MOST_CALM:
+            self._calm.append((notes, found))
+            return
+        before, self._calm = self._calm, []
+        for earlier, extents in before:
+            self._go_through(events_of(earlier), extents, False)
+        self._go_through(events_of(notes), found, clamped)
+
+    def _go_through(self, events: list[Event], extents: Found, clamped: bool) -> None:
         for event in events:
             outputs = [(held, self._extent(event, held, extents)) for held in event.outputs]
             if event.sighting is None and event.note == "loss":
@@ -60,8 +85,8 @@ class Hindsight:
         if clamped and events:
             self._blame_all(events)
 
-    def _extent(self, event: Event, held: Held, extents: Extents) -> Extent:
-        if held.ticket >= 0:
+    def _extent(self, event: Event, held: Held, extents: Found) -> Extent:
+        if held.ticket != UNFLAGGED:
             return extents[held.device][held.ticket]
         found = [self._held.get(storage, FINE) for _, storage in event.inputs]
         return Extent(_join(found), max((each.top for each in found), default=0.0))
@@ -194,7 +219,7 @@ class Hindsight:
 
     def _blame_all(self, events: list[Event]) -> None:
         """The flag was raised, and no tensor shows where: between the first call and the last."""
-        sighted = [event for event in events if event.sighting is not None]
+        sighted = [event for event in events if event.sighting is not None and _computes(event)]
         if not sighted:
             return
         last = sighted[-1]
@@ -220,6 +245,10 @@ class Hindsight:
 def _sighting(event: Event) -> Sighting:
     assert event.sighting is not None
     return event.sighting
+
+
+def _computes(event: Event) -> bool:
+    return _sighting(event).plan.kind is not Kind.PASSES
 
 
 def _join(extents: Any) -> int:

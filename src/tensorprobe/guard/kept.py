@@ -57,6 +57,11 @@ class Content:
     def is_there(self) -> bool:
         return self._copy is not None or self._tensor is not None
 
+    @property
+    def held(self) -> tuple[torch.Tensor, int] | None:
+        """The tensor itself, and the version of it that the call saw; None for a copy."""
+        return None if self._tensor is None else (self._tensor, self._version)
+
     def outlive_call(self) -> None:
         """Keep the numbers and not the graph that made them; parameters cost nothing to hold."""
         tensor = self._tensor

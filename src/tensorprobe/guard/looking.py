@@ -12,17 +12,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer
 
 from tensorprobe.capture.quiet import Quiet
-from tensorprobe.capture.tape import Tape
 from tensorprobe.devices import OverflowFlag, device_layer
 from tensorprobe.guard.cases import Case, Sighting, Taint
+from tensorprobe.guard.evidence import GuardTape
 from tensorprobe.guard.glances import Glance, Tensors
 from tensorprobe.guard.hindsight import Hindsight
 from tensorprobe.guard.judging import Seen
 from tensorprobe.guard.latent import Latent
-from tensorprobe.guard.ring import Ring
-from tensorprobe.guard.trail import Trail, trail_here
+from tensorprobe.guard.ring import NotedCall, Ring
+from tensorprobe.guard.trail import Trail, frames_in
 from tensorprobe.numerics.finiteness import LIMITS, readable
 
+# While it is entered, tensors are read without a function mode or subclass taking notice. It costs
+# a quarter of Quiet, and is enough where no operation of torch is called.
+MODES_OFF = torch._C.DisableTorchFunction
+# Between a look at what a call returned and the program: _after, call, called, __torch_function__.
+OWN_FRAMES = 5
 NEAR = {dtype: limit / 2 for dtype, limit in LIMITS.items()}
 _SCALER_FILE = "grad_scaler.py"
 
@@ -48,13 +53,16 @@ class Watcher(Protocol):
 class Looking:
     """The state of the looks at calls, at backward and at optimizers."""
 
-    def __init__(self, tape: Tape, watcher: Watcher, look_every: int | None) -> None:
+    def __init__(self, tape: GuardTape, watcher: Watcher, look_every: int | None) -> None:
         self.on = False
         self._tape = tape
         self._watcher = watcher
         self._look_every = look_every
+        self._looks_later = look_every is not None and look_every > 1  # also on the host
         self.step = 0
         self.taint = Taint()
+        # optimizers at work, by identity: the call, and whether a gradient is bad
+        self.stepping: dict[int, tuple[Sighting, bool]] = {}
         self._pass_case: Case | None = None  # of the backward that runs
         self._functions: set[tuple[int, int]] = set()
         self._uninitialised: dict[int, StorageWeakRef] = {}
@@ -106,8 +114,21 @@ class Looking:
         return content.is_cpu if self._look_every is None else self._look_every == 1
 
     def _sighting(self, glance: Glance) -> Sighting:
-        trail = glance.trail or trail_here(1)
-        return Sighting(glance.plan, glance.number, self._tape.place.module, self.step, trail)
+        return Sighting(*self._noted(glance))
+
+    def _noted(self, glance: Glance, depth: int = 2) -> NotedCall:
+        """What a later report needs to know of a call, noted while it is made.
+
+        `depth` of the frames above the caller are ours.
+        """
+        call = glance.call
+        if call is None:
+            tape = self._tape
+            trail = tape.trail(depth)
+            call = glance.call = (
+                glance.plan, glance.number, tape.place.module, self.step, trail,
+            )  # fmt: skip
+        return call
 
     def _spoil(self, tensors: list[Seen], case: Case, *, any_value: bool = False) -> None:
         for each in tensors:
@@ -158,8 +179,7 @@ class Looking:
                 clamped = self._flag.is_raised()
                 if clamped:
                     self._flag.clear()
-            events, extents = self._ring.take()
-            self._hindsight.go_through(events, extents, clamped)
+            self._hindsight.go_through(*self._ring.take(), clamped)
 
     def _found_late(self, case: Case, pending: bool) -> bool:
         if self._watcher.is_full:
@@ -170,4 +190,4 @@ class Looking:
 
 def made_by_scaler(trail: Trail) -> bool:
     """Whether a GradScaler made the call: it multiplies the loss until something overflows."""
-    return any(code.co_filename.endswith(_SCALER_FILE) for code, _ in trail[:8])
+    return any(code.co_filename.endswith(_SCALER_FILE) for code, _ in frames_in(trail, 8))

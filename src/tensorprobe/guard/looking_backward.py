@@ -9,12 +9,14 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tensorprobe.capture.encode import PLAIN_TENSORS
 from tensorprobe.capture.gradients import (
     LEAF,
     Gradients,
     Path,
     Spot,
     Trace,
+    one_node,
     trace_call,
     trace_function,
 )
@@ -33,10 +35,12 @@ from tensorprobe.guard.glances import (
 )
 from tensorprobe.guard.judging import Seen, bits_of, look_at
 from tensorprobe.guard.kinds import plan_for
-from tensorprobe.guard.looking import NEAR, Looking
-from tensorprobe.guard.ring import Event
-from tensorprobe.guard.trail import BRIEF, trail_here
-from tensorprobe.numerics.finiteness import LIMITS, extent_now, readable
+from tensorprobe.guard.looking import MODES_OFF, NEAR, OWN_FRAMES, Looking
+from tensorprobe.guard.ring import NotedCall, NotedOutput
+from tensorprobe.numerics.finiteness import LIMITS, extent_now, is_plain, readable
+
+_LOSS: Path = ("loss",)
+_sequence_number = torch._C._autograd._get_sequence_nr
 
 
 class BackwardLooking(Looking):
@@ -57,8 +61,8 @@ class BackwardLooking(Looking):
                 if content is None:
                     continue
                 if not self._is_immediate(content):
-                    event = Event(None, inputs=self._ring.inputs([("loss", content)]), note="loss")
-                    self._ring.add(event)
+                    inputs = self._ring.inputs([(root, _LOSS)])
+                    self._ring.add(None, "forward", [], inputs, note="loss")
                     continue
                 case = self.taint.case_of(content) if extent_now(content).bits else None
                 if case is not None:
@@ -76,17 +80,46 @@ class BackwardLooking(Looking):
             kind = getattr(type(node), "_forward_cls", type(node))
             api = ApiName("Function", kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
             number = self._tape.counter.next(api)
-            plan = plan_for(api)
-            sighting = Sighting(plan, number, self._tape.place.module, self.step, trail_here(2))
+            module, trail = self._tape.place.module, self._tape.trail(2)
+            sighting = Sighting(plan_for(api), number, module, self.step, trail)
             self._listen(trace_function(node), sighting, None, frozenset())
 
     def _watch_backward(self, glance: Glance, outputs: Tensors) -> None:
         assert glance.edges is not None
         trace = trace_call(outputs, glance.edges)
         if trace.boundary:
-            glance.trail = glance.trail or trail_here(1, BRIEF)
             leaves = frozenset(path for _, path in glance.edges.leaves.values())
             self._listen(trace, self._sighting(glance), Remembered(glance), leaves)
+
+    def _watch_backward_later(self, glance: Glance, outputs: Tensors) -> None:
+        """The same for a call whose gradients are all looked at later: it needs far less."""
+        edges = glance.edges
+        assert edges is not None
+        if _sequence_number() == edges.start:
+            return  # it has made no node
+        one = one_node(outputs[0][0], edges) if len(outputs) == 1 else None
+        if one is not None:
+            node, spots = one
+            node.register_hook(_OutgoingLater(self, self._noted(glance, OWN_FRAMES), spots))
+            return
+        for node, spots in trace_call(outputs, edges).boundary.items():
+            node.register_hook(_OutgoingLater(self, self._noted(glance, OWN_FRAMES), spots))
+
+    def gradients_later(self, call: NotedCall, spots: list[Spot], grads: Gradients) -> None:
+        """Backward leaves a call: what it sends on is flagged, and looked at later."""
+        ring = self._ring
+        held = []
+        for position, path, _ in spots:
+            grad = grads[position] if position < len(grads) else None
+            if grad is not None:
+                plain = type(grad) in PLAIN_TENSORS and is_plain(grad)
+                content = grad if plain else numbers_of(grad)
+                if content is not None:
+                    held.append(ring.hold(content, path))
+        if held:
+            ring.add(call, "backward", held, scaler=True)
+            if ring.is_due:
+                self.look()
 
     def _listen(
         self,
@@ -114,7 +147,7 @@ class BackwardLooking(Looking):
         received: dict[Path, torch.Tensor],
     ) -> None:
         """Backward leaves a call: look at what it sends on."""
-        late: list[tuple[str, torch.Tensor]] = []
+        late: list[NotedOutput] = []
         bad = False
         for position, path, _ in spots:
             grad = grads[position] if position < len(grads) else None
@@ -123,9 +156,8 @@ class BackwardLooking(Looking):
             content = readable(grad)
             if content is None:
                 continue
-            label = f"output.{'.'.join(path)}"
             if not self._is_immediate(content):
-                late.append((label, content))
+                late.append(self._ring.hold(content, path))
                 continue
             extent = extent_now(content)
             if not extent.bits and path in listener.leaves:
@@ -135,13 +167,10 @@ class BackwardLooking(Looking):
             if extent.bits:
                 bad = True
             elif extent.top >= NEAR[content.dtype]:
-                name = f"{listener.sighting.name('backward')}.{label}"
+                name = f"{listener.sighting.name('backward')}.output.{'.'.join(path)}"
                 self._latent.see(name, self.step, extent.top, LIMITS[content.dtype])
         if late:
-            event = Event(listener.sighting, "backward", scaler=True)
-            for label, content in late:
-                self._ring.hold(event, label, content)
-            self._ring.add(event)
+            self._ring.add(listener.sighting.noted(), "backward", late, scaler=True)
             if self._ring.is_due:
                 self.look()
         if bad or self._clamped_backward(spots, grads):
@@ -258,6 +287,33 @@ class _Outgoing:
                     listener.received = {}
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             listener.sight._watcher.trouble(listener.sighting.name("backward"), error)
+
+
+class _OutgoingLater:
+    """The same where gradients are flagged, and looked at later: what came in is not needed."""
+
+    __slots__ = ("_call", "_sight", "_spots")
+
+    def __init__(self, sight: BackwardLooking, call: NotedCall, spots: list[Spot]) -> None:
+        self._sight, self._call, self._spots = sight, call, spots
+
+    def __call__(self, grads: Gradients, incoming: Gradients) -> None:
+        sight = self._sight
+        if not sight.on:
+            return
+        try:
+            with MODES_OFF():
+                sight.gradients_later(self._call, self._spots, grads)
+        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+            sight._watcher.trouble(Sighting(*self._call).name("backward"), error)
+
+
+def numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The numbers of a tensor that is not plain, which may take operations to get at."""
+    if tensor.dtype not in LIMITS:
+        return None
+    with Quiet():
+        return readable(tensor)
 
 
 def _backward_reason(sent: list[Seen], came: list[Seen], clamped: bool) -> str:

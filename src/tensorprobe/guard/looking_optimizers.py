@@ -18,8 +18,7 @@ from tensorprobe.guard.glances import Tensors, content_of, contents_of, labelled
 from tensorprobe.guard.judging import Seen, look_at
 from tensorprobe.guard.kinds import plan_for
 from tensorprobe.guard.looking import Looking
-from tensorprobe.guard.ring import Event
-from tensorprobe.guard.trail import trail_here
+from tensorprobe.guard.ring import NotedOutput
 from tensorprobe.numerics.finiteness import extent_now, readable
 
 
@@ -32,7 +31,7 @@ class OptimizerLooking(Looking):
         kind = type(optimizer)
         api = optimizer_name(kind.__name__, f"{kind.__module__}.{kind.__qualname__}.step")
         number = self._tape.counter.next(api)
-        sighting = Sighting(plan_for(api), number, "", self.step, trail_here(1))
+        sighting = Sighting(plan_for(api), number, "", self.step, self._tape.trail(1))
         if getattr(optimizer, "found_inf", None) is not None:
             return sighting, True  # a fused optimizer under a GradScaler: it looks itself
         bad = self._look_at_group(optimizer, sighting, "gradients")
@@ -62,7 +61,7 @@ class OptimizerLooking(Looking):
 
     def _look_at_group(self, optimizer: Optimizer, sighting: Sighting, what: str) -> bool:
         bad: Tensors = []
-        event: Event | None = None
+        held: list[NotedOutput] = []
         with Quiet():
             for number, parameter in enumerate(_parameters(optimizer)):
                 tensor = parameter.grad if what == "gradients" else parameter
@@ -70,12 +69,11 @@ class OptimizerLooking(Looking):
                 if tensor is None or content is None:
                     continue
                 if not self._is_immediate(content):
-                    event = event or Event(sighting, note=what)
-                    self._ring.hold(event, f"{what}.{number}", content)
+                    held.append(self._ring.hold(content, (str(number),)))
                 elif what == "gradients" and self._is_bad_gradient(content):
                     bad.append((tensor, (str(number),)))
-            if event is not None:
-                self._ring.add(event)
+            if held:
+                self._ring.add(sighting.noted(), "forward", held, note=what)
             if bad:
                 self._suspect_gradients(sighting, bad)
         return bool(bad)
@@ -166,22 +164,16 @@ class OptimizerSight(OptimizerHooks):
     ) -> None:
         super().__init__(tape, parameter_names, on_step)
         self._sight = sight
-        self._begun: dict[int, tuple[Sighting, bool]] = {}
-
-    @property
-    def stepping(self) -> bool:
-        """Whether an optimizer is at work."""
-        return bool(self._begun)
 
     def _begin(self, optimizer: Optimizer) -> OpenCall | None:
-        self._begun.clear()
+        self._sight.stepping.clear()
         sighting, bad = self._sight.optimizer_begins(optimizer)
-        self._begun[id(optimizer)] = sighting, bad
+        self._sight.stepping[id(optimizer)] = sighting, bad
         return OpenCall(sighting.names(), "structure", sighting.step)
 
     def _end(self, optimizer: Optimizer, call: OpenCall) -> None:
-        sighting, bad = self._begun.pop(id(optimizer), (None, False))
-        self._begun.clear()
+        sighting, bad = self._sight.stepping.pop(id(optimizer), (None, False))
+        self._sight.stepping.clear()
         if sighting is not None:
             self._sight.optimizer_ended(optimizer, sighting, bad)
 

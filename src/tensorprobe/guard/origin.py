@@ -68,11 +68,6 @@ def user_frames(error: BaseException) -> list[str]:
     return lines[::-1]
 
 
-def is_of_torch(frame: str) -> bool:
-    """Whether a line of a recorded stack is torch's own."""
-    return frame.startswith(_TORCH)
-
-
 def words(error: BaseException) -> tuple[str, str]:
     """The name of its class and its text, which is the program's own code and may fail."""
     kind = type(error).__name__

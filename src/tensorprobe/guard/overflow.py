@@ -16,11 +16,10 @@ from tensorprobe.capture.engine import EngineEntry
 from tensorprobe.capture.mode_stack import add_function_mode, remove_function_mode
 from tensorprobe.capture.module_hooks import ModuleHooks
 from tensorprobe.capture.steps import StepOn, StepWatch
-from tensorprobe.capture.tape import Tape
 from tensorprobe.devices import current_rank
 from tensorprobe.errors import GuardStopped
 from tensorprobe.guard.cases import Case
-from tensorprobe.guard.evidence import make_tape, write_repro
+from tensorprobe.guard.evidence import GuardTape, make_tape, write_repro
 from tensorprobe.guard.findings import Finding
 from tensorprobe.guard.looking_optimizers import OptimizerSight
 from tensorprobe.guard.sight import Sight, SightMode
@@ -81,7 +80,7 @@ class OverflowWatch:
         self.attention = False  # whether `call_made` is to be called after each call
         self._advance_later = False
         self._rank = 0
-        self._tape: Tape | None = None
+        self._tape: GuardTape | None = None
         self._on = False
 
     # What the guard calls
@@ -133,12 +132,11 @@ class OverflowWatch:
         self._sight = Sight(tape, self, self._look_every)
         self._mode = SightMode(self._sight)
         self._modules = ModuleHooks(
-            tape, record=False, modes=[self._mode], on_root=self._steps.root_called, stacks=False
+            tape, record=False, modes=[self._mode], on_root=self._steps.root_called
         )
         self._optimizers = OptimizerSight(
             tape, self._modules.paths.parameter_names, self._optimizer_stepped, self._sight
         )
-        self._sight.optimizers = self._optimizers
         self._engine = EngineEntry([self._mode], self._backward_begins, self._backward_ended)
         _stop_in_children(self._sight)
 

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from tensorprobe.capture.encode import PLAIN_TENSORS
+from tensorprobe.capture.gradients import Path
+from tensorprobe.capture.quiet import Quiet
 from tensorprobe.guard.cases import Sighting
-from tensorprobe.numerics.finiteness import Extent, Flags, flags_for
+from tensorprobe.guard.kinds import Plan
+from tensorprobe.guard.trail import Trail
+from tensorprobe.numerics.finiteness import LIMITS, Extents, Flags, flags_for, readable
 from tensorprobe.records import Direction
+
+UNFLAGGED = -1  # a ticket: the tensor has what the inputs of its call had
+
+# What is noted of every call, in plain tuples: made in no time, and by far the most of them are
+# never looked at again. `events_of` puts them into words.
+NotedCall = tuple[Plan, int, str, int, Trail]  # as a Sighting has them
+NotedInput = tuple[Path, int]  # and its storage
+# path, storage, device, ticket, dtype, shape, and whether it is all of its storage
+NotedOutput = tuple[Path, int, torch.device, int, torch.dtype, torch.Size, bool]
+# the call, direction, inputs, outputs, what it was told to put in, whether a GradScaler may deal
+# with it, and what else it stands for: loss, gradients, parameters
+Note = tuple[
+    NotedCall | None, Direction, list[NotedInput], list[NotedOutput], int, bool, str
+]  # fmt: skip
+# It is not there; it is of inference mode, which has no versions; it is sparse, or a wrapper.
+_NOT_KNOWN = (KeyError, RuntimeError, NotImplementedError)
+_NO_INPUTS: list[NotedInput] = []
 
 
 class Held(NamedTuple):
@@ -24,40 +46,44 @@ class Held(NamedTuple):
     whole: bool  # it is all of its storage
 
 
-class Event:
+class Event(NamedTuple):
     """One call, forward or backward; without a sighting, the first look at an input."""
 
-    __slots__ = ("direction", "inputs", "is_leaf", "note", "outputs", "scaler", "sighting", "told")
+    sighting: Sighting | None
+    direction: Direction
+    inputs: list[tuple[str, int]]
+    outputs: list[Held]
+    told: int
+    scaler: bool  # GradScaler may deal with it
+    note: str  # loss, gradients, parameters: what else it stands for
 
-    def __init__(
-        self,
-        sighting: Sighting | None,
-        direction: Direction = "forward",
-        inputs: list[tuple[str, int]] | None = None,
-        told: int = 0,
-        *,
-        scaler: bool = False,
-        is_leaf: bool = False,
-        note: str = "",
-    ) -> None:
-        self.sighting, self.direction = sighting, direction
-        self.inputs = inputs or []
-        self.outputs: list[Held] = []
-        self.told = told
-        self.scaler = scaler  # GradScaler may deal with it
-        self.is_leaf = is_leaf  # gradients of parameters
-        self.note = note  # loss, gradients, parameters: what else it stands for
+
+def events_of(notes: Iterable[Note]) -> list[Event]:
+    """The notes of a ring in words."""
+    events = []
+    for call, direction, inputs, outputs, told, scaler, note in notes:
+        side = note or "output"
+        held = [Held(f"{side}.{'.'.join(output[0])}", *output[1:]) for output in outputs]
+        given = [(f"input.{'.'.join(path)}", storage) for path, storage in inputs]
+        sighting = None if call is None else Sighting(*call)
+        events.append(Event(sighting, direction, given, held, told, scaler, note))
+    return events
 
 
 class Ring:
-    """Events in order, with their flags on the devices; taken as a whole."""
+    """Notes in order, with their flags on the devices; taken as a whole.
+
+    What it is given is read with function modes off, and no operation of torch is called on it
+    unless it is hidden from the program's modes and graph.
+    """
 
     def __init__(self, look_every: int | None) -> None:
         self._look_every = look_every
         self._flags: dict[torch.device, Flags] = {}
-        self._events: list[Event] = []
-        self._known: dict[int, tuple[StorageWeakRef, int]] = {}  # storages, and their version
+        self._notes: list[Note] = []
+        self._known = _Storages()
         self.active = False
+        self.is_due = False  # whether it is time to look
 
     def clear(self) -> None:
         """A new step: nothing is known of what is in memory."""
@@ -65,58 +91,130 @@ class Ring:
 
     def is_alive(self, storage: int) -> bool:
         """Whether this memory is still in use."""
-        known = self._known.get(storage)
-        return known is not None and not known[0].expired()
+        return self._known.is_alive(storage)
 
-    @property
-    def is_due(self) -> bool:
-        if self._look_every is not None and len(self._events) >= self._look_every:
-            return True
-        return any(flags.full for flags in self._flags.values())
-
-    def inputs(self, tensors: list[tuple[str, torch.Tensor]]) -> list[tuple[str, int]]:
+    def inputs(self, tensors: Iterable[tuple[torch.Tensor, Path]]) -> list[NotedInput]:
         """The memory of the inputs of a call; what is new there is flagged first."""
         found = []
-        for label, content in tensors:
-            storage = content.untyped_storage()
-            key = storage._cdata
-            known = self._known.get(key)
-            if known is None or known[1] != _version(content):
-                first = Event(None)
-                self.hold(first, label, content)
-                self.add(first)
-            found.append((label, key))
+        versions = self._known.versions
+        for tensor, path in tensors:
+            if tensor.dtype not in LIMITS:
+                continue
+            if type(tensor) in PLAIN_TENSORS:
+                try:  # as known_storage does, with a call less for each input of each call
+                    key = tensor.untyped_storage()._cdata
+                    if versions[key] == tensor._version and not tensor.is_neg():
+                        found.append((path, key))
+                        continue
+                except _NOT_KNOWN:
+                    pass
+            with Quiet():
+                content = readable(tensor)
+                if content is not None:
+                    found.append((path, self._first_look(content, path)))
         return found
 
-    def hold(self, event: Event, label: str, content: torch.Tensor, *, flag: bool = True) -> None:
-        """Start to flag a tensor as part of an event; without `flag` it has what its inputs had."""
-        self.active = True
+    def known_storage(self, tensor: torch.Tensor) -> int | None:
+        """The memory of a plain tensor whose content is known as it is now."""
+        try:
+            key: int = tensor.untyped_storage()._cdata
+            if self._known.versions[key] == tensor._version and not tensor.is_neg():
+                return key
+        except _NOT_KNOWN:
+            pass
+        return None
+
+    def _first_look(self, content: torch.Tensor, path: Path) -> int:
+        key: int = content.untyped_storage()._cdata
+        if self._known.versions.get(key) != _version(content):
+            held = self.hold(content, path)
+            self._notes.append((None, "forward", _NO_INPUTS, [held], 0, False, ""))
+        return key
+
+    def hold(self, content: torch.Tensor, path: Path, flag: bool = True) -> NotedOutput:
+        """Start to flag a tensor of a call; without `flag` it has what its inputs had."""
         device = content.device
-        ticket = -1
+        ticket = UNFLAGGED
         if flag:
-            flags = self._flags.get(device)
-            if flags is None:
-                flags = self._flags[device] = flags_for(device)
-            ticket = flags.submit(content)
+            flags = self._flags.get(device) or self._begin(device)
+            if flags.computes:
+                with Quiet():
+                    ticket = flags.submit(content)
+            else:
+                ticket = flags.submit(content)
+            if flags.full:
+                self.is_due = True
         storage = content.untyped_storage()
-        key = storage._cdata
-        known = self._known.get(key)
-        if known is None:
-            self._known[key] = (StorageWeakRef(storage), _version(content))
-        else:
-            self._known[key] = (known[0], _version(content))
-        whole = content.numel() * content.element_size() >= storage.nbytes()
-        shape = tuple(content.shape)
-        event.outputs.append(Held(label, key, device, ticket, content.dtype, shape, whole))
+        key = self._known.add(storage, content)
+        whole = content.nbytes >= storage.nbytes()
+        return path, key, device, ticket, content.dtype, content.shape, whole
 
-    def add(self, event: Event) -> None:
-        self._events.append(event)
+    def _begin(self, device: torch.device) -> Flags:
+        self.active = True
+        flags = self._flags[device] = flags_for(device)
+        return flags
 
-    def take(self) -> tuple[list[Event], dict[torch.device, list[Extent]]]:
-        """All events, and the extents that their tickets number."""
-        events, self._events = self._events, []
-        return events, {device: flags.fetch() for device, flags in self._flags.items()}
+    def add(
+        self,
+        call: NotedCall | None,
+        direction: Direction,
+        outputs: list[NotedOutput],
+        inputs: list[NotedInput] = _NO_INPUTS,
+        told: int = 0,
+        scaler: bool = False,
+        note: str = "",
+    ) -> None:
+        """Note a call whose outputs are held; without one, the first look at an input."""
+        notes = self._notes
+        notes.append((call, direction, inputs, outputs, told, scaler, note))
+        if self._look_every is not None and len(notes) >= self._look_every:
+            self.is_due = True
+
+    def take(self) -> tuple[list[Note], dict[torch.device, Extents]]:
+        """All notes, and the extents that their tickets number."""
+        notes, self._notes = self._notes, []
+        self.is_due = False
+        return notes, {device: flags.fetch() for device, flags in self._flags.items()}
+
+
+class _Storages:
+    """Memory whose content is known, and at which version.
+
+    Each storage is held weakly, so that no other is put at its address. By number and not by
+    StorageWeakRef, which takes longer to make and to delete than all else that is noted of a call.
+    """
+
+    def __init__(self) -> None:
+        self.versions: dict[int, int] = {}
+        # kept: a ring may be deleted when torch is gone already
+        self._free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
+        self._expired: Callable[[int], Any] = torch.UntypedStorage._expired
+
+    def add(self, storage: torch.UntypedStorage, content: torch.Tensor) -> int:
+        """Note that this storage, which the tensor is in, is known as it is now."""
+        key: int = storage._cdata
+        if key not in self.versions:
+            storage._weak_ref()
+        try:
+            self.versions[key] = content._version
+        except RuntimeError:  # of inference mode
+            self.versions[key] = -1
+        return key
+
+    def is_alive(self, key: int) -> bool:
+        return key in self.versions and not self._expired(key)
+
+    def clear(self) -> None:
+        versions, self.versions = self.versions, {}
+        for key in versions:
+            self._free(key)
+
+    def __del__(self) -> None:
+        self.clear()
 
 
 def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # of inference mode
+        return -1

@@ -14,7 +14,6 @@ from tensorprobe.capture.gradients import InputEdges
 from tensorprobe.capture.naming import ApiName
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.steps import optimizers_in_round
-from tensorprobe.capture.tape import Tape
 from tensorprobe.guard.cases import Case, Sighting, tensors_in, tensors_out
 from tensorprobe.guard.evidence import write_forward
 from tensorprobe.guard.glances import (
@@ -30,16 +29,16 @@ from tensorprobe.guard.glances import (
 )
 from tensorprobe.guard.judging import Seen, bits_of, fault, is_pole, look_at, scalar_bits
 from tensorprobe.guard.kinds import Kind, Plan, plan_for
-from tensorprobe.guard.looking import NEAR, Watcher, made_by_scaler
-from tensorprobe.guard.looking_backward import BackwardLooking
-from tensorprobe.guard.looking_optimizers import OptimizerLooking, OptimizerSight
-from tensorprobe.guard.ring import Event
-from tensorprobe.guard.trail import BRIEF, trail_here
+from tensorprobe.guard.looking import MODES_OFF, NEAR, OWN_FRAMES, made_by_scaler
+from tensorprobe.guard.looking_later import LaterLooking, holds_all_of
+from tensorprobe.guard.looking_optimizers import OptimizerLooking
+from tensorprobe.guard.trail import NOWHERE
 from tensorprobe.numerics.finiteness import LIMITS, NAN, extent_now, readable
 
 _MOST_ASLEEP = 64
-# Their backward computes nothing either.
-_NO_BACKWARD = (Kind.PASSES, Kind.MAKES)
+_is_grad_enabled = torch.is_grad_enabled
+# torch.func is at work where there are some: its wrappers have no graph that can be walked
+_transforms = torch._C._functorch.peek_interpreter_stack
 
 
 class SightMode(UserCalls):
@@ -59,33 +58,49 @@ class SightMode(UserCalls):
         return self._sight.call(plan, func, args, kwargs)
 
 
-class Sight(BackwardLooking, OptimizerLooking):
+class Sight(LaterLooking, OptimizerLooking):
     """Looks at what each call returns, at once or, on a device, when there is time."""
-
-    def __init__(self, tape: Tape, watcher: Watcher, look_every: int | None) -> None:
-        super().__init__(tape, watcher, look_every)
-        self.optimizers: OptimizerSight | None = None
 
     # Calls
 
     def call(self, plan: Plan, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Make a call of the program and look at what it returns."""
         number = self._tape.counter.next(plan.api)
-        kind = plan.kind
-        if self.optimizers is not None and self.optimizers.stepping:
+        if self.stepping:
             return func(*args, **kwargs)
-        if kind is Kind.SCALES:
-            return self._scaler_call(plan, func, args, kwargs)
-        if kind is Kind.MAKES and not plan.uninitialised:
-            return func(*args, **kwargs)
-        if kind is Kind.PASSES and not self.taint and not self._ring.active:
-            return func(*args, **kwargs)
+        if plan.is_special:
+            kind = plan.kind
+            if kind is Kind.SCALES:
+                return self._scaler_call(plan, func, args, kwargs)
+            if kind is Kind.PASSES:
+                return self._pass_on(plan, number, func, args, kwargs)
+            if not plan.uninitialised:
+                return func(*args, **kwargs)
         glance = self._before(plan, number, args, kwargs)
         result = func(*args, **kwargs)
         if glance is not None:
             self._after(glance, result)
         if self._watcher.attention:
             self._watcher.call_made()
+        return result
+
+    def _pass_on(
+        self, plan: Plan, number: int, func: Any, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """A call that returns what it is given: of interest where that may be bad."""
+        result = func(*args, **kwargs)
+        if self.taint or self._ring.active:
+            try:
+                is_noted = self._is_noted_view(plan, number, args, result)
+            except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+                self._watcher.trouble(plan.api.stem, error)
+                return result
+            if not is_noted:
+                glance = self._before(plan, number, args, kwargs)
+                if glance is not None:
+                    self._after(glance, result)
+            if self._watcher.attention:
+                self._watcher.call_made()
         return result
 
     def _scaler_call(self, plan: Plan, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -103,16 +118,21 @@ class Sight(BackwardLooking, OptimizerLooking):
     def _before(self, plan: Plan, number: int, args: tuple[Any, ...], kwargs: Any) -> Glance | None:
         glance = Glance(plan, number, args, kwargs)
         try:
-            with Quiet() as quiet:
-                glance.inputs = tensors_in(args, kwargs)
-                if plan.kind not in _NO_BACKWARD and quiet.grad and not _in_transform():
-                    edges = glance.edges = InputEdges()
-                    edges.add(glance.inputs)
-                    if edges.functions:
-                        self._watch_functions(edges.functions)
-                if plan.writes:
+            with MODES_OFF():
+                inputs = glance.inputs = tensors_in(args, kwargs)
+                if plan.has_backward and _is_grad_enabled() and not _transforms():
+                    for tensor, _ in inputs:
+                        if tensor.requires_grad:
+                            edges = glance.edges = InputEdges()
+                            edges.add(inputs)
+                            if edges.functions:
+                                self._watch_functions(edges.functions)
+                            break
+            if plan.writes:
+                with Quiet():
                     self._copy_written(glance)
-                elif plan.kind is Kind.COMMUNICATES:
+            elif plan.kind is Kind.COMMUNICATES:
+                with Quiet():
                     self._before_collective(glance)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self._watcher.trouble(plan.api.stem, error)
@@ -125,7 +145,7 @@ class Sight(BackwardLooking, OptimizerLooking):
         tensors = tensors_in((first,), {})
         contents = [readable(tensor) for tensor, _ in tensors]
         if not any(each is not None and self._is_immediate(each) for each in contents):
-            glance.noted = self._note_memory(glance.inputs)
+            glance.noted = self._ring.inputs(glance.inputs)
             return
         storages = {each.untyped_storage()._cdata for each in contents if each is not None}
         for tensor, path in tensors:
@@ -138,24 +158,22 @@ class Sight(BackwardLooking, OptimizerLooking):
         contents = contents_of(glance.inputs)
         now = [each for each in contents if self._is_immediate(each)]
         if len(now) < len(contents):
-            glance.noted = self._note_memory(glance.inputs)
+            glance.noted = self._ring.inputs(glance.inputs)
         for content in now:
             if extent_now(content).bits:
                 glance.was_bad = self.taint.case_of(content) or True
 
-    def _note_memory(self, tensors: Tensors) -> list[tuple[str, int]]:
-        named = []
-        for tensor, path in tensors:
-            content = readable(tensor)
-            if content is not None:
-                named.append((f"input.{'.'.join(path)}", content))
-        return self._ring.inputs(named)
-
     def _after(self, glance: Glance, result: Any) -> None:
         plan = glance.plan
         try:
-            with Quiet():
+            with MODES_OFF():
                 outputs = tensors_out(result)
+                if outputs and self._are_later(glance, outputs):
+                    self._look_at_later(glance, outputs)
+                    if glance.edges is not None:
+                        self._watch_backward_later(glance, outputs)
+                    return
+            with Quiet():
                 if plan.kind is Kind.COMMUNICATES:
                     if _is_under_way(result):
                         return  # who waits for it, or reads it, sees what came
@@ -168,7 +186,7 @@ class Sight(BackwardLooking, OptimizerLooking):
                 if not outputs and self._asleep:
                     self._read_out(glance)
                 self._look_at(glance, result, outputs)
-                if glance.edges:
+                if glance.edges is not None:
                     self._watch_backward(glance, outputs)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self._watcher.trouble(plan.api.stem, error)
@@ -181,7 +199,7 @@ class Sight(BackwardLooking, OptimizerLooking):
                 self._wake(case)
 
     def _look_at(self, glance: Glance, result: Any, outputs: Tensors) -> None:
-        late: list[tuple[str, torch.Tensor]] = []
+        late: Tensors = []
         bad = near = on_device = False
         if self._is_harmless(glance, outputs):
             return
@@ -191,7 +209,7 @@ class Sight(BackwardLooking, OptimizerLooking):
             if content is None or (glance.plan.kind is Kind.MOVES and tensor._is_view()):
                 continue
             if not self._is_immediate(content):
-                late.append((f"output.{'.'.join(path)}", content))
+                late.append((content, path))
                 continue
             extent = extent_now(content)
             if extent.bits:
@@ -199,7 +217,7 @@ class Sight(BackwardLooking, OptimizerLooking):
             elif extent.top >= NEAR[content.dtype]:
                 near = True
         if late:
-            self._look_later(glance, late)
+            self._look_later(glance, late, glance.plan.kind is not Kind.PASSES, OWN_FRAMES + 1)
         if bad:
             self._suspect(glance, result, outputs)
         elif near:
@@ -214,8 +232,7 @@ class Sight(BackwardLooking, OptimizerLooking):
         source, target = glance.inputs[0][0], outputs[0][0]
         if source.dtype not in LIMITS or target.dtype not in LIMITS:
             return True
-        same_place = source.is_cpu == target.is_cpu
-        return same_place and LIMITS[source.dtype] <= LIMITS[target.dtype]
+        return holds_all_of(target, source)
 
     def _note_uninitialised(self, outputs: Tensors) -> None:
         for tensor, _ in outputs:
@@ -238,7 +255,7 @@ class Sight(BackwardLooking, OptimizerLooking):
         inputs = look_at(labelled(tensors_in(glance.args, glance.kwargs), "input"))
         case = self._case_behind(inputs) or self._optimizer_behind(inputs)
         if case is not None:
-            case.carry(Sighting(plan, glance.number, "", self.step, ()).name())
+            case.carry(Sighting(plan, glance.number, "", self.step, NOWHERE).name())
             self._spoil(returned, case)
             if bits_of(returned) & NAN:
                 self._wake(case)
@@ -274,7 +291,7 @@ class Sight(BackwardLooking, OptimizerLooking):
         returned = look_at(labelled(outputs, "output"))
         case = self._case_behind(inputs, any_value=True)
         if case is not None:
-            case.carry(Sighting(glance.plan, glance.number, "", self.step, ()).name())
+            case.carry(Sighting(glance.plan, glance.number, "", self.step, NOWHERE).name())
             self._spoil(returned, case, any_value=True)
             return
         at_limit = [each for each in returned if each.top >= each.limit]
@@ -359,36 +376,12 @@ class Sight(BackwardLooking, OptimizerLooking):
         inputs = look_at(labelled(tensors_in(glance.args, glance.kwargs), "input"))
         if any(each.top >= each.limit for each in inputs):
             return  # a mask: the lowest number of its dtype, on purpose
-        name = Sighting(glance.plan, glance.number, "", self.step, ()).name()
+        name = Sighting(glance.plan, glance.number, "", self.step, NOWHERE).name()
         for each in look_at(labelled(outputs, "output")):
             self._latent.see(f"{name}.{each.label}", self.step, each.top, each.limit)
-
-    # On a device: later
-
-    def _look_later(self, glance: Glance, outputs: list[tuple[str, torch.Tensor]]) -> None:
-        """Note the call; what it made is known when the device has got there."""
-        moves = glance.plan.kind is Kind.PASSES
-        noted = glance.noted
-        glance.trail = glance.trail or trail_here(1, BRIEF)
-        event = Event(
-            self._sighting(glance),
-            inputs=self._note_memory(glance.inputs) if noted is None else noted,
-            told=scalar_bits(glance.args, glance.kwargs),
-            scaler=torch._C._current_graph_task_id() != -1,
-        )
-        for label, content in outputs:
-            self._ring.hold(event, label, content, flag=not moves)
-        self._ring.add(event)
-        if self._ring.is_due:
-            self.look()
 
 
 def _is_under_way(result: Any) -> bool:
     """Whether a collective goes on after it returned: it gave a Work to wait for."""
     works = result if isinstance(result, list | tuple) else [result]
     return any(hasattr(work, "is_completed") for work in works)
-
-
-def _in_transform() -> bool:
-    """Whether torch.func is at work: its wrappers have no graph that can be walked."""
-    return bool(torch._C._functorch.peek_interpreter_stack())

@@ -20,6 +20,7 @@ from tensorprobe.capture.tape import Tape, Tracer
 from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig
 from tensorprobe.guard.kept import STEPPING, TOO_LARGE, Content, Kept, can_be_lost
+from tensorprobe.guard.writes import Writes
 from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.records import HOST
 from tensorprobe.store.lines import TensorLine
@@ -103,6 +104,7 @@ class WatchTape(Tape):
         super().__init__(config, Selection(config), writer, Values(writer, Summarizer()))
         self.key = f"tensorprobe {id(self)}"  # of stamps
         self.troubles: dict[str, str] = {}  # calls that could not be noted, and why
+        self.writes = Writes()
         self.compiled: dict[ApiName, WatchedCall] = {}  # the last run of each compiled part
         self._kept = kept
         self._on_raised = on_raised
@@ -204,10 +206,18 @@ class WatchTape(Tape):
                     self._follow_result(call, result)
             if call.names.api.prefix == "Compiled":
                 self.compiled[call.names.api] = call
+            if _wrote(call):
+                with Quiet():
+                    self._note_writes(call)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self.gap(call.names.name, error)
         finally:
             call.inputs.clear()
+
+    def _note_writes(self, call: WatchedCall) -> None:
+        """An in-place call writes to its first argument, or to `out`."""
+        written = [tensor for tensor, path in call.inputs if path[0] in ("0", "out")]
+        self.writes.note(call.names.name, call.frames, written)
 
     def raised(self, call: OpenCall, error: BaseException) -> None:
         assert isinstance(call, WatchedCall)
@@ -321,8 +331,7 @@ class WatchTape(Tape):
         """
         if not torch.is_grad_enabled() and not _HALF_WAY.match(api.api):
             return False
-        in_place = writes_in_place(api) or "out" in kwargs or kwargs.get("inplace") is True
-        return in_place or bool(silently_written(api, args, kwargs))
+        return _is_in_place(api, kwargs) or bool(silently_written(api, args, kwargs))
 
     def _frames_here(self, depth: int) -> list[str]:
         number = self._stacks.current(depth + 1, self.place.frame, self.place.stack)
@@ -330,6 +339,14 @@ class WatchTape(Tape):
 
     def _write_stack(self, id: int, frames: list[str]) -> None:
         self._frames[id] = frames
+
+
+def _is_in_place(api: ApiName, kwargs: Mapping[str, Any]) -> bool:
+    return writes_in_place(api) or "out" in kwargs or kwargs.get("inplace") is True
+
+
+def _wrote(call: WatchedCall) -> bool:
+    return bool(call.inputs) and _is_in_place(call.names.api, call.kwargs)
 
 
 class _Noting:

@@ -18,6 +18,7 @@ from tensorprobe.numerics.result import Result
 if TYPE_CHECKING:
     from tensorprobe.numerics.launch import Launcher, Usual
 
+MAX_LAYOUTS = 10_000  # that are remembered
 MAX_PENDING = 1024  # tensors whose numbers wait on a device before they are fetched
 
 
@@ -80,12 +81,14 @@ class KernelBackend:
         self._takes_both = takes_both
         self._launcher = launcher
         self._port = port
+        self._usual_stream = port.usual_stream
         self._stats = stats
         self._digest = digest
         complete = functools.partial(rows.complete, stats=stats, digest=digest)
         self._queue = Queue(port, new_bank, complete)
         self._spare = spare  # for dtypes whose kernel this Triton cannot build
         self._refused: dict[str, str] = {}  # dtype: why; not tried again, which takes seconds
+        self._layouts: dict[tuple[torch.Size, tuple[int, ...]], int] = {}
         self._usual: dict[torch.dtype, Usual] = {}  # how to `start`, once its kernel is compiled
 
     def start(self, tensor: torch.Tensor) -> Result | None:
@@ -97,15 +100,24 @@ class KernelBackend:
         usual = self._usual.get(tensor.dtype)
         if usual is None:
             return None
+        repeat = 1
         try:
-            if tensor.is_nested or tensor.is_neg() or not tensor.is_contiguous():
+            if tensor.is_nested or tensor.is_neg():
                 return None
             count, address = tensor.numel(), tensor.data_ptr()
+            if not tensor.is_contiguous():
+                repeat = self._repeats(tensor)
+                if not repeat:
+                    return None
+                count //= repeat
         except RuntimeError:
             return None
         name, itemsize, tile, most, unit, begin = usual
-        stream = self._port.usual_stream()
-        if stream is None or not address or address % 16 or count % unit or count >= 1 << 31:
+        # Masks, not remainders, which take longer: units are powers of two.
+        if not address or address & 15 or count & (unit - 1) or count >= 1 << 31:
+            return None
+        stream = self._usual_stream()
+        if stream is None:
             return None
         n_rows = -(-count // tile)
         if n_rows > most:
@@ -116,11 +128,29 @@ class KernelBackend:
                 bank, slot, row = queue.place(n_rows, stream)
                 begin(n_rows, stream, address, count // unit, bank, row, slot)
                 # Does not hold the tensor, which must go when the program lets it go.
-                bank.tickets[slot] = (result, name, count, 1, count * itemsize)
+                bank.tickets[slot] = (result, name, count, repeat, count * itemsize)
         except self._failures as error:
             self._refuse(name, tensor.dtype, error)
             return None
         return result
+
+    def _repeats(self, tensor: torch.Tensor) -> int:
+        """How often each element is there if they are in one piece, whatever their order; else 0.
+
+        0 also where their order matters. The layouts of a program are few, and met again and again.
+        """
+        if self._digest:
+            return 0
+        layout = (tensor.shape, tensor.stride())
+        repeat = self._layouts.get(layout)
+        if repeat is None:
+            shape, strides, repeat = memory.without_repeats(tensor)
+            if not memory.is_dense(shape, strides):
+                repeat = 0
+            if len(self._layouts) >= MAX_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[layout] = repeat
+        return repeat
 
     def submit(self, result: Result, tensor: torch.Tensor, name: str) -> None:
         if name in self._refused:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from tensorprobe.numerics import memory
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 NAN, POSITIVE, NEGATIVE = 1, 2, 4  # bits: NaN, +inf, -inf
 INFINITE = POSITIVE | NEGATIVE
 SLOTS = 1 << 16  # tensors whose flags wait on a device
+_MOST_LAYOUTS = 10_000  # that are known to have no holes, or some
 
 LIMITS: dict[torch.dtype, float] = {
     dtype: torch.finfo(dtype).max
@@ -67,6 +71,27 @@ def readable(tensor: torch.Tensor) -> torch.Tensor | None:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+REAL = frozenset(dtype for dtype in LIMITS if not dtype.is_complex)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a torch.Tensor, or Parameter, is `readable` as it is: real floats in memory.
+
+    Asked of every result, and twice as fast as a look at its dispatch keys. Tensors that are none
+    of their own memory (meta, zero, functorch's) have no address, or raise.
+    """
+    try:
+        return (
+            tensor.dtype in REAL
+            and tensor.layout is torch.strided
+            and not (tensor.is_neg() or tensor.is_nested)
+            and tensor.numel() > 0
+            and tensor.data_ptr() != 0
+        )
+    except RuntimeError:
+        return False
+
+
 # Dtypes so wide that their sum stays far within it, and how far: a sum is finite only where all
 # numbers are, and takes a third of the time that finding the bounds does.
 _WIDE = frozenset([torch.float32, torch.float64, torch.bfloat16])
@@ -103,14 +128,41 @@ def _low_and_high(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return low, high
 
 
+class Extents:
+    """Extents by ticket, as numbers until one is asked for: few ever are."""
+
+    def __init__(self, found: Sequence[tuple[int, float]], limits: list[float]) -> None:
+        """What was found, and the largest number of the dtype of each."""
+        table = np.asarray(found, dtype=np.float64).reshape(len(limits), 2)
+        self._bits, self._tops, self._limits = table[:, 0], table[:, 1], np.asarray(limits)
+
+    def __len__(self) -> int:
+        return len(self._bits)
+
+    def __getitem__(self, ticket: int) -> Extent:
+        return Extent(int(self._bits[ticket]), float(self._tops[ticket]))
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether all are finite, and none within half of its limit; one at it is a mask."""
+        if self._bits.any():
+            return False
+        return not ((self._tops >= self._limits / 2) & (self._tops < self._limits)).any()
+
+
 class Flags(Protocol):
     """Extents that a device works out while the program goes on."""
 
+    computes: bool  # `submit` calls torch operations, which no mode or graph is to see
+
     def submit(self, tensor: torch.Tensor) -> int:
-        """Start on a readable tensor as it is now; the number of its extent in `fetch`."""
+        """Start on a readable tensor as it is now; the number of its extent in `fetch`.
+
+        Call it with function modes off.
+        """
         ...
 
-    def fetch(self) -> list[Extent]:
+    def fetch(self) -> Extents:
         """Wait for all extents submitted since the last fetch, in order."""
         ...
 
@@ -123,24 +175,28 @@ class Flags(Protocol):
 class TorchFlags:
     """Flags by plain torch operations, for any device."""
 
+    computes = True
+
     def __init__(self) -> None:
         self._bounds: list[torch.Tensor] = []
+        self._limits: list[float] = []
 
     @property
     def full(self) -> bool:
-        return len(self._bounds) >= 2 * 4096
+        return len(self._limits) >= 4096
 
     def submit(self, tensor: torch.Tensor) -> int:
         low, high = _low_and_high(tensor)
         self._bounds += [_as_float32(low), _as_float32(high)]
-        return len(self._bounds) // 2 - 1
+        self._limits.append(LIMITS[tensor.dtype])
+        return len(self._limits) - 1
 
-    def fetch(self) -> list[Extent]:
-        if not self._bounds:
-            return []
+    def fetch(self) -> Extents:
         bounds, self._bounds = self._bounds, []
-        numbers = torch.stack(bounds).tolist()
-        return [from_bounds(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
+        limits, self._limits = self._limits, []
+        numbers = torch.stack(bounds).tolist() if bounds else []
+        pairs = zip(numbers[::2], numbers[1::2], strict=True)
+        return Extents([from_bounds(*pair) for pair in pairs], limits)
 
 
 def _as_float32(value: torch.Tensor) -> torch.Tensor:
@@ -152,31 +208,67 @@ def _as_float32(value: torch.Tensor) -> torch.Tensor:
 class KernelFlags:
     """Flags by one Triton kernel a tensor, into a table that is read as a whole."""
 
+    computes = False
+
     def __init__(self, flagger: Flagger) -> None:
         self._flagger = flagger
-        self._count = 0
-
-    @property
-    def full(self) -> bool:
-        return self._count >= SLOTS
+        self._slots = itertools.count()  # backward runs in a thread a device
+        self._limits = [math.inf] * SLOTS
+        # of tables that were full before they were fetched
+        self._before: list[tuple[int, float]] = []
+        self._past: list[float] = []
+        self._reading = threading.Lock()
+        self._dense: dict[tuple[Any, Any], int] = {}
+        self.full = False
 
     def submit(self, tensor: torch.Tensor) -> int:
-        if not tensor.is_contiguous():
-            shape, strides, _ = memory.without_repeats(tensor)
-            if memory.is_dense(shape, strides):  # in whatever order: they are the same numbers
-                count = math.prod(shape)
-            else:
-                tensor = tensor.contiguous()
-                count = tensor.numel()
-        else:
+        if tensor.is_contiguous():
             count = tensor.numel()
-        self._flagger.flag(tensor, count, self._count)
-        self._count += 1
-        return self._count - 1
+        else:
+            tensor, count = self._in_one_piece(tensor)
+        slot = next(self._slots)
+        if slot >= SLOTS - 1:
+            self.full = True
+            if slot >= SLOTS:
+                slot = self._next_table()
+        self._limits[slot] = LIMITS[tensor.dtype]
+        self._flagger.flag(tensor, count, slot)
+        return slot + len(self._before) if self._before else slot
 
-    def fetch(self) -> list[Extent]:
-        count, self._count = self._count, 0
-        return [Extent(bits, top) for bits, top in self._flagger.read(count)] if count else []
+    def _in_one_piece(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """The tensor, or a copy, and how many of its numbers lie from its first on."""
+        layout = (tensor.shape, tensor.stride())
+        count = self._dense.get(layout)
+        if count is None:
+            shape, strides, _ = memory.without_repeats(tensor)
+            # in whatever order: they are the same numbers
+            count = math.prod(shape) if memory.is_dense(shape, strides) else 0
+            if len(self._dense) < _MOST_LAYOUTS:
+                self._dense[layout] = count
+        if count:
+            return tensor, count
+        with memory.kernels_only():
+            return tensor.contiguous(), tensor.numel()
+
+    def _next_table(self) -> int:
+        """More tensors than slots, and no fetch in between: wait for what is there."""
+        with self._reading:
+            slot = next(self._slots)
+            if slot >= SLOTS:  # and no other thread was here first
+                self._before += self._flagger.read(SLOTS)
+                self._past += self._limits
+                self._slots = itertools.count(1)
+                slot = 0
+        return slot
+
+    def fetch(self) -> Extents:
+        count = min(next(self._slots), SLOTS)
+        self._slots = itertools.count()
+        self.full = False
+        before, self._before = self._before, []
+        past, self._past = self._past, []
+        found = self._flagger.read(count) if count else []
+        return Extents(before + found, past + self._limits[:count])
 
 
 def _on_cuda(device: torch.device) -> Flags:

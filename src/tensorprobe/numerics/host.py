@@ -243,7 +243,8 @@ def _finite_alone(tally: Tally, chunk: Array, scratch: Scratch) -> Array:
     tally.inf += chunk.size - nans - int(np.count_nonzero(finite))
     tally.zero += _count_zeros(chunk, scratch)
     if nans < chunk.size:
-        tally.bounds(float(np.fmin.reduce(chunk)), float(np.fmax.reduce(chunk)))
+        known = chunk[~nan]  # not fmin: at a signaling NaN it forgets what came before
+        tally.bounds(float(known.min()), float(known.max()))
     return np.where(finite, chunk, chunk.dtype.type(0))
 
 

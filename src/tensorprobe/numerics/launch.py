@@ -7,7 +7,6 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from types import BuiltinFunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,8 +48,15 @@ READS: dict[str, tuple[tl.dtype, int]] = {
 }
 _IN_WORDS = frozenset(["float32", "float16", "bfloat16"])
 _UNITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.int64}
-# What Triton raises where a kernel cannot be built or loaded.
-FAILURES = (TritonError, RuntimeError, OSError, subprocess.CalledProcessError)
+# What Triton raises where a kernel cannot be built, loaded or started.
+FAILURES = (
+    TritonError,
+    RuntimeError,
+    OSError,
+    TypeError,
+    ValueError,
+    subprocess.CalledProcessError,
+)
 
 
 def _tile(name: str) -> int:
@@ -156,7 +162,7 @@ def _needs_no_scratch(run: Any) -> bool:
     if (kind.__module__, kind.__name__) != ("triton.backends.nvidia.driver", "CudaLauncher"):
         return False
     asked = (run.global_scratch_size, run.profile_scratch_size, getattr(run, "gsan_enabled", False))
-    return not any(asked) and isinstance(run.launch, BuiltinFunctionType)
+    return not any(asked)
 
 
 Start = Callable[[int, int, int, int, Bank, int, int], None]
@@ -339,6 +345,12 @@ class Launcher:
             )
 
 
+# A torch without CUDA has none of them, and flags nothing.
+_is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
 class Flagger:
     """Starts the kernel that flags NaN and infinity, and reads its table.
 
@@ -349,6 +361,8 @@ class Flagger:
     def __init__(self, device: torch.device, slots: int, *, interpreted: bool = False) -> None:
         self._index = device.index
         self._tables: dict[torch.dtype, torch.Tensor] = {}
+        # and elements that a program takes at once, and the address of the table
+        self._forms: dict[Hashable, tuple[Any, Any, Any, int, int]] = {}
         self._device = device
         self._kernel = Kernel(kernels.flag_floats, LANES // 32, LANES=LANES)
         if interpreted:
@@ -369,31 +383,45 @@ class Flagger:
 
     def flag(self, tensor: torch.Tensor, count: int, slot: int) -> None:
         """Start on `count` elements that lie in one piece from the tensor's first on."""
-        if torch._C._cuda_isCurrentStreamCapturing():
+        if _is_capturing():
             return  # the kernel would become part of the user's graph
-        if torch._C._cuda_getDevice() != self._index:
-            with torch.cuda.device(self._index):
+        index = self._index
+        if _current_device() != index:
+            with torch.cuda.device(index):
                 return self.flag(tensor, count, slot)
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
-        self.start(tensor, count, slot, stream)
-
-    def start(self, tensor: torch.Tensor, count: int, slot: int, stream: int) -> None:
-        """The same on a stream of the current device."""
-        name = memory.NAMES[tensor.dtype]
-        read, kind = READS[name]
-        table = self._flags if kind != kernels.TABLE else self._table(tensor.dtype, name)
         address = tensor.data_ptr()
-        key = (name, address % 16 == 0, count < 1 << 31)
-        programs = rows_for(name, count)
-        if not self._kernel.start(
-            key, programs, stream, address, table.data_ptr(), self._flags_at, count, slot
-        ):
-            x = triton.reinterpret(tensor, read)
-            wide = name == "float64"
-            self._kernel.compile_and_start(
-                key, programs, x, table, self._flags, count, slot,
-                KIND=kind, WIDE=wide, VECTOR=_vector(name),
-            )  # fmt: skip
+        known = self._forms.get((tensor.dtype, address % 16 == 0, count < 2147483648))
+        if known is None:
+            self.start(tensor, count, slot)
+            return
+        call, before, after, tile, table_at = known
+        programs = -(-count // tile)
+        call(
+            programs if programs < MAX_ROWS else MAX_ROWS, 1, 1, _current_stream(index), *before,
+            address, table_at, self._flags_at, count, slot, *after,
+        )  # fmt: skip
+
+    def start(self, tensor: torch.Tensor, count: int, slot: int) -> None:
+        """The same by way of Triton, on the current stream; how to do without is known then."""
+        dtype = tensor.dtype
+        key = (dtype, tensor.data_ptr() % 16 == 0, count < 2147483648)
+        name = memory.NAMES[dtype]
+        read, kind = READS[name]
+        table = self._flags if kind != kernels.TABLE else self._table(dtype, name)
+        self._kernel.compile_and_start(
+            key, rows_for(name, count), triton.reinterpret(tensor, read), table, self._flags,
+            count, slot, KIND=kind, WIDE=name == "float64", VECTOR=_vector(name),
+        )  # fmt: skip
+        form = self._kernel.form(key)
+        if form is not None:
+            self._forms[key] = (*form, _TILES[name], table.data_ptr())
+
+    def _table(self, dtype: torch.dtype, name: str) -> torch.Tensor:
+        if dtype not in self._tables:
+            values = torch.from_numpy(host.float8_values(name).astype(np.float32).copy())
+            with memory.kernels_only():
+                self._tables[dtype] = values.to(self._device)
+        return self._tables[dtype]
 
     def read(self, count: int) -> list[tuple[int, float]]:
         """Wait for the device; bits and largest magnitude of the first `count` slots, then zero."""
@@ -410,12 +438,6 @@ class Flagger:
         tops = found[:, 1].view(np.float32)
         return list(zip(found[:, 0].tolist(), tops.tolist(), strict=True))
 
-    def _table(self, dtype: torch.dtype, name: str) -> torch.Tensor:
-        if dtype not in self._tables:
-            values = torch.from_numpy(host.float8_values(name).astype(np.float32).copy())
-            self._tables[dtype] = values.to(self._device)
-        return self._tables[dtype]
-
 
 def _common_unit(address: int, nbytes: int) -> int:
     unit = 8
@@ -429,6 +451,9 @@ class CudaPort:
 
     def __init__(self, device: torch.device, launcher: Launcher) -> None:
         self._index = device.index
+        self._device_now: Callable[[], int] = torch._C._cuda_getDevice
+        self._is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
+        self._stream_now: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
         self._launcher = launcher
         self._side = torch.cuda.Stream(device)
         self._uploaded = torch.cuda.Event()
@@ -440,25 +465,25 @@ class CudaPort:
         return torch.cuda.device(self._index)
 
     def current_stream(self) -> int:
-        if torch._C._cuda_isCurrentStreamCapturing():
+        if self._is_capturing():
             # The kernel would become part of the user's graph and write to a bank long gone.
             raise memory.Unsupported("cuda tensor during graph capture: no summary")
-        stream: int = torch._C._cuda_getCurrentRawStream(self._index)
-        return stream
+        return self._stream_now(self._index)
 
     def usual_stream(self) -> int | None:
-        if torch._C._cuda_getDevice() != self._index or torch._C._cuda_isCurrentStreamCapturing():
+        index = self._index
+        if self._device_now() != index or self._is_capturing():
             return None
-        stream: int = torch._C._cuda_getCurrentRawStream(self._index)
-        return stream
+        return self._stream_now(index)
 
     def adopt(self, bank: Bank, stream: int) -> None:
         current = torch.cuda.current_stream(self._index)
         current.wait_event(self._uploaded)
         current.wait_event(bank.born)
         # Else the allocator could give the bank's memory away while that stream still writes.
-        for tensor in (bank.rows, bank.meta, bank.digests, *self._launcher.constants):
-            tensor.record_stream(current)
+        with memory.kernels_only():
+            for tensor in (bank.rows, bank.meta, bank.digests, *self._launcher.constants):
+                tensor.record_stream(current)
         bank.streams[stream] = current
 
     def read_back(self, bank: Bank) -> Arrival:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -55,39 +55,33 @@ def complete(
     if len(started) < len(tickets):
         numbers = numbers[started]
     results, dtypes, counts, repeats, sizes = zip(*filter(None, tickets), strict=True)
-    if stats:
-        summaries = _summaries(dtypes, np.array(counts), np.array(repeats), numbers)
-        for result, summary in zip(results, summaries, strict=True):
-            result.summary = summary
     if digest:
         for result, text in zip(results, finish_all(numbers[:, DIGEST], sizes), strict=True):
             result.digest = text
-    for result in results:
-        result.ready = True
+    summaries = _summaries(dtypes, counts, repeats, numbers) if stats else [None] * len(results)
+    for result, summary in zip(results, summaries, strict=True):
+        result.summary = summary
+        result.ready = True  # at last: another thread may look
 
 
 def _summaries(
-    dtypes: Sequence[str], counts: Array, repeats: Array, numbers: Array
-) -> Iterator[TensorSummary]:
-    floats = numbers.view(np.float64)
-    finite = counts - numbers[:, NAN] - numbers[:, INF]
-    measures = np.empty((len(numbers), 4))
-    measures[:, :2] = floats[:, LOW : HIGH + 1]
+    dtypes: Sequence[str], counts: Sequence[int], repeats: Sequence[int], numbers: Array
+) -> list[TensorSummary]:
+    floats, times = numbers.view(np.float64), np.array(repeats)
+    finite = np.array(counts) - numbers[:, NAN] - numbers[:, INF]
     with np.errstate(all="ignore"):  # other kinds of rows, decoded one by one
-        np.divide(floats[:, TOTAL], finite, out=measures[:, 2])
-        np.multiply(np.sqrt(floats[:, SQUARE]), np.sqrt(repeats), out=measures[:, 3])
-    occurrences = numbers[:, NAN : ZERO + 1] * repeats[:, None]
-    with_fraction = np.array([dtype in _WITH_FRACTION for dtype in dtypes])
-    ordinary = with_fraction & (finite > 0) & ~numbers[:, TOTAL_BIG:NAN].any(axis=1)
-    each = zip(ordinary.tolist(), measures.tolist(), occurrences.tolist(), strict=True)
-    for slot, (is_ordinary, four, three) in enumerate(each):
-        if is_ordinary:
-            low, high, mean, norm = four
-            nan, inf, zero = three
-            yield TensorSummary(low, high, mean, norm, nan, inf, zero)
-        else:
-            row, count, repeat = numbers[slot].tolist(), counts[slot], repeats[slot]
-            yield decode(row, dtypes[slot], int(count), int(repeat))
+        means = floats[:, TOTAL] / finite
+        norms = np.sqrt(floats[:, SQUARE]) * np.sqrt(times)
+    occurrences = [numbers[:, field] * times for field in (NAN, INF, ZERO)]
+    columns = [floats[:, LOW], floats[:, HIGH], means, norms, *occurrences]
+    summaries = list(map(TensorSummary, *[column.tolist() for column in columns]))
+    others = (finite <= 0) | numbers[:, TOTAL_BIG:NAN].any(axis=1)
+    if not _WITH_FRACTION.issuperset(dtypes):
+        others |= np.array([dtype not in _WITH_FRACTION for dtype in dtypes])
+    for slot in np.flatnonzero(others).tolist():
+        row = numbers[slot].tolist()
+        summaries[slot] = decode(row, dtypes[slot], counts[slot], repeats[slot])
+    return summaries
 
 
 def decode(row: Sequence[int], dtype: str, count: int, repeat: int = 1) -> TensorSummary:

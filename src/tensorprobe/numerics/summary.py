@@ -56,25 +56,11 @@ class Summarizer:
         """Start on a tensor as it is now. Never raises and never waits for a device."""
         # Even reading an attribute of a tensor would be seen by a function mode, or by a subclass.
         if type(tensor) in _OWN_TYPES and not _function_mode_is_on():
-            return self._submit(tensor)
-        with torch._C.DisableTorchFunction():
-            return self._submit(tensor)
-
-    def _submit(self, tensor: torch.Tensor) -> Result:
-        result: Result | None = None
-        try:
             start = self._starts.get(tensor.device)
-            if start is not None and type(tensor) in _OWN_TYPES:
-                result = start(tensor)
-            if result is None:
-                result = Result()
-                self._look_closely(result, tensor)
-        except memory.Unsupported as unsupported:
-            return Result(error=str(unsupported), ready=True)
-        except (RuntimeError, TypeError, ValueError, MemoryError) as error:
-            # A kind of tensor nobody foresaw must not end the user's program.
-            return Result(error=f"{type(tensor).__name__} cannot be read: {error}", ready=True)
-        return result
+            started = None if start is None else start(tensor)
+            return self._look_closely(tensor) if started is None else started
+        with torch._C.DisableTorchFunction():
+            return self._look_closely(tensor)
 
     def flush(self) -> None:
         """Start to bring everything submitted so far to the host; does not block."""
@@ -91,7 +77,20 @@ class Summarizer:
         for backend in self._in_use():
             backend.wait()
 
-    def _look_closely(self, result: Result, tensor: torch.Tensor) -> None:
+    def _look_closely(self, tensor: torch.Tensor) -> Result:
+        result = Result()
+        try:
+            self._start(result, tensor)
+        except memory.Unsupported as unsupported:
+            result.error = str(unsupported)
+            result.ready = True
+        except (RuntimeError, TypeError, ValueError, MemoryError) as error:
+            # A kind of tensor nobody foresaw must not end the user's program.
+            result.error = f"{type(tensor).__name__} cannot be read: {error}"
+            result.ready = True
+        return result
+
+    def _start(self, result: Result, tensor: torch.Tensor) -> None:
         keys = memory.keys_of(tensor)
         if not memory.is_plain(keys):
             tensor = memory.settle(tensor, keys)

@@ -39,6 +39,7 @@ _BATCH_LINES = 256
 _BATCH_NBYTES = 16 << 20
 _NO_DATA = np.empty(0, np.uint8)
 OUT_OF_BUDGET = "disk budget reached"
+_TOO_LATE = "it came after its step had ended"
 
 
 class Result(Protocol):
@@ -127,7 +128,7 @@ def _name_of(item: EndLine | _Value | _Data) -> str:
 class CaptureWriter:
     """Writes what one rank of a run recorded, and never raises for the disk's sake.
 
-    `call`, `stack` and `gap` are in the file when they return; `end`, and `value` whose result is
+    `call` and `gap` are in the file when they return; `stack`, `end`, and `value` whose result is
     ready, with the next of those or a moment later. `tensor`, and `value` whose result is still to
     come, go through a queue that one thread empties; `tensor` of a value id comes before its
     `value`. `poll` is called by that thread while results are outstanding, `wait` (make all results
@@ -239,10 +240,10 @@ class CaptureWriter:
             self._append(step, encode(line), True)
 
     def stack(self, line: StackLine) -> None:
-        """Write a stack, before the first call that names it."""
+        """Write a stack, with the first call that names it and before it."""
         step = self._step
         if step is not None:
-            self._append(step, encode(line))
+            self._add_line(step, line)
 
     def gap(self, line: GapLine) -> None:
         """Write that something could not be recorded."""
@@ -256,7 +257,11 @@ class CaptureWriter:
         if step is None:
             return
         try:
-            self._add_line(step, line)
+            if step.closed:
+                raise RuntimeError(_TOO_LATE)
+            step.lines.append(encode(line))
+            if self._asleep:
+                self._wake()
         except Exception as error:  # noqa: BLE001 recording a call must not end the program
             self._not_written(step, line, error)
         if self._flush_each:
@@ -391,7 +396,7 @@ class CaptureWriter:
     def _add_line(self, step: _Step, line: Line) -> None:
         """Let a line wait for the next write: nothing else of a capture depends on its place."""
         if step.closed:
-            raise RuntimeError("it came after its step had ended")
+            raise RuntimeError(_TOO_LATE)
         step.lines.append(encode(line))
         if self._asleep:
             self._wake()

@@ -1,28 +1,5 @@
-"""Installs the simulated NPU when a check of this folder is run by name, and cures it after each.
+"""The checks of this folder have the simulated NPU, cured after each."""
 
-An ordinary run of the tests passes through this folder too, and must not get another device by it.
-"""
+from simulated_chip import _healthy_chip, pytest_collect_file
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
-import torch
-
-from tensorprobe.devices import sim_npu
-
-
-def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> None:
-    if parent.session.isinitpath(file_path):
-        sim_npu.install()
-
-
-@pytest.fixture(autouse=True)
-def _healthy_chip() -> Iterator[None]:
-    torch.manual_seed(0)
-    yield
-    sim_npu.clear_faults()
-    sim_npu.set_overflow_mode("inf-nan")
-    torch.npu.finalize_dump()
+__all__ = ["_healthy_chip", "pytest_collect_file"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,6 @@ from torch import nn
 import tensorprobe as tp
 from tensorprobe.devices import sim_npu
 from tensorprobe.guard.findings import Finding
-
-sim_npu.install()
-
-
-@pytest.fixture(autouse=True)
-def healthy_again() -> Iterator[None]:
-    yield
-    sim_npu.clear_faults()
 
 
 def guarded(folder: Path, program: Any, **options: Any) -> tuple[Finding, ...]:
@@ -69,7 +60,8 @@ def test_the_group_norm_whose_backward_raises(execution: int, tmp_path: Path) ->
     assert backward.tensor("input.0").shape == (2, 4, 5, 5)
 
 
-def test_in_forward(tmp_path: Path) -> None:
+def test_in_forward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASCEND_PROCESS_LOG_PATH", "log")
     model = Norms().npu()
     sim_npu.plant("native_group_norm", effect="raise:EZ9999: Inner Error", calls=[1])
     (finding,) = guarded(tmp_path, lambda: trained(model))
