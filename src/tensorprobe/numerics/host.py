@@ -392,7 +392,9 @@ def add_array(tally: Tally, array: Array, dtype: str, digester: Digester | None 
     """Add the numbers of an array; those of float8 are counted another way."""
     scratch, step = _LOCAL.scratch, STEPS[dtype]
     with np.errstate(all="ignore"):
-        for chunk in chunks(array, chunk_size(dtype), digester):
+        for chunk in chunks(array, chunk_size(dtype)):
+            if digester is not None:
+                digester.update(chunk.view(np.uint8))
             step(tally, chunk, scratch)
 
 
@@ -432,18 +434,13 @@ def chunk_size(dtype: str) -> int:
     return CHUNK // 2 if dtype.startswith("complex") else CHUNK
 
 
-def chunks(array: Array, size: int, digester: Digester | None = None) -> Iterator[Array]:
+def chunks(array: Array, size: int) -> Iterator[Array]:
     """One-dimensional contiguous pieces that cover the array, in the order of memory."""
     if not array.flags.c_contiguous:
         yield from _pieces(array, size, "K")
         return
     flat = array.reshape(-1)
-    if digester is not None:
-        block = CHUNK_NBYTES // flat.itemsize
-        for start in range(0, flat.size, block):
-            digester.update(flat[start : start + block].view(np.uint8))
-            yield from chunks(flat[start : start + block], size)
-    elif 0 < flat.size <= size:
+    if 0 < flat.size <= size:
         yield flat
     else:
         for start in range(0, flat.size, size):
@@ -462,7 +459,9 @@ def _pieces(array: Array, size: int, order: Literal["K", "C"]) -> Iterator[Array
 def _count_float8(array: Array, dtype: str, digester: Digester | None) -> Tally:
     """From how often each of the 256 bit patterns occurs."""
     counts = np.zeros(256, np.int64)
-    for chunk in chunks(array, CHUNK, digester):
+    for chunk in chunks(array, CHUNK):
+        if digester is not None:
+            digester.update(chunk)
         counts += np.bincount(chunk, minlength=256)
     values = float8_values(dtype)
     tally = Tally()
