@@ -172,7 +172,8 @@ def tally_float(tally: Tally, chunk: Array, scratch: Scratch) -> None:
 
 def _ends(chunk: Array) -> tuple[Any, Any]:
     """The smallest and the largest number; NaN if there is one."""
-    # argmin finds a NaN as min does, and is the quicker call.
+    # argmin finds a NaN as min does, and is the quicker call (where the array is writeable: it
+    # copies any other).
     return chunk.item(chunk.argmin()), chunk.item(chunk.argmax())
 
 
@@ -199,9 +200,9 @@ def _add_sums(tally: Tally, wide: Array) -> None:
 
 
 def _sum(wide: Array) -> float:
+    if wide.size <= DOT:
+        return float(wide.dot(_ONES[: wide.size]))
     rest = wide.size % DOT
-    if rest == wide.size:
-        return float(wide.dot(_ONES[:rest]))
     # Sixteen rows of a matrix at a time: BLAS reads the ones once for all of them.
     sums: Array = np.matmul(wide[: wide.size - rest].reshape(-1, DOT // ROW, ROW), _ONES[:ROW])
     return float(sums.reshape(-1).dot(_ONES[: sums.size])) + (_sum(wide[-rest:]) if rest else 0.0)
@@ -209,9 +210,9 @@ def _sum(wide: Array) -> float:
 
 def sum_of_squares(wide: Array) -> float:
     """The sum of squares of float64 numbers, by pieces for which BLAS starts no threads."""
-    rest = wide.size % DOT
-    if rest == wide.size:
+    if wide.size <= DOT:
         return float(wide.dot(wide))
+    rest = wide.size % DOT
     whole = wide[: wide.size - rest]
     squares: Array = np.matmul(whole.reshape(-1, 1, DOT), whole.reshape(-1, DOT, 1))
     total = float(squares.reshape(-1).dot(_ONES[: squares.size]))
