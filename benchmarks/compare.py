@@ -1,6 +1,7 @@
 """How fast captures are compared: bytes a second, rows of statistics, calls aligned.
 
     python benchmarks/compare.py [metrics|rows|align|capture]... [--peer-python PYTHON]
+    python benchmarks/compare.py scaling --jobs 1 2 4 8 16 --gb 8
 
 Bars: ten times as fast as the peer on the same data; 1.5 GB/s a core (bytes of both sides, float32,
 warm); 100,000 rows of statistics compared and written in 3 s; 100,000 calls a side aligned in
@@ -209,15 +210,126 @@ def write_captures(dumps: list[Path]) -> list[Path]:
     return runs
 
 
+def scaling(args: argparse.Namespace) -> None:
+    """The same two captures by ever more processes: the command as a user runs it, and its parts.
+
+    Serial is what the parts other than measuring take. Its share by the times (Karp and Flatt)
+    counts as serial also what processes lose by starting, by uneven shares and by the memory.
+    """
+    with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
+        runs = [Path(folder) / name for name in ("actual", "expected")]
+        nbytes = sum(
+            write_run(run, int(args.gb * 1e9), args.calls, noise)
+            for run, noise in zip(runs, (1e-7, 0.0), strict=True)
+        )
+        print(f"scaling 2 x {nbytes / 2e9:.2f} GB, {args.calls} calls, {os.cpu_count()} cores")
+        titles = ["processes", "command", "GB/s", "speed-up", "efficiency", "serial by times"]
+        titles += ["CPU", "measuring", "its speed-up", "its efficiency", "serial"]
+        print(f"| {' | '.join(titles)} |\n|{' --- |' * len(titles)}")
+        first: tuple[float, float] | None = None
+        for jobs in args.jobs:
+            command = [sys.executable, "-m", "tensorprobe", "compare", *map(str, runs),
+                       "-o", f"{folder}/out", "--processes", str(jobs)]  # fmt: skip
+            clocks = [timed_command(command) for _ in range(args.repeats)]
+            wall, cpu = min(c.wall_s for c in clocks), min(c.cpu_s for c in clocks)
+            parts = min(
+                (parts_in_a_process(runs, jobs) for _ in range(args.repeats)),
+                key=lambda parts: parts["measure"],
+            )
+            measured = parts.pop("measure")
+            first = first or (wall * jobs, measured * jobs)
+            gain, its_gain = first[0] / wall, first[1] / measured
+            share = f"{(jobs / gain - 1) / (jobs - 1):.1%}" if jobs > 1 else "-"
+            print(
+                f"| {jobs} | {wall:.2f} s | {nbytes / 1e9 / wall:.2f} | {gain:.2f}x | "
+                f"{gain / jobs:.0%} | {share} | {cpu:.2f} s | {measured:.2f} s | {its_gain:.2f}x | "
+                f"{its_gain / jobs:.0%} | {sum(parts.values()):.2f} s: "
+                f"{', '.join(f'{k} {s:.2f}' for k, s in parts.items())} |",
+                flush=True,
+            )
+
+
+def parts_in_a_process(runs: list[Path], jobs: int) -> dict[str, float]:
+    command = [sys.executable, __file__, "parts", *map(str, runs), str(jobs)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def parts_of_a_comparison(actual: str, expected: str, jobs: int) -> dict[str, float]:
+    """Seconds of each part of comparing, the first from the start of this process."""
+    from tensorprobe.compare import comparison as room
+    from tensorprobe.compare.measure import measure, pair_tensors
+    from tensorprobe.compare.workers import workers_for
+    from tensorprobe.report.saving import save
+
+    clocks = {"start": Clock()}
+    clocks["start"].wall_s = since_start_s()
+    with workers_for((actual, expected), jobs) as workers:
+        with timed() as clocks["load"]:
+            sides = load(actual), load(expected)
+        with timed() as clocks["align"]:
+            aligned = room._align(*sides, room.NO_MAPPING, None, None)
+            pairs = [pair_tensors(pair) for pair in aligned]
+        with timed() as clocks["measure"]:
+            measure(pairs, workers=workers if jobs > 1 else None)
+    with timed() as clocks["judge"]:
+        found = room._judge(*sides, pairs, {}, True, 120.0)
+    with tempfile.TemporaryDirectory() as folder, timed() as clocks["save"]:
+        save(found, Path(folder))
+    return {part: clock.wall_s for part, clock in clocks.items()}
+
+
+def since_start_s() -> float:
+    """How long this process has been there."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    return uptime - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def write_run(root: Path, nbytes: int, n_calls: int, noise: float) -> int:
+    """A run whose tensors have sizes as those of models have: few large ones, many small."""
+    from tensorprobe.store.lines import CallLine, EndLine, TensorLine
+    from tensorprobe.store.native import CaptureWriter, run_identity
+
+    rng = np.random.default_rng(0)
+    sizes = np.exp(rng.normal(0, 1.6, n_calls))
+    sizes = (sizes / sizes.sum() * nbytes / 4).astype(int) + 64
+    base = rng.standard_normal(int(sizes.max()) + 4096, np.float32)
+    base *= 1 + np.float32(noise) * rng.standard_normal(base.size, np.float32)
+    writer = CaptureWriter(root, 0, run_identity(os.environ), {"config": {"level": "L1"}}, {})
+    writer.begin_step(0)
+    before = []
+    for i, size in enumerate(sizes.tolist()):
+        at = i % 4096  # no two contents are equal
+        name = f"Torch.relu.{i}.forward"
+        writer.call(CallLine(id=i, name=name, op="torch.relu", args=before))
+        writer.tensor(i, name, "float32", (size,), base[at : at + size].view(np.uint8))
+        writer.value(i)
+        before = [{"tensor": TensorLine("float32", (size,), value=i)}]
+        writer.end(EndLine(id=i, outputs=before[0]))
+    writer.close()
+    return writer.nbytes_written
+
+
 PARTS = {"metrics": metrics, "rows": rows, "align": aligning, "capture": capture}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=list(PARTS))
+    if sys.argv[1:2] == ["parts"]:
+        print(json.dumps(parts_of_a_comparison(*sys.argv[2:4], int(sys.argv[4]))))
+        sys.exit()
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, "scaling", []], default=list(PARTS))
     parser.add_argument("--peer-python", help="a Python that has mindstudio-probe")
+    parser.add_argument("--jobs", nargs="+", type=int, default=[1, 2, 4, 8, 16])
+    parser.add_argument("--gb", type=float, default=2.0, help="of each side, for scaling")
+    parser.add_argument("--calls", type=int, default=2000, help="for scaling")
+    parser.add_argument("--repeats", type=int, default=3, help="the best counts, for scaling")
+    parser.add_argument("--scratch", default=None, help="where the runs for scaling are written")
     options = parser.parse_args()
     for part in options.parts:
         if part == "capture":
             capture(options.peer_python)
+        elif part == "scaling":
+            scaling(options)
         else:
             PARTS[part]()

@@ -61,9 +61,9 @@ def stand_in_for_a_gpu() -> None:
 
     launch._starts_directly = lambda: True
     finiteness._CHOICES["cpu"] = flags_on_host
-    torch._C._cuda_isCurrentStreamCapturing = torch.is_inference_mode_enabled
-    torch._C._cuda_getDevice = int
-    torch._C._cuda_getCurrentRawStream = abs
+    launch._is_capturing = torch.is_inference_mode_enabled
+    launch._current_device = int
+    launch._current_stream = abs
 
 
 @contextlib.contextmanager

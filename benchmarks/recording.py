@@ -3,6 +3,7 @@
     python benchmarks/recording.py
     python benchmarks/recording.py --device cuda --size large --levels L0 L1 mix
     python benchmarks/recording.py --peer-python PYTHON      (one that has mindstudio-probe)
+    python benchmarks/recording.py --idle 50                 (loaded, but no step is recorded)
 
 Every row is a ratio within one process: bare steps are timed before and after the recorded ones.
 """
@@ -10,6 +11,7 @@ Every row is a ratio within one process: bare steps are timed before and after t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -152,6 +154,43 @@ def measure_ours(args: argparse.Namespace, size: dict[str, int]) -> list[dict[st
     return rows
 
 
+def measure_idle(args: argparse.Namespace, size: dict[str, int]) -> str:
+    """Steps that are not among the wanted ones, in turn with steps without the tool."""
+    import tensorprobe as tp
+    from tensorprobe.errors import NothingRecorded
+
+    _, step = build(size, args.device, args.dtype)
+    timed(step, args.warmup, args.device)
+    lines = ["| level | no tool | loaded | ratio | ratio of CPU time |", "|" + " --- |" * 5]
+    for level in args.levels:
+        folder = Path(tempfile.mkdtemp(dir=args.scratch))
+        recorder = tp.Recorder(
+            folder / "run", level=level, keep="stats", steps=[10**9], log=lambda text: None
+        )
+
+        def loaded_step(recorder=recorder) -> None:
+            step()
+            recorder.step()
+
+        with contextlib.suppress(NothingRecorded), recorder:
+            timed(loaded_step, 1, args.device)  # in the first one modules get their names
+            times: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+            for turn in range(2 * args.idle):
+                loaded = turn % 2 == 1
+                (recorder.start if loaded else recorder.stop)()
+                began = time.process_time()
+                [seconds] = timed(loaded_step if loaded else step, 1, args.device)
+                times[loaded].append((seconds, time.process_time() - began))
+        bare, idle = (statistics.median(t for t, _ in times[loaded]) for loaded in (False, True))
+        least = [min(cpu for _, cpu in times[loaded]) for loaded in (False, True)]
+        lines.append(
+            f"| {level} | {bare:.4f} s | {idle:.4f} s | {idle / bare:.3f}x | "
+            f"{least[1] / least[0]:.3f}x |"
+        )
+        shutil.rmtree(folder)
+    return "\n".join(lines)
+
+
 PEER_TASKS = {
     "stats": {"task": "statistics", "summary_mode": "statistics"},
     "digest": {"task": "statistics", "summary_mode": "md5"},
@@ -253,6 +292,22 @@ def table(ours: list[dict[str, object]], peer: list[dict[str, object]]) -> str:
     return "\n".join(lines)
 
 
+def speeds(ours: list[dict[str, object]], peer: list[dict[str, object]]) -> str:
+    """Bytes in files for each second that a recorded step takes longer, where tensors are kept."""
+    mine, its = (
+        {
+            row["level"]: row["mbytes_per_step"] / 1e3 / (row["step_s"] - row["bare_s"])
+            for row in rows
+            if row["keep"] == "tensors"
+        }
+        for rows in (ours, peer)
+    )
+    lines = [f"{level} tensors: {speed:.3f} GB/s" for level, speed in mine.items()]
+    both = [level for level in mine if level in its]
+    lines += [f"{lvl}, msprobe: {its[lvl]:.3f} GB/s, {mine[lvl] / its[lvl]:.1f}x" for lvl in both]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
@@ -265,6 +320,8 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="bare steps before and after")
     parser.add_argument("--recorded", type=int, default=3)
+    parser.add_argument("--idle", type=int, default=0, metavar="N", help="time N steps that are "
+                        "loaded but not wanted instead, and N without the tool")  # fmt: skip
     parser.add_argument("--scratch", default=None)
     parser.add_argument("--peer-python", default=os.environ.get("TENSORPROBE_PEER_PYTHON"))
     parser.add_argument("--peer-timeout", type=float, default=600)
@@ -277,12 +334,17 @@ def main() -> None:
     import torch
 
     size = SIZES[args.size]
+    if args.idle:
+        print(f"{args.size} Llama, {args.dtype} on {args.device}, torch {torch.__version__}")
+        print(measure_idle(args, size))
+        return
     ours = measure_ours(args, size)
     peer = measure_peer(args, size) if args.peer_python else []
     print(f"{args.size} Llama {size} {args.dtype} on {args.device}")
     print(f"torch {torch.__version__}, ", end="")
     print(f"python {platform.python_version()}, {os.cpu_count()} cores, stacks {args.stacks}")
     print(table(ours, peer))
+    print(speeds(ours, peer))
     if args.json:
         Path(args.json).write_text(json.dumps({"ours": ours, "peer": peer}, indent=1))
 

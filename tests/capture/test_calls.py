@@ -307,6 +307,24 @@ def test_an_optimizer_that_writes_to_data(record: Record) -> None:
         assert later["parameters.weight"] == [[0]]
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_what_torchs_own_optimizers_wrote_is_stored_once(foreach: bool, record: Record) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25, foreach=foreach)
+
+    def program() -> None:
+        model(torch.full((1, 1), 2.0)).backward()
+        optimizer.step()
+
+    capture = record(program, level="L1")
+    step = capture.call("Optimizer.SGD.step.0")
+    written = "Torch._foreach_add_.0.forward" if foreach else "Tensor.add_.0.forward"
+    inner = next(t for t in capture.call(written).tensors if t.role == "output")
+    assert step.tensor("output.weight").load() == 0.5
+    assert step.tensor("output.weight").blob == inner.blob != step.tensor("parameters.weight").blob
+
+
 def test_loss_scaling_is_visible(record: Record) -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -152,7 +152,7 @@ def check_flagger() -> None:
     contents = [content for x in tensors if (content := readable(x)) is not None]
     flagger = Flagger(CPU, len(contents), interpreted=True)
     for slot, content in enumerate(contents):
-        flagger.start(content, content.numel(), slot, 0)
+        flagger.start(content, content.numel(), slot)
     for content, (bits, top) in zip(contents, flagger.decode(len(contents)), strict=True):
         expected = extent_now(content)
         assert bits == expected.bits, (content.dtype, bits, expected)

@@ -58,6 +58,33 @@ def test_equal_exact_arithmetic(path: str, dtype: torch.dtype) -> None:
         assert result.digest == digest_tensor(tensor), name
 
 
+@pytest.mark.parametrize("digest", [False, True])
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=cases.title)
+def test_those_after_the_first_of_a_dtype(dtype: torch.dtype, digest: bool) -> None:
+    """Started without a closer look where they are usual, by then compiled forms."""
+    content = cases.random_bits(dtype, 6016)
+    layouts = [content, content.clone(), content[:1024], content[1:], content[:0]]
+    layouts += [content.view(94, 64).t(), content.view(94, 64)[::2], content[:9].expand(7, 9)]
+    summarizer = Summarizer(digest=digest)
+    submitted = []
+    for tensor in layouts * 2:
+        whole = torch.empty(0, dtype=dtype, device="cuda").set_(
+            tensor.untyped_storage().cuda(), tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
+        submitted.append((tensor, summarizer.submit(whole)))
+    if dtype.is_complex:
+        submitted.append((content.conj().imag, summarizer.submit(content.cuda().conj().imag)))
+    backend = summarizer._backend_of(torch.device("cuda", 0))
+    assert isinstance(backend, KernelBackend)
+    in_words = dtype in (torch.float32, torch.float16, torch.bfloat16)
+    assert (dtype in backend._usual) == (in_words if digest else not dtype.is_complex)
+    summarizer.wait()
+    for tensor, result in submitted:
+        assert (result.ready, result.error, result.note) == (True, None, None)
+        cases.assert_summary(result.summary, tensor)
+        assert result.digest == (digest_tensor(tensor) if digest else None)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
 def test_large(dtype: torch.dtype) -> None:
     on_host = (torch.randn(5_000_003) * 100).to(dtype)

@@ -35,6 +35,7 @@ class OptimizerHooks:
         self._on_step = on_step
         self._handles: list[Any] = []
         self._names: dict[int, str] = {}  # of parameters, when the last step began
+        self._versions: dict[int, int] = {}  # of parameters, then, of an optimizer of torch's own
         self._inside = False  # torch is going through its hooks, which must not change then
         self._on = False
         # steps under way; a wrapper that is an Optimizer itself steps around the real one
@@ -80,6 +81,7 @@ class OptimizerHooks:
             self._names = self._parameter_names()
             parameters = self._parameters(optimizer)
             grads = _gradients(parameters)
+            self._versions = _versions(parameters) if _is_torchs_own(kind) else {}
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 tape.forget(grad for _, grad in grads)  # collectives move no version
             settings = [
@@ -116,10 +118,24 @@ class OptimizerHooks:
     def _end(self, optimizer: Optimizer, call: OpenCall) -> None:
         try:
             parameters = dict(self._parameters(optimizer))
-            self._tape.forget(parameters.values())  # many optimizers write to p.data
+            self._tape.forget(self._perhaps_unseen(parameters))
             self._tape.end(call, parameters)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self._tape.gap(call.names.name, error)
+
+    def _perhaps_unseen(self, parameters: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The parameters whose version may not tell that they were written to.
+
+        Many optimizers write to `p.data`. Those of torch itself do not: what they wrote has another
+        version, and is known already where the calls inside of the step were recorded.
+        """
+        before, self._versions = self._versions, {}
+        with Quiet():
+            return [
+                parameter
+                for parameter in parameters.values()
+                if id(parameter) not in before or parameter._version == before[id(parameter)]
+            ]
 
     def _parameters(self, optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
         names = self._names
@@ -134,6 +150,16 @@ def _gradients(parameters: list[tuple[str, torch.Tensor]]) -> list[tuple[str, to
     with Quiet():  # a function mode makes reading a property ten times as dear
         grads = [(name, parameter.grad) for name, parameter in parameters]
     return [(name, grad) for name, grad in grads if grad is not None]
+
+
+def _is_torchs_own(kind: type[Optimizer]) -> bool:
+    return kind.__module__.startswith("torch.optim.")
+
+
+def _versions(parameters: list[tuple[str, torch.Tensor]]) -> dict[int, int]:
+    with Quiet():
+        tracked = (parameter for _, parameter in parameters if not parameter.is_inference())
+        return {id(parameter): parameter._version for parameter in tracked}
 
 
 def _stepping(frame: FrameType | None) -> set[int]:

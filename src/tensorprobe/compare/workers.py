@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tensorprobe.numerics import stored_pairs
@@ -20,6 +20,7 @@ from tensorprobe.numerics.stored_pairs import StoredPair, measure_stored
 IN_PROCESS_NBYTES = 96 << 20
 _EACH_NBYTES = 32 << 20  # of both sides; for less, one more process is not worth its start
 _BATCH_NBYTES = 32 << 20
+_LEAST_NBYTES = 1 << 20  # measured in about the time in which it is sent for
 _BATCH = 256
 
 Result = PairMetrics | str
@@ -35,12 +36,17 @@ class Workers:
 
     def __init__(self, n: int, *, for_anything: bool = False) -> None:
         self.for_anything = for_anything  # also for what is sooner measured here
-        self._children = [_start() for _ in range(n)]
+        self._children: list[subprocess.Popen[bytes]] = []
+        with suppress(OSError):  # the system's limit: fewer will do
+            for _ in range(n):
+                self._children.append(_start())
 
     def results(
         self, pairs: Sequence[StoredPair], nbytes: Sequence[int], tell: Tell
     ) -> list[Result]:
         """The metrics of each, or why there are none."""
+        if not self._children:
+            return [measure_stored(*pair) for pair in pairs]
         results: list[Result] = [""] * len(pairs)
         todo: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
         n_batches = 0
@@ -68,7 +74,7 @@ class Workers:
         for child in self._children:
             child.kill()
         for child in self._children:
-            with child:
+            with suppress(OSError), child:  # it may have died with something left to be sent
                 pass
 
 
@@ -94,7 +100,7 @@ def batches(nbytes: Sequence[int], n: int) -> Iterator[list[int]]:
     """What goes to a process at a time: the largest first, each alone, so that none is left for
     the end; the rest as it lies in the files, in smaller portions towards the end."""
     total = sum(nbytes)
-    alone = min(_BATCH_NBYTES, max(total // (8 * n), 1))
+    alone = max(min(total // (8 * n), _BATCH_NBYTES), _LEAST_NBYTES)
     large = [i for i, size in enumerate(nbytes) if size >= alone]
     large.sort(key=lambda i: -nbytes[i])
     yield from ([i] for i in large)
@@ -106,7 +112,8 @@ def batches(nbytes: Sequence[int], n: int) -> Iterator[list[int]]:
             continue
         batch.append(i)
         size += each
-        if len(batch) >= _BATCH or size >= min(_BATCH_NBYTES, left // (4 * n)):
+        portion = max(min(left // (4 * n), _BATCH_NBYTES), _LEAST_NBYTES)
+        if len(batch) >= _BATCH or size >= portion:
             yield batch
             left -= size
             batch, size = [], 0
@@ -122,7 +129,8 @@ def _nbytes_up_to(sources: Iterable[str | os.PathLike[str]], enough: int) -> int
         for folder, _, files in os.walk(path.parent if path.is_file() else path):
             for file in files:
                 if file.endswith((".safetensors", ".npy", ".pt")):
-                    total += os.stat(os.path.join(folder, file)).st_blocks * 512
+                    with suppress(OSError):
+                        total += os.stat(os.path.join(folder, file)).st_blocks * 512
                 if total >= enough:
                     return enough
     return total

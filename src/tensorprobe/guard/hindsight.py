@@ -219,7 +219,7 @@ class Hindsight:
 
     def _blame_all(self, events: list[Event]) -> None:
         """The flag was raised, and no tensor shows where: between the first call and the last."""
-        sighted = [event for event in events if event.sighting is not None]
+        sighted = [event for event in events if event.sighting is not None and _computes(event)]
         if not sighted:
             return
         last = sighted[-1]
@@ -245,6 +245,10 @@ class Hindsight:
 def _sighting(event: Event) -> Sighting:
     assert event.sighting is not None
     return event.sighting
+
+
+def _computes(event: Event) -> bool:
+    return _sighting(event).plan.kind is not Kind.PASSES
 
 
 def _join(extents: Any) -> int:

@@ -68,7 +68,7 @@ def look_at(tensors: Iterable[Named]) -> list[Seen]:
 def scalar_bits(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """The kinds of non-finite numbers that the program itself wrote into the call."""
     bits = 0
-    for value in (*args, *kwargs.values()):
+    for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, float) and not math.isfinite(value):
             bits |= NAN if value != value else POSITIVE if value > 0 else NEGATIVE
     return bits

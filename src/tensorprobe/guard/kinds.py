@@ -28,6 +28,10 @@ class Plan(NamedTuple):
     kind: Kind
     writes: bool  # to its first argument, whose values before must be copied to be known
     uninitialised: bool = False
+    looks_now: bool = False  # what it gives is no result of its own, to be looked at later
+    # asked for every call, so they are worked out once
+    is_special: bool = False  # its kind is none of those that make a result out of inputs
+    has_backward: bool = True  # which computes, too
 
 
 _CASTS = "to type float half double bfloat16 type_as cfloat cdouble chalf _to_copy"
@@ -85,12 +89,14 @@ def plan_for(api: ApiName) -> Plan:
     """What to do about the calls of this API."""
     name = api.api if api.api.endswith("_.__set__") else _last_part(api.api)
     if api.prefix == "Distributed":
-        return Plan(api, Kind.COMMUNICATES, False)
+        return Plan(api, Kind.COMMUNICATES, False, looks_now=True)
     if name.startswith("_amp_"):
-        return Plan(api, Kind.SCALES, False)
+        return Plan(api, Kind.SCALES, False, is_special=True)
     kind = _KINDS.get(name, Kind.COMPUTES)
     writes = kind in (Kind.COMPUTES, Kind.CASTS) and writes_in_place(api)
-    return Plan(api, kind, writes, name in _UNINITIALISED_NAMES)
+    uninitialised = name in _UNINITIALISED_NAMES
+    passes = kind in (Kind.PASSES, Kind.MAKES)
+    return Plan(api, kind, writes, uninitialised, uninitialised, passes, not passes)
 
 
 def _last_part(api: str) -> str:

@@ -26,6 +26,8 @@ from tensorprobe.numerics.finiteness import LIMITS, readable
 # While it is entered, tensors are read without a function mode or subclass taking notice. It costs
 # a quarter of Quiet, and is enough where no operation of torch is called.
 MODES_OFF = torch._C.DisableTorchFunction
+# Between a look at what a call returned and the program: _after, call, called, __torch_function__.
+OWN_FRAMES = 5
 NEAR = {dtype: limit / 2 for dtype, limit in LIMITS.items()}
 _SCALER_FILE = "grad_scaler.py"
 
@@ -59,6 +61,8 @@ class Looking:
         self._looks_later = look_every is not None and look_every > 1  # also on the host
         self.step = 0
         self.taint = Taint()
+        # optimizers at work, by identity: the call, and whether a gradient is bad
+        self.stepping: dict[int, tuple[Sighting, bool]] = {}
         self._pass_case: Case | None = None  # of the backward that runs
         self._functions: set[tuple[int, int]] = set()
         self._uninitialised: dict[int, StorageWeakRef] = {}
@@ -112,13 +116,18 @@ class Looking:
     def _sighting(self, glance: Glance) -> Sighting:
         return Sighting(*self._noted(glance))
 
-    def _noted(self, glance: Glance) -> NotedCall:
-        """What a later report needs to know of a call, noted while it is made."""
+    def _noted(self, glance: Glance, depth: int = 2) -> NotedCall:
+        """What a later report needs to know of a call, noted while it is made.
+
+        `depth` of the frames above the caller are ours.
+        """
         call = glance.call
         if call is None:
             tape = self._tape
-            call = (glance.plan, glance.number, tape.place.module, self.step, tape.trail(2))
-            glance.call = call
+            trail = tape.trail(depth)
+            call = glance.call = (
+                glance.plan, glance.number, tape.place.module, self.step, trail,
+            )  # fmt: skip
         return call
 
     def _spoil(self, tensors: list[Seen], case: Case, *, any_value: bool = False) -> None:

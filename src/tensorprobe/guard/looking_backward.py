@@ -15,6 +15,7 @@ from tensorprobe.capture.gradients import (
     Path,
     Spot,
     Trace,
+    one_node,
     trace_call,
     trace_function,
 )
@@ -33,7 +34,7 @@ from tensorprobe.guard.glances import (
 )
 from tensorprobe.guard.judging import Seen, bits_of, look_at
 from tensorprobe.guard.kinds import plan_for
-from tensorprobe.guard.looking import MODES_OFF, NEAR, Looking
+from tensorprobe.guard.looking import MODES_OFF, NEAR, OWN_FRAMES, Looking
 from tensorprobe.guard.ring import NotedCall, NotedOutput
 from tensorprobe.numerics.finiteness import LIMITS, extent_now, is_plain, readable
 
@@ -95,8 +96,13 @@ class BackwardLooking(Looking):
         assert edges is not None
         if _sequence_number() == edges.start:
             return  # it has made no node
+        one = one_node(outputs[0][0], edges) if len(outputs) == 1 else None
+        if one is not None:
+            node, spots = one
+            node.register_hook(_OutgoingLater(self, self._noted(glance, OWN_FRAMES), spots))
+            return
         for node, spots in trace_call(outputs, edges).boundary.items():
-            node.register_hook(_OutgoingLater(self, self._noted(glance), spots))
+            node.register_hook(_OutgoingLater(self, self._noted(glance, OWN_FRAMES), spots))
 
     def gradients_later(self, call: NotedCall, spots: list[Spot], grads: Gradients) -> None:
         """Backward leaves a call: what it sends on is flagged, and looked at later."""

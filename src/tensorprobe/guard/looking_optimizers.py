@@ -164,22 +164,16 @@ class OptimizerSight(OptimizerHooks):
     ) -> None:
         super().__init__(tape, parameter_names, on_step)
         self._sight = sight
-        self._begun: dict[int, tuple[Sighting, bool]] = {}
-
-    @property
-    def stepping(self) -> bool:
-        """Whether an optimizer is at work."""
-        return bool(self._begun)
 
     def _begin(self, optimizer: Optimizer) -> OpenCall | None:
-        self._begun.clear()
+        self._sight.stepping.clear()
         sighting, bad = self._sight.optimizer_begins(optimizer)
-        self._begun[id(optimizer)] = sighting, bad
+        self._sight.stepping[id(optimizer)] = sighting, bad
         return OpenCall(sighting.names(), "structure", sighting.step)
 
     def _end(self, optimizer: Optimizer, call: OpenCall) -> None:
-        sighting, bad = self._begun.pop(id(optimizer), (None, False))
-        self._begun.clear()
+        sighting, bad = self._sight.stepping.pop(id(optimizer), (None, False))
+        self._sight.stepping.clear()
         if sighting is not None:
             self._sight.optimizer_ended(optimizer, sighting, bad)
 

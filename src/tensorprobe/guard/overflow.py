@@ -137,7 +137,6 @@ class OverflowWatch:
         self._optimizers = OptimizerSight(
             tape, self._modules.paths.parameter_names, self._optimizer_stepped, self._sight
         )
-        self._sight.optimizers = self._optimizers
         self._engine = EngineEntry([self._mode], self._backward_begins, self._backward_ended)
         _stop_in_children(self._sight)
 

@@ -94,23 +94,27 @@ class Ring:
     def inputs(self, tensors: Iterable[tuple[torch.Tensor, Path]]) -> list[NotedInput]:
         """The memory of the inputs of a call; what is new there is flagged first."""
         found = []
-        versions = self._known.versions
         for tensor, path in tensors:
             if tensor.dtype not in LIMITS:
                 continue
-            if type(tensor) in PLAIN_TENSORS:
-                try:
-                    key = tensor.untyped_storage()._cdata
-                    if versions[key] == tensor._version and not tensor.is_neg():
-                        found.append((path, key))
-                        continue
-                except (KeyError, RuntimeError, NotImplementedError):
-                    pass  # not known; of inference mode, which has no versions; sparse, a wrapper
+            if type(tensor) in PLAIN_TENSORS and (key := self.known_storage(tensor)) is not None:
+                found.append((path, key))
+                continue
             with Quiet():
                 content = readable(tensor)
                 if content is not None:
                     found.append((path, self._first_look(content, path)))
         return found
+
+    def known_storage(self, tensor: torch.Tensor) -> int | None:
+        """The memory of a plain tensor whose content is known as it is now."""
+        try:
+            key: int = tensor.untyped_storage()._cdata
+            if self._known.versions[key] == tensor._version and not tensor.is_neg():
+                return key
+        except (KeyError, RuntimeError, NotImplementedError):
+            pass  # not known; of inference mode, which has no versions; sparse, a wrapper
+        return None
 
     def _first_look(self, content: torch.Tensor, path: Path) -> int:
         key: int = content.untyped_storage()._cdata
@@ -119,15 +123,12 @@ class Ring:
             self._notes.append((None, "forward", _NO_INPUTS, [held], 0, False, ""))
         return key
 
-    def hold(self, content: torch.Tensor, path: Path, *, flag: bool = True) -> NotedOutput:
+    def hold(self, content: torch.Tensor, path: Path, flag: bool = True) -> NotedOutput:
         """Start to flag a tensor of a call; without `flag` it has what its inputs had."""
-        self.active = True
         device = content.device
         ticket = UNFLAGGED
         if flag:
-            flags = self._flags.get(device)
-            if flags is None:
-                flags = self._flags[device] = flags_for(device)
+            flags = self._flags.get(device) or self._begin(device)
             if flags.computes:
                 with Quiet():
                     ticket = flags.submit(content)
@@ -139,6 +140,11 @@ class Ring:
         key = self._known.add(storage, content)
         whole = content.nbytes >= storage.nbytes()
         return path, key, device, ticket, content.dtype, content.shape, whole
+
+    def _begin(self, device: torch.device) -> Flags:
+        self.active = True
+        flags = self._flags[device] = flags_for(device)
+        return flags
 
     def add(
         self,
@@ -181,7 +187,10 @@ class _Storages:
         key: int = storage._cdata
         if key not in self.versions:
             storage._weak_ref()
-        self.versions[key] = _version(content)
+        try:
+            self.versions[key] = content._version
+        except RuntimeError:  # of inference mode
+            self.versions[key] = -1
         return key
 
     def is_alive(self, key: int) -> bool:

@@ -9,14 +9,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tensorprobe.capture import compiled
-from tensorprobe.capture.encode import PLAIN_TENSORS
 from tensorprobe.capture.function_mode import SCALER_UPDATE, UserCalls
 from tensorprobe.capture.gradients import InputEdges
 from tensorprobe.capture.naming import ApiName
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.steps import optimizers_in_round
 from tensorprobe.guard.cases import Case, Sighting, tensors_in, tensors_out
-from tensorprobe.guard.evidence import GuardTape, write_forward
+from tensorprobe.guard.evidence import write_forward
 from tensorprobe.guard.glances import (
     Glance,
     Tensors,
@@ -30,16 +29,16 @@ from tensorprobe.guard.glances import (
 )
 from tensorprobe.guard.judging import Seen, bits_of, fault, is_pole, look_at, scalar_bits
 from tensorprobe.guard.kinds import Kind, Plan, plan_for
-from tensorprobe.guard.looking import MODES_OFF, NEAR, Watcher, made_by_scaler
-from tensorprobe.guard.looking_backward import BackwardLooking
-from tensorprobe.guard.looking_optimizers import OptimizerLooking, OptimizerSight
+from tensorprobe.guard.looking import MODES_OFF, NEAR, OWN_FRAMES, made_by_scaler
+from tensorprobe.guard.looking_later import LaterLooking, holds_all_of
+from tensorprobe.guard.looking_optimizers import OptimizerLooking
 from tensorprobe.guard.trail import NOWHERE
-from tensorprobe.numerics.finiteness import LIMITS, NAN, extent_now, is_plain, readable
+from tensorprobe.numerics.finiteness import LIMITS, NAN, extent_now, readable
 
 _MOST_ASLEEP = 64
 _is_grad_enabled = torch.is_grad_enabled
-# Their backward computes nothing either.
-_NO_BACKWARD = (Kind.PASSES, Kind.MAKES)
+# torch.func is at work where there are some: its wrappers have no graph that can be walked
+_transforms = torch._C._functorch.peek_interpreter_stack
 
 
 class SightMode(UserCalls):
@@ -59,33 +58,44 @@ class SightMode(UserCalls):
         return self._sight.call(plan, func, args, kwargs)
 
 
-class Sight(BackwardLooking, OptimizerLooking):
+class Sight(LaterLooking, OptimizerLooking):
     """Looks at what each call returns, at once or, on a device, when there is time."""
-
-    def __init__(self, tape: GuardTape, watcher: Watcher, look_every: int | None) -> None:
-        super().__init__(tape, watcher, look_every)
-        self.optimizers: OptimizerSight | None = None
 
     # Calls
 
     def call(self, plan: Plan, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Make a call of the program and look at what it returns."""
         number = self._tape.counter.next(plan.api)
-        kind = plan.kind
-        if self.optimizers is not None and self.optimizers.stepping:
+        if self.stepping:
             return func(*args, **kwargs)
-        if kind is Kind.SCALES:
-            return self._scaler_call(plan, func, args, kwargs)
-        if kind is Kind.MAKES and not plan.uninitialised:
-            return func(*args, **kwargs)
-        if kind is Kind.PASSES and not self.taint and not self._ring.active:
-            return func(*args, **kwargs)
+        if plan.is_special:
+            kind = plan.kind
+            if kind is Kind.SCALES:
+                return self._scaler_call(plan, func, args, kwargs)
+            if kind is Kind.PASSES:
+                return self._pass_on(plan, number, func, args, kwargs)
+            if not plan.uninitialised:
+                return func(*args, **kwargs)
         glance = self._before(plan, number, args, kwargs)
         result = func(*args, **kwargs)
         if glance is not None:
             self._after(glance, result)
         if self._watcher.attention:
             self._watcher.call_made()
+        return result
+
+    def _pass_on(
+        self, plan: Plan, number: int, func: Any, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """A call that returns what it is given: of interest where that may be bad."""
+        result = func(*args, **kwargs)
+        if self.taint or self._ring.active:
+            if not self._is_noted_view(plan, number, args, result):
+                glance = self._before(plan, number, args, kwargs)
+                if glance is not None:
+                    self._after(glance, result)
+            if self._watcher.attention:
+                self._watcher.call_made()
         return result
 
     def _scaler_call(self, plan: Plan, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -105,7 +115,7 @@ class Sight(BackwardLooking, OptimizerLooking):
         try:
             with MODES_OFF():
                 inputs = glance.inputs = tensors_in(args, kwargs)
-                if plan.kind not in _NO_BACKWARD and _is_grad_enabled() and not _in_transform():
+                if plan.has_backward and _is_grad_enabled() and not _transforms():
                     for tensor, _ in inputs:
                         if tensor.requires_grad:
                             edges = glance.edges = InputEdges()
@@ -202,7 +212,7 @@ class Sight(BackwardLooking, OptimizerLooking):
             elif extent.top >= NEAR[content.dtype]:
                 near = True
         if late:
-            self._look_later(glance, late, glance.plan.kind is not Kind.PASSES)
+            self._look_later(glance, late, glance.plan.kind is not Kind.PASSES, OWN_FRAMES + 1)
         if bad:
             self._suspect(glance, result, outputs)
         elif near:
@@ -217,7 +227,7 @@ class Sight(BackwardLooking, OptimizerLooking):
         source, target = glance.inputs[0][0], outputs[0][0]
         if source.dtype not in LIMITS or target.dtype not in LIMITS:
             return True
-        return _holds_all_of(target, source)
+        return holds_all_of(target, source)
 
     def _note_uninitialised(self, outputs: Tensors) -> None:
         for tensor, _ in outputs:
@@ -365,65 +375,8 @@ class Sight(BackwardLooking, OptimizerLooking):
         for each in look_at(labelled(outputs, "output")):
             self._latent.see(f"{name}.{each.label}", self.step, each.top, each.limit)
 
-    # On a device: later
-
-    def _are_later(self, glance: Glance, outputs: Tensors) -> bool:
-        """Whether all that this call makes is looked at later, its gradients too.
-
-        Then no operation of torch is called for it, and nothing has to be hidden from the program.
-        """
-        plan = glance.plan
-        if not self._ring.active or plan.uninitialised or plan.kind is Kind.COMMUNICATES:
-            return False
-        on_host = self._looks_later
-        for tensor, _ in outputs:
-            if type(tensor) not in PLAIN_TENSORS or not (on_host or not tensor.is_cpu):
-                return False
-        if glance.edges is not None and not on_host:
-            for tensor, _ in glance.inputs:
-                if tensor.requires_grad and tensor.is_cpu:
-                    return False
-        return self._look_every != 1
-
-    def _look_at_later(self, glance: Glance, outputs: Tensors) -> None:
-        kind = glance.plan.kind
-        flag = kind is not Kind.PASSES
-        if kind is Kind.CASTS and glance.inputs:
-            source, target = glance.inputs[0][0], outputs[0][0]
-            if source is target or source.dtype not in LIMITS:
-                return
-            flag = not _holds_all_of(target, source)
-        late = [
-            (tensor, path)
-            for tensor, path in outputs
-            if is_plain(tensor) and not (kind is Kind.MOVES and tensor._is_view())
-        ]
-        if late:
-            self._look_later(glance, late, flag)
-
-    def _look_later(self, glance: Glance, outputs: Tensors, flag: bool) -> None:
-        """Note the call; what it made is known when the device has got there."""
-        ring = self._ring
-        inputs = ring.inputs(glance.inputs) if glance.noted is None else glance.noted
-        held = [ring.hold(content, path, flag=flag) for content, path in outputs]
-        told = scalar_bits(glance.args, glance.kwargs)
-        in_backward = torch._C._current_graph_task_id() != -1
-        ring.add(self._noted(glance), "forward", held, inputs, told, in_backward)
-        if ring.is_due:
-            self.look()
-
 
 def _is_under_way(result: Any) -> bool:
     """Whether a collective goes on after it returned: it gave a Work to wait for."""
     works = result if isinstance(result, list | tuple) else [result]
     return any(hasattr(work, "is_completed") for work in works)
-
-
-def _holds_all_of(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a cast between these dtypes cannot overflow; copies between devices are looked at."""
-    return source.is_cpu == target.is_cpu and LIMITS[source.dtype] <= LIMITS[target.dtype]
-
-
-def _in_transform() -> bool:
-    """Whether torch.func is at work: its wrappers have no graph that can be walked."""
-    return bool(torch._C._functorch.peek_interpreter_stack())

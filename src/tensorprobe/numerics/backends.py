@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from tensorprobe.numerics import digest, host, host_torch, memory, rows, torch_ops
+from tensorprobe.numerics import digest, host, host_threads, memory, rows, torch_ops
 from tensorprobe.numerics.queue import MAX_AGE_S, Bank, Port, Queue
 from tensorprobe.numerics.result import Result
 
@@ -40,15 +40,16 @@ class HostBackend:
 
     def submit(self, result: Result, tensor: torch.Tensor, name: str) -> None:
         storage = host.STORAGE[name]
-        summary = host_torch.summarize(tensor, name) if self._stats else None
-        if self._stats and self._digest and summary is None and tensor.is_contiguous():
+        if self._stats and self._digest and tensor.is_contiguous():
             array = memory.logical_array(tensor, storage)
             result.summary, result.digest = host.summarize_and_digest(array, name)
         else:
-            if self._stats and summary is None:
+            if self._stats:
                 array, repeat = memory.distinct_array(tensor, storage)
-                summary = host.summarize_array(array, name, repeat=repeat)
-            result.summary = summary
+                threads = torch.get_num_threads()
+                result.summary = host_threads.summarize_array(
+                    array, name, repeat=repeat, threads=threads
+                )
             if self._digest:
                 result.digest = host.digest_strided(memory.logical_array(tensor, storage))
         result.ready = True

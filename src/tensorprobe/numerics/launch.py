@@ -345,6 +345,12 @@ class Launcher:
             )
 
 
+# A torch without CUDA has none of them, and flags nothing.
+_is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
 class Flagger:
     """Starts the kernel that flags NaN and infinity, and reads its table.
 
@@ -355,7 +361,8 @@ class Flagger:
     def __init__(self, device: torch.device, slots: int, *, interpreted: bool = False) -> None:
         self._index = device.index
         self._tables: dict[torch.dtype, torch.Tensor] = {}
-        self._plans: dict[torch.dtype, tuple[int, int]] = {}
+        # and elements that a program takes at once, and the address of the table
+        self._forms: dict[Hashable, tuple[Any, Any, Any, int, int]] = {}
         self._device = device
         self._kernel = Kernel(kernels.flag_floats, LANES // 32, LANES=LANES)
         if interpreted:
@@ -376,42 +383,45 @@ class Flagger:
 
     def flag(self, tensor: torch.Tensor, count: int, slot: int) -> None:
         """Start on `count` elements that lie in one piece from the tensor's first on."""
-        if torch._C._cuda_isCurrentStreamCapturing():
+        if _is_capturing():
             return  # the kernel would become part of the user's graph
-        if torch._C._cuda_getDevice() != self._index:
-            with torch.cuda.device(self._index):
+        index = self._index
+        if _current_device() != index:
+            with torch.cuda.device(index):
                 return self.flag(tensor, count, slot)
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
-        self.start(tensor, count, slot, stream)
-
-    def start(self, tensor: torch.Tensor, count: int, slot: int, stream: int) -> None:
-        """The same on a stream of the current device."""
-        dtype = tensor.dtype
-        tile, table_at = self._plans.get(dtype) or self._plan(dtype)
         address = tensor.data_ptr()
-        key = (dtype, address % 16 == 0, count < 1 << 31)
-        programs = min(MAX_ROWS, -(-count // tile))
-        if self._kernel.start(
-            key, programs, stream, address, table_at, self._flags_at, count, slot
-        ):  # fmt: skip
+        known = self._forms.get((tensor.dtype, address % 16 == 0, count < 2147483648))
+        if known is None:
+            self.start(tensor, count, slot)
             return
-        name = memory.NAMES[dtype]
-        read, kind = READS[name]
-        self._kernel.compile_and_start(
-            key, programs, triton.reinterpret(tensor, read), self._tables.get(dtype, self._flags),
-            self._flags, count, slot, KIND=kind, WIDE=name == "float64", VECTOR=_vector(name),
+        call, before, after, tile, table_at = known
+        programs = -(-count // tile)
+        call(
+            programs if programs < MAX_ROWS else MAX_ROWS, 1, 1, _current_stream(index), *before,
+            address, table_at, self._flags_at, count, slot, *after,
         )  # fmt: skip
 
-    def _plan(self, dtype: torch.dtype) -> tuple[int, int]:
-        """Elements that a program takes at once, and the address of the table of an 8-bit float."""
+    def start(self, tensor: torch.Tensor, count: int, slot: int) -> None:
+        """The same by way of Triton, on the current stream; how to do without is known then."""
+        dtype = tensor.dtype
+        key = (dtype, tensor.data_ptr() % 16 == 0, count < 2147483648)
         name = memory.NAMES[dtype]
-        table = self._flags
-        if READS[name][1] == kernels.TABLE:
+        read, kind = READS[name]
+        table = self._flags if kind != kernels.TABLE else self._table(dtype, name)
+        self._kernel.compile_and_start(
+            key, rows_for(name, count), triton.reinterpret(tensor, read), table, self._flags,
+            count, slot, KIND=kind, WIDE=name == "float64", VECTOR=_vector(name),
+        )  # fmt: skip
+        form = self._kernel.form(key)
+        if form is not None:
+            self._forms[key] = (*form, _TILES[name], table.data_ptr())
+
+    def _table(self, dtype: torch.dtype, name: str) -> torch.Tensor:
+        if dtype not in self._tables:
             values = torch.from_numpy(host.float8_values(name).astype(np.float32).copy())
             with memory.kernels_only():
-                table = self._tables[dtype] = values.to(self._device)
-        plan = self._plans[dtype] = (_TILES[name], table.data_ptr())
-        return plan
+                self._tables[dtype] = values.to(self._device)
+        return self._tables[dtype]
 
     def read(self, count: int) -> list[tuple[int, float]]:
         """Wait for the device; bits and largest magnitude of the first `count` slots, then zero."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import sys
 from collections.abc import Iterator
@@ -97,9 +98,9 @@ _OBSTACLES: tuple[tuple[int, str], ...] = (
 )
 _PYTHON_BIT = _bits("Python")
 _LAZY_BITS = _bits("Conjugate", "Negative", "ZeroTensor")
-_UNUSUAL = _PYTHON_BIT | _LAZY_BITS
+UNUSUAL = _PYTHON_BIT | _LAZY_BITS
 for _bit, _name in _OBSTACLES:
-    _UNUSUAL |= _bit
+    UNUSUAL |= _bit
 
 NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in STORAGE if hasattr(torch, name)
@@ -120,7 +121,7 @@ def keys_of(tensor: torch.Tensor) -> int:
 
 def is_plain(keys: int) -> bool:
     """Whether a tensor with these keys is its strided memory and nothing else."""
-    return not keys & _UNUSUAL
+    return not keys & UNUSUAL
 
 
 def settle(tensor: torch.Tensor, keys: int) -> torch.Tensor:
@@ -166,6 +167,12 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return name
 
 
+class _Memory(ctypes.c_char * (1 << 62)):  # type: ignore[misc]
+    """All memory from an address on; keeps the tensor alive whose memory it is."""
+
+    tensor: torch.Tensor
+
+
 class _Lender:
     """What numpy asks of an object that lends it memory; keeps the tensor alive meanwhile."""
 
@@ -189,6 +196,12 @@ def borrow(
     address = tensor.data_ptr()
     if not address or 0 in shape:
         return np.empty(shape, dtype)
+    if strides is None and len(shape) == 1:  # a third of the time of what follows
+        memory = _Memory.from_address(address)
+        memory.tensor = tensor
+        array: Array = np.frombuffer(memory, dtype, shape[0])
+        array.flags.writeable = False
+        return array
     size = dtype.itemsize
     interface = {
         "data": (address, True),

@@ -75,9 +75,6 @@ class Bank:
         self.since = 0.0
         self.arrival: Arrival | None = None
 
-    def has_room(self, wanted_rows: int) -> bool:
-        return len(self.tickets) < SLOTS and self.used_rows + wanted_rows <= ROWS
-
     def clear(self) -> None:
         """Be as new."""
         self.tickets, self.used_rows = [], 0
@@ -109,23 +106,17 @@ class Queue:
         they fail to, the slot is lost, not reused. How old the bank is, `poll` looks at.
         """
         bank = self._filling
-        if bank is None or stream not in bank.streams or not bank.has_room(wanted_rows):
-            bank = self._bank(wanted_rows, stream)
-        tickets, row = bank.tickets, bank.used_rows
-        slot = len(tickets)
-        tickets.append(None)
-        bank.used_rows = row + wanted_rows
-        return bank, slot, row
-
-    def _bank(self, wanted_rows: int, stream: Any) -> Bank:
-        bank = self._filling
-        if bank is None or not bank.has_room(wanted_rows):
+        if bank is None or len(bank.tickets) >= SLOTS or bank.used_rows + wanted_rows > ROWS:
             self._send()
             bank = self._filling = self._free.pop() if self._free else self._new_bank()
             bank.since = time.monotonic()
         if stream not in bank.streams:
             self._port.adopt(bank, stream)
-        return bank
+        tickets, row = bank.tickets, bank.used_rows
+        slot = len(tickets)
+        tickets.append(None)
+        bank.used_rows = row + wanted_rows
+        return bank, slot, row
 
     def flush(self) -> None:
         with self.lock:
