@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import tensorprobe as tp
 from recorded import record, run_script
 from tensorprobe.cli.main import main
+from tensorprobe.errors import BadUsage
 
 NOT_ROOT = pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 
@@ -134,6 +136,23 @@ def test_a_file_that_cannot_be_read_is_one_line(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "rank.json" in said
+
+
+def test_python_says_it_before_the_program_runs(here: Path) -> None:
+    for kind in (tp.Recorder, tp.Guard):
+        with pytest.raises(BadUsage, match=r"^cannot write to 'file.txt': 'file.txt' is a file"):
+            kind("file.txt")
+    for wrong, said in {
+        "level": "level='L9': expected one of L0, L1, L2, mix",
+        "keep": "keep='L9': expected one of structure, stats, digest, tensors",
+        "steps": "steps='L9': expected numbers from 0 and ranges",
+        "levl": "unknown argument 'levl'. Did you mean 'level'?",
+    }.items():
+        with pytest.raises(BadUsage) as caught:
+            tp.Recorder("out", **{wrong: "L9"})
+        assert str(caught.value).startswith(said)
+    with pytest.raises(KeyError, match=r"near names: Torch\.relu\.0\.forward"):
+        tp.load("runs/a").call("Torch.rleu.0.forward")
 
 
 @pytest.mark.parametrize(
