@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -270,7 +269,10 @@ class Region:
         self.parent: Region | None = None
         self.leaving: list[_Leaving] = []
         # edges inside that lead to outputs of the call, or a child's
-        self.used: AbstractSet[Edge] = _NO_EDGES
+        self.used = _NO_EDGES
+
+    def use(self, edge: Edge) -> None:
+        self.used |= {edge}
 
 
 def trace_module(
@@ -304,49 +306,60 @@ def trace_module(
 
 
 def _walk(trace: Trace, inputs: InputEdges, owners: dict[int, Region], leaves: bool) -> Region:
-    """The region of the call whose outputs the trace knows."""
+    """The region of the call whose outputs the trace knows.
+
+    It is written for speed: a module has few nodes, but a model many modules.
+    """
     own = Region()
-    start = inputs.start
-    # An input from another thread, or a view whose base was written to, may have a younger node.
-    young = {edge for edge in inputs.edges if edge[0]._sequence_nr() >= start}
+    start, outside = inputs.start, own.leaving
     # No edge of a graph without cycles leads back to its only end.
-    ends = trace.output_edges() if len(trace.outputs) > 1 else _NO_EDGES
-    used: set[Edge] = set()
-    outside = own.leaving
-    todo = [(node._sequence_nr(), node) for node in trace.outputs]
+    ends = trace.output_edges() if len(trace.outputs) > 1 else None
+    young = None
+    for edge in inputs.edges:  # from another thread, or to a view whose base was written to
+        if edge[0]._sequence_nr() >= start:
+            young = inputs.edges
+    todo = list(trace.outputs)
     while todo:
-        sequence, node = todo.pop()
+        node = todo.pop()
+        sequence = node._sequence_nr()
         region = owners.get(sequence)
-        if region is None:
-            owners[sequence] = own
-            leaving = []
-            position = -1
-            for edge in node.next_functions:
-                position += 1
-                after = edge[0]
-                if after is not None:
-                    leaving.append((after._sequence_nr(), edge, node, position))
-        else:
-            while region.parent is not None:
-                region = region.parent
-            if region is own:
-                continue
-            region.parent = own
-            used |= region.used
-            leaving, region.leaving, region.used = region.leaving, [], _NO_EDGES
-        for place in leaving:
-            sequence, edge, _, _ = place
-            if ends and edge in ends:
-                used.add(edge)
-            if sequence == LEAF:
-                if leaves:
+        if region is not None:
+            for place in _join(region, own):
+                sequence, edge, _, _ = place
+                if ends is not None and edge in ends:
+                    own.use(edge)
+                if start <= sequence < LEAF and (young is None or edge not in young):
+                    todo.append(edge[0])
+                else:
                     outside.append(place)
-            elif sequence >= start and not (young and edge in young):
-                todo.append((sequence, edge[0]))
-            else:
-                outside.append(place)
-    own.used = used
+            continue
+        owners[sequence] = own
+        position = -1
+        for edge in node.next_functions:
+            position += 1
+            after = edge[0]
+            if after is None:
+                continue
+            if ends is not None and edge in ends:
+                own.use(edge)
+            sequence = after._sequence_nr()
+            if start <= sequence < LEAF and (young is None or edge not in young):
+                todo.append(after)
+            elif sequence != LEAF or leaves:
+                outside.append((sequence, edge, node, position))
     return own
+
+
+def _join(region: Region, own: Region) -> list[_Leaving]:
+    """Make a finished child's region part of its caller's; the edges that left it."""
+    while region.parent is not None:
+        region = region.parent
+    if region is own:
+        return []
+    region.parent = own
+    own.used |= region.used
+    leaving, region.leaving, region.used = region.leaving, [], _NO_EDGES
+    return leaving
 
 
 def _note_lost_views(inputs: InputEdges, trace: Trace) -> None:

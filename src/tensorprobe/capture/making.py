@@ -114,16 +114,20 @@ class _Known:
             and self._kinds_of(held) == self._kinds
         )
 
-    def _kinds_of(self, held: dict[str, Any]) -> list[Any]:
+    def _kinds_of(self, held: dict[str, Any]) -> tuple[Any, ...]:
         """The types of attributes, and of parameters, buffers and children; None has one too."""
-        others = self._others(held)
-        kinds: list[Any] = [*map(type, others)]
-        kinds += [(*part, *map(type, part.values())) for part in others[:3]]
-        for name in self._holders:
-            holder = others[2].get(name)
-            children = holder._modules if holder is not None else {}
-            kinds.append((*children, *map(type, children.values())))
-        return kinds
+        parameters, buffers, children, *others = self._others(held)
+        return (
+            (*parameters, *map(type, parameters.values())) if parameters else None,
+            (*buffers, *map(type, buffers.values())) if buffers else None,
+            (*children, *map(type, children.values())) if children else None,
+            [*map(type, others)] if others else None,
+            [_kinds_in(children.get(name)) for name in self._holders] if self._holders else None,
+        )
+
+
+def _kinds_in(holder: Any) -> list[Any]:
+    return [] if holder is None else [*holder._modules, *map(type, holder._modules.values())]
 
 
 def _own(module: nn.Module) -> list[tuple[str, Any]]:
@@ -153,6 +157,11 @@ def _shows_change(value: Any) -> bool:
     if kind is FunctionType and value.__closure__:
         return False  # held here, it would hold what it closes over: the module itself, perhaps
     return kind in _CONSTANT or not (kind is list or callable(value))
+
+
+def uses_uncalled(module: nn.Module) -> bool:
+    """Whether this module uses the parameters of a child without calling it."""
+    return type(module).__name__ in _UNCALLED
 
 
 def uncalled_parameters(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -24,16 +24,18 @@ from torch.nn.modules.module import (
 from tensorprobe.capture import compiled
 from tensorprobe.capture.calls import OpenCall
 from tensorprobe.capture.gradients import Region, trace_module
-from tensorprobe.capture.making import MadeNotes, uncalled_parameters
+from tensorprobe.capture.making import MadeNotes, uncalled_parameters, uses_uncalled
 from tensorprobe.capture.mode_stack import enter_missing
 from tensorprobe.capture.naming import ApiName, CallNames, module_name
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.tape import Tape
 
+_DISABLED = torch._C.DisableTorchFunction  # tensors are read without any mode taking notice
 _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _interpreter_stack = torch._C._functorch.peek_interpreter_stack
 _CALL_IMPL = nn.Module._call_impl.__code__
+_WRAPPED_CALL = nn.Module._wrapped_call_impl.__code__
 # The gradients of a module's parameters: what the call with them is named, where the module is.
 _Gradients = tuple[ApiName, str, list[tuple[str, torch.Tensor]]]
 
@@ -114,7 +116,7 @@ class _Entry:
     __slots__ = ("buffers", "call", "frame", "leaves", "module", "place")
 
     def __init__(
-        self, module: nn.Module, frame: FrameType, place: tuple[Any, ...], leaves: bool
+        self, module: nn.Module, frame: FrameType, place: dict[str, Any], leaves: bool
     ) -> None:
         self.module = module
         self.frame = frame
@@ -231,8 +233,8 @@ class ModuleHooks:
                 self._enter_root()
             place = tape.place
             parent = place.module if entries or self._around else None
-            here = (place.module, place.parent, place.frame, place.stack)
-            entry = _Entry(module, frame, here, bool(entries) and entries[-1].leaves)
+            leaves = bool(entries) and entries[-1].leaves
+            entry = _Entry(module, frame, place.__dict__.copy(), leaves)
             entries.append(entry)
             path = self.paths.path(module, parent)
             only = tape.only
@@ -261,8 +263,7 @@ class ModuleHooks:
             self._tape.raised(entry.call, RuntimeError("left by an exception"))
 
     def _go_back(self, entry: _Entry) -> None:
-        place = self._tape.place
-        place.module, place.parent, place.frame, place.stack = entry.place
+        self._tape.place.__dict__.update(entry.place)  # this thread's
 
     def _enter_root(self) -> None:
         self._thread.owners.clear()
@@ -286,7 +287,7 @@ class ModuleHooks:
         call = entry.call = tape.begin(
             names,
             args,
-            entry.frame.f_locals.get("kwargs"),
+            _keywords(entry.frame),
             depth=2,
             grad=_is_grad_enabled() and not _interpreter_stack(),
             random=module.training,
@@ -299,7 +300,8 @@ class ModuleHooks:
         if call.edges is not None and call.edges.leaves:
             entry.leaves = True
         if buffers:
-            entry.buffers = {name: _state_of(buffer) for name, buffer in buffers}
+            with _DISABLED():
+                entry.buffers = {name: _state_of(buffer) for name, buffer in buffers}
         if getattr(module, "_compiled_call_impl", None) or kind.__name__ == "OptimizedModule":
             call.notes.append("compiled: the calls inside are not visible")
         call.notes += self._made.of(module)
@@ -346,10 +348,11 @@ class ModuleHooks:
         """Buffers that the call wrote to, as they are now; named `running_mean.after`."""
         module, changed = entry.module, []
         before = entry.buffers or {}
-        for name, buffer in _present(module._buffers):
-            silent = module.training and name in ("running_mean", "running_var")
-            if silent or before.get(name) != _state_of(buffer):
-                changed.append((f"{name}.after", buffer))
+        with _DISABLED():
+            for name, buffer in _present(module._buffers):
+                silent = module.training and name in ("running_mean", "running_var")
+                if silent or before.get(name) != _state_of(buffer):
+                    changed.append((f"{name}.after", buffer))
         if changed:
             self._tape.forget(buffer for _, buffer in changed)
         return changed
@@ -411,7 +414,8 @@ def _api(path: str, kind: type, what: str = "") -> ApiName:
 
 def _parameters(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """The parameters that belong to a call of this module."""
-    return [*_present(module._parameters), *uncalled_parameters(module)]
+    own = _present(module._parameters) if module._parameters else []
+    return own + uncalled_parameters(module) if uses_uncalled(module) else own
 
 
 def _present(tensors: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
@@ -421,6 +425,18 @@ def _present(tensors: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
 def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
     """What changes when another tensor takes its place, or it is written to."""
     return id(tensor), -1 if tensor.is_inference() else tensor._version
+
+
+def _keywords(frame: FrameType) -> Any:
+    """The keyword arguments of the call that torch makes in this frame, which it tells no hook.
+
+    Those of the frame in which the call came in are the same, as no hook before ours can change
+    them, and ask for the fewest variables to be copied.
+    """
+    entry = frame.f_back and frame.f_back.f_back
+    if entry is not None and entry.f_code is _WRAPPED_CALL:
+        frame = entry
+    return frame.f_locals.get("kwargs")
 
 
 def _is_below(outer: FrameType, frame: FrameType | None) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tensorprobe.capture.encode import PLAIN_TENSORS
 from tensorprobe.capture.gradients import (
     LEAF,
     Gradients,
@@ -110,8 +111,11 @@ class BackwardLooking(Looking):
         held = []
         for position, path, _ in spots:
             grad = grads[position] if position < len(grads) else None
-            if grad is not None and (is_plain(grad) or (grad := _hidden(grad)) is not None):
-                held.append(ring.hold(grad, path))
+            if grad is not None:
+                plain = type(grad) in PLAIN_TENSORS and is_plain(grad)
+                content = grad if plain else numbers_of(grad)
+                if content is not None:
+                    held.append(ring.hold(content, path))
         if held:
             ring.add(call, "backward", held, scaler=True)
             if ring.is_due:
@@ -304,8 +308,10 @@ class _OutgoingLater:
             sight._watcher.trouble(Sighting(*self._call).name("backward"), error)
 
 
-def _hidden(tensor: torch.Tensor) -> torch.Tensor | None:
+def numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The numbers of a tensor that is not plain, which may take operations to get at."""
+    if tensor.dtype not in LIMITS:
+        return None
     with Quiet():
         return readable(tensor)
 

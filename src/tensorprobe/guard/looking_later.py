@@ -16,12 +16,12 @@ from tensorprobe.guard.glances import Glance, Tensors
 from tensorprobe.guard.judging import scalar_bits
 from tensorprobe.guard.kinds import Kind, Plan
 from tensorprobe.guard.looking import MODES_OFF, OWN_FRAMES
-from tensorprobe.guard.looking_backward import BackwardLooking
+from tensorprobe.guard.looking_backward import BackwardLooking, numbers_of
 from tensorprobe.guard.ring import UNFLAGGED
 from tensorprobe.guard.trail import NOWHERE
 from tensorprobe.numerics.finiteness import LIMITS, REAL, is_plain
 
-_COMPUTES, _MOVES, _PASSES = Kind.COMPUTES, Kind.MOVES, Kind.PASSES
+_CASTS, _MOVES, _PASSES = Kind.CASTS, Kind.MOVES, Kind.PASSES
 _FIRST = POSITIONS[0]
 _graph_task = torch._C._current_graph_task_id
 
@@ -47,25 +47,28 @@ class LaterLooking(BackwardLooking):
     def _look_at_later(self, glance: Glance, outputs: Tensors) -> None:
         """Note the call; what it made is known when the device has got there."""
         kind = glance.plan.kind
-        flag = True
-        if kind is not _COMPUTES:
-            if kind is _MOVES:
-                outputs = [each for each in outputs if not each[0]._is_view()]
-            elif kind is _PASSES:
-                flag = False
-            elif glance.inputs:  # it casts
-                source, target = glance.inputs[0][0], outputs[0][0]
-                if source is target or source.dtype not in LIMITS:
-                    return
-                flag = target.dtype not in LIMITS or not holds_all_of(target, source)
-        outputs = [each for each in outputs if is_plain(each[0])]
-        if outputs:
-            self._look_later(glance, outputs, flag, OWN_FRAMES + 1)
+        flag = kind is not _PASSES
+        if kind is _CASTS and glance.inputs:
+            source, target = glance.inputs[0][0], outputs[0][0]
+            if source is target or source.dtype not in LIMITS:
+                return
+            flag = target.dtype not in LIMITS or not holds_all_of(target, source)
+        contents = []
+        for tensor, path in outputs:
+            if kind is _MOVES and tensor._is_view():
+                continue
+            content = tensor if is_plain(tensor) else numbers_of(tensor)
+            if content is not None:
+                contents.append((content, path))
+        if contents:
+            self._look_later(glance, contents, flag, OWN_FRAMES + 1)
 
     def _look_later(self, glance: Glance, outputs: Tensors, flag: bool, depth: int) -> None:
         ring = self._ring
         inputs = ring.inputs(glance.inputs) if glance.noted is None else glance.noted
-        held = [ring.hold(content, path, flag) for content, path in outputs]
+        held = []
+        for content, path in outputs:
+            held.append(ring.hold(content, path, flag))
         told = scalar_bits(glance.args, glance.kwargs)
         ring.add(self._noted(glance, depth), "forward", held, inputs, told, _graph_task() != -1)
         if ring.is_due:
@@ -86,7 +89,7 @@ class LaterLooking(BackwardLooking):
             if not self._looks_later and (self._look_every == 1 or source.is_cpu or result.is_cpu):
                 return False
             key = self._ring.known_storage(source)
-            if key is None or result.untyped_storage()._cdata != key or not result.numel():
+            if key is None or not is_plain(result) or result.untyped_storage()._cdata != key:
                 return False
             held = (_FIRST, key, source.device, UNFLAGGED, dtype, result.shape, False)
             call = (plan, number, "", self.step, NOWHERE)

@@ -29,6 +29,8 @@ NotedOutput = tuple[Path, int, torch.device, int, torch.dtype, torch.Size, bool]
 Note = tuple[
     NotedCall | None, Direction, list[NotedInput], list[NotedOutput], int, bool, str
 ]  # fmt: skip
+# It is not there; it is of inference mode, which has no versions; it is sparse, or a wrapper.
+_NOT_KNOWN = (KeyError, RuntimeError, NotImplementedError)
 _NO_INPUTS: list[NotedInput] = []
 
 
@@ -94,12 +96,18 @@ class Ring:
     def inputs(self, tensors: Iterable[tuple[torch.Tensor, Path]]) -> list[NotedInput]:
         """The memory of the inputs of a call; what is new there is flagged first."""
         found = []
+        versions = self._known.versions
         for tensor, path in tensors:
             if tensor.dtype not in LIMITS:
                 continue
-            if type(tensor) in PLAIN_TENSORS and (key := self.known_storage(tensor)) is not None:
-                found.append((path, key))
-                continue
+            if type(tensor) in PLAIN_TENSORS:
+                try:  # as known_storage does, with a call less for each input of each call
+                    key = tensor.untyped_storage()._cdata
+                    if versions[key] == tensor._version and not tensor.is_neg():
+                        found.append((path, key))
+                        continue
+                except _NOT_KNOWN:
+                    pass
             with Quiet():
                 content = readable(tensor)
                 if content is not None:
@@ -112,8 +120,8 @@ class Ring:
             key: int = tensor.untyped_storage()._cdata
             if self._known.versions[key] == tensor._version and not tensor.is_neg():
                 return key
-        except (KeyError, RuntimeError, NotImplementedError):
-            pass  # not known; of inference mode, which has no versions; sparse, a wrapper
+        except _NOT_KNOWN:
+            pass
         return None
 
     def _first_look(self, content: torch.Tensor, path: Path) -> int:

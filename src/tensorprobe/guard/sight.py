@@ -90,7 +90,12 @@ class Sight(LaterLooking, OptimizerLooking):
         """A call that returns what it is given: of interest where that may be bad."""
         result = func(*args, **kwargs)
         if self.taint or self._ring.active:
-            if not self._is_noted_view(plan, number, args, result):
+            try:
+                is_noted = self._is_noted_view(plan, number, args, result)
+            except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+                self._watcher.trouble(plan.api.stem, error)
+                return result
+            if not is_noted:
                 glance = self._before(plan, number, args, kwargs)
                 if glance is not None:
                     self._after(glance, result)

@@ -98,9 +98,9 @@ _OBSTACLES: tuple[tuple[int, str], ...] = (
 )
 _PYTHON_BIT = _bits("Python")
 _LAZY_BITS = _bits("Conjugate", "Negative", "ZeroTensor")
-UNUSUAL = _PYTHON_BIT | _LAZY_BITS
+_UNUSUAL = _PYTHON_BIT | _LAZY_BITS
 for _bit, _name in _OBSTACLES:
-    UNUSUAL |= _bit
+    _UNUSUAL |= _bit
 
 NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in STORAGE if hasattr(torch, name)
@@ -121,7 +121,7 @@ def keys_of(tensor: torch.Tensor) -> int:
 
 def is_plain(keys: int) -> bool:
     """Whether a tensor with these keys is its strided memory and nothing else."""
-    return not keys & UNUSUAL
+    return not keys & _UNUSUAL
 
 
 def settle(tensor: torch.Tensor, keys: int) -> torch.Tensor:

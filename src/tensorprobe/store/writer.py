@@ -128,7 +128,7 @@ def _name_of(item: EndLine | _Value | _Data) -> str:
 class CaptureWriter:
     """Writes what one rank of a run recorded, and never raises for the disk's sake.
 
-    `call`, `stack` and `gap` are in the file when they return; `end`, and `value` whose result is
+    `call` and `gap` are in the file when they return; `stack`, `end`, and `value` whose result is
     ready, with the next of those or a moment later. `tensor`, and `value` whose result is still to
     come, go through a queue that one thread empties; `tensor` of a value id comes before its
     `value`. `poll` is called by that thread while results are outstanding, `wait` (make all results
@@ -240,10 +240,10 @@ class CaptureWriter:
             self._append(step, encode(line), True)
 
     def stack(self, line: StackLine) -> None:
-        """Write a stack, before the first call that names it."""
+        """Write a stack, with the first call that names it and before it."""
         step = self._step
         if step is not None:
-            self._append(step, encode(line))
+            self._add_line(step, line)
 
     def gap(self, line: GapLine) -> None:
         """Write that something could not be recorded."""
