@@ -216,6 +216,9 @@ class Guard:
             steps = ", ".join(str(step) for step in skipped[:8]) + (" ..." if skipped[8:] else "")
             noun = "step was" if len(skipped) == 1 else "steps were"
             found += f"; {len(skipped)} optimizer {noun} skipped by the GradScaler (step {steps})"
+            forgiven = self._notes.get("forgiven", [])
+            if forgiven:
+                found += f", first for {forgiven[0].name}"
         return f"guard: {found}. All of it: {self._place / FILE}"
 
 
