@@ -127,6 +127,12 @@ def test_a_report_does_not_go_into_a_dump_either(
     assert "it is in the capture 'dump'" in capsys.readouterr().err
 
 
+def test_a_file_of_another_tool_makes_no_capture_of_a_folder(here: Path) -> None:
+    (here / "rank.json").write_text('{"rank": 3}')
+    (here / "capture.json").write_text("not even JSON")
+    assert main(["compare", "runs/a", "runs/a", "-o", "report"]) == 0
+
+
 def test_a_file_that_cannot_be_read_is_one_line(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
