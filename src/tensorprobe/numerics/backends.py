@@ -39,14 +39,15 @@ class HostBackend:
         self._digest = digest
 
     def submit(self, result: Result, tensor: torch.Tensor, name: str) -> None:
-        storage = host.STORAGE[name]
+        storage, threads = host.STORAGE[name], torch.get_num_threads()
         if self._stats and self._digest and tensor.is_contiguous():
             array = memory.logical_array(tensor, storage)
-            result.summary, result.digest = host.summarize_and_digest(array, name)
+            result.summary, result.digest = host_threads.summarize_and_digest(
+                array, name, threads=threads
+            )
         else:
             if self._stats:
                 array, repeat = memory.distinct_array(tensor, storage)
-                threads = torch.get_num_threads()
                 result.summary = host_threads.summarize_array(
                     array, name, repeat=repeat, threads=threads
                 )
