@@ -33,8 +33,8 @@ SIZES = {
 }
 
 
-def build(size: dict[str, int], device: str, dtype: str):
-    """A Llama with random weights, SGD, and a function that makes one training step."""
+def halves(size: dict[str, int], device: str, dtype: str, vocabulary: int = 32000):
+    """A Llama with random weights and SGD: the model, and its training step in two halves."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -45,21 +45,29 @@ def build(size: dict[str, int], device: str, dtype: str):
         num_hidden_layers=size["layers"],
         num_attention_heads=size["heads"],
         num_key_value_heads=size["heads"],
-        vocab_size=32000,
+        vocab_size=vocabulary,
         attn_implementation="sdpa",
         use_cache=False,
     )
     model = LlamaForCausalLM(config).to(device=device, dtype=getattr(torch, dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    ids = torch.randint(0, 32000, (size["batch"], size["tokens"]), device=device)
+    ids = torch.randint(0, vocabulary, (size["batch"], size["tokens"]), device=device)
 
-    def step() -> None:
-        loss = model(input_ids=ids, labels=ids).loss
+    def forward():
+        return model(input_ids=ids, labels=ids).loss
+
+    def backward(loss) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    return model, step
+    return model, forward, backward
+
+
+def build(size: dict[str, int], device: str, dtype: str):
+    """The model, and a function that makes one training step."""
+    model, forward, backward = halves(size, device, dtype)
+    return model, lambda: backward(forward())
 
 
 CLOCKS = {"wall": (time.perf_counter, statistics.median), "cpu": (time.process_time, min)}

@@ -38,7 +38,8 @@ _HIDDEN = (
     ),
 )
 _MAX_FRAMES = 200
-_MAX_PLACES = 100_000  # code made anew for every call would fill the table without end
+_MAX_PLACES = 100_000  # code made anew for every call would fill the tables without end
+_MAX_STACKS = 100_000
 
 # The number of the stack below, then of each frame its code and how far it has come. Of the code
 # its identity: its hash is made of all its instructions, anew every time.
@@ -46,22 +47,25 @@ StackKey = tuple[int, ...]
 
 
 class Stacks:
-    """Numbers the distinct stacks of one step; `new` is called with each first-seen one."""
+    """Numbers the distinct stacks; `new` is called with each one that is met first in a step."""
 
     def __init__(self, new: Callable[[int, list[str]], None]) -> None:
         self._new = new
+        # Of all steps: the stacks of one step are those of the next.
         self._ids: dict[StackKey, int] = {}
         self._frames: dict[int, list[str]] = {}
-        # Of each place met, in this step or before, its line, None where it is hidden. With the
-        # code, which is held: an identity is its own only while it lives.
+        # Of each place met its line, None where it is hidden. With the code, which is held: an
+        # identity is its own only while it lives.
         self._places: dict[tuple[int, int], tuple[CodeType, str | None]] = {}
+        self._told: set[int] = set()  # in this step
         self._count = itertools.count(1)
 
     def reset(self) -> None:
-        """Forget all numbers: a step of its own begins."""
-        self._ids.clear()  # the count goes on: a number from before means nothing now
-        self._frames.clear()
-        if len(self._places) > _MAX_PLACES:
+        """A step of its own begins: it is told all its stacks."""
+        self._told.clear()
+        if len(self._places) > _MAX_PLACES or len(self._ids) > _MAX_STACKS:
+            self._ids.clear()  # the count goes on: a number from before means nothing now
+            self._frames.clear()
             self._places.clear()
 
     def add(self, frames: list[str]) -> int:
@@ -89,11 +93,12 @@ class Stacks:
         whole = tuple(key)
         number = self._ids.get(whole)
         if number is None:
-            number = next(self._count)
-            frames = self._render(first, len(key) // 2) + self._frames.get(base_id, [])
-            self._ids[whole] = number
-            self._frames[number] = frames
-            self._new(number, frames)
+            number = self._ids[whole] = next(self._count)
+            below = self._frames.get(base_id, [])
+            self._frames[number] = self._render(first, len(key) // 2) + below
+        if number not in self._told:
+            self._told.add(number)
+            self._new(number, self._frames[number])
         return number
 
     def _render(self, frame: FrameType | None, count: int) -> list[str]:
