@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from recording import SIZES
+from recording import SIZES, halves
 
 STEPS = 5  # counted by callgrind
 
@@ -44,34 +44,8 @@ class Program(NamedTuple):
 
 
 def build(size: str, device: str, dtype: str) -> Program:
-    """A Llama with random weights and SGD."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    shape = SIZES[size]
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=shape["hidden"],
-        intermediate_size=shape["intermediate"],
-        num_hidden_layers=shape["layers"],
-        num_attention_heads=shape["heads"],
-        num_key_value_heads=shape["heads"],
-        vocab_size=512,  # of 32000 the logits would be all of the step
-        attn_implementation="sdpa",
-        use_cache=False,
-    )
-    model = LlamaForCausalLM(config).to(device=device, dtype=getattr(torch, dtype))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    ids = torch.randint(0, 512, (shape["batch"], shape["tokens"]), device=device)
-
-    def forward() -> object:
-        return model(input_ids=ids, labels=ids).loss
-
-    def backward(loss) -> None:
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
+    """A small Llama: of 32000 words the logits would be all of the step."""
+    _, forward, backward = halves(SIZES[size], device, dtype, vocabulary=512)
     return Program(forward, backward)
 
 

@@ -6,6 +6,8 @@
     python benchmarks/recording.py --idle 50                 (loaded, but no step is recorded)
 
 Every row is a ratio within one process: bare steps are timed before and after the recorded ones.
+On a machine that does other things too, `--clock cpu` with OMP_NUM_THREADS=1 counts processor
+seconds, of which the quickest step of each kind is taken.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ SIZES = {
 }
 
 
-def build(size: dict[str, int], device: str, dtype: str):
-    """A Llama with random weights, SGD, and a function that makes one training step."""
+def halves(size: dict[str, int], device: str, dtype: str, vocabulary: int = 32000):
+    """A Llama with random weights and SGD: the model, and its training step in two halves."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -43,35 +45,47 @@ def build(size: dict[str, int], device: str, dtype: str):
         num_hidden_layers=size["layers"],
         num_attention_heads=size["heads"],
         num_key_value_heads=size["heads"],
-        vocab_size=32000,
+        vocab_size=vocabulary,
         attn_implementation="sdpa",
         use_cache=False,
     )
     model = LlamaForCausalLM(config).to(device=device, dtype=getattr(torch, dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    ids = torch.randint(0, 32000, (size["batch"], size["tokens"]), device=device)
+    ids = torch.randint(0, vocabulary, (size["batch"], size["tokens"]), device=device)
 
-    def step() -> None:
-        loss = model(input_ids=ids, labels=ids).loss
+    def forward():
+        return model(input_ids=ids, labels=ids).loss
+
+    def backward(loss) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    return model, step
+    return model, forward, backward
 
 
-def timed(step, count: int, device: str) -> list[float]:
+def build(size: dict[str, int], device: str, dtype: str):
+    """The model, and a function that makes one training step."""
+    model, forward, backward = halves(size, device, dtype)
+    return model, lambda: backward(forward())
+
+
+CLOCKS = {"wall": (time.perf_counter, statistics.median), "cpu": (time.process_time, min)}
+
+
+def timed(step, count: int, device: str, clock: str = "wall") -> list[float]:
     import torch
 
+    now, _ = CLOCKS[clock]
     seconds = []
     for _ in range(count):
         if device == "cuda":
             torch.cuda.synchronize()
-        began = time.perf_counter()
+        began = now()
         step()
         if device == "cuda":
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(now() - began)
     return seconds
 
 
@@ -120,7 +134,7 @@ def measure_ours(args: argparse.Namespace, size: dict[str, int]) -> list[dict[st
                 continue
             folder = Path(tempfile.mkdtemp(dir=args.scratch))
             reset_peak(args.device)
-            bare = timed(step, args.steps, args.device)
+            bare = timed(step, args.steps, args.device, args.clock)
             bare_peak = peak_mbytes(args.device)
             reset_peak(args.device)
             messages: list[str] = []
@@ -135,13 +149,13 @@ def measure_ours(args: argparse.Namespace, size: dict[str, int]) -> list[dict[st
             with recorder:
                 timed(recorded_step, 1, args.device)  # the first one opens files, compiles kernels
                 waited = recorder._writer.waited_s
-                seconds = timed(recorded_step, args.recorded, args.device)
+                seconds = timed(recorded_step, args.recorded, args.device, args.clock)
                 waited = recorder._writer.waited_s - waited
             peak = peak_mbytes(args.device)
             calls = recorder._writer.n_calls / (args.recorded + 1)
-            after = timed(step, args.steps, args.device)
-            base = statistics.median(bare + after)
-            middle = statistics.median(seconds)
+            after = timed(step, args.steps, args.device, args.clock)
+            _, middle_of = CLOCKS[args.clock]
+            base, middle = middle_of(bare + after), middle_of(seconds)
             rows.append(
                 {
                     "level": level,
@@ -252,7 +266,7 @@ def peer_child(spec: dict[str, object]) -> None:
     debugger = PrecisionDebugger(config_path=str(path))
     model, step = build(spec["size"], spec["device"], spec["dtype"])
     timed(step, spec["warmup"], spec["device"])
-    bare = timed(step, spec["steps"], spec["device"])
+    bare = timed(step, spec["steps"], spec["device"], spec["clock"])
 
     def recorded() -> None:
         debugger.start(model=model)
@@ -261,8 +275,10 @@ def peer_child(spec: dict[str, object]) -> None:
         debugger.step()
 
     timed(recorded, 1, spec["device"])
-    seconds = timed(recorded, spec["recorded"], spec["device"])
-    base, middle = statistics.median(bare), statistics.median(seconds)
+    seconds = timed(recorded, spec["recorded"], spec["device"], spec["clock"])
+    bare += timed(step, spec["steps"], spec["device"], spec["clock"])
+    _, middle_of = CLOCKS[spec["clock"]]
+    base, middle = middle_of(bare), middle_of(seconds)
     row = {
         "level": level,
         "keep": keep,
@@ -331,6 +347,7 @@ def main() -> None:
     parser.add_argument("--keeps", nargs="*", default=["structure", "stats", "digest", "tensors"])
     parser.add_argument("--tensor-levels", nargs="*", default=["L0", "L1"])
     parser.add_argument("--stacks", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--clock", default="wall", choices=CLOCKS)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="bare steps before and after")
     parser.add_argument("--recorded", type=int, default=3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -264,7 +265,9 @@ class Capture:
         for call in self.calls(step=step, rank=rank):
             if call.name == name:
                 return call
-        raise KeyError(f"no call '{name}' in {self.path}")
+        near = difflib.get_close_matches(name, {call.name for call in self.calls})
+        hint = f"; near names: {', '.join(near)}" if near else ""
+        raise KeyError(f"no call '{name}' in {self.path}{hint}")
 
     def __repr__(self) -> str:
         return f"<Capture {self.path}: {len(self.calls)} calls, {len(self.gaps)} gaps>"

@@ -308,6 +308,28 @@ def test_a_config_file_and_options_on_top(here: Here) -> None:
     assert "--between contradicts the list in 'config.json'" in done.stderr
 
 
+def test_threads_that_wait_for_work_do_not_keep_the_program(workshop: Workshop) -> None:
+    """The program's executor, which nobody shuts down, and ours, which reads large tensors."""
+    script = workshop.write(
+        "pool.py",
+        """
+        from concurrent.futures import ThreadPoolExecutor
+        import time, torch
+
+        def work(n):
+            time.sleep(0.2)
+            return torch.ones(n).sum().item()
+
+        pool = ThreadPoolExecutor(2)
+        print(pool.submit(work, 3).result(), (torch.ones(32, 1 << 20) * 2).max().item())
+        pool.submit(work, 4).add_done_callback(lambda late: print("late", late.result()))
+        """,
+    )
+    done = workshop.run("-o", "out", script, OMP_NUM_THREADS="2")
+    assert (done.returncode, done.stdout) == (0, "3.0 2.0\nlate 4.0\n"), done.stderr
+    assert workshop.load("out").call("Tensor.max.0.forward")
+
+
 def test_a_range_of_calls(here: Here) -> None:
     script = here.write(
         "two.py",

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import tensorprobe as tp
 from recorded import record, run_script
 from tensorprobe.cli.main import main
+from tensorprobe.errors import BadUsage
 
 NOT_ROOT = pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 
@@ -125,6 +127,12 @@ def test_a_report_does_not_go_into_a_dump_either(
     assert "it is in the capture 'dump'" in capsys.readouterr().err
 
 
+def test_a_file_of_another_tool_makes_no_capture_of_a_folder(here: Path) -> None:
+    (here / "rank.json").write_text('{"rank": 3}')
+    (here / "capture.json").write_text("not even JSON")
+    assert main(["compare", "runs/a", "runs/a", "-o", "report"]) == 0
+
+
 def test_a_file_that_cannot_be_read_is_one_line(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,6 +142,23 @@ def test_a_file_that_cannot_be_read_is_one_line(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "rank.json" in said
+
+
+def test_python_says_it_before_the_program_runs(here: Path) -> None:
+    for kind in (tp.Recorder, tp.Guard):
+        with pytest.raises(BadUsage, match=r"^cannot write to 'file.txt': 'file.txt' is a file"):
+            kind("file.txt")
+    for wrong, said in {
+        "level": "level='L9': expected one of L0, L1, L2, mix",
+        "keep": "keep='L9': expected one of structure, stats, digest, tensors",
+        "steps": "steps='L9': expected numbers from 0 and ranges",
+        "levl": "unknown argument 'levl'. Did you mean 'level'?",
+    }.items():
+        with pytest.raises(BadUsage) as caught:
+            tp.Recorder("out", **{wrong: "L9"})
+        assert str(caught.value).startswith(said)
+    with pytest.raises(KeyError, match=r"near names: Torch\.relu\.0\.forward"):
+        tp.load("runs/a").call("Torch.rleu.0.forward")
 
 
 @pytest.mark.parametrize(

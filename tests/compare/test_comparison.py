@@ -19,6 +19,7 @@ import openpyxl
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorprobe as tp
 from recorded import SRC, record, run_script
@@ -280,6 +281,43 @@ def test_the_next_command_names_the_step(
     assert f"  next: {command}" in str(found).splitlines()
     assert main(command.split()[1:]) == 0
     assert capsys.readouterr().out.count("where ") == 1
+    assert f"  next: {command}" in str(tp.compare(a, e, step=1).verdict).splitlines()
+
+
+def test_the_next_command_names_the_call_of_the_side_that_is_wrong(tmp_path: Path) -> None:
+    """There it may have another number, and be in another step."""
+
+    def program(more: int, gain: float) -> None:
+        torch.manual_seed(0)
+        with tp.Recorder(tmp_path / f"run{more}", keep="tensors", first_step=more) as recorder:
+            x = torch.randn(8, 8)
+            for _ in range(more):
+                torch.tanh(x)
+            with Tanh(gain):
+                (torch.tanh(x.sin()) * 2).sum()
+            recorder.step()
+
+    program(0, 1.0)
+    program(2, 1.01)
+    found = tp.compare(tmp_path / "run0", tmp_path / "run2").verdict
+    assert (found.culprits[0].name, found.culprits[0].side) == ("Torch.tanh.0.forward", "expected")
+    command = f"tensorprobe repro {tmp_path / 'run2'} Torch.tanh.2.forward --step 2 -o repro"
+    assert f"  next: {command}" in str(found).splitlines()
+    assert found.to_json()["culprits"][0]["expected"] == {
+        "name": "Torch.tanh.2.forward", "step": 2, "rank": 0,
+    }  # fmt: skip
+
+
+class Tanh(TorchDispatchMode):
+    """A device whose tanh is off by a factor."""
+
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        self.gain = gain
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * self.gain if func.__name__ == "tanh.default" else result
 
 
 def _other_eps(module: Any, args: Any) -> None:

@@ -316,7 +316,12 @@ def test_steps_that_a_scaler_skips_are_counted(
     with guard:
         scaled_training(kind, **options)
     assert guard.findings == ()
-    assert json.loads((tmp_path / "findings.json").read_text())["skipped_steps"] == [0, 1]
+    report = json.loads((tmp_path / "findings.json").read_text())
+    assert report["skipped_steps"] == [0, 1]
+    assert [(found["name"], found["step"]) for found in report["forgiven"]] == [
+        ("Tensor.float.0.backward", 0), ("Tensor.float.0.backward", 1),
+    ]  # fmt: skip
+    assert all("test_overflow.py" in found["stack"][0] for found in report["forgiven"])
 
 
 @LOOKS

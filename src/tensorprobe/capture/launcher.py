@@ -11,12 +11,14 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
 from tensorprobe.errors import BadUsage, GuardStopped, MissingDependency, WriteFailed
+
+_OWN_THREADS = "tensorprobe-"  # they are needed until the recording is closed
 
 
 class Program(NamedTuple):
@@ -172,9 +174,33 @@ _OURS = tuple(
 
 def _join_threads() -> None:
     """What they compute belongs to the program: Python ends when they have ended."""
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    with _executors_ending():
+        for thread in threading.enumerate():
+            is_own = thread is threading.current_thread() or thread.name.startswith(_OWN_THREADS)
+            if not (is_own or thread.daemon):
+                thread.join()
+
+
+@contextlib.contextmanager
+def _executors_ending() -> Iterator[None]:
+    """Inside, the threads of executors end when they have done their work, as in Python's end.
+
+    They wait for more until the interpreter says that there will be none, and it does so before
+    it waits for threads. Afterwards executors that have not been used serve as before.
+    """
+    futures: Any = sys.modules.get("concurrent.futures.thread")
+    if futures is None:
+        yield
+        return
+    with futures._global_shutdown_lock:
+        before, futures._shutdown = futures._shutdown, True
+    for thread, queue in list(futures._threads_queues.items()):
+        if not thread.name.startswith(_OWN_THREADS):
+            queue.put(None)
+    try:
+        yield
+    finally:
+        futures._shutdown = before
 
 
 def _when_imported(name: str, act: Callable[[], None]) -> None:

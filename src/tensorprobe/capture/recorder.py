@@ -37,6 +37,7 @@ from tensorprobe.devices import check_environment, current_rank, world_size
 from tensorprobe.errors import BadUsage, NothingRecorded, WriteFailed
 from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.store.claim import run_identity
+from tensorprobe.store.outputs import check_writable
 from tensorprobe.store.writer import CaptureWriter
 
 _COMPILE_WARNING = "Using `torch.compile\\(module\\)` when there are global hooks"
@@ -74,6 +75,7 @@ class Recorder:
         **options: Any,
     ) -> None:
         self.path = Path(path)
+        check_writable(self.path)
         self._counter = counter
         self.config = RecordConfig.make(**options)
         self._selection = Selection(self.config)

@@ -17,6 +17,14 @@ CulpritKind = Literal[
 Side = Literal["actual", "expected"]
 
 
+class Place(msgspec.Struct):
+    """Which call of a capture it is."""
+
+    name: str
+    step: int
+    rank: int
+
+
 class Culprit(msgspec.Struct, kw_only=True):
     """A call that caused a difference, in the form of verdict.json."""
 
@@ -37,6 +45,7 @@ class Culprit(msgspec.Struct, kw_only=True):
     proof: str = "compared"  # replayed | compared | statistics | digests
     tensor: str | None = None
     weak: bool = False
+    expected: Place | None = None  # what it is called on the expected side, where that has it
 
 
 def accuse(
@@ -52,7 +61,7 @@ def accuse(
     inherited: float | None = None,
 ) -> Culprit:
     """The call of a node as a culprit."""
-    call = node.call
+    call, other = node.call, node.pair.pair.expected
     return Culprit(
         name=call.name,
         kind=kind,
@@ -70,6 +79,7 @@ def accuse(
         proof=proof,
         tensor=row.name if row is not None else None,
         weak=weak,
+        expected=None if other is None else Place(other.name, other.step, other.rank),
     )
 
 

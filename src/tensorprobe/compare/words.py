@@ -10,7 +10,7 @@ from tensorprobe.store.frames import users_line
 
 if TYPE_CHECKING:
     from tensorprobe.compare.comparison import Verdict
-    from tensorprobe.compare.culprit import Culprit
+    from tensorprobe.compare.culprit import Culprit, Place
 
 _KINDS = {
     "output": "its result is wrong",
@@ -103,15 +103,13 @@ def next_command(verdict: Verdict, culprit: Culprit) -> str:
         options = f"--keep tensors --calls {culprit.name} --steps {culprit.step}"
         return f"record both sides again with: tensorprobe run {options} ..., and compare"
     if culprit.kind in ("output", "gradient", "nonfinite"):
-        path = verdict.expected if culprit.side == "expected" else verdict.actual
-        return f"tensorprobe repro {path} {culprit.name}{_which(verdict, culprit)} -o repro"
-    return f"tensorprobe show {verdict.actual} {culprit.name}{_which(verdict, culprit)}"
+        if culprit.side == "expected" and culprit.expected is not None:
+            return f"tensorprobe repro {verdict.expected} {_which(culprit.expected)} -o repro"
+        return f"tensorprobe repro {verdict.actual} {_which(culprit)} -o repro"
+    return f"tensorprobe show {verdict.actual} {_which(culprit)}"
 
 
-def _which(verdict: Verdict, culprit: Culprit) -> str:
-    """The call of that name that is meant, where there are several: names begin anew each step."""
-    units = {(result.rank, result.step) for result in verdict.ranks}
-    if len(units) < 2:  # one step each, whose numbers may differ
-        return ""
-    step = f" --step {culprit.step}" if culprit.step else ""
-    return step + (f" --rank {culprit.rank}" if culprit.rank else "")
+def _which(place: Culprit | Place) -> str:
+    """A call as commands take it: names begin anew in each step, and in each rank."""
+    step = f" --step {place.step}" if place.step else ""
+    return place.name + step + (f" --rank {place.rank}" if place.rank else "")

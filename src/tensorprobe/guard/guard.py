@@ -16,6 +16,7 @@ from tensorprobe.devices import current_rank, world_size
 from tensorprobe.errors import BadUsage, NothingRecorded
 from tensorprobe.guard.findings import FILE, Finding, describe, write_findings
 from tensorprobe.guard.names import check_numbers, check_watches
+from tensorprobe.store.outputs import check_writable
 
 
 class Watch(Protocol):
@@ -64,6 +65,7 @@ class Guard:
         log: Callable[[str], None] = say,
     ) -> None:
         self.folder = Path(folder)
+        check_writable(self.folder)
         self._names = check_watches(watch)
         check_numbers(overflow_nums, look_every)
         if keep_last is not None and recorder is not None:
@@ -214,6 +216,9 @@ class Guard:
             steps = ", ".join(str(step) for step in skipped[:8]) + (" ..." if skipped[8:] else "")
             noun = "step was" if len(skipped) == 1 else "steps were"
             found += f"; {len(skipped)} optimizer {noun} skipped by the GradScaler (step {steps})"
+            forgiven = self._notes.get("forgiven", [])
+            if forgiven:
+                found += f", first for {forgiven[0].name}"
         return f"guard: {found}. All of it: {self._place / FILE}"
 
 

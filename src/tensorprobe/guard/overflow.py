@@ -73,6 +73,7 @@ class OverflowWatch:
         self._scaler_round = False  # gradients were unscaled, the scale was not updated yet
         self._round_step = 0
         self._skipped: list[int] = []
+        self._forgiven: list[Finding] = []
         self._warnings: list[dict[str, Any]] = []
         self._gaps: list[dict[str, str]] = []
         self._patience = PATIENCE
@@ -221,10 +222,17 @@ class OverflowWatch:
         if skipped_at is not None:
             self._settle(certain=skipped_at <= UNSCALED)
             self._sight.forgive(self._pending)
+            self._note_forgiven()
             self._pending.clear()
             self._skipped.append(self._round_step)
             self._note("skipped_steps", self._skipped)
         self._steps.scaler_updated(optimizers)
+
+    def _note_forgiven(self) -> None:
+        """Which calls made the values that the scaler has dealt with: named, and no findings."""
+        room = LISTED - len(self._forgiven)
+        self._forgiven += [case.finding(self._rank) for case in self._pending[:room]]
+        self._note("forgiven", self._forgiven)
 
     # Backward, optimizers, steps
 

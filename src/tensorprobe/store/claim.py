@@ -95,7 +95,7 @@ def make_way(
     """
     with _locked(root):
         mark = root / _RUN_MARK
-        if _run_of(mark) == run_id:
+        if run_of(mark) == run_id:
             return
         old = [folder for folder in root.iterdir() if theirs.fullmatch(folder.name)]
         if old:
@@ -109,9 +109,9 @@ def make_way(
 
 def _move_earlier(root: Path, mine: Path, run_id: str) -> Path | None:
     """Move what is not of this run; returns the folder it went to, None when there was nothing."""
-    if _run_of(root / RUN_FILE) != run_id:
+    if run_of(root / RUN_FILE) != run_id:
         old = [folder for folder in root.iterdir() if _RANK_FOLDER.fullmatch(folder.name)]
-        old = [folder for folder in old if _run_of(folder / RANK_FILE) != run_id]
+        old = [folder for folder in old if run_of(folder / RANK_FILE) != run_id]
         if (root / RUN_FILE).exists():
             old.append(root / RUN_FILE)
     else:
@@ -133,10 +133,10 @@ def _earlier_folder(root: Path, moving: list[Path]) -> Path:
 
     The ranks of a run that record again into one folder come one by one, and belong together.
     """
-    run = _run_of(root / RUN_FILE)
+    run = run_of(root / RUN_FILE)
     taken = sorted(int(path.name) for path in root.glob(f"{EARLIER}/*") if path.name.isdigit())
     for folder in (root / EARLIER / str(number) for number in taken):
-        same_run = run is not None and _run_of(folder / RUN_FILE) == run
+        same_run = run is not None and run_of(folder / RUN_FILE) == run
         if same_run and not any((folder / path.name).exists() for path in moving):
             return folder
     number = max(taken, default=0) + 1
@@ -150,7 +150,7 @@ def _earlier_folder(root: Path, moving: list[Path]) -> Path:
             return folder
 
 
-def _run_of(path: Path) -> str | None:
+def run_of(path: Path) -> str | None:
     """The run id in a capture.json or rank.json; None when there is none to be read."""
     try:
         return str(msgspec.json.decode(path.read_bytes())["run"])

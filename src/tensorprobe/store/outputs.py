@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from tensorprobe.errors import BadUsage
-from tensorprobe.store.claim import RANK_FILE, RUN_FILE
+from tensorprobe.store.claim import RANK_FILE, RUN_FILE, run_of
 
 
 def check_writable(folder: Path) -> None:
@@ -24,7 +24,7 @@ def check_output(folder: Path, *captures: Path) -> None:
     own = {capture.resolve() for capture in captures if capture.is_dir()}
     place = folder.resolve()
     for above in (place, *place.parents):
-        if above in own or any((above / name).is_file() for name in (RUN_FILE, RANK_FILE)):
+        if above in own or run_of(above / RUN_FILE) or run_of(above / RANK_FILE):
             raise BadUsage(
                 f"cannot write to '{folder}': it is in the capture '{os.path.relpath(above)}'; "
                 "give a folder outside of it"
