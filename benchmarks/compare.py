@@ -258,25 +258,31 @@ def parts_in_a_process(runs: list[Path], jobs: int) -> dict[str, float]:
 def parts_of_a_comparison(actual: str, expected: str, jobs: int) -> dict[str, float]:
     """Seconds of each part of comparing, the first from the start of this process."""
     from tensorprobe.compare import comparison as room
-    from tensorprobe.compare.measure import measure, pair_tensors
-    from tensorprobe.compare.workers import workers_for
-    from tensorprobe.report.saving import save
 
-    clocks = {"start": Clock()}
-    clocks["start"].wall_s = since_start_s()
-    with workers_for((actual, expected), jobs) as workers:
-        with timed() as clocks["load"]:
-            sides = load(actual), load(expected)
-        with timed() as clocks["align"]:
-            aligned = room._align(*sides, room.NO_MAPPING, None, None)
-            pairs = [pair_tensors(pair) for pair in aligned]
-        with timed() as clocks["measure"]:
-            measure(pairs, workers=workers if jobs > 1 else None)
-    with timed() as clocks["judge"]:
-        found = room._judge(*sides, pairs, {}, True, 120.0)
-    with tempfile.TemporaryDirectory() as folder, timed() as clocks["save"]:
-        save(found, Path(folder))
-    return {part: clock.wall_s for part, clock in clocks.items()}
+    seconds = dict.fromkeys(("start", "load", "align", "measure", "judge", "other", "save"), 0.0)
+
+    def watch(function: str, part: str) -> None:
+        called = getattr(room, function)
+
+        def watched(*args: object, **options: object) -> object:
+            with timed() as clock:
+                found = called(*args, **options)
+            seconds[part] += clock.wall_s
+            return found
+
+        setattr(room, function, watched)
+
+    parts = {"_opened": "load", "_align": "align", "measure": "measure", "_judge": "judge"}
+    for function, part in parts.items():
+        watch(function, part)
+    seconds["start"] = since_start_s()
+    with timed() as whole:
+        found = compare(actual, expected, processes=jobs)
+    seconds["other"] = whole.wall_s - sum(seconds[part] for part in parts.values())
+    with tempfile.TemporaryDirectory() as folder, timed() as saving:
+        found.save(folder)
+    seconds["save"] = saving.wall_s
+    return seconds
 
 
 def since_start_s() -> float:

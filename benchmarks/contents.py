@@ -63,14 +63,15 @@ class HostPort:
         bank.streams[stream] = stream
 
     def read_back(self, bank: Bank) -> Landed:
+        bank.host.copy_(bank.out)
         return Landed()
 
 
 def new_bank() -> Bank:
     """One whose rows hold ordinary statistics."""
     bank = Bank(CPU, pinned=False)
-    bank.host.zero_()
-    bank.host[:, :4] = torch.rand(len(bank.host), 4, dtype=torch.float64).view(torch.int64)
+    bank.out.zero_()
+    bank.out[:, :4] = torch.rand(len(bank.out), 4, dtype=torch.float64).view(torch.int64)
     return bank
 
 
@@ -93,8 +94,8 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, float]:
     writer = CaptureWriter(Path(folder) / "a", 0, "run", {}, {}, poll=source.poll, wait=source.wait)
     values = Values(writer, source)
     tensors = [torch.ones(1024, dtype=torch.bfloat16) for _ in range(args.contents)]
-    storages = [tensor.untyped_storage() for tensor in tensors]
     name: Any = ("Torch.relu.0.forward", "input", "0")
+    form = values.form(tensors[0], "stats", None)
     writer.begin_step(0)
     writer._pause = lambda: False  # type: ignore[method-assign]  # its part is done here
     writer.drain()
@@ -107,8 +108,8 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, float]:
 
     for _ in range(args.repeats):
         values.begin_step()
-        timed("mark", lambda: [values._mark(storage) for storage in storages])
-        timed("start", lambda: [values._new(tensor, name, False) for tensor in tensors])
+        timed("mark", lambda: [values._mark(tensor.untyped_storage()) for tensor in tensors])
+        timed("start", lambda: [values._new(tensor, name, False, form) for tensor in tensors])
         timed("land", source.wait)
         timed("write", writer._write_ready)
         assert not writer._waiting

@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 from recording import SIZES, build, timed
 
-from tensorprobe.store.shard import SHARD_NBYTES
+from tensorprobe.store.shard import HEADER_NBYTES, SHARD_NBYTES
 
 PIECE = 32 << 20
 
@@ -140,9 +140,14 @@ def stages(scratch: str | None) -> None:
         copy[:8] = np.frombuffer(np.int64(next(keys)).tobytes(), np.uint8)
         shards.append("key", "uint8", copy.shape, copy)
 
+    def write_small() -> None:
+        shards.append("key", "uint8", (64,), copy[:64])
+        shards.flush()
+
     write()
     raw_fd = os.open(folder / "raw", os.O_RDWR | os.O_CREAT)
-    offsets = iter(range(0, 10**12, data.nbytes))
+    os.ftruncate(raw_fd, SHARD_NBYTES)
+    offsets = iter(range(HEADER_NBYTES, SHARD_NBYTES, data.nbytes))
     other = data[::-1].copy()
     for title, stage in (
         ("statistics", lambda: summarizer.submit(tensor)),
@@ -152,7 +157,7 @@ def stages(scratch: str | None) -> None:
         ("looking for equal content, none", lambda: shards.find(other)),
         ("looking for equal content, found", lambda: shards.find(copy)),
         ("writing", write),
-        ("the header's new end", shards.flush),
+        ("64 bytes and the header's new end", write_small),
         ("raw pwrite", lambda: os.pwrite(raw_fd, copy.data, next(offsets))),
     ):
         best = 1e9

@@ -8,7 +8,8 @@
 Each figure is the difference to the same step without the guard, over the calls of a step, forward
 and backward counted alike; the least of many steps, bare and guarded ones in turn. On the CPU the
 way of a GPU is gone: nothing is read inside a step, and a function written in C that does nothing
-stands in place of the kernel that flags a tensor.
+stands in place of the kernel that flags a tensor. `--callgrind` counts the instructions that the
+guard adds to single calls, which no neighbour on the machine disturbs.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from percall import Program, build, count_calls, synchronizer
 from recording import SIZES
 
-STEPS = 5  # counted by callgrind
+COUNTED = 60  # calls, by callgrind
 LATE = 10**9  # calls between two looks: only the end of a step is one
 
 
@@ -139,40 +140,75 @@ def profile(program: Program, args: argparse.Namespace) -> None:
     pstats.Stats(profiler).sort_stats("tottime").print_stats(args.profile)
 
 
-def callgrind(args: argparse.Namespace, bare: bool) -> int:
-    """Instructions of STEPS steps."""
+def single_calls() -> dict[str, tuple[Callable[[], object], Callable[[object], object]]]:
+    """By name: what is done before it counts, and what is counted."""
+    import torch
+
+    x = torch.randn(4, 4)
+    weight = torch.nn.Parameter(torch.randn(4, 4))
+    hidden = torch.randn(1, 4, 4, requires_grad=True) * 1
+    linear = torch.nn.Linear(4, 4, bias=False)
+    gradient = torch.ones(1, 4, 4)
+    return {
+        "a view": (lambda: None, lambda _: hidden.view(16)),
+        "a product": (lambda: None, lambda _: x.mul(x)),
+        "a product with a graph": (lambda: None, lambda _: hidden.mul(weight)),
+        "a linear layer": (lambda: None, lambda _: linear(hidden)),
+        "backward of a product": (
+            lambda: hidden.detach().requires_grad_().mul(weight),
+            lambda product: torch.autograd.backward([product], [gradient]),
+        ),
+    }
+
+
+def callgrind(args: argparse.Namespace) -> dict[str, float]:
+    """Instructions that the guard adds to one call of each kind, in a module."""
     folder = Path(tempfile.mkdtemp(dir=args.scratch))
     command = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--separate-threads=no"]
-    command += [f"--callgrind-out-file={folder}/out.%p", sys.executable, __file__]
-    child = json.dumps({**vars(args), "bare": bare})
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GUARD_CHILD": child}
+    command += [f"--callgrind-out-file={folder}/out", sys.executable, __file__]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GUARD_CHILD": json.dumps(vars(args))}
     subprocess.run(command, env=environment, check=True, capture_output=True)
-    lines = [line for path in folder.iterdir() for line in path.read_text().splitlines()]
+    counts = []
+    for part in range(1, 2 * len(single_calls()) + 1):
+        lines = (folder / f"out.{part}").read_text().splitlines()
+        counts += [int(line.split()[1]) for line in lines if line.startswith("totals:")]
     shutil.rmtree(folder)
-    return max(int(line.split()[1]) for line in lines if line.startswith("totals:"))
+    pairs = zip(counts[::2], counts[1::2], strict=True)
+    extra = [(guarded - bare) / COUNTED for bare, guarded in pairs]
+    return dict(zip(single_calls(), extra, strict=True))
 
 
 def counted_child(args: argparse.Namespace) -> None:
-    """Runs inside valgrind."""
+    """Runs inside valgrind: counts each kind of call without the guard and with it."""
+    import torch
+
+    class Caller(torch.nn.Module):
+        def forward(self, do: Callable[[], object]) -> object:
+            return do()
+
+    def control(*what: str) -> None:
+        command = ["callgrind_control", *what, str(os.getpid())]
+        subprocess.run(command, check=True, capture_output=True)
+
+    def count(prepare: Callable[[], object], do: Callable[[object], object]) -> None:
+        prepared = [prepare() for _ in range(COUNTED)]
+        control("-z")
+        control("-i", "on")
+        for each in prepared:
+            do(each)
+        control("-d")
+        control("-i", "off")
+
     if not args.at_once:
         stand_in_for_a_gpu()
-    program = build(args.size, args.device, args.dtype)
-    context = contextlib.nullcontext() if args.bare else guarding(args)
-    with context as guard:
-
-        def step() -> None:
-            program.backward(program.forward())
-            if guard is not None:
-                guard.step()
-
-        step()
-        step()
-        gc.collect()
-        switch = ["callgrind_control", "-i"]
-        subprocess.run([*switch, "on", str(os.getpid())], check=True, capture_output=True)
-        for _ in range(STEPS):
-            step()
-        subprocess.run([*switch, "off", str(os.getpid())], check=True, capture_output=True)
+    gc.disable()
+    for prepare, do in single_calls().values():
+        for context in (contextlib.nullcontext(), guarding(args)):
+            with context:
+                torch.ones(2).mul(1)  # the guard knows now where it looks
+                for _ in range(20):
+                    do(prepare())
+                Caller()(lambda prepare=prepare, do=do: count(prepare, do))
 
 
 def main() -> None:
@@ -184,11 +220,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15, help="steps of a round")
     parser.add_argument("--rounds", type=int, default=6, help="bare and guarded steps in turn")
     parser.add_argument("--profile", type=int, default=0, help="how many functions to show")
-    parser.add_argument("--callgrind", action="store_true", help="count instructions")
+    parser.add_argument(
+        "--callgrind", action="store_true", help="count instructions of single calls"
+    )
     parser.add_argument("--scratch", default=None)
     args = parser.parse_args()
     if "GUARD_CHILD" in os.environ:
         counted_child(argparse.Namespace(**json.loads(os.environ["GUARD_CHILD"])))
+        return
+    if args.callgrind:
+        for name, instructions in callgrind(args).items():
+            print(f"| {name} | {instructions:.0f} |")
         return
     if args.device == "cpu" and not args.at_once:
         stand_in_for_a_gpu()
@@ -199,10 +241,6 @@ def main() -> None:
     print(f"{args.size} Llama on {args.device}, {'at once' if args.at_once else 'later'}")
     print(f"| {' | '.join(row)} |\n|{' --- |' * len(row)}")
     print(f"| {' | '.join(f'{value:.1f}' for value in row.values())} |", flush=True)
-    if args.callgrind:
-        extra = callgrind(args, bare=False) - callgrind(args, bare=True)
-        calls = row["forward_calls"] + row["backward_calls"]
-        print(f"{extra / STEPS / calls:.0f} instructions a call", flush=True)
     if args.profile:
         profile(program, args)
 

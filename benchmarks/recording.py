@@ -6,6 +6,8 @@
     python benchmarks/recording.py --idle 50                 (loaded, but no step is recorded)
 
 Every row is a ratio within one process: bare steps are timed before and after the recorded ones.
+On a machine that does other things too, `--clock cpu` with OMP_NUM_THREADS=1 counts processor
+seconds, of which the quickest step of each kind is taken.
 """
 
 from __future__ import annotations
@@ -68,18 +70,22 @@ def build(size: dict[str, int], device: str, dtype: str):
     return model, lambda: backward(forward())
 
 
-def timed(step, count: int, device: str) -> list[float]:
+CLOCKS = {"wall": (time.perf_counter, statistics.median), "cpu": (time.process_time, min)}
+
+
+def timed(step, count: int, device: str, clock: str = "wall") -> list[float]:
     import torch
 
+    now, _ = CLOCKS[clock]
     seconds = []
     for _ in range(count):
         if device == "cuda":
             torch.cuda.synchronize()
-        began = time.perf_counter()
+        began = now()
         step()
         if device == "cuda":
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(now() - began)
     return seconds
 
 
@@ -120,7 +126,7 @@ def measure_ours(args: argparse.Namespace, size: dict[str, int]) -> list[dict[st
                 continue
             folder = Path(tempfile.mkdtemp(dir=args.scratch))
             reset_peak(args.device)
-            bare = timed(step, args.steps, args.device)
+            bare = timed(step, args.steps, args.device, args.clock)
             bare_peak = peak_mbytes(args.device)
             reset_peak(args.device)
             messages: list[str] = []
@@ -135,13 +141,13 @@ def measure_ours(args: argparse.Namespace, size: dict[str, int]) -> list[dict[st
             with recorder:
                 timed(recorded_step, 1, args.device)  # the first one opens files, compiles kernels
                 waited = recorder._writer.waited_s
-                seconds = timed(recorded_step, args.recorded, args.device)
+                seconds = timed(recorded_step, args.recorded, args.device, args.clock)
                 waited = recorder._writer.waited_s - waited
             peak = peak_mbytes(args.device)
             calls = recorder._writer.n_calls / (args.recorded + 1)
-            after = timed(step, args.steps, args.device)
-            base = statistics.median(bare + after)
-            middle = statistics.median(seconds)
+            after = timed(step, args.steps, args.device, args.clock)
+            _, middle_of = CLOCKS[args.clock]
+            base, middle = middle_of(bare + after), middle_of(seconds)
             rows.append(
                 {
                     "level": level,
@@ -251,7 +257,7 @@ def peer_child(spec: dict[str, object]) -> None:
     debugger = PrecisionDebugger(config_path=str(path))
     model, step = build(spec["size"], spec["device"], spec["dtype"])
     timed(step, spec["warmup"], spec["device"])
-    bare = timed(step, spec["steps"], spec["device"])
+    bare = timed(step, spec["steps"], spec["device"], spec["clock"])
 
     def recorded() -> None:
         debugger.start(model=model)
@@ -260,8 +266,10 @@ def peer_child(spec: dict[str, object]) -> None:
         debugger.step()
 
     timed(recorded, 1, spec["device"])
-    seconds = timed(recorded, spec["recorded"], spec["device"])
-    base, middle = statistics.median(bare), statistics.median(seconds)
+    seconds = timed(recorded, spec["recorded"], spec["device"], spec["clock"])
+    bare += timed(step, spec["steps"], spec["device"], spec["clock"])
+    _, middle_of = CLOCKS[spec["clock"]]
+    base, middle = middle_of(bare), middle_of(seconds)
     row = {
         "level": level,
         "keep": keep,
@@ -325,6 +333,7 @@ def main() -> None:
     parser.add_argument("--keeps", nargs="*", default=["structure", "stats", "digest", "tensors"])
     parser.add_argument("--tensor-levels", nargs="*", default=["L0", "L1"])
     parser.add_argument("--stacks", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--clock", default="wall", choices=CLOCKS)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3, help="bare steps before and after")
     parser.add_argument("--recorded", type=int, default=3)

@@ -207,15 +207,41 @@ def attention() -> nn.Module:
     return Plain(lambda self, x: self.mha(x, x, x)[0], mha=nn.MultiheadAttention(4, 2))
 
 
-ODD = [keyword_only, three_calls, closure, nested, passthrough, lstm, shared_output, attention]
+def given_a_parameter() -> nn.Module:
+    """Leaves of the graph are inputs of a call inside, though not of the calls around it."""
+
+    def outer(self: Any, x: Tensor) -> Tensor:
+        return self.last(self.middle(x, self.last.weight) + self.first(x))
+
+    def middle(self: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return self.inner(x * weight.sum(0), scale=weight[0]) + self.first(x) * weight.sum(1)
+
+    inner = Plain(lambda self, x, scale: self.first(x) * scale, first=nn.Linear(4, 4))
+    inside = Plain(middle, inner=inner, first=nn.Linear(4, 4))
+    return Plain(outer, middle=inside, first=nn.Linear(4, 4), last=nn.Linear(4, 4))
 
 
+ODD = [
+    keyword_only,
+    three_calls,
+    closure,
+    nested,
+    passthrough,
+    lstm,
+    shared_output,
+    attention,
+    given_a_parameter,
+]
+
+
+@pytest.mark.parametrize("leaf", [True, False], ids=["leaf", "computed"])
 @pytest.mark.parametrize("build", ODD, ids=lambda build: build.__name__)
-def test_odd_modules(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+def test_odd_modules(build: Callable[[], nn.Module], leaf: bool, tmp_path: Path) -> None:
     x = torch.randn(3, 2, 4)
 
     def run(model: nn.Module) -> Tensor:
-        return model(x.clone().requires_grad_()).square().sum()
+        given = x.clone().requires_grad_()
+        return model(given if leaf else given * 1).square().sum()
 
     assert compare(build(), run, tmp_path / "run") >= 2
 

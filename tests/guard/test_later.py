@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorprobe as tp
+from tensorprobe.capture.naming import ApiName
 from tensorprobe.guard.findings import Finding
+from tensorprobe.guard.kinds import plan_for
 from tensorprobe.numerics import finiteness
 from tensorprobe.numerics.finiteness import Extent, KernelFlags, extent_now
 
@@ -112,6 +116,48 @@ def test_which_input_a_gradient_is_of(tmp_path: Path) -> None:
     assert finding.metrics["output.0"]["holds"] == ["inf"]
     assert finding.metrics["output.0"]["shape"][-1] == 4
     assert finding.reason.endswith("output.0 (float32) holds inf")
+
+
+def test_inputs_that_change_places(tmp_path: Path) -> None:
+    """The same call again, with other inputs that require a gradient."""
+    names = []
+
+    def program() -> None:
+        for first, second in ((1e-30, 1e10), (1e10, 1e-30), (1e-30, 1e10)):
+            a = torch.full((3,), first, requires_grad=True)
+            b = torch.full((3,), second, requires_grad=True)
+            names.append("output.0" if second > 1 else "output.1")
+            torch.mul(a, b).backward(torch.full((3,), 1e38))
+            guard.step()
+
+    guard = tp.Guard(tmp_path, overflow_nums=-1, look_every=LATER, log=lambda text: None)
+    with guard:
+        program()
+    bad = [
+        [label for label, facts in finding.metrics.items() if facts["holds"]]
+        for finding in guard.findings
+    ]
+    assert bad == [[name] for name in names]
+
+
+def test_functionals_that_may_write_in_place_are_known() -> None:
+    """Only of other calls may the graph of the inputs be read after the call."""
+    takers = [
+        name
+        for name, function in vars(F).items()
+        if inspect.isfunction(function)
+        and "inplace" in inspect.signature(function).parameters
+        and not name.startswith("_")
+    ]
+    assert {"dropout", "relu", "silu"} < set(takers)
+    for name in takers:
+        assert not plan_for(
+            ApiName("Functional", name, f"torch.nn.functional.{name}")
+        ).leaves_inputs
+    assert plan_for(ApiName("Functional", "linear", "torch.nn.functional.linear")).leaves_inputs
+    assert not plan_for(ApiName("Tensor", "mul_", "torch.Tensor.mul_")).leaves_inputs
+    assert not plan_for(ApiName("Tensor", "__setitem__", "torch.Tensor.__setitem__")).leaves_inputs
+    assert not plan_for(ApiName("Ops", "my.op", "torch.ops.my.op")).leaves_inputs
 
 
 def test_memory_used_again_is_not_taken_for_what_was_there(tmp_path: Path) -> None:

@@ -102,7 +102,10 @@ def test_the_number_of_threads_changes_no_bit(dtype: torch.dtype) -> None:
             found = []
             for threads in (1, 2, 3, 7):
                 torch.set_num_threads(threads)
-                found.append(Summarizer().submit(tensor).summary)
+                alone = Summarizer().submit(tensor).summary
+                both = Summarizer(digest=True).submit(tensor)
+                assert both.summary == alone
+                found.append((alone, both.digest))
             assert found == found[:1] * 4
     finally:
         torch.set_num_threads(before)

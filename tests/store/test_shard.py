@@ -109,6 +109,29 @@ def test_equal_bytes_are_found_in_an_earlier_shard(folder: int) -> None:
     out.close()
 
 
+def test_blocks_of_zeros_take_no_space(tmp_path: Path, folder: int) -> None:
+    rows = np.zeros((2000, 512), np.float32)
+    rows[[3, 4, 1000, 1999]] = np.arange(512)
+    contents = {
+        "rows": rows,
+        "zeros": np.zeros(100_003, np.float32),
+        "ends": np.r_[np.float32(1), np.zeros(100_000, np.float32), np.float32(-0.0)],
+        "unaligned": np.zeros(400_001, np.uint8)[1:],
+        "dense": np.ones(100_001, np.float32),
+    }
+    shard = Shard("tensors-0.safetensors", folder, capacity=1 << 25)
+    for name, numbers in contents.items():
+        shard.append(name, str(numbers.dtype), numbers.shape, numbers.reshape(-1).view(np.uint8))
+    shard.finish()
+    shard.close()
+    path = tmp_path / "tensors-0.safetensors"
+    with safe_open(path, "np") as opened:
+        for name, numbers in contents.items():
+            assert opened.get_tensor(name).tobytes() == numbers.tobytes()
+    kept = contents["unaligned"].nbytes + contents["dense"].nbytes
+    assert path.stat().st_blocks * 512 < kept + shards.HEADER_NBYTES + 20 * 4096
+
+
 def test_a_key_that_is_taken_gets_a_number(tmp_path: Path, folder: int) -> None:
     shard = Shard("t.safetensors", folder)
     for n in range(3):

@@ -86,7 +86,12 @@ class NodeBackward(_Followed):
                 run = _NodeRun(tape, key, names, self._keep)
                 self._place(run)
                 tape.entered = tape.running[key] = run
-                run.begin([run.line(grads[0], ONLY, "input", tape.wants_input)], {})
+                grad = grads[0]
+                if grad is None:
+                    run.begin([None], {})
+                else:
+                    wanted = tape.wants_input
+                    run.begin([tape.lines.encoded(grad, run, "input", ONLY, wanted, False)], {})
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             tape.gap(self.name, error)
 
@@ -100,13 +105,14 @@ class NodeBackward(_Followed):
             run: Any = tape.running.pop((id(self), _graph_task_id()), None)
             if run is None:
                 return
-            wanted = tape.wants_output
+            wanted, encoded, sent = tape.wants_output, tape.lines.encoded, []
             with _DISABLED():
-                sent = [
-                    [path[0], run.line(grads[position], path, "output", wanted)]
-                    for position, path, _ in self._spots
-                ]
-                run.end(sent)
+                for position, path, _ in self._spots:
+                    grad = grads[position]
+                    if grad is not None:
+                        grad = encoded(grad, run, "output", path, wanted, False)
+                    sent.append([path[0], grad])
+                tape.writer.end(EndLine(id=run.id, outputs={"dict": sent}))
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             tape.gap(self.name, error)
 
@@ -224,10 +230,6 @@ class _NodeRun(Run):
     """A pass through a call of one node."""
 
     __slots__ = ()
-
-    def end(self, sent: list[list[Any]]) -> None:
-        """Write down that backward has left the node, and what it sent on."""
-        self._tape.writer.end(EndLine(id=self.id, outputs={"dict": sent}))
 
     def finish(self, error: str | None = None) -> None:
         """The node was entered and never left."""

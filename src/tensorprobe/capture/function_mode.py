@@ -56,6 +56,7 @@ class UserCalls(TorchFunctionMode):
         self._namer = Namer(resolve_name)
         self._plans: dict[Any, ApiName | None] = {}
         self.dispatch_depth = 0  # dispatch modes on the stack while backward runs
+        self.passes_on = False  # whether `passed_on` is to be asked
 
     def called(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A call: make it, and return what it returns."""
@@ -79,12 +80,14 @@ class UserCalls(TorchFunctionMode):
         except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
             api = None
         if api is None or (api.prefix == "Aten" and below_backward()):
-            return self.passed_on(func, args, kwargs)
+            if self.passes_on:
+                return self.passed_on(func, args, kwargs)
+            return func(*args, **kwargs)
         return self.called(api, func, args, kwargs)
 
     def passed_on(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        """A call too small to have a name: a property, a size."""
-        return func(*args, **kwargs)
+        """A call too small to have a name: a property, a size. There are more of these."""
+        raise NotImplementedError
 
     def _plan(self, func: Any) -> ApiName | None:
         api = self._namer(func)
@@ -100,6 +103,7 @@ class QuietMode(UserCalls):
         super().__init__()
         self._tape = tape
         self._on_scaler_update = on_scaler_update
+        self.passes_on = True
 
     def called(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         result = _passed(self._tape, api, func, args, kwargs)
@@ -140,6 +144,7 @@ class CallMode(UserCalls):
     ) -> None:
         super().__init__()
         self._on_passed_error = on_passed_error  # of calls that are too small to be recorded
+        self.passes_on = on_passed_error is not None
         self._tape = tape
         self._on_scaler_update = on_scaler_update
         self._runs = compiled.Runs()

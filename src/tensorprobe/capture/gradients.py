@@ -254,8 +254,9 @@ def trace_saved(tensors: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges
     return trace
 
 
-# An edge that leaves a region, with the sequence number of the node it leads to, and the node and
-# position that it leaves from.
+_LEAF_NODE: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+# An edge that leaves a region, with the sequence number of the node it leads to (-1 of a leaf's),
+# and the node and position that it leaves from.
 _Leaving = tuple[int, Edge, Any, int]
 _NO_EDGES: frozenset[Edge] = frozenset()
 
@@ -328,7 +329,7 @@ def _walk(trace: Trace, inputs: InputEdges, owners: dict[int, Region], leaves: b
                 sequence, edge, _, _ = place
                 if ends is not None and edge in ends:
                     own.use(edge)
-                if start <= sequence < LEAF and (young is None or edge not in young):
+                if sequence >= start and (young is None or edge not in young):
                     todo.append(edge[0])
                 else:
                     outside.append(place)
@@ -338,15 +339,17 @@ def _walk(trace: Trace, inputs: InputEdges, owners: dict[int, Region], leaves: b
         for edge in node.next_functions:
             position += 1
             after = edge[0]
-            if after is None:
-                continue
-            if ends is not None and edge in ends:
-                own.use(edge)
-            sequence = after._sequence_nr()
-            if start <= sequence < LEAF and (young is None or edge not in young):
-                todo.append(after)
-            elif sequence != LEAF or leaves:
-                outside.append((sequence, edge, node, position))
+            if type(after) is _LEAF_NODE:
+                if leaves:
+                    outside.append((-1, edge, node, position))
+            elif after is not None:
+                if ends is not None and edge in ends:
+                    own.use(edge)
+                sequence = after._sequence_nr()
+                if sequence >= start and (young is None or edge not in young):
+                    todo.append(after)
+                else:
+                    outside.append((sequence, edge, node, position))
     return own
 
 

@@ -24,6 +24,7 @@ _MOST = 4000  # characters of a note
 _NOT_ITS_OWN = frozenset(nn.Module().__dict__)
 # These only hold other modules and are not called themselves.
 _HOLDERS = (nn.ModuleList, nn.ModuleDict)
+_ASKED = {"training", "_parameters", "_buffers", "_modules"}  # scripted ones may lack them
 # Parameters that a signature does not name, and attributes that have another name.
 _UNNAMED: dict[str, dict[str, Any]] = {"RNN": {"nonlinearity": "tanh"}}
 _KEPT_AS = {("PairwiseDistance", "p"): "norm"}
@@ -142,7 +143,8 @@ def _holders_in(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _can_be_kept(module: nn.Module) -> bool:
     """Whether `_Known` sees every change of what the notes say."""
-    if type(module).__name__ in _UNCALLED or "extra_repr" in module.__dict__:
+    held = module.__dict__.keys()
+    if type(module).__name__ in _UNCALLED or "extra_repr" in held or not held >= _ASKED:
         return False
     if any(_holders_in(holder) for _, holder in _holders_in(module)):
         return False

@@ -279,10 +279,10 @@ class ModuleHooks:
         names = tape.select(api, tape.counter.next(api), path)
         if names is None:
             return
-        parameters = _parameters(module)
-        buffers = _present(module._buffers) if module._buffers else None
-        held: dict[str, Any] = {"parameters": parameters} if parameters else {}
-        if buffers:
+        held: dict[str, Any] = {}
+        if parameters := _parameters(module):
+            held["parameters"] = parameters
+        if buffers := _present(module._buffers):
             held["buffers"] = buffers
         call = entry.call = tape.begin(
             names,
@@ -305,7 +305,7 @@ class ModuleHooks:
         if getattr(module, "_compiled_call_impl", None) or kind.__name__ == "OptimizedModule":
             call.notes.append("compiled: the calls inside are not visible")
         call.notes += self._made.of(module)
-        if module._parameters:
+        if parameters:
             self._trained[id(module)] = (weakref.ref(module), path)
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
@@ -414,11 +414,13 @@ def _api(path: str, kind: type, what: str = "") -> ApiName:
 
 def _parameters(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """The parameters that belong to a call of this module."""
-    own = _present(module._parameters) if module._parameters else []
+    own = _present(module._parameters)
     return own + uncalled_parameters(module) if uses_uncalled(module) else own
 
 
 def _present(tensors: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    if not tensors:
+        return []
     return [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
 
 

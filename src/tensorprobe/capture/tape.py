@@ -57,6 +57,7 @@ _ROLES: dict[str, Role] = {
     "buffers": "buffer",
 }
 _NO_KWARGS: dict[str, Any] = {}
+_NOTHING: list[tuple[torch.Tensor, Path]] = []
 _autocasts = torch._C._is_any_autocast_enabled
 _graph_task_id = torch._C._current_graph_task_id
 _NO_ALIASES: dict[Path, Path] = {}  # of most calls: they are many, and live until backward
@@ -219,7 +220,10 @@ class Tape:
                     call.writes = writes
                     self._forget_arguments(writes, args, kwargs)
                 positional, keywords = self.lines.arguments(call, args, kwargs, self.wants_input)
-                call.versions = _versions(call.inputs)
+                try:
+                    call.versions = [tensor._version for tensor, _ in call.inputs]
+                except RuntimeError:  # inference tensors keep none
+                    call.versions = _versions(call.inputs)
                 line = CallLine(
                     id=0,
                     name=names.name,
@@ -275,7 +279,7 @@ class Tape:
         try:
             outputs: list[tuple[torch.Tensor, Path]] = []
             with _DISABLED():
-                mutated = self._mutated(call)
+                mutated = self._mutated(call) if call.writes or _has_moved(call) else _NOTHING
                 if call.id < 0:  # no line: only its backward is wanted
                     map_tensors(result, lambda tensor, path: outputs.append((tensor, path or ONLY)))
                     if call.edges is not None and self._backward:
@@ -418,14 +422,12 @@ class Tape:
             self.gap("forget", error)
 
     def _mutated(self, call: OpenCall) -> list[tuple[torch.Tensor, Path]]:
-        """Inputs that the call wrote to. Collectives write without moving the version."""
+        """Inputs that the call wrote to."""
         if call.names.api.prefix == "Distributed":
             for tensor, _ in call.inputs:
                 self._values.forget(tensor)
             return call.inputs
         versions = _versions(call.inputs)
-        if versions == call.versions and not call.writes:
-            return []
         found = [
             item
             for item, before, after in zip(call.inputs, call.versions, versions, strict=True)
@@ -644,10 +646,19 @@ def _works_in(result: Any) -> list[Any]:
 
 
 def _versions(tensors: list[tuple[torch.Tensor, Path]]) -> list[int]:
+    """The versions of tensors, of which some may be inference tensors: they keep none."""
+    return [-1 if tensor.is_inference() else tensor._version for tensor, _ in tensors]
+
+
+def _has_moved(call: OpenCall) -> bool:
+    """Whether a call may have written to an input."""
     try:
-        return [tensor._version for tensor, _ in tensors]
-    except RuntimeError:  # inference tensors keep none
-        return [-1 if tensor.is_inference() else tensor._version for tensor, _ in tensors]
+        for (tensor, _), before in zip(call.inputs, call.versions, strict=True):
+            if tensor._version != before:
+                return True
+    except RuntimeError:  # an inference tensor
+        return True
+    return call.names.api.prefix == "Distributed"  # collectives write without moving the version
 
 
 def _error_text(error: BaseException) -> str:

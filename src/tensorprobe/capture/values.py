@@ -93,7 +93,8 @@ class Values:
             if ordered or not is_dense(shape, tuple(stride)):
                 layout = (shape, tuple(stride))
         try:
-            form = (tensor.dtype, tensor.numel(), layout, keep == "tensors")
+            # The device, too: a summarizer knows by this number how to start on such tensors.
+            form = (tensor.dtype, tensor.numel(), layout, keep == "tensors", tensor.device)
         except (NotImplementedError, RuntimeError):  # it has no elements that could be counted
             return next(self._new_forms)
         if len(self._forms) >= _MAX_FORMS:
@@ -128,21 +129,26 @@ class Values:
             return self._new(tensor, (call, role, label), keep == "tensors")
         number = self._numbers.get(view)
         if number is None:
-            number = self._numbers[view] = self._new(tensor, (call, role, label), keep == "tensors")
+            name = (call, role, label)
+            number = self._numbers[view] = self._new(tensor, name, keep == "tensors", form)
         return number
 
     def _mark(self, storage: torch.UntypedStorage) -> int:
         key = storage._cdata
-        self._held.hold(storage, key)
+        if key not in self._held:
+            reference: Any = storage._weak_ref()  # is where the storage is, as is the key
+            self._held.add(reference)
         return self._marks.setdefault(key, next(self._new_marks))
 
-    def _new(self, tensor: torch.Tensor, name: TensorName, tensors: bool) -> int:
+    def _new(
+        self, tensor: torch.Tensor, name: TensorName, tensors: bool, form: int | None = None
+    ) -> int:
         number = next(self._ids)
         checksum = crc32 if self._checksums else None
         summarizer = self._summarizer
         if tensors and self._statistics is not None and _is_large_on_host(tensor):
             summarizer, checksum = self._statistics, digest_bytes
-        result = summarizer.submit(tensor)
+        result = summarizer.submit(tensor, form)
         if (tensors or checksum) and result.error is None:
             with Quiet():
                 self._copy(number, tensor, name, checksum, tensors)
@@ -172,25 +178,17 @@ class Values:
         )
 
 
-class _Held:
+class _Held(set[int]):
     """Weak references to storages: while there is one, no other takes a storage's place in memory.
 
     As torch's StorageWeakRef does it, without an object for each.
     """
 
-    def __init__(self) -> None:
-        self._references: set[int] = set()  # each is where its storage is
-        self._free: Any = torch.UntypedStorage._free_weak_ref  # kept: torch may go first at exit
-
-    def hold(self, storage: torch.UntypedStorage, at: int) -> None:
-        """`at` is the storage's `_cdata`."""
-        if at not in self._references:
-            reference: Any = storage._weak_ref()
-            self._references.add(reference)
+    _free: Any = torch.UntypedStorage._free_weak_ref  # kept: torch may go first at exit
 
     def clear(self) -> None:
-        while self._references:
-            self._free(self._references.pop())
+        while self:
+            self._free(self.pop())
 
     __del__ = clear
 

@@ -54,22 +54,23 @@ class Walk:
         """Accuse what is found; every call knows afterwards which culprits reached it."""
         scene = self.scene
         self.taint.begin()
+        # Later steps inherit from the first one that has a culprit.
+        first_step = min((culprit.step for _, culprit in scene.culprits), default=None)
         for node in scene.nodes:
             node.taint |= self.taint.inherited(node)
             if (
                 node.is_paired
                 and not self.taint.is_culprit(node)
-                and not self._inherits_from_earlier_step(node)
+                and (first_step is None or node.call.step <= first_step)
             ):
                 found = self._leaf(node) or (None if node.container else self._cause(node))
                 if found is not None:
                     scene.culprits.append(found)
+                    step = found[1].step
+                    first_step = step if first_step is None else min(step, first_step)
                     self.taint.add(found[0])
                     node.taint |= scene.nodes[found[0]].taint
             self.taint.leave(node)
-
-    def _inherits_from_earlier_step(self, node: Node) -> bool:
-        return any(culprit.step < node.call.step for _, culprit in self.scene.culprits)
 
     # Tensors that no call made
 

@@ -137,24 +137,21 @@ POSITIONS: list[Path] = [(str(number),) for number in range(64)]
 def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, Path]]:
     """The tensors among the arguments of a call, with their paths."""
     found: list[tuple[torch.Tensor, Path]] = []
-    for value, path in zip(args, POSITIONS if len(args) <= 64 else _more(args), strict=False):
+    number = -1
+    for value in args:
+        number += 1
         kind = type(value)
-        if kind in PLAIN_TENSORS:
-            found.append((value, path))
+        if kind in PLAIN_TENSORS or isinstance(value, torch.Tensor):
+            found.append((value, POSITIONS[number] if number < 64 else (str(number),)))
         elif kind in _CONTAINERS:
-            _inside(value, path, found)
-        elif isinstance(value, torch.Tensor):
-            found.append((value, path))
-    for key, value in kwargs.items():
-        if isinstance(value, torch.Tensor):
-            found.append((value, (key,)))
-        elif type(value) in _CONTAINERS:
-            _inside(value, (key,), found)
+            _inside(value, (str(number),), found)
+    if kwargs:
+        for key, value in kwargs.items():
+            if isinstance(value, torch.Tensor):
+                found.append((value, (key,)))
+            elif type(value) in _CONTAINERS:
+                _inside(value, (key,), found)
     return found
-
-
-def _more(args: Sequence[Any]) -> list[Path]:
-    return [(str(number),) for number in range(len(args))]
 
 
 def tensors_out(result: Any) -> list[tuple[torch.Tensor, Path]]:

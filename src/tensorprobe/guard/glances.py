@@ -29,9 +29,11 @@ class Glance:
         "edges",
         "inputs",
         "kwargs",
+        "needs",
         "noted",
         "number",
         "plan",
+        "start",
         "was_bad",
         "written",
     )
@@ -41,10 +43,23 @@ class Glance:
         self.args, self.kwargs = args, kwargs
         self.inputs: Tensors = []
         self.edges: InputEdges | None = None
+        # Where the call leaves its inputs as they are: those that require a gradient, and the
+        # number of the next graph node before it. Edges can be had from them when it has ended.
+        self.needs: tuple[Path, ...] = ()
+        self.start = 0
         self.written: dict[Path, torch.Tensor] = {}  # live ones, of which `args` has copies
         self.noted: list[NotedInput] | None = None  # memory of inputs that will be written to
         self.was_bad: Case | bool = False  # what a collective was given: it has no copies
         self.call: NotedCall | None = None
+
+
+def edges_of(glance: Glance) -> InputEdges | None:
+    """The graph as it was before the call; None where backward does not come by."""
+    if glance.edges is None and glance.needs:
+        edges = glance.edges = InputEdges()
+        edges.start = glance.start
+        edges.add(glance.inputs)
+    return glance.edges
 
 
 class Remembered:

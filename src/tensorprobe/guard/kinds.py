@@ -32,6 +32,8 @@ class Plan(NamedTuple):
     # asked for every call, so they are worked out once
     is_special: bool = False  # its kind is none of those that make a result out of inputs
     has_backward: bool = True  # which computes, too
+    # none of its inputs is written to, whatever it is told: their graph is the same after the call
+    leaves_inputs: bool = False
 
 
 _CASTS = "to type float half double bfloat16 type_as cfloat cdouble chalf _to_copy"
@@ -83,6 +85,13 @@ ADDS = frozenset(["add", "add_", "sub", "sub_", "rsub", "addmm", "baddbmm", "add
 DIVIDES = frozenset(["div", "div_", "true_divide", "__rtruediv__", "reciprocal", "rsqrt"])
 
 LOGARITHMS = frozenset(["log", "log2", "log10", "log_", "log2_", "log10_", "xlogy"])
+# Where a name says whether the call writes in place; functionals may be told to.
+_NAMED_BY_RULE = frozenset(["Tensor", "Torch", "Functional"])
+_INPLACE_NAMES = """
+    alpha_dropout celu dropout dropout1d dropout2d dropout3d elu feature_alpha_dropout hardsigmoid
+    hardswish hardtanh leaky_relu mish relu relu6 rrelu selu silu threshold
+"""
+_INPLACE = frozenset(_INPLACE_NAMES.split())
 
 
 def plan_for(api: ApiName) -> Plan:
@@ -96,7 +105,9 @@ def plan_for(api: ApiName) -> Plan:
     writes = kind in (Kind.COMPUTES, Kind.CASTS) and writes_in_place(api)
     uninitialised = name in _UNINITIALISED_NAMES
     passes = kind in (Kind.PASSES, Kind.MAKES)
-    return Plan(api, kind, writes, uninitialised, uninitialised, passes, not passes)
+    leaves = api.prefix in _NAMED_BY_RULE and not writes_in_place(api)
+    leaves = leaves and not (api.prefix == "Functional" and name in _INPLACE)
+    return Plan(api, kind, writes, uninitialised, uninitialised, passes, not passes, leaves)
 
 
 def _last_part(api: str) -> str:

@@ -11,6 +11,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer
 
+from tensorprobe.capture.gradients import Path, Spot
+from tensorprobe.capture.naming import ApiName
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.devices import OverflowFlag, device_layer
 from tensorprobe.guard.cases import Case, Sighting, Taint
@@ -65,6 +67,8 @@ class Looking:
         self.stepping: dict[int, tuple[Sighting, bool]] = {}
         self._pass_case: Case | None = None  # of the backward that runs
         self._functions: set[tuple[int, int]] = set()
+        # where the node of a call leads to, by what it calls and which inputs require a gradient
+        self._spots: dict[tuple[ApiName, type, tuple[Path, ...]], list[Spot]] = {}
         self._uninitialised: dict[int, StorageWeakRef] = {}
         self._asleep: list[Case] = []  # infinite at a pole, such as 1 / 0: many programs mask that
         # gradients of leaves that were looked at in backward; the optimizer is given the same

@@ -29,6 +29,7 @@ from tensorprobe.guard.glances import (
     Remembered,
     Tensors,
     contents_of,
+    edges_of,
     frames_of,
     labelled,
     version_of,
@@ -85,25 +86,41 @@ class BackwardLooking(Looking):
             self._listen(trace_function(node), sighting, None, frozenset())
 
     def _watch_backward(self, glance: Glance, outputs: Tensors) -> None:
-        assert glance.edges is not None
-        trace = trace_call(outputs, glance.edges)
+        edges = edges_of(glance)
+        assert edges is not None
+        trace = trace_call(outputs, edges)
         if trace.boundary:
-            leaves = frozenset(path for _, path in glance.edges.leaves.values())
+            leaves = frozenset(path for _, path in edges.leaves.values())
             self._listen(trace, self._sighting(glance), Remembered(glance), leaves)
 
     def _watch_backward_later(self, glance: Glance, outputs: Tensors) -> None:
         """The same for a call whose gradients are all looked at later: it needs far less."""
-        edges = glance.edges
-        assert edges is not None
-        if _sequence_number() == edges.start:
-            return  # it has made no node
-        one = one_node(outputs[0][0], edges) if len(outputs) == 1 else None
-        if one is not None:
-            node, spots = one
-            node.register_hook(_OutgoingLater(self, self._noted(glance, OWN_FRAMES), spots))
+        made = _sequence_number() - glance.start
+        if not made:
             return
+        output = outputs[0][0]
+        node = output.grad_fn
+        if made > 1 or len(outputs) > 1 or node is None or node._sequence_nr() != glance.start:
+            self._watch_nodes_later(glance, outputs)
+            return
+        # Of a call that made one node, where that leads to depends on what was called, and on which
+        # inputs require a gradient.
+        key = (glance.plan.api, type(node), glance.needs)
+        spots = self._spots.get(key)
+        if spots is None:
+            edges = edges_of(glance)
+            one = one_node(output, edges) if edges is not None else None
+            if one is None:
+                self._watch_nodes_later(glance, outputs)
+                return
+            spots = self._spots[key] = one[1]
+        node.register_hook(_OutgoingLater(self, self._noted(glance, OWN_FRAMES), spots))
+
+    def _watch_nodes_later(self, glance: Glance, outputs: Tensors) -> None:
+        edges = edges_of(glance)
+        assert edges is not None
         for node, spots in trace_call(outputs, edges).boundary.items():
-            node.register_hook(_OutgoingLater(self, self._noted(glance, OWN_FRAMES), spots))
+            node.register_hook(_OutgoingLater(self, self._noted(glance, OWN_FRAMES + 1), spots))
 
     def gradients_later(self, call: NotedCall, spots: list[Spot], grads: Gradients) -> None:
         """Backward leaves a call: what it sends on is flagged, and looked at later."""

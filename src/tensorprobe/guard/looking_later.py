@@ -38,7 +38,7 @@ class LaterLooking(BackwardLooking):
         for tensor, _ in outputs:
             if tensor.is_cpu or type(tensor) not in PLAIN_TENSORS:
                 return False
-        if glance.edges is not None:
+        if glance.needs:
             for tensor, _ in glance.inputs:
                 if tensor.is_cpu and tensor.requires_grad:
                     return False

@@ -145,8 +145,10 @@ class Ring:
             if flags.full:
                 self.is_due = True
         storage = content.untyped_storage()
-        key = self._known.add(storage, content)
-        whole = content.nbytes >= storage.nbytes()
+        key = storage._cdata
+        # of memory that is new it makes no difference how much of it this is
+        whole = key not in self._known.versions or content.nbytes >= storage.nbytes()
+        self._known.add(key, storage, content)
         return path, key, device, ticket, content.dtype, content.shape, whole
 
     def _begin(self, device: torch.device) -> Flags:
@@ -190,16 +192,14 @@ class _Storages:
         self._free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
         self._expired: Callable[[int], Any] = torch.UntypedStorage._expired
 
-    def add(self, storage: torch.UntypedStorage, content: torch.Tensor) -> int:
+    def add(self, key: int, storage: torch.UntypedStorage, content: torch.Tensor) -> None:
         """Note that this storage, which the tensor is in, is known as it is now."""
-        key: int = storage._cdata
         if key not in self.versions:
             storage._weak_ref()
         try:
             self.versions[key] = content._version
         except RuntimeError:  # of inference mode
             self.versions[key] = -1
-        return key
 
     def is_alive(self, key: int) -> bool:
         return key in self.versions and not self._expired(key)

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tensorprobe.capture import compiled
 from tensorprobe.capture.function_mode import SCALER_UPDATE, UserCalls
-from tensorprobe.capture.gradients import InputEdges
 from tensorprobe.capture.naming import ApiName
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.steps import optimizers_in_round
@@ -21,6 +21,7 @@ from tensorprobe.guard.glances import (
     Tensors,
     contents_of,
     copied,
+    edges_of,
     frames_of,
     labelled,
     live_tensors,
@@ -37,6 +38,7 @@ from tensorprobe.numerics.finiteness import LIMITS, NAN, extent_now, readable
 
 _MOST_ASLEEP = 64
 _is_grad_enabled = torch.is_grad_enabled
+_sequence_number = torch._C._autograd._get_sequence_nr
 # torch.func is at work where there are some: its wrappers have no graph that can be walked
 _transforms = torch._C._functorch.peek_interpreter_stack
 
@@ -121,13 +123,7 @@ class Sight(LaterLooking, OptimizerLooking):
             with MODES_OFF():
                 inputs = glance.inputs = tensors_in(args, kwargs)
                 if plan.has_backward and _is_grad_enabled() and not _transforms():
-                    for tensor, _ in inputs:
-                        if tensor.requires_grad:
-                            edges = glance.edges = InputEdges()
-                            edges.add(inputs)
-                            if edges.functions:
-                                self._watch_functions(edges.functions)
-                            break
+                    self._note_graph(glance, inputs)
             if plan.writes:
                 with Quiet():
                     self._copy_written(glance)
@@ -138,6 +134,25 @@ class Sight(LaterLooking, OptimizerLooking):
             self._watcher.trouble(plan.api.stem, error)
             return None
         return glance
+
+    def _note_graph(self, glance: Glance, inputs: Tensors) -> None:
+        """Where the inputs hang in the graph, as far as the call may change it."""
+        needs = []
+        functions: list[tuple[torch.Tensor, Any]] = []
+        for tensor, path in inputs:
+            if tensor.requires_grad:
+                needs.append(path)
+                node = tensor.grad_fn
+                if isinstance(node, BackwardCFunction):
+                    functions.append((tensor, node))
+        if not needs:
+            return
+        if functions:
+            self._watch_functions(functions)
+        glance.needs = tuple(needs)
+        glance.start = _sequence_number()
+        if not glance.plan.leaves_inputs:
+            edges_of(glance)
 
     def _copy_written(self, glance: Glance) -> None:
         """Keep what the first argument holds: the call writes to it, and may read it elsewhere."""
@@ -170,7 +185,7 @@ class Sight(LaterLooking, OptimizerLooking):
                 outputs = tensors_out(result)
                 if outputs and self._are_later(glance, outputs):
                     self._look_at_later(glance, outputs)
-                    if glance.edges is not None:
+                    if glance.needs:
                         self._watch_backward_later(glance, outputs)
                     return
             with Quiet():
@@ -186,7 +201,7 @@ class Sight(LaterLooking, OptimizerLooking):
                 if not outputs and self._asleep:
                     self._read_out(glance)
                 self._look_at(glance, result, outputs)
-                if glance.edges is not None:
+                if glance.needs:
                     self._watch_backward(glance, outputs)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self._watcher.trouble(plan.api.stem, error)

@@ -25,12 +25,16 @@ def trail_here(depth: int, base: FrameType | None = None, rest: Trail | None = N
     """
     frame: FrameType | None = sys._getframe(depth + 1)
     found: list[Any] = []
-    while frame is not base:
-        if frame is None or len(found) >= 2 * _MOST_FRAMES:
-            return found, None
-        found += (frame.f_code, frame.f_lasti)
+    note = found.append
+    for _ in range(_MOST_FRAMES):
+        if frame is base:
+            return found, rest
+        if frame is None:
+            break
+        note(frame.f_code)
+        note(frame.f_lasti)
         frame = frame.f_back
-    return found, rest
+    return found, None
 
 
 def frames_in(trail: Trail, limit: int = _MOST_FRAMES) -> Iterator[tuple[CodeType, int]]:

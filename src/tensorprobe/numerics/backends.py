@@ -16,9 +16,9 @@ from tensorprobe.numerics.queue import MAX_AGE_S, Bank, Port, Queue
 from tensorprobe.numerics.result import Result
 
 if TYPE_CHECKING:
-    from tensorprobe.numerics.launch import Launcher, Usual
+    from tensorprobe.numerics.launch import Launcher, Start, Usual
 
-MAX_LAYOUTS = 10_000  # that are remembered
+MAX_FORMS = 10_000  # of tensors, that are remembered
 MAX_PENDING = 1024  # tensors whose numbers wait on a device before they are fetched
 
 
@@ -39,14 +39,15 @@ class HostBackend:
         self._digest = digest
 
     def submit(self, result: Result, tensor: torch.Tensor, name: str) -> None:
-        storage = host.STORAGE[name]
+        storage, threads = host.STORAGE[name], torch.get_num_threads()
         if self._stats and self._digest and tensor.is_contiguous():
             array = memory.logical_array(tensor, storage)
-            result.summary, result.digest = host.summarize_and_digest(array, name)
+            result.summary, result.digest = host_threads.summarize_and_digest(
+                array, name, threads=threads
+            )
         else:
             if self._stats:
                 array, repeat = memory.distinct_array(tensor, storage)
-                threads = torch.get_num_threads()
                 result.summary = host_threads.summarize_array(
                     array, name, repeat=repeat, threads=threads
                 )
@@ -58,6 +59,11 @@ class HostBackend:
         """Nothing is ever on its way."""
 
     poll = wait = flush
+
+
+# Of a form of tensors: the dtype, how its kernel starts, rows and units that are given to it, how
+# many different elements there are, how often each, and the bytes of all.
+_Plan = tuple[str, "Start", int, int, int, int, int]
 
 
 class KernelBackend:
@@ -88,69 +94,64 @@ class KernelBackend:
         self._queue = Queue(port, new_bank, complete)
         self._spare = spare  # for dtypes whose kernel this Triton cannot build
         self._refused: dict[str, str] = {}  # dtype: why; not tried again, which takes seconds
-        self._layouts: dict[tuple[torch.Size, tuple[int, ...]], int] = {}
+        self._plans: dict[int | None, _Plan] = {}  # by form
         self._usual: dict[torch.dtype, Usual] = {}  # how to `start`, once its kernel is compiled
 
-    def start(self, tensor: torch.Tensor) -> Result | None:
+    def start(self, tensor: torch.Tensor, form: int | None = None) -> Result | None:
         """Start on a tensor as most are; None for one that needs the closer look of `submit`.
 
-        Its type is torch's own, and no function mode is on. What has no memory of its own (a
-        wrapper of functorch, a sparse or a meta tensor) has no address, or raises when asked.
+        Its type is torch's own, and no function mode is on. `form` as for `Summarizer.submit`.
         """
-        usual = self._usual.get(tensor.dtype)
-        if usual is None:
-            return None
-        repeat = 1
+        plan = self._plans.get(form)
         try:
-            if tensor.is_nested or tensor.is_neg():
-                return None
-            count, address = tensor.numel(), tensor.data_ptr()
-            if not tensor.is_contiguous():
-                repeat = self._repeats(tensor)
-                if not repeat:
+            if plan is None or (self._digest and not tensor.is_contiguous()):
+                plan = self._plan(tensor)
+                if plan is None:
                     return None
-                count //= repeat
-        except RuntimeError:
-            return None
-        name, itemsize, tile, most, unit, begin = usual
-        # Masks, not remainders, which take longer: units are powers of two.
-        if not address or address & 15 or count & (unit - 1) or count >= 1 << 31:
+                if form is not None:
+                    self._remember(form, plan)
+            address = tensor.data_ptr()
+        except RuntimeError:  # it has no memory of its own: a wrapper of functorch, a sparse tensor
             return None
         stream = self._usual_stream()
-        if stream is None:
+        if stream is None or not address or address & 15:
             return None
-        n_rows = -(-count // tile)
-        if n_rows > most:
-            n_rows = most
+        name, begin, n_rows, units, count, repeat, nbytes = plan
         queue, result = self._queue, Result()
+        queue.acquire()  # half of what `with` takes
         try:
-            with queue.lock:
-                bank, slot, row = queue.place(n_rows, stream)
-                begin(n_rows, stream, address, count // unit, bank, row, slot)
-                # Does not hold the tensor, which must go when the program lets it go.
-                bank.tickets[slot] = (result, name, count, repeat, count * itemsize)
+            bank, slot, row = queue.place(n_rows, stream)
+            begin(n_rows, stream, address, units, bank, row, slot)
+            # Does not hold the tensor, which must go when the program lets it go.
+            bank.tickets[slot] = (result, name, count, repeat, nbytes)
         except self._failures as error:
             self._refuse(name, tensor.dtype, error)
             return None
+        finally:
+            queue.release()
         return result
 
-    def _repeats(self, tensor: torch.Tensor) -> int:
-        """How often each element is there if they are in one piece, whatever their order; else 0.
-
-        0 also where their order matters. The layouts of a program are few, and met again and again.
-        """
-        if self._digest:
-            return 0
-        layout = (tensor.shape, tensor.stride())
-        repeat = self._layouts.get(layout)
-        if repeat is None:
+    def _plan(self, tensor: torch.Tensor) -> _Plan | None:
+        """How to start on a tensor that lies in one piece; its order matters only to a digest."""
+        usual = self._usual.get(tensor.dtype)
+        if usual is None or tensor.is_nested or tensor.is_neg():
+            return None
+        count, repeat = tensor.numel(), 1
+        if not tensor.is_contiguous():
             shape, strides, repeat = memory.without_repeats(tensor)
-            if not memory.is_dense(shape, strides):
-                repeat = 0
-            if len(self._layouts) >= MAX_LAYOUTS:
-                self._layouts.clear()
-            self._layouts[layout] = repeat
-        return repeat
+            if self._digest or not memory.is_dense(shape, strides):
+                return None
+            count //= repeat
+        if not 0 < count < 1 << 31 or count % usual.unit:
+            return None
+        n_rows = min(usual.max_programs, -(-count // usual.tile))
+        nbytes = count * usual.itemsize
+        return usual.dtype, usual.start, n_rows, count // usual.unit, count, repeat, nbytes
+
+    def _remember(self, form: int, plan: _Plan) -> None:
+        if len(self._plans) >= MAX_FORMS:
+            self._plans.clear()
+        self._plans[form] = plan
 
     def submit(self, result: Result, tensor: torch.Tensor, name: str) -> None:
         if name in self._refused:
@@ -196,6 +197,7 @@ class KernelBackend:
     def _refuse(self, name: str, dtype: torch.dtype, error: Exception) -> None:
         self._refused[name] = _first_line(error)
         self._usual.pop(dtype, None)
+        self._plans.clear()
 
     def _use_spare(self, result: Result, tensor: torch.Tensor, name: str) -> None:
         reason = self._refused[name]

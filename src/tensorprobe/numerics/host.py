@@ -17,7 +17,7 @@ from tensorprobe.records import TensorSummary
 Array = np.ndarray[Any, Any]
 
 # Elements at a time: the buffers of a chunk stay in the second-level cache.
-CHUNK = 32768
+CHUNK = 65536
 # At most: numpy's BLAS starts threads for a dot product of more than 10000, a matrix of 9216.
 DOT = 8192
 ROW = 512
@@ -172,7 +172,8 @@ def tally_float(tally: Tally, chunk: Array, scratch: Scratch) -> None:
 
 def _ends(chunk: Array) -> tuple[Any, Any]:
     """The smallest and the largest number; NaN if there is one."""
-    # argmin finds a NaN as min does, and is the quicker call.
+    # argmin finds a NaN as min does, and is the quicker call (where the array is writeable: it
+    # copies any other).
     return chunk.item(chunk.argmin()), chunk.item(chunk.argmax())
 
 
@@ -199,9 +200,9 @@ def _add_sums(tally: Tally, wide: Array) -> None:
 
 
 def _sum(wide: Array) -> float:
+    if wide.size <= DOT:
+        return float(wide.dot(_ONES[: wide.size]))
     rest = wide.size % DOT
-    if rest == wide.size:
-        return float(wide.dot(_ONES[:rest]))
     # Sixteen rows of a matrix at a time: BLAS reads the ones once for all of them.
     sums: Array = np.matmul(wide[: wide.size - rest].reshape(-1, DOT // ROW, ROW), _ONES[:ROW])
     return float(sums.reshape(-1).dot(_ONES[: sums.size])) + (_sum(wide[-rest:]) if rest else 0.0)
@@ -209,9 +210,9 @@ def _sum(wide: Array) -> float:
 
 def sum_of_squares(wide: Array) -> float:
     """The sum of squares of float64 numbers, by pieces for which BLAS starts no threads."""
-    rest = wide.size % DOT
-    if rest == wide.size:
+    if wide.size <= DOT:
         return float(wide.dot(wide))
+    rest = wide.size % DOT
     whole = wide[: wide.size - rest]
     squares: Array = np.matmul(whole.reshape(-1, 1, DOT), whole.reshape(-1, DOT, 1))
     total = float(squares.reshape(-1).dot(_ONES[: squares.size]))
@@ -392,7 +393,9 @@ def add_array(tally: Tally, array: Array, dtype: str, digester: Digester | None 
     """Add the numbers of an array; those of float8 are counted another way."""
     scratch, step = _LOCAL.scratch, STEPS[dtype]
     with np.errstate(all="ignore"):
-        for chunk in chunks(array, chunk_size(dtype), digester):
+        for chunk in chunks(array, chunk_size(dtype)):
+            if digester is not None:
+                digester.update(chunk.view(np.uint8))
             step(tally, chunk, scratch)
 
 
@@ -432,18 +435,13 @@ def chunk_size(dtype: str) -> int:
     return CHUNK // 2 if dtype.startswith("complex") else CHUNK
 
 
-def chunks(array: Array, size: int, digester: Digester | None = None) -> Iterator[Array]:
+def chunks(array: Array, size: int) -> Iterator[Array]:
     """One-dimensional contiguous pieces that cover the array, in the order of memory."""
     if not array.flags.c_contiguous:
         yield from _pieces(array, size, "K")
         return
     flat = array.reshape(-1)
-    if digester is not None:
-        block = CHUNK_NBYTES // flat.itemsize
-        for start in range(0, flat.size, block):
-            digester.update(flat[start : start + block].view(np.uint8))
-            yield from chunks(flat[start : start + block], size)
-    elif 0 < flat.size <= size:
+    if 0 < flat.size <= size:
         yield flat
     else:
         for start in range(0, flat.size, size):
@@ -462,7 +460,9 @@ def _pieces(array: Array, size: int, order: Literal["K", "C"]) -> Iterator[Array
 def _count_float8(array: Array, dtype: str, digester: Digester | None) -> Tally:
     """From how often each of the 256 bit patterns occurs."""
     counts = np.zeros(256, np.int64)
-    for chunk in chunks(array, CHUNK, digester):
+    for chunk in chunks(array, CHUNK):
+        if digester is not None:
+            digester.update(chunk)
         counts += np.bincount(chunk, minlength=256)
     values = float8_values(dtype)
     tally = Tally()

@@ -189,7 +189,7 @@ def borrow(
     shape: tuple[int, ...],
     strides: tuple[int, ...] | None = None,
 ) -> Array:
-    """The memory of a CPU tensor, from its first element on, as a read-only array.
+    """The memory of a CPU tensor, from its first element on, as an array that is only read.
 
     Not `tensor.numpy()`: that has no bfloat16, and goes through the dispatcher.
     """
@@ -199,8 +199,8 @@ def borrow(
     if strides is None and len(shape) == 1:  # a third of the time of what follows
         memory = _Memory.from_address(address)
         memory.tensor = tensor
+        # Left writeable: numpy's argmin would copy what is not. Nobody writes to it.
         array: Array = np.frombuffer(memory, dtype, shape[0])
-        array.flags.writeable = False
         return array
     size = dtype.itemsize
     interface = {

@@ -94,6 +94,7 @@ class Queue:
         self._new_bank = new_bank
         self._complete = complete
         self.lock = threading.Lock()  # of the bank that is being filled
+        self.acquire, self.release = self.lock.acquire, self.lock.release
         self._landing_lock = threading.Lock()  # taken first; the program never waits for it
         self._free: list[Bank] = []
         self._filling: Bank | None = None

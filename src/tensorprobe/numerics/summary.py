@@ -15,6 +15,7 @@ from tensorprobe.records import TensorSummary
 
 __all__ = ["Result", "Summarizer", "summarize"]
 
+_Start = Callable[[torch.Tensor, "int | None"], "Result | None"]
 _OWN_TYPES = frozenset([torch.Tensor, torch.nn.Parameter])
 _function_mode_is_on = torch._C._is_torch_function_mode_enabled
 
@@ -42,7 +43,8 @@ class Summarizer:
         self._stats = stats
         self._digest = digest
         self._choose = choose
-        self._starts: dict[torch.device, Callable[[torch.Tensor], Result | None]] = {}
+        self._starts: dict[torch.device, _Start] = {}
+        self._starts_by_form: dict[int | None, _Start] = {}
         self._backends: dict[torch.device, Backend] = {}
         self._lock = threading.Lock()
         self._host = self._backend_of(torch.device("cpu"))
@@ -52,12 +54,17 @@ class Summarizer:
         """Whether results have a digest."""
         return self._digest
 
-    def submit(self, tensor: torch.Tensor) -> Result:
-        """Start on a tensor as it is now. Never raises and never waits for a device."""
+    def submit(self, tensor: torch.Tensor, form: int | None = None) -> Result:
+        """Start on a tensor as it is now. Never raises and never waits for a device.
+
+        `form` spares looking at what is known: a number for plain memory (nothing nested, negated
+        or conjugated) of one device, dtype and number of elements, and of one layout, or without
+        holes and repetitions.
+        """
         # Even reading an attribute of a tensor would be seen by a function mode, or by a subclass.
         if type(tensor) in _OWN_TYPES and not _function_mode_is_on():
-            start = self._starts.get(tensor.device)
-            started = None if start is None else start(tensor)
+            start = self._starts_by_form.get(form) or self._start_of(tensor, form)
+            started = None if start is None else start(tensor, form)
             return self._look_closely(tensor) if started is None else started
         with torch._C.DisableTorchFunction():
             return self._look_closely(tensor)
@@ -76,6 +83,14 @@ class Summarizer:
         """Block until every result is ready."""
         for backend in self._in_use():
             backend.wait()
+
+    def _start_of(self, tensor: torch.Tensor, form: int | None) -> _Start | None:
+        start = self._starts.get(tensor.device)
+        if start is not None and form is not None:
+            if len(self._starts_by_form) >= backends.MAX_FORMS:
+                self._starts_by_form.clear()
+            self._starts_by_form[form] = start
+        return start
 
     def _look_closely(self, tensor: torch.Tensor) -> Result:
         result = Result()

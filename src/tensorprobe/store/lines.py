@@ -96,14 +96,14 @@ class ClosedLine(msgspec.Struct, tag_field="type", tag="closed"):
 
 Line = StackLine | CallLine | EndLine | ValueLine | GapLine | ClosedLine
 _encoder = msgspec.json.Encoder()
-_encode = _encoder.encode
+_encode_lines = _encoder.encode_lines
 decode = msgspec.json.Decoder(Line).decode
 
 
 def encode(line: Line | TensorLine) -> bytes:
     """One line with its newline."""
     try:
-        return _encode(line) + b"\n"
+        return _encode_lines((line,))
     except UnicodeEncodeError:  # a lone surrogate, as in a file name that is not UTF-8
         return _encoder.encode(speakable(msgspec.to_builtins(line))) + b"\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import zlib
@@ -39,6 +40,7 @@ SHARD_NBYTES = 1 << 30
 _SAMPLE_NBYTES = 4096
 _DEDUP_NBYTES = 512  # below this, writing again costs no more than looking
 _COMPARE_NBYTES = 1 << 20
+_BLOCK_NBYTES = 4096  # what file systems give out
 _MAX_KEY = 1000
 _MAX_HEADER_NBYTES = 100_000_000  # the library's own limit
 
@@ -87,7 +89,7 @@ class Shard:
             name, shape = "U8", [data.nbytes]
         entry = {"dtype": name or "U8", "shape": list(shape), "data_offsets": [begin, end]}
         text = b"," + msgspec.json.encode(self._unused(key)) + b":" + msgspec.json.encode(entry)
-        _write_all(self._fd, data.data, self._start + begin)
+        _write_but_zeros(self._fd, data, self._start + begin)
         self.used = end
         self._new.append(text)
         self._new_nbytes += len(text)
@@ -223,6 +225,26 @@ def _look(data: Bytes) -> tuple[int, int]:
         check = zlib.crc32(data[middle : middle + _SAMPLE_NBYTES].data, check)
         check = zlib.crc32(data[-_SAMPLE_NBYTES:].data, check)
     return nbytes, check
+
+
+def _write_but_zeros(fd: int, data: Bytes, offset: int) -> None:
+    """Write where the file is new and has zeros: blocks of zeros stay holes and take no space.
+
+    The gradient of an embedding has a row for every word there is, nearly all of them zeros.
+    """
+    nbytes = data.nbytes - data.nbytes % _BLOCK_NBYTES
+    words = data[:nbytes].view(np.uint64).reshape(-1, _BLOCK_NBYTES // 8)
+    # Of most contents no more is read than a word of each block.
+    if nbytes < 16 * _BLOCK_NBYTES or not words.flags.aligned or words[:, 0].all():
+        _write_all(fd, data.data, offset)
+        return
+    used = np.logical_or.reduce(words, axis=1)
+    changes = (np.flatnonzero(used[1:] != used[:-1]) + 1).tolist()
+    edges = [0, *changes, len(used)]
+    for begin, end in itertools.pairwise(edge * _BLOCK_NBYTES for edge in edges):
+        if used[begin // _BLOCK_NBYTES]:
+            _write_all(fd, data[begin:end].data, offset + begin)
+    _write_all(fd, data[nbytes:].data, offset + nbytes)
 
 
 def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
