@@ -287,7 +287,7 @@ class ModuleHooks:
         call = entry.call = tape.begin(
             names,
             args,
-            _keywords(entry.frame),
+            _keywords(entry.frame, is_root=len(self._thread.entries) == 1),
             depth=2,
             grad=_is_grad_enabled() and not _interpreter_stack(),
             random=module.training,
@@ -429,13 +429,14 @@ def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
     return id(tensor), -1 if tensor.is_inference() else tensor._version
 
 
-def _keywords(frame: FrameType) -> Any:
+def _keywords(frame: FrameType, *, is_root: bool) -> Any:
     """The keyword arguments of the call that torch makes in this frame, which it tells no hook.
 
     Those of the frame in which the call came in are the same, as no hook before ours can change
-    them, and ask for the fewest variables to be copied.
+    them, and ask for the fewest variables to be copied. A root's may have been changed: a start
+    that is loaded puts its tensors into the dictionary that torch goes on with.
     """
-    entry = frame.f_back and frame.f_back.f_back
+    entry = None if is_root else frame.f_back and frame.f_back.f_back
     if entry is not None and entry.f_code is _WRAPPED_CALL:
         frame = entry
     return frame.f_locals.get("kwargs")
