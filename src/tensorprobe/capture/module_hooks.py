@@ -35,7 +35,6 @@ _is_compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _interpreter_stack = torch._C._functorch.peek_interpreter_stack
 _CALL_IMPL = nn.Module._call_impl.__code__
-_WRAPPED_CALL = nn.Module._wrapped_call_impl.__code__
 # The gradients of a module's parameters: what the call with them is named, where the module is.
 _Gradients = tuple[ApiName, str, list[tuple[str, torch.Tensor]]]
 
@@ -287,7 +286,8 @@ class ModuleHooks:
         call = entry.call = tape.begin(
             names,
             args,
-            _keywords(entry.frame, is_root=len(self._thread.entries) == 1),
+            # of no frame further out: start_state writes to this very dict
+            entry.frame.f_locals.get("kwargs"),
             depth=2,
             grad=_is_grad_enabled() and not _interpreter_stack(),
             random=module.training,
@@ -427,19 +427,6 @@ def _present(tensors: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
 def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
     """What changes when another tensor takes its place, or it is written to."""
     return id(tensor), -1 if tensor.is_inference() else tensor._version
-
-
-def _keywords(frame: FrameType, *, is_root: bool) -> Any:
-    """The keyword arguments of the call that torch makes in this frame, which it tells no hook.
-
-    Those of the frame in which the call came in are the same, as no hook before ours can change
-    them, and ask for the fewest variables to be copied. A root's may have been changed: a start
-    that is loaded puts its tensors into the dictionary that torch goes on with.
-    """
-    entry = None if is_root else frame.f_back and frame.f_back.f_back
-    if entry is not None and entry.f_code is _WRAPPED_CALL:
-        frame = entry
-    return frame.f_locals.get("kwargs")
 
 
 def _is_below(outer: FrameType, frame: FrameType | None) -> bool:
