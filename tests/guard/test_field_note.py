@@ -98,7 +98,7 @@ def test_found_saved_reproduced_and_confirmed(folder: Path) -> None:
     line = TRAIN.splitlines().index(
         "        return x + self.conv(nn.functional.silu(self.norm(x)))"
     )
-    assert f"called at {folder}/train.py:{line + 1} in Block.forward" in found.stderr
+    assert f"called at train.py:{line + 1} in Block.forward" in found.stderr
     assert f"tensorprobe ascend incident --log {folder / 'log'}" in found.stderr
     assert f"{NAME}.backward: the call alone, on npu:0, raises the same error" in found.stderr
     (finding,) = json.loads((folder / "guard" / "findings.json").read_text())["findings"]

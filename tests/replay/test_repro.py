@@ -377,7 +377,9 @@ def test_what_cannot_be_run_alone_is_refused(tmp_path: Path) -> None:
         index=0, name="Torch.relu.0.forward", op="torch.relu", args=(Special("unsupported", "a.B"),)
     )
     with pytest.raises(NotReplayable, match=r"argument 0 is of type a\.B, of which only the name"):
-        tp.repro(Capture(tmp_path, "native", [odd], [], {}), "Torch.relu.0", tmp_path / "repro")
+        tp.repro(
+            Capture(tmp_path / "odd", "native", [odd], [], {}), "Torch.relu.0", tmp_path / "repro"
+        )
     assert not (tmp_path / "repro").exists()
 
 

@@ -21,7 +21,7 @@ from tensorprobe.numerics.memory import Array
 from tensorprobe.numerics.rows import Ticket
 
 SLOTS = 2048
-ROWS = 1 << 17
+ROWS = 1 << 19  # of 96 bytes; the tallies of a large tensor take 528
 MAX_AGE_S = 0.5
 
 

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from tensorprobe.records import TensorSummary
+from tensorprobe.store.beside import Beside
 from tensorprobe.store.claim import claim
 from tensorprobe.store.lines import (
     CallLine,
@@ -37,6 +38,7 @@ _GATHER_S = 0.1  # how long the thread lets small things gather before it writes
 _POLL_S = 0.2
 _BATCH_LINES = 256
 _BATCH_NBYTES = 16 << 20
+_LARGE_NBYTES = 1 << 20  # from here on a checksum is made in another thread meanwhile
 _NO_DATA = np.empty(0, np.uint8)
 OUT_OF_BUDGET = "disk budget reached"
 _TOO_LATE = "it came after its step had ended"
@@ -189,6 +191,7 @@ class CaptureWriter:
         self._stopping = False
         self._waiting: deque[_Value] = deque()  # in the order of their coming
         self._result_error: str | None = None
+        self._beside: Beside[Bytes, str] = Beside()
         self._thread: threading.Thread | None = None
 
     # -- what the recorder calls ---------------------------------------------------------------
@@ -350,6 +353,7 @@ class CaptureWriter:
             self._stopping = True
             self._changed.notify_all()
         thread.join()
+        self._beside.stop()
 
     # -- helpers of the callers' side ----------------------------------------------------------
 
@@ -590,12 +594,21 @@ class CaptureWriter:
         except Exception as error:  # noqa: BLE001 a device that failed: this value becomes a gap
             step.gaps[item.value_id] = f"its copy failed: {type(error).__name__}: {error}"
             return
-        if item.checksum is not None:
+        if item.checksum is None:
+            self._store(step, item, data)
+        elif data.nbytes < _LARGE_NBYTES:
             step.checksums[item.value_id] = item.checksum(data)
+            self._store(step, item, data)
+        else:  # each takes about as long as the other
+            checksum = self._beside.start(item.checksum, data)
+            self._store(step, item, data)
+            step.checksums[item.value_id] = checksum.result()
+
+    def _store(self, step: _Step, item: _Data, data: Bytes) -> None:
+        if not item.stored:
+            return
         if self.error is not None:
             step.gaps[item.value_id] = f"not written after an error: {self.error}"
-            return
-        if not item.stored:
             return
         try:
             blob = step.shards.find(data)
