@@ -63,7 +63,7 @@ def test_a_model_that_overflows(tmp_path: Path, where: str) -> None:
     scale = 3e7 if where == "backward" else 1.0
     if where == "forward":
         with torch.no_grad():
-            model.transformer.h[1].mlp.c_fc.weight.mul_(1e6)
+            model.transformer.h[1].mlp.c_fc.weight.mul_(3e5)  # still finite; what it makes is not
     ids = torch.arange(24, device="cuda").reshape(2, 12) % 50
 
     def program() -> None:
