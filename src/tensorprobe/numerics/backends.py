@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from tensorprobe.numerics import digest, host, host_threads, memory, rows, torch_ops
+from tensorprobe.numerics import digest, host, memory, rows, torch_ops
 from tensorprobe.numerics.queue import MAX_AGE_S, Bank, Port, Queue
 from tensorprobe.numerics.result import Result
 
@@ -32,25 +32,25 @@ class Backend(Protocol):
 
 
 class HostBackend:
-    """Reads the memory of CPU tensors, large ones with all threads; results are ready at once."""
+    """Reads the memory of CPU tensors; results are ready at once.
+
+    In the program's thread alone: two that share the interpreter take longer than one, as each
+    needs it between calls of some 10 us that read.
+    """
 
     def __init__(self, *, stats: bool, digest: bool) -> None:
         self._stats = stats
         self._digest = digest
 
     def submit(self, result: Result, tensor: torch.Tensor, name: str) -> None:
-        storage, threads = host.STORAGE[name], torch.get_num_threads()
+        storage = host.STORAGE[name]
         if self._stats and self._digest and tensor.is_contiguous():
             array = memory.logical_array(tensor, storage)
-            result.summary, result.digest = host_threads.summarize_and_digest(
-                array, name, threads=threads
-            )
+            result.summary, result.digest = host.summarize_and_digest(array, name)
         else:
             if self._stats:
                 array, repeat = memory.distinct_array(tensor, storage)
-                result.summary = host_threads.summarize_array(
-                    array, name, repeat=repeat, threads=threads
-                )
+                result.summary = host.summarize_array(array, name, repeat=repeat)
             if self._digest:
                 result.digest = host.digest_strided(memory.logical_array(tensor, storage))
         result.ready = True

@@ -74,10 +74,9 @@ class Digester:
         self._sum = 0
         self._nbytes = 0
 
-    def reset(self, chunks: int = 0) -> None:
-        """Begin anew, after so many chunks that another one digests."""
-        self._held = self._sum = self._nbytes = 0
-        self._chunks = chunks
+    def reset(self) -> None:
+        """Begin anew."""
+        self._held = self._sum = self._nbytes = self._chunks = 0
 
     def whole(self, data: Array) -> str:
         """The digest of one array of uint8 that is all there is."""
@@ -100,16 +99,12 @@ class Digester:
             self._fill(piece[piece.size - rest :])
 
     def hexdigest(self) -> str:
-        return finish(self.mixed_sum(), self._nbytes)
-
-    def mixed_sum(self) -> int:
-        """What `finish` wants of these bytes; those of the parts of a whole are added."""
         if self._held:
             words = -(-self._held // 8)
             self._tail.view(np.uint8)[self._held : words * 8] = 0
             self._chunk(self._tail[:words])
             self._held = 0
-        return self._sum
+        return finish(self._sum, self._nbytes)
 
     def _fill(self, piece: Array) -> Array:
         taken = min(piece.size, CHUNK_NBYTES - self._held)

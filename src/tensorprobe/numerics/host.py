@@ -112,17 +112,6 @@ class Tally:
         if high > self.high:
             self.high = high
 
-    def merge(self, other: Tally) -> None:
-        """Add what another has of the numbers that follow; neither of them is scaled."""
-        self.count += other.count
-        self.nan += other.nan
-        self.inf += other.inf
-        self.zero += other.zero
-        if other.low is not None:
-            self.bounds(other.low, other.high)
-        self.total += other.total
-        self.square += other.square
-
     def summary(self, repeat: int = 1) -> TensorSummary:
         """The summary of all that was tallied, every element counted `repeat` times."""
         mean = norm = None
