@@ -5,16 +5,18 @@ from collections.abc import Callable
 
 from tensorprobe.numerics.summary import Summarizer
 
+N = 3
+
 
 def in_threads(summarizer: Summarizer, work: Callable[[int], None]) -> None:
-    """Do `work(0)` to `work(2)` at once, while a fourth thread collects; all is there then."""
+    """Do `work(0)` to `work(N - 1)` at once, while one more collects; all is there then."""
     done = threading.Event()
 
     def write() -> None:
         while not done.wait(0.001):
             summarizer.poll()
 
-    workers = [threading.Thread(target=work, args=(part,)) for part in range(3)]
+    workers = [threading.Thread(target=work, args=(part,)) for part in range(N)]
     writer = threading.Thread(target=write)
     for thread in [writer, *workers]:
         thread.start()

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("triton")
 
+from numerics import at_once
 from tensorprobe.numerics import launch, queue
 from tensorprobe.numerics.backends import KernelBackend
 from tensorprobe.numerics.memory import Unsupported
@@ -126,25 +127,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 def test_threads_get_each_their_own(device: Device) -> None:
     results: dict[int, Any] = {}
-    done = threading.Event()
 
     def work(part: int) -> None:
-        for count in range(1 + part, 2001, 4):
+        for count in range(1 + part, 2001, at_once.N):
             results[count] = device.submit(torch.empty(count))
 
-    def land() -> None:
-        while not done.wait(0.0005):
-            device.poll()
-
-    workers = [threading.Thread(target=work, args=(part,)) for part in range(4)]
-    lander = threading.Thread(target=land)
-    for thread in [lander, *workers]:
-        thread.start()
-    for thread in workers:
-        thread.join()
-    device.wait()
-    done.set()
-    lander.join()
+    at_once.in_threads(device, work)
     assert len(results) == 2000
     assert all(result.ready for result in results.values())
     assert {count: result.summary.max for count, result in results.items()} == {

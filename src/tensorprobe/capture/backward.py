@@ -163,8 +163,7 @@ class Backward(_Followed):
         running = self._tape.running
         key = (id(self), _graph_task_id())
         if key in running:
-            known: Any = running[key]
-            return known  # type: ignore[no-any-return]
+            return running[key]  # type: ignore[return-value]
         names = self._wanted_names()
         run = None if names is None else BackwardRun(self._tape, key, names, self._keep, self)
         if run is not None:

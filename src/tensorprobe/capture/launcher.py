@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 
 from tensorprobe.errors import BadUsage, GuardStopped, MissingDependency, WriteFailed
 
-_OWN_THREADS = "tensorprobe-"  # they are needed until the recording is closed
-
 
 class Program(NamedTuple):
     """A script or module, compiled and ready to be `__main__`."""
@@ -176,8 +174,7 @@ def _join_threads() -> None:
     """What they compute belongs to the program: Python ends when they have ended."""
     with _executors_ending():
         for thread in threading.enumerate():
-            is_own = thread is threading.current_thread() or thread.name.startswith(_OWN_THREADS)
-            if not (is_own or thread.daemon):
+            if thread is not threading.current_thread() and not thread.daemon:
                 thread.join()
 
 
@@ -194,9 +191,8 @@ def _executors_ending() -> Iterator[None]:
         return
     with futures._global_shutdown_lock:
         before, futures._shutdown = futures._shutdown, True
-    for thread, queue in list(futures._threads_queues.items()):
-        if not thread.name.startswith(_OWN_THREADS):
-            queue.put(None)
+    for queue in list(futures._threads_queues.values()):
+        queue.put(None)
     try:
         yield
     finally:
