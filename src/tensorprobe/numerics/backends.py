@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from tensorprobe.numerics import digest, host, memory, rows, torch_ops
+from tensorprobe.numerics import digest, host, memory, rows, tally, torch_ops
 from tensorprobe.numerics.queue import MAX_AGE_S, Bank, Port, Queue
 from tensorprobe.numerics.result import Result
+from tensorprobe.numerics.tally import Reader
 
 if TYPE_CHECKING:
     from tensorprobe.numerics.launch import Launcher, Start, Usual
@@ -31,16 +32,66 @@ class Backend(Protocol):
     def wait(self) -> None: ...
 
 
-class HostBackend:
-    """Reads the memory of CPU tensors; results are ready at once.
+class _Readers(threading.local):
+    """By form of tensors: what reads them, and whether they are large. A thread has its own."""
 
-    In the program's thread alone: two that share the interpreter take longer than one, as each
-    needs it between calls of some 10 us that read.
-    """
+    def __init__(self) -> None:
+        self.of: dict[int | None, tuple[Reader, bool]] = {}
+
+
+class HostBackend:
+    """Reads the memory of CPU tensors; results are ready at once."""
 
     def __init__(self, *, stats: bool, digest: bool) -> None:
         self._stats = stats
         self._digest = digest
+        self._readers = _Readers()
+
+    def start(self, tensor: torch.Tensor, form: int | None = None) -> Result | None:
+        """Read a tensor as most are; None for one that needs the closer look of `submit`.
+
+        Its type is torch's own, and no function mode is on. `form` as for `Summarizer.submit`.
+        """
+        found = self._readers.of.get(form)
+        try:
+            if found is None or (self._digest and not tensor.is_contiguous()):
+                found = self._reader(tensor, form)
+                if found is None:
+                    return None
+            address = tensor.data_ptr()
+        except RuntimeError:  # it has no memory of its own: a wrapper of functorch, a sparse tensor
+            return None
+        if not address:
+            return None
+        reader, large = found
+        outcome = reader.read(address, torch.get_num_threads() if large else 1)
+        if outcome is None:
+            return None
+        return Result(outcome[0], outcome[1], None, None, True)
+
+    def _reader(self, tensor: torch.Tensor, form: int | None) -> tuple[Reader, bool] | None:
+        """What reads such a tensor if it lies in one piece; its order matters only to a digest."""
+        library, name = tally.LIBRARY, memory.NAMES.get(tensor.dtype, "")
+        if library is None or name not in tally.KINDS or not (self._stats or self._digest):
+            return None
+        if tensor.layout is not torch.strided or not memory.is_plain(memory.keys_of(tensor)):
+            return None
+        count, repeat = tensor.numel(), 1
+        if not tensor.is_contiguous():
+            shape, strides, repeat = memory.without_repeats(tensor)
+            if self._digest or not memory.is_dense(shape, strides):
+                return None
+            count //= repeat
+        if not count:
+            return None
+        nbytes = count * tensor.element_size()
+        reader = Reader(library, name, nbytes, repeat, stats=self._stats, digest=self._digest)
+        found = reader, nbytes >= tally.SHARED_NBYTES
+        if form is not None:
+            if len(self._readers.of) >= MAX_FORMS:
+                self._readers.of.clear()
+            self._readers.of[form] = found
+        return found
 
     def submit(self, result: Result, tensor: torch.Tensor, name: str) -> None:
         storage = host.STORAGE[name]

@@ -1,4 +1,8 @@
-"""Statistics of numbers in host memory with numpy, chunk by chunk in the cache. No torch."""
+"""Statistics of numbers in host memory: by the library of `tally`, else with numpy. No torch.
+
+numpy goes chunk by chunk in the cache. It also does what the library leaves to it: complex numbers,
+float8, and sums that left the range of float64.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
+from tensorprobe.numerics import tally as compiled
 from tensorprobe.numerics.digest import CHUNK_NBYTES, Digester
 from tensorprobe.records import TensorSummary
 
@@ -120,6 +125,10 @@ class Tally:
             mean = times_power_of_two(self.total / finite, self.total_scale)
             root = math.sqrt(self.square) * math.sqrt(repeat)
             norm = times_power_of_two(root, self.square_scale)
+        if self.low == 0:  # a zero without its sign, which would depend on the order
+            self.low = abs(self.low)
+        if self.high == 0:
+            self.high = abs(self.high)
         return TensorSummary(
             self.low,
             self.high,
@@ -368,6 +377,10 @@ def summarize_array(
     The array has the dtype that STORAGE names. With `repeat`, as if every element were there so
     often. A digester is given the bytes on the way, while they are in the cache.
     """
+    if digester is None and compiled.LIBRARY is not None and dtype in compiled.KINDS and array.size:
+        summary = _by_library(compiled.LIBRARY, array, dtype, repeat)
+        if summary is not None:
+            return summary
     if dtype in FLOAT8:
         return _count_float8(array, dtype, digester).summary(repeat)
     tally = Tally()
@@ -376,6 +389,19 @@ def summarize_array(
     else:
         add_array(tally, array, dtype, digester)
     return finish(tally, array, dtype, repeat)
+
+
+def _by_library(
+    library: compiled.Library, array: Array, dtype: str, repeat: int
+) -> TensorSummary | None:
+    if array.flags.c_contiguous:
+        reader = compiled.Reader(library, dtype, array.nbytes, repeat, stats=True, digest=False)
+        outcome = reader.read(array.ctypes.data)
+        return None if outcome is None else outcome[0]
+    adder = compiled.Adder(library, dtype)
+    for piece in _pieces(array, CHUNK, "K"):
+        adder.add(piece.ctypes.data, piece.nbytes)
+    return adder.summary(repeat)
 
 
 def add_array(tally: Tally, array: Array, dtype: str, digester: Digester | None = None) -> None:
@@ -412,6 +438,8 @@ def digest_strided(array: Array) -> str:
 def summarize_and_digest(array: Array, dtype: str) -> tuple[TensorSummary, str]:
     """Both of a contiguous array, in one pass over its memory."""
     digester = _LOCAL.digester
+    if compiled.LIBRARY is not None:  # whose two passes are faster than numpy's one
+        return summarize_array(array, dtype), digester.whole(array.view(np.uint8))
     if array.nbytes <= CHUNK_NBYTES:  # stays in the cache between the two
         return summarize_array(array, dtype), digester.whole(array.view(np.uint8))
     digester.reset()

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from tensorprobe.numerics import backends, digest, memory
-from tensorprobe.numerics.backends import Backend, KernelBackend
+from tensorprobe.numerics.backends import Backend, HostBackend, KernelBackend
 from tensorprobe.numerics.result import Result
 from tensorprobe.records import TensorSummary
 
@@ -132,7 +132,7 @@ class Summarizer:
                 if backend is None:
                     backend = self._choose(device, stats=self._stats, digest=self._digest)
                     self._backends[device] = backend
-                    if isinstance(backend, KernelBackend):
+                    if isinstance(backend, (HostBackend, KernelBackend)):
                         self._starts[device] = backend.start
         return backend
 

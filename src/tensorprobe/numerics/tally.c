@@ -1,0 +1,529 @@
+/* Statistics and digests of contiguous memory, in one pass. Called through ctypes by tally.py.
+
+   What is read is divided into chunks of 64 KiB, each of which gives one part; `tally_finish` joins
+   the parts in their order. So numbers depend neither on how many threads read nor, as every sum
+   runs over LANES fixed lanes and no product is contracted, on the processor.
+
+   build.py has the options of the compiler. They matter: see there. */
+
+#include <pthread.h>
+#include <signal.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define VERSION 1 /* tally.py uses a library of its own version only */
+
+enum { CHUNK_NBYTES = 65536, CHUNK_WORDS = CHUNK_NBYTES / 8 };
+enum { BLOCK = 4096 }; /* elements that are summed before lanes are added up: 1e-13 holds */
+enum { LANES = 16 };
+enum { STATS = 1, DIGEST = 2 };
+enum { AHEAD = 4096 }; /* bytes: without a word about it, memory waits for arithmetic */
+enum kind { F64, F32, F16, BF16, I64, I32, I16, I8, U32, U16, U8, U64, BOOL };
+
+static const int ITEM_NBYTES[] = {8, 4, 2, 2, 8, 4, 2, 1, 4, 2, 1, 8, 1};
+
+#define INLINE static inline __attribute__((always_inline))
+#define INFINITE __builtin_inf()
+#define IS_FINITE(x) ((x) - (x) == 0)
+#define LOWER(x, low) ((x) < (low) ? (x) : (low)) /* a NaN is not lower, */
+#define UPPER(x, high) ((x) > (high) ? (x) : (high)) /* and not higher */
+
+typedef union {
+    double real;
+    int64_t whole;
+    uint64_t natural;
+} bound;
+
+typedef struct {
+    double value, rest; /* stand for their sum (A. Neumaier, 1974) */
+} sum;
+
+typedef struct {
+    bound low, high;    /* over what is not NaN */
+    sum total, square;  /* over what is finite */
+    int64_t nan, inf, zero;
+    uint64_t mixed; /* of the digest: fmix(p + (c + 1) * GOLD) */
+} part;
+
+typedef struct {
+    bound low, high;
+    double mean, norm;
+    int64_t nan, inf, zero;
+    uint64_t digest;
+    int64_t state;
+} row;
+
+typedef struct {
+    int64_t wants, kind, nbytes, repeat, threads;
+    row row; /* the answer */
+} request; /* arguments one by one would cost ctypes 0.2 us each */
+
+enum { BOUNDED = 1, FINITE = 2, OUT_OF_RANGE = 4 }; /* states of a row */
+
+static void add(sum *to, double x) {
+    double value = to->value + x;
+    if (__builtin_fabs(to->value) >= __builtin_fabs(x))
+        to->rest += (to->value - value) + x;
+    else
+        to->rest += (x - value) + to->value;
+    to->value = value;
+}
+
+static double whole(const sum *of) { /* what overflowed has no rest */
+    return IS_FINITE(of->value) ? of->value + of->rest : of->value;
+}
+
+/* Memory as it may lie: at any address. */
+typedef double __attribute__((aligned(1), may_alias)) f64_any;
+typedef float __attribute__((aligned(1), may_alias)) f32_any;
+typedef int64_t __attribute__((aligned(1), may_alias)) i64_any;
+typedef int32_t __attribute__((aligned(1), may_alias)) i32_any;
+typedef int16_t __attribute__((aligned(1), may_alias)) i16_any;
+typedef int8_t __attribute__((may_alias)) i8_any;
+typedef uint64_t __attribute__((aligned(1), may_alias)) u64_any;
+typedef uint32_t __attribute__((aligned(1), may_alias)) u32_any;
+typedef uint16_t __attribute__((aligned(1), may_alias)) u16_any;
+typedef uint8_t __attribute__((may_alias)) u8_any;
+
+/* Of the few numbers that fill no lanes, vectors would only take the compiler's time. */
+#define ONE_BY_ONE(j) __asm__ volatile("" : "+r"(j));
+
+/* Lanes are arrays, and loops over them of a fixed length: the compiler makes vectors of them. */
+#define ADD_UP(lanes)                           \
+    for (int step = LANES / 2; step; step /= 2) \
+        for (int j = 0; j < step; j++) (lanes)[j] += (lanes)[j + step];
+
+#define FLOAT_STEP(x, j)                \
+    low[j] = LOWER(x, low[j]);          \
+    high[j] = UPPER(x, high[j]);        \
+    zero[j] += (x) == 0;                \
+    if (careful) {                      \
+        nan[j] += (x) != (x);           \
+        finite[j] += IS_FINITE(x);      \
+        (x) = IS_FINITE(x) ? (x) : 0;   \
+    }                                   \
+    total[j] += (double)(x);            \
+    square[j] += (double)(x) * (double)(x);
+
+/* A block of numbers. A sum that is not finite tells that something has to be left out of it: then
+   once more, carefully. */
+#define FLOAT_BLOCK(NAME, MEMORY, NUMBER)                                              \
+    INLINE int NAME##_pass(const MEMORY *data, int n, part *into, const int careful) { \
+        double total[LANES] = {0}, square[LANES] = {0};                                \
+        int32_t zero[LANES] = {0}, nan[LANES] = {0}, finite[LANES] = {0};              \
+        NUMBER low[LANES], high[LANES];                                                \
+        int i = 0;                                                                     \
+        for (int j = 0; j < LANES; j++) low[j] = INFINITE, high[j] = -INFINITE;        \
+        for (; i + LANES <= n; i += LANES) {                                           \
+            __builtin_prefetch((const char *)(data + i) + AHEAD);                      \
+            for (int j = 0; j < LANES; j++) {                                          \
+                NUMBER x = data[i + j];                                                \
+                FLOAT_STEP(x, j)                                                       \
+            }                                                                          \
+        }                                                                              \
+        for (int j = 0; i < n; i++, j++) {                                             \
+            ONE_BY_ONE(j)                                                              \
+            NUMBER x = data[i];                                                        \
+            FLOAT_STEP(x, j)                                                           \
+        }                                                                              \
+        ADD_UP(total)                                                                  \
+        if (!careful && !IS_FINITE(total[0])) return 0;                                \
+        ADD_UP(square)                                                                 \
+        ADD_UP(zero)                                                                   \
+        for (int j = 0; j < LANES; j++) {                                              \
+            into->low.real = LOWER(low[j], into->low.real);                            \
+            into->high.real = UPPER(high[j], into->high.real);                         \
+        }                                                                              \
+        if (careful) {                                                                 \
+            ADD_UP(nan)                                                                \
+            ADD_UP(finite)                                                             \
+            into->nan += nan[0];                                                       \
+            into->inf += n - finite[0] - nan[0];                                       \
+        }                                                                              \
+        into->zero += zero[0];                                                         \
+        add(&into->total, total[0]);                                                   \
+        add(&into->square, square[0]);                                                 \
+        return 1;                                                                      \
+    }                                                                                  \
+    INLINE void NAME##_block(const void *data, int n, part *into) {                    \
+        if (!NAME##_pass(data, n, into, 0)) NAME##_pass(data, n, into, 1);             \
+    }
+
+FLOAT_BLOCK(f64, f64_any, double)
+FLOAT_BLOCK(f32, f32_any, float)
+
+#define WHOLE_STEP(x, j, TOTAL)  \
+    low[j] = LOWER(x, low[j]);   \
+    high[j] = UPPER(x, high[j]); \
+    zero[j] += (x) == 0;         \
+    total[j] += (TOTAL)(x);      \
+    square[j] += (double)(x) * (double)(x);
+
+/* Integers, likewise. TOTAL holds the sum over a lane exactly, or is double. */
+#define WHOLE_BLOCK(NAME, MEMORY, NUMBER, FIELD, TOTAL)                  \
+    INLINE void NAME##_block(const void *memory, int n, part *into) {    \
+        const MEMORY *data = memory;                                     \
+        TOTAL total[LANES] = {0};                                        \
+        double square[LANES] = {0};                                      \
+        int32_t zero[LANES] = {0};                                       \
+        NUMBER low[LANES], high[LANES];                                  \
+        int i = 0;                                                       \
+        for (int j = 0; j < LANES; j++) low[j] = high[j] = data[0];      \
+        for (; i + LANES <= n; i += LANES) {                             \
+            __builtin_prefetch((const char *)(data + i) + AHEAD);        \
+            for (int j = 0; j < LANES; j++) {                            \
+                NUMBER x = data[i + j];                                  \
+                WHOLE_STEP(x, j, TOTAL)                                  \
+            }                                                            \
+        }                                                                \
+        for (int j = 0; i < n; i++, j++) {                               \
+            ONE_BY_ONE(j)                                                \
+            NUMBER x = data[i];                                          \
+            WHOLE_STEP(x, j, TOTAL)                                      \
+        }                                                                \
+        ADD_UP(total)                                                    \
+        ADD_UP(square)                                                   \
+        ADD_UP(zero)                                                     \
+        for (int j = 0; j < LANES; j++) {                                \
+            into->low.FIELD = LOWER(low[j], into->low.FIELD);            \
+            into->high.FIELD = UPPER(high[j], into->high.FIELD);         \
+        }                                                                \
+        into->zero += zero[0];                                           \
+        add(&into->total, (double)total[0]);                             \
+        add(&into->square, square[0]);                                   \
+    }
+
+WHOLE_BLOCK(i64, i64_any, int64_t, whole, double)
+WHOLE_BLOCK(u64, u64_any, uint64_t, natural, double)
+WHOLE_BLOCK(i32, i32_any, int32_t, whole, int64_t)
+
+INLINE void bool_block(const void *memory, int n, part *into) {
+    const u8_any *data = memory;
+    int32_t zero = 0;
+    for (int i = 0; i < n; i++) zero += data[i] == 0;
+    into->zero += zero;
+}
+
+/* The others are blocks of a wider kind, made in the cache. */
+
+INLINE float from_bits(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+INLINE float wide_bf16(uint16_t x) { return from_bits((uint32_t)x << 16); }
+
+INLINE float wide_f16(uint16_t x) {
+    /* Exponent and mantissa in the place of float32's are the number times 2**-112, subnormals
+       too; the exponent of infinities and NaN is made the one they have there. */
+    uint32_t sign = (uint32_t)(x & 0x8000) << 16, rest = (uint32_t)(x & 0x7fff) << 13, bits;
+    float value = from_bits(rest) * 0x1p112f;
+    memcpy(&bits, &value, 4);
+    return from_bits(sign | bits | (rest >= 0x7c00 << 13 ? 0x7f800000 : 0));
+}
+
+#define WIDE_BLOCK(NAME, MEMORY, WIDER, NUMBER, WIDEN)                                \
+    INLINE void NAME##_block(const void *memory, int n, part *into) {                 \
+        const MEMORY *data = memory;                                                  \
+        NUMBER wide[BLOCK];                                                           \
+        int i = 0;                                                                    \
+        for (; i + 64 <= n; i += 64) {                                                \
+            __builtin_prefetch((const char *)(data + i) + AHEAD);                     \
+            __builtin_prefetch((const char *)(data + i) + AHEAD + 64);                \
+            for (int j = 0; j < 64; j++) wide[i + j] = WIDEN(data[i + j]);            \
+        }                                                                             \
+        for (; i < n; i++) wide[i] = WIDEN(data[i]);                                  \
+        WIDER##_block(wide, n, into);                                                 \
+    }
+
+WIDE_BLOCK(f16, u16_any, f32, float, wide_f16)
+WIDE_BLOCK(bf16, u16_any, f32, float, wide_bf16)
+WIDE_BLOCK(i16, i16_any, i32, int32_t, )
+WIDE_BLOCK(i8, i8_any, i32, int32_t, )
+WIDE_BLOCK(u32, u32_any, i64, int64_t, )
+WIDE_BLOCK(u16, u16_any, i32, int32_t, )
+WIDE_BLOCK(u8, u8_any, i32, int32_t, )
+
+/* The digest: see digest.py. */
+
+#define GOLD 0x9E3779B97F4A7C15u
+
+static uint64_t weights[CHUNK_WORDS];
+
+static uint64_t fmix(uint64_t x) {
+    x = (x ^ x >> 33) * 0xFF51AFD7ED558CCDu;
+    x = (x ^ x >> 33) * 0xC4CEB9FE1A85EC53u;
+    return x ^ x >> 33;
+}
+
+INLINE uint64_t digest_chunk(const unsigned char *memory, int nbytes, int64_t number) {
+    const u64_any *words = (const void *)memory;
+    uint64_t product = 0, last = 0;
+    int n = nbytes / 8;
+    for (int i = 0; i < n; i++) product += (words[i] ^ words[i] >> 29) * weights[i];
+    if (nbytes % 8) {
+        memcpy(&last, memory + n * 8, nbytes % 8);
+        product += (last ^ last >> 29) * weights[n];
+    }
+    return fmix(product + (uint64_t)(number + 1) * GOLD);
+}
+
+typedef void block_tally(const void *data, int n, part *into);
+
+/* Every kernel once for each kind of processor. */
+#define TALLY(KIND, LEVEL, TARGET) \
+    TARGET static void KIND##_##LEVEL(const void *data, int n, part *into) { \
+        KIND##_block(data, n, into); \
+    }
+#define LEVEL(LEVEL, TARGET) \
+    TALLY(f64, LEVEL, TARGET) TALLY(f32, LEVEL, TARGET) TALLY(f16, LEVEL, TARGET) \
+    TALLY(bf16, LEVEL, TARGET) TALLY(i64, LEVEL, TARGET) TALLY(i32, LEVEL, TARGET) \
+    TALLY(i16, LEVEL, TARGET) TALLY(i8, LEVEL, TARGET) TALLY(u64, LEVEL, TARGET) \
+    TALLY(u32, LEVEL, TARGET) TALLY(u16, LEVEL, TARGET) TALLY(u8, LEVEL, TARGET) \
+    TALLY(bool, LEVEL, TARGET) \
+    TARGET static uint64_t digest_##LEVEL(const unsigned char *data, int nbytes, int64_t c) { \
+        return digest_chunk(data, nbytes, c); \
+    } \
+    static const level LEVEL = { \
+        digest_##LEVEL, \
+        {f64_##LEVEL, f32_##LEVEL, f16_##LEVEL, bf16_##LEVEL, i64_##LEVEL, i32_##LEVEL, \
+         i16_##LEVEL, i8_##LEVEL, u32_##LEVEL, u16_##LEVEL, u8_##LEVEL, u64_##LEVEL, \
+         bool_##LEVEL}};
+
+typedef struct {
+    uint64_t (*digest)(const unsigned char *data, int nbytes, int64_t number);
+    block_tally *tally[BOOL + 1];
+} level;
+
+LEVEL(plain, )
+static const level *use = &plain;
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#ifdef __clang__
+#define WIDE "avx512f,avx512dq,avx512bw,avx512vl"
+#else
+#define WIDE "avx512f,avx512dq,avx512bw,avx512vl,prefer-vector-width=512"
+#endif
+LEVEL(avx2, __attribute__((target("avx2"))))
+LEVEL(avx512, __attribute__((target(WIDE))))
+
+/* 0: what every processor has, 1: AVX2, 2: AVX-512. Gives back what is used. */
+int tally_use(int most) {
+    __builtin_cpu_init();
+    int wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+    int best = wide ? 2 : __builtin_cpu_supports("avx2") ? 1 : 0;
+    best = most < best ? most : best;
+    use = best == 2 ? &avx512 : best == 1 ? &avx2 : &plain;
+    return best;
+}
+#else
+int tally_use(int most) { return 0 * most; }
+#endif
+
+static part nothing(int kind) {
+    part part = {0};
+    if (kind <= BF16)
+        part.low.real = INFINITE, part.high.real = -INFINITE;
+    else if (kind <= U8)
+        part.low.whole = INT64_MAX, part.high.whole = INT64_MIN;
+    else
+        part.low.natural = UINT64_MAX, part.high.natural = 0;
+    return part;
+}
+
+static part read_chunk(int wants, int kind, const unsigned char *data, int nbytes,
+                       int64_t number) {
+    part part = nothing(kind);
+    int item = ITEM_NBYTES[kind], step = BLOCK * item;
+    if (wants & STATS)
+        for (int at = 0; at < nbytes; at += step)
+            use->tally[kind](data + at, (nbytes - at < step ? nbytes - at : step) / item, &part);
+    if (wants & DIGEST) part.mixed = use->digest(data, nbytes, number);
+    return part;
+}
+
+static void join(int kind, part *to, const part *from) {
+    if (kind <= BF16) {
+        to->low.real = LOWER(from->low.real, to->low.real);
+        to->high.real = UPPER(from->high.real, to->high.real);
+    } else if (kind <= U8) {
+        to->low.whole = LOWER(from->low.whole, to->low.whole);
+        to->high.whole = UPPER(from->high.whole, to->high.whole);
+    } else {
+        to->low.natural = LOWER(from->low.natural, to->low.natural);
+        to->high.natural = UPPER(from->high.natural, to->high.natural);
+    }
+    add(&to->total, from->total.value);
+    add(&to->square, from->square.value);
+    to->total.rest += from->total.rest;
+    to->square.rest += from->square.rest;
+    to->nan += from->nan, to->inf += from->inf, to->zero += from->zero;
+    to->mixed += from->mixed;
+}
+
+/* One tensor, read by several threads. */
+typedef struct {
+    int wants, kind;
+    const unsigned char *data;
+    int64_t nbytes, n;
+    part *parts;
+    int64_t next; /* chunk that nobody has taken */
+} job;
+
+enum { SHARE = 4 }; /* chunks that are taken at a time */
+
+static void take_shares(job *job) {
+    int64_t first;
+    while ((first = __atomic_fetch_add(&job->next, SHARE, __ATOMIC_RELAXED)) < job->n) {
+        int64_t last = first + SHARE < job->n ? first + SHARE : job->n;
+        for (int64_t c = first; c < last; c++) {
+            int64_t at = c * CHUNK_NBYTES, left = job->nbytes - at;
+            int size = left < CHUNK_NBYTES ? left : CHUNK_NBYTES;
+            job->parts[c] = read_chunk(job->wants, job->kind, job->data + at, size, c);
+        }
+    }
+}
+
+/* Threads that wait for a job. Not Python's: those would need the interpreter before and after. */
+static struct {
+    pthread_mutex_t taken; /* by the thread whose job it is; others read alone meanwhile */
+    pthread_mutex_t lock;  /* for all that follows */
+    pthread_cond_t wake, idle;
+    int threads; /* that were started */
+    int wanted;  /* more for the job */
+    int inside;  /* busy with the job */
+    job *job;
+} pool;
+
+static void *help(void *unused) {
+    (void)unused;
+    pthread_mutex_lock(&pool.lock);
+    for (;;) {
+        while (!pool.job || !pool.wanted) pthread_cond_wait(&pool.wake, &pool.lock);
+        job *job = pool.job;
+        pool.wanted--, pool.inside++;
+        pthread_mutex_unlock(&pool.lock);
+        take_shares(job);
+        pthread_mutex_lock(&pool.lock);
+        if (!--pool.inside) pthread_cond_signal(&pool.idle);
+    }
+    return NULL;
+}
+
+static void start_threads(int wanted) {
+    sigset_t all, before;
+    pthread_attr_t attributes;
+    pthread_t thread;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are the program's own */
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    while (pool.threads < wanted && !pthread_create(&thread, &attributes, help, NULL))
+        pool.threads++;
+    pthread_attr_destroy(&attributes);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+static void forget_threads(void) { /* in the child of a fork, which has none of them */
+    memset(&pool, 0, sizeof(pool));
+    pthread_mutex_init(&pool.taken, NULL);
+    pthread_mutex_init(&pool.lock, NULL);
+    pthread_cond_init(&pool.wake, NULL);
+    pthread_cond_init(&pool.idle, NULL);
+}
+
+static void take_shares_together(job *job, int threads) {
+    if (threads < 2 || pthread_mutex_trylock(&pool.taken)) {
+        take_shares(job);
+        return;
+    }
+    start_threads(threads - 1);
+    pthread_mutex_lock(&pool.lock);
+    pool.job = job;
+    pool.wanted = threads - 1;
+    pthread_cond_broadcast(&pool.wake);
+    pthread_mutex_unlock(&pool.lock);
+    take_shares(job);
+    pthread_mutex_lock(&pool.lock);
+    pool.job = NULL; /* who has not woken up yet need not */
+    while (pool.inside) pthread_cond_wait(&pool.idle, &pool.lock);
+    pthread_mutex_unlock(&pool.lock);
+    pthread_mutex_unlock(&pool.taken);
+}
+
+/* What Python calls. */
+
+__attribute__((constructor)) static void prepare(void) {
+    for (uint64_t i = 0; i < CHUNK_WORDS; i++) {
+        uint64_t z = (i + 1) * GOLD;
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9u;
+        z = (z ^ z >> 27) * 0x94D049BB133111EBu;
+        weights[i] = (z ^ z >> 31) | 1;
+    }
+    tally_use(2);
+    forget_threads();
+    pthread_atfork(NULL, NULL, forget_threads);
+}
+
+int tally_version(void) { return VERSION; }
+
+/* Add a piece of a tensor, its first where `at` is 0; before the last one whole chunks, please. */
+void tally_add(int kind, const unsigned char *data, int64_t nbytes, int64_t at, part *to) {
+    if (!at) *to = nothing(kind);
+    for (int64_t c = 0; c < nbytes; c += CHUNK_NBYTES) {
+        int size = nbytes - c < CHUNK_NBYTES ? nbytes - c : CHUNK_NBYTES;
+        part part = read_chunk(STATS, kind, data + c, size, 0);
+        join(kind, to, &part);
+    }
+}
+
+/* The sum over chunks of which a digest is made; `number` is that of the first. */
+uint64_t tally_mixed(const unsigned char *data, int64_t nbytes, int64_t number) {
+    uint64_t mixed = 0;
+    for (int64_t c = 0; c < nbytes; c += CHUNK_NBYTES, number++)
+        mixed += use->digest(data + c, nbytes - c < CHUNK_NBYTES ? nbytes - c : CHUNK_NBYTES, number);
+    return mixed;
+}
+
+/* The row of all that was added, which were `nbytes`. */
+void tally_finish(int kind, int64_t nbytes, int64_t repeat, const part *all, row *row) {
+    int64_t count = nbytes / ITEM_NBYTES[kind], finite = count - all->nan - all->inf;
+    double total = whole(&all->total), square = whole(&all->square);
+    row->state = (count > all->nan ? BOUNDED : 0) | (finite && kind != BOOL ? FINITE : 0);
+    if (kind == F64 && (!IS_FINITE(total) || square > 0x1p1000 ||
+                        (square < 0x1p-900 && finite > all->zero)))
+        row->state |= OUT_OF_RANGE;
+    row->low = all->low, row->high = all->high;
+    if (kind <= BF16) { /* a zero without its sign, which would depend on the order */
+        row->low.real += 0.0;
+        row->high.real += 0.0;
+    }
+    if (kind == BOOL) row->low.whole = all->zero == 0, row->high.whole = all->zero < count;
+    row->mean = total / (double)finite;
+    row->norm = __builtin_sqrt(square) * __builtin_sqrt((double)repeat);
+    row->nan = all->nan * repeat, row->inf = all->inf * repeat, row->zero = all->zero * repeat;
+    row->digest = fmix(all->mixed + (uint64_t)nbytes * GOLD);
+}
+
+/* Answer a request about memory; 0 where there is no room for the parts. */
+int tally_memory(request *request, const unsigned char *data) {
+    int wants = request->wants, kind = request->kind;
+    int64_t nbytes = request->nbytes, n = (nbytes + CHUNK_NBYTES - 1) / CHUNK_NBYTES;
+    if (n == 1) {
+        part part = read_chunk(wants, kind, data, nbytes, 0);
+        tally_finish(kind, nbytes, request->repeat, &part, &request->row);
+        return 1;
+    }
+    part all = nothing(kind), *parts = malloc(n * sizeof(part));
+    if (!parts) return 0;
+    job job = {wants, kind, data, nbytes, n, parts, 0};
+    take_shares_together(&job, request->threads);
+    for (int64_t c = 0; c < n; c++) join(kind, &all, parts + c);
+    free(parts);
+    tally_finish(kind, nbytes, request->repeat, &all, &request->row);
+    return 1;
+}
