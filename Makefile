@@ -15,7 +15,7 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt requirements-dev.txt
+$(STAMP): pyproject.toml constraints.txt requirements-dev.txt src/tensorprobe/numerics/tally.c
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[torch]" -r requirements-dev.txt

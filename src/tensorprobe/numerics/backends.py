@@ -33,10 +33,10 @@ class Backend(Protocol):
 
 
 class _Readers(threading.local):
-    """By form of tensors: what reads them, and whether they are large. A thread has its own."""
+    """What reads tensors, by their form. A thread has its own."""
 
     def __init__(self) -> None:
-        self.of: dict[int | None, tuple[Reader, bool]] = {}
+        self.of: dict[int | None, Reader] = {}
 
 
 class HostBackend:
@@ -52,24 +52,24 @@ class HostBackend:
 
         Its type is torch's own, and no function mode is on. `form` as for `Summarizer.submit`.
         """
-        found = self._readers.of.get(form)
+        reader = self._readers.of.get(form)
         try:
-            if found is None or (self._digest and not tensor.is_contiguous()):
-                found = self._reader(tensor, form)
-                if found is None:
+            if reader is None or (self._digest and not tensor.is_contiguous()):
+                reader = self._reader(tensor, form)
+                if reader is None:
                     return None
             address = tensor.data_ptr()
         except RuntimeError:  # it has no memory of its own: a wrapper of functorch, a sparse tensor
             return None
         if not address:
             return None
-        reader, large = found
-        outcome = reader.read(address, torch.get_num_threads() if large else 1)
+        threads = torch.get_num_threads() if reader.most_threads > 1 else 1
+        outcome = reader.read(address, threads)
         if outcome is None:
             return None
         return Result(outcome[0], outcome[1], None, None, True)
 
-    def _reader(self, tensor: torch.Tensor, form: int | None) -> tuple[Reader, bool] | None:
+    def _reader(self, tensor: torch.Tensor, form: int | None) -> Reader | None:
         """What reads such a tensor if it lies in one piece; its order matters only to a digest."""
         library, name = tally.LIBRARY, memory.NAMES.get(tensor.dtype, "")
         if library is None or name not in tally.KINDS or not (self._stats or self._digest):
@@ -86,12 +86,11 @@ class HostBackend:
             return None
         nbytes = count * tensor.element_size()
         reader = Reader(library, name, nbytes, repeat, stats=self._stats, digest=self._digest)
-        found = reader, nbytes >= tally.SHARED_NBYTES
         if form is not None:
             if len(self._readers.of) >= MAX_FORMS:
                 self._readers.of.clear()
-            self._readers.of[form] = found
-        return found
+            self._readers.of[form] = reader
+        return reader
 
     def submit(self, result: Result, tensor: torch.Tensor, name: str) -> None:
         storage = host.STORAGE[name]

@@ -21,8 +21,8 @@ PATH = Path(__file__).with_name("libtally.so")
 # From here on a call lets go of the interpreter. What takes a few microseconds does not: another
 # thread would take the interpreter and keep it for up to 5 ms.
 RELEASE_NBYTES = 1 << 16
-# From here on threads help: waking one takes some 20 us, in which one alone reads 200 KB.
-SHARED_NBYTES = 1 << 20
+# A thread helps for each of these: waking it takes some 20 us, in which one alone reads 300 KB.
+SHARE_NBYTES = 1 << 20
 
 # dtypes as tally.c numbers them
 _NAMES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint32 uint16 uint8 uint64 bool"
@@ -41,7 +41,17 @@ Outcome = tuple["TensorSummary | None", "str | None"]
 class Reader:
     """Reads memory of one dtype and size; for one thread, as it has one place for an answer."""
 
-    __slots__ = ("_answer", "_at", "_call", "_digest", "_dtype", "_request", "_stats", "_unpack")
+    __slots__ = (
+        "_answer",
+        "_at",
+        "_call",
+        "_digest",
+        "_dtype",
+        "_request",
+        "_stats",
+        "_unpack",
+        "most_threads",
+    )
 
     def __init__(
         self, library: Library, dtype: str, nbytes: int, repeat: int, *, stats: bool, digest: bool
@@ -53,12 +63,14 @@ class Reader:
         _QUESTION.pack_into(request, 0, wanted, KINDS[dtype], nbytes, repeat, 1)
         self._answer = memoryview(request)[_QUESTION.size :]
         self._at = ctypes.addressof(ctypes.c_char.from_buffer(request))
+        self.most_threads = nbytes // SHARE_NBYTES
         self._call = library.read_held if nbytes <= RELEASE_NBYTES else library.read
 
     def read(self, address: int, threads: int = 1) -> Outcome | None:
         """What was asked for of the memory at an address; None where numpy has to look at it."""
         if threads > 1:
-            struct.pack_into("<q", self._request, _THREADS_AT, threads)
+            some = min(threads, self.most_threads)
+            struct.pack_into("<q", self._request, _THREADS_AT, some)
         if not self._call(self._at, address):
             return None
         low, high, mean, norm, nan, inf, zero, digest, state = self._unpack(self._answer)
