@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from numerics.at_once import in_threads
 from numerics.test_statistics import PATHS, summarizer_for
+from tensorprobe.numerics.backends import HostBackend
 from tensorprobe.numerics.summary import Summarizer, summarize
 
 
@@ -90,6 +91,20 @@ def test_functorch_wrappers_are_refused_and_plain_tensors_inside_are_not(
         "functional tensor: no summary",
     ]
     assert all(result.summary == summarize(plain) for _, result in seen)
+
+
+def test_freed_storages_are_not_read(summarizer: Summarizer) -> None:
+    """As sharding libraries free parameters: tensors stay, with a shape and an address."""
+    if not isinstance(summarizer._host, HostBackend):
+        pytest.skip("torch itself reads it")
+    whole = torch.ones(100_000)
+    views = [whole, whole[4:], whole[4::2], whole[500:].view(100, -1).t(), whole.expand(2, 100_000)]
+    assert all(summarizer.submit(view, 7).error is None for view in views[:1])
+    for left in (0, 16, 1000):
+        whole.untyped_storage().resize_(left)
+        for form, view in [(7, whole), *((None, view) for view in views)]:
+            result = summarizer.submit(view, form)
+            assert result.error == "tensor whose storage was freed: no summary"
 
 
 def test_convenience_says_why_not() -> None:

@@ -242,6 +242,21 @@ def test_zero_has_no_sign(library: tally.Library) -> None:
             assert_same(Summarizer().submit(tensor).summary, by_numpy(tensor), len(values))
 
 
+def test_subnormals_count_where_the_program_flushes_them(library: tally.Library) -> None:
+    tensor = torch.full((1 << 20,), 1e-40)
+    expected = read(library, tensor)
+    assert expected is not None
+    assert expected[0] is not None
+    assert (expected[0].zero_count, expected[0].min) == (0, tensor[0].item())
+    try:
+        if not torch.set_flush_denormal(True):
+            pytest.skip("this processor does not")
+        assert [read(library, tensor, threads) for threads in (1, 4)] == [expected] * 2
+        assert not torch.tensor([1e-40]).mul(1.0).any()  # still so
+    finally:
+        torch.set_flush_denormal(False)
+
+
 def test_digests_of_bytes(library: tally.Library) -> None:
     content = np.random.default_rng(0).integers(0, 256, 200_003, np.uint8)
     for size in (1, 7, 8, 9, 65535, 65536, 65537, content.size):

@@ -59,9 +59,9 @@ class HostBackend:
                 if reader is None:
                     return None
             address = tensor.data_ptr()
+            if not address or not memory.has_memory(tensor, reader.itemsize, reader.nbytes):
+                return None
         except RuntimeError:  # it has no memory of its own: a wrapper of functorch, a sparse tensor
-            return None
-        if not address:
             return None
         threads = torch.get_num_threads() if reader.most_threads > 1 else 1
         outcome = reader.read(address, threads)

@@ -183,6 +183,12 @@ class _Lender:
         self.__array_interface__ = interface
 
 
+def has_memory(tensor: torch.Tensor, itemsize: int, nbytes: int) -> bool:
+    """Whether there are so many bytes in its storage: one that was freed keeps its tensors."""
+    end = tensor.storage_offset() * itemsize + nbytes
+    return tensor.untyped_storage().nbytes() >= end
+
+
 def borrow(
     tensor: torch.Tensor,
     dtype: np.dtype[Any],
@@ -194,8 +200,12 @@ def borrow(
     Not `tensor.numpy()`: that has no bfloat16, and goes through the dispatcher.
     """
     address = tensor.data_ptr()
-    if not address or 0 in shape:
+    if 0 in shape:
         return np.empty(shape, dtype)
+    steps = (1,) if strides is None else strides
+    extent = 1 + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
+    if not address or not has_memory(tensor, dtype.itemsize, extent * dtype.itemsize):
+        raise Unsupported("tensor whose storage was freed: no summary")
     if strides is None and len(shape) == 1:  # a third of the time of what follows
         memory = _Memory.from_address(address)
         memory.tensor = tensor

@@ -335,13 +335,37 @@ static part nothing(int kind) {
     return part;
 }
 
+/* A program may have subnormals taken for zeros (torch.set_flush_denormal), and threads inherit
+   that: here they count, whoever reads. */
+#if defined(__x86_64__)
+static unsigned own_mode(void) {
+    unsigned mode = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr(0x1f80);
+    return mode;
+}
+static void back_to(unsigned mode) { __builtin_ia32_ldmxcsr(mode); }
+#elif defined(__aarch64__)
+static uint64_t own_mode(void) {
+    uint64_t mode;
+    __asm__ volatile("mrs %0, fpcr\n\tmsr fpcr, xzr" : "=&r"(mode));
+    return mode;
+}
+static void back_to(uint64_t mode) { __asm__ volatile("msr fpcr, %0" : : "r"(mode)); }
+#else
+static int own_mode(void) { return 0; }
+static void back_to(int mode) { (void)mode; }
+#endif
+
 static part read_chunk(int wants, int kind, const unsigned char *data, int nbytes,
                        int64_t number) {
     part part = nothing(kind);
     int item = ITEM_NBYTES[kind], step = BLOCK * item;
-    if (wants & STATS)
+    if (wants & STATS) {
+        __typeof__(own_mode()) mode = own_mode();
         for (int at = 0; at < nbytes; at += step)
             use->tally[kind](data + at, (nbytes - at < step ? nbytes - at : step) / item, &part);
+        back_to(mode);
+    }
     if (wants & DIGEST) part.mixed = use->digest(data, nbytes, number);
     return part;
 }

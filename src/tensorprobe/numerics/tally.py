@@ -27,6 +27,7 @@ SHARE_NBYTES = 1 << 20
 # dtypes as tally.c numbers them
 _NAMES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint32 uint16 uint8 uint64 bool"
 KINDS = {name: kind for kind, name in enumerate(_NAMES.split())}
+_ITEMSIZES = dict(zip(KINDS, (8, 4, 2, 2, 8, 4, 2, 1, 4, 2, 1, 8, 1), strict=True))
 _STATS, _DIGEST = 1, 2
 _BOUNDED, _FINITE, _USUAL, _OUT_OF_RANGE = 1, 2, 3, 4
 _QUESTION = struct.Struct("<5q")  # wanted, kind, bytes, repeat, threads
@@ -50,12 +51,15 @@ class Reader:
         "_request",
         "_stats",
         "_unpack",
+        "itemsize",
         "most_threads",
+        "nbytes",
     )
 
     def __init__(
         self, library: Library, dtype: str, nbytes: int, repeat: int, *, stats: bool, digest: bool
     ) -> None:
+        self.nbytes, self.itemsize = nbytes, _ITEMSIZES[dtype]
         self._dtype, self._stats, self._digest = dtype, stats, digest
         self._unpack = _unpacking(dtype)
         self._request = request = bytearray(_QUESTION.size + _REALS.size)
