@@ -1,7 +1,7 @@
-/* Statistics and digests of contiguous memory, in one pass. Called through ctypes by tally.py.
+/* Statistics and digests of contiguous memory, in one pass; tally.py calls it through ctypes.
 
-   What is read is divided into chunks of 64 KiB, each of which gives one part; `tally_finish` joins
-   the parts in their order. So numbers depend neither on how many threads read nor, as every sum
+   What is read is divided into chunks of 64 KiB, each of which gives one part; parts are joined in
+   their order. So numbers depend neither on how many threads read nor, as every sum
    runs over LANES fixed lanes and no product is contracted, on the processor.
 
    build.py has the options of the compiler. They matter: see there. */
@@ -20,7 +20,7 @@ enum { BLOCK = 4096 }; /* elements that are summed before lanes are added up: 1e
 enum { LANES = 16 };
 enum { STATS = 1, DIGEST = 2 };
 enum { AHEAD = 4096 }; /* bytes: without a word about it, memory waits for arithmetic */
-enum kind { F64, F32, F16, BF16, I64, I32, I16, I8, U32, U16, U8, U64, BOOL };
+enum { F64, F32, F16, BF16, I64, I32, I16, I8, U32, U16, U8, U64, BOOL };
 
 static const int ITEM_NBYTES[] = {8, 4, 2, 2, 8, 4, 2, 1, 4, 2, 1, 8, 1};
 
@@ -273,30 +273,29 @@ INLINE uint64_t digest_chunk(const unsigned char *memory, int nbytes, int64_t nu
 
 typedef void block_tally(const void *data, int n, part *into);
 
-/* Every kernel once for each kind of processor. */
-#define TALLY(KIND, LEVEL, TARGET) \
-    TARGET static void KIND##_##LEVEL(const void *data, int n, part *into) { \
-        KIND##_block(data, n, into); \
-    }
-#define LEVEL(LEVEL, TARGET) \
-    TALLY(f64, LEVEL, TARGET) TALLY(f32, LEVEL, TARGET) TALLY(f16, LEVEL, TARGET) \
-    TALLY(bf16, LEVEL, TARGET) TALLY(i64, LEVEL, TARGET) TALLY(i32, LEVEL, TARGET) \
-    TALLY(i16, LEVEL, TARGET) TALLY(i8, LEVEL, TARGET) TALLY(u64, LEVEL, TARGET) \
-    TALLY(u32, LEVEL, TARGET) TALLY(u16, LEVEL, TARGET) TALLY(u8, LEVEL, TARGET) \
-    TALLY(bool, LEVEL, TARGET) \
-    TARGET static uint64_t digest_##LEVEL(const unsigned char *data, int nbytes, int64_t c) { \
-        return digest_chunk(data, nbytes, c); \
-    } \
-    static const level LEVEL = { \
-        digest_##LEVEL, \
-        {f64_##LEVEL, f32_##LEVEL, f16_##LEVEL, bf16_##LEVEL, i64_##LEVEL, i32_##LEVEL, \
-         i16_##LEVEL, i8_##LEVEL, u32_##LEVEL, u16_##LEVEL, u8_##LEVEL, u64_##LEVEL, \
-         bool_##LEVEL}};
-
 typedef struct {
     uint64_t (*digest)(const unsigned char *data, int nbytes, int64_t number);
     block_tally *tally[BOOL + 1];
 } level;
+
+/* Everything once for each kind of processor. */
+#define FOR_EACH_KIND(DO, LEVEL, TARGET)                                                 \
+    DO(f64, LEVEL, TARGET) DO(f32, LEVEL, TARGET) DO(f16, LEVEL, TARGET)                 \
+    DO(bf16, LEVEL, TARGET) DO(i64, LEVEL, TARGET) DO(i32, LEVEL, TARGET)                \
+    DO(i16, LEVEL, TARGET) DO(i8, LEVEL, TARGET) DO(u32, LEVEL, TARGET)                  \
+    DO(u16, LEVEL, TARGET) DO(u8, LEVEL, TARGET) DO(u64, LEVEL, TARGET)                  \
+    DO(bool, LEVEL, TARGET)
+#define FUNCTION(KIND, LEVEL, TARGET)                                                    \
+    TARGET static void KIND##_##LEVEL(const void *data, int n, part *into) {             \
+        KIND##_block(data, n, into);                                                     \
+    }
+#define ADDRESS(KIND, LEVEL, TARGET) KIND##_##LEVEL,
+#define LEVEL(LEVEL, TARGET)                                                             \
+    FOR_EACH_KIND(FUNCTION, LEVEL, TARGET)                                               \
+    TARGET static uint64_t digest_##LEVEL(const unsigned char *data, int nbytes, int64_t c) { \
+        return digest_chunk(data, nbytes, c);                                            \
+    }                                                                                    \
+    static const level LEVEL = {digest_##LEVEL, {FOR_EACH_KIND(ADDRESS, LEVEL, TARGET)}};
 
 LEVEL(plain, )
 static const level *use = &plain;
@@ -321,7 +320,10 @@ int tally_use(int most) {
     return best;
 }
 #else
-int tally_use(int most) { return 0 * most; }
+int tally_use(int most) {
+    (void)most;
+    return 0;
+}
 #endif
 
 static part nothing(int kind) {
