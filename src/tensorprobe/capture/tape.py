@@ -181,7 +181,7 @@ class Tape:
         if self._everything or self.selection.decide(names):
             return names
         if self.selection.may_want_backward(names):
-            return names._replace(wanted=False)
+            return names.but(wanted=False)
         return None
 
     def begin(
@@ -238,8 +238,9 @@ class Tape:
                 )
                 if _autocasts() or _graph_task_id() != -1:
                     line.notes = _state_notes(grad)
-                for section, tensors in named.items():
-                    setattr(line, section, self._named(call, section, tensors))
+                if named:
+                    for section, tensors in named.items():
+                        setattr(line, section, self._named(call, section, tensors))
                 if grad:
                     call.edges = edges = InputEdges()
                     edges.add(call.inputs)
@@ -355,7 +356,7 @@ class Tape:
             found = one_node(outputs[0][0], edges)
             if found is not None:
                 node, spots = found
-                backward = NodeBackward(self, call, spots)
+                backward = NodeBackward(self, call.names, call.keep, call.stack, call.step, spots)
                 node.register_prehook(backward.incoming)
                 node.register_hook(backward.outgoing)
                 return
@@ -467,7 +468,16 @@ class Tape:
 
     def _follow(self, call: OpenCall, trace: Trace, aliases: dict[Path, Path]) -> None:
         """Record the backward of this call when it runs."""
-        backward = Backward(self, call, trace, aliases or _NO_ALIASES)
+        backward = Backward(
+            self,
+            call.names,
+            call.keep,
+            call.stack,
+            call.step,
+            trace.contributions(),
+            len(trace.outputs) + len(trace.boundary),
+            aliases or _NO_ALIASES,
+        )
         for reason in trace.gaps:
             self.gap(backward.name, reason)
         self._leaf_listeners += listen(trace, backward.incoming, backward.outgoing)
