@@ -242,8 +242,7 @@ class Tape:
                     for section, tensors in named.items():
                         setattr(line, section, self._named(call, section, tensors))
                 if grad:
-                    call.edges = edges = InputEdges()
-                    edges.add(call.inputs)
+                    call.edges = edges = InputEdges(call.inputs)
                     if edges.functions and self._sees_functions:
                         self._record_functions(edges.functions)
                 if call.keep == "tensors" and (may_draw(names.api) if random is None else random):
@@ -281,10 +280,11 @@ class Tape:
             outputs: list[tuple[torch.Tensor, Path]] = []
             with _DISABLED():
                 mutated = self._mutated(call) if call.writes or _has_moved(call) else _NOTHING
+                edges = call.edges if self._backward else None
                 if call.id < 0:  # no line: only its backward is wanted
                     map_tensors(result, lambda tensor, path: outputs.append((tensor, path or ONLY)))
-                    if call.edges is not None and self._backward:
-                        self._trace(call, call.edges, outputs or mutated, tracer)
+                    if edges is not None:
+                        self._trace(call, edges, outputs or mutated, tracer)
                     return
                 if type(result) in PLAIN_TENSORS:
                     outputs.append((result, ONLY))
@@ -293,19 +293,20 @@ class Tape:
                     encoder = self.lines.encoder(call, "output", self.wants_output, outputs, {})
                     tree = encode(result, encoder)
                 line = EndLine(id=call.id, outputs=tree, notes=call.notes)
-                if mutated and not outputs:
-                    line.outputs = self._arguments_after(call, mutated, outputs)
-                    call.notes.append(_OUTPUT_IS_ARGUMENTS)
-                elif mutated:
-                    line.buffers = self._written(call, mutated, outputs)
+                if mutated:
+                    if outputs:
+                        line.buffers = self._written(call, mutated, outputs)
+                    else:
+                        line.outputs = self._arguments_after(call, mutated, outputs)
+                        call.notes.append(_OUTPUT_IS_ARGUMENTS)
                 if call.draws is not None:
                     line.buffers |= self._drawn(call, call.draws)
                 for name, tensor in buffers:
                     line.buffers[name] = self.lines.line(
                         tensor, call, "buffer", name, self.wants_output
                     )
-                if call.edges is not None and self._backward:
-                    self._trace(call, call.edges, outputs, tracer)
+                if edges is not None:
+                    self._trace(call, edges, outputs, tracer)
                 self.writer.end(line)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self.gap(call.names.name, error)
@@ -333,8 +334,7 @@ class Tape:
                 encode(arg, note, (name,))
             call.versions = _versions(call.inputs)
             if grad:
-                call.edges = InputEdges()
-                call.edges.add(call.inputs)
+                call.edges = InputEdges(call.inputs)
         return call
 
     def _drawn(self, call: OpenCall, draws: Draws) -> dict[str, TensorLine]:
@@ -353,7 +353,10 @@ class Tape:
         tracer: Tracer,
     ) -> None:
         if tracer is trace_call and len(outputs) == 1:
-            found = one_node(outputs[0][0], edges)
+            output = outputs[0][0]
+            if output.grad_fn is None and not edges.leaves:
+                return  # what most calls without a gradient come to
+            found = one_node(output, edges)
             if found is not None:
                 node, spots = found
                 backward = NodeBackward(self, call.names, call.keep, call.stack, call.step, spots)
@@ -663,7 +666,7 @@ def _versions(tensors: list[tuple[torch.Tensor, Path]]) -> list[int]:
 def _has_moved(call: OpenCall) -> bool:
     """Whether a call may have written to an input."""
     try:
-        for (tensor, _), before in zip(call.inputs, call.versions, strict=True):
+        for (tensor, _), before in zip(call.inputs, call.versions, strict=False):
             if tensor._version != before:
                 return True
     except RuntimeError:  # an inference tensor
