@@ -88,7 +88,7 @@ def compare_ways(large_mb: int) -> None:
                     for _ in range(times):
                         summarizer.submit(tensor, form)  # noqa: B023
 
-                return best_s(work, 9) / times
+                return best_s(work, 25) / times
 
             speeds = [t.nbytes / seconds(t, n, n) / 1e9 for t, n in ((large, 1), (middle, 20))]
             us = seconds(small, 500, 500) * 1e6
