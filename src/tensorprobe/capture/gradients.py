@@ -91,6 +91,9 @@ class Window:
 Spot = tuple[int, Path, Window | None]
 
 
+_ONE_RESULT: list[Spot] = [(0, ("0",), None)]
+
+
 class Trace:
     """Where to listen in the graph of one call: nodes of outputs, nodes at the inputs' edges."""
 
@@ -108,6 +111,17 @@ class Trace:
         if len(paths) == len(set(paths)):
             return {}
         return {path: n for path, n in Counter(paths).items() if n > 1}
+
+    def only_way(self) -> tuple[Any, Any, list[Spot]] | None:
+        """The nodes at which the call is entered and left, where it has one tensor as its result
+        and sends one gradient."""
+        if len(self.outputs) != 1 or len(self.boundary) != 1 or self.gaps:
+            return None
+        ((node, came),) = self.outputs.items()
+        ((last, sent),) = self.boundary.items()
+        if came != _ONE_RESULT or len(sent) != 1 or len(sent[0][1]) != 1 or sent[0][2] is not None:
+            return None
+        return node, last, sent
 
     def output_edges(self) -> set[Edge]:
         """The edges that lead to outputs."""

@@ -361,21 +361,17 @@ class ModuleHooks:
 
     def record_gradients(self) -> None:
         """Write down the gradients that parameters of this step's modules have now."""
+        tape = self._tape
+        stack = None
         for api, path, gradients in self._all_fresh_gradients():
             try:
-                self._record_gradients_of(api, path, gradients)
+                names = CallNames(api, f"{api.stem}.{tape.counter.next(api)}", path, "backward")
+                if tape.wants(names):
+                    if stack is None and tape.config.stacks:
+                        stack = tape.stack_number(0)
+                    tape.found(names, gradients, stack)
             except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-                self._tape.gap(api.stem, error)
-
-    def _record_gradients_of(
-        self, api: ApiName, path: str, gradients: list[tuple[str, torch.Tensor]]
-    ) -> None:
-        tape = self._tape
-        names = CallNames(api, f"{api.stem}.{tape.counter.next(api)}", path, "backward")
-        if tape.wants(names):
-            call = tape.begin(names, parent="", parameter_grads=gradients)
-            if call is not None:
-                tape.end(call, None)
+                tape.gap(api.stem, error)
 
     def _all_fresh_gradients(self) -> list[_Gradients]:
         found: list[_Gradients] = []
