@@ -189,25 +189,32 @@ def trace_call(outputs: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges)
     output_nodes(outputs, inputs, trace)
     if not trace.outputs:
         return trace
-    start, find, boundary = inputs.start, inputs.find, trace.boundary
+    start, edges, leaves, boundary = inputs.start, inputs.edges, inputs.leaves, trace.boundary
     todo = list(trace.outputs)
-    seen: set[Any] = set()
+    seen = set(todo)
     inner_edges = set()
     while todo:
         node = todo.pop()
         spots: list[Spot] = []
         for position, edge in enumerate(node.next_functions):
-            after = edge[0]
-            if after is None:
-                continue
-            path = find(edge)
-            if path is not None:
-                spots.append((position, path, None))
-            elif start <= after._sequence_nr() < LEAF:
-                inner_edges.add(edge)
-                if after not in seen and after not in trace.outputs:
-                    seen.add(after)
-                    todo.append(after)
+            path = edges.get(edge)
+            if path is None:  # as `find` does it, for every edge
+                after: Any = edge[0]
+                if after is None:
+                    continue
+                sequence = after._sequence_nr()
+                if sequence != LEAF:
+                    if sequence >= start:
+                        inner_edges.add(edge)
+                        if after not in seen:
+                            seen.add(after)
+                            todo.append(after)
+                    continue
+                leaf = leaves.get(id(after.variable)) if leaves else None
+                if leaf is None:
+                    continue
+                path = leaf[1]
+            spots.append((position, path, None))
         if spots:
             before = boundary.get(node)  # the windows of a view written in place
             boundary[node] = spots if before is None else before + spots

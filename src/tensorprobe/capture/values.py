@@ -151,6 +151,9 @@ class Values:
         self, tensor: torch.Tensor, name: TensorName, tensors: bool, form: int | None = None
     ) -> int:
         number = next(self._ids)
+        if not tensors and not self._checksums:
+            self._writer.value(number, self._summarizer.submit(tensor, form))
+            return number
         checksum = crc32 if self._checksums else None
         summarizer = self._summarizer
         if tensors and self._statistics is not None and _is_large_on_host(tensor):
