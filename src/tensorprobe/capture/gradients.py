@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch.autograd.function import BackwardCFunction
 
@@ -94,16 +95,13 @@ Spot = tuple[int, Path, Window | None]
 _ONE_RESULT: list[Spot] = [(0, ("0",), None)]
 
 
-class Trace:
+class Trace(msgspec.Struct, eq=False):
     """Where to listen in the graph of one call: nodes of outputs, nodes at the inputs' edges."""
 
-    __slots__ = ("boundary", "gaps", "notes", "outputs")
-
-    def __init__(self) -> None:
-        self.outputs: dict[Any, list[Spot]] = {}
-        self.boundary: dict[Any, list[Spot]] = {}  # of each node at least one
-        self.notes: list[str] = []
-        self.gaps: list[str] = []
+    outputs: dict[Any, list[Spot]] = {}
+    boundary: dict[Any, list[Spot]] = {}  # of each node at least one
+    notes: list[str] = []
+    gaps: list[str] = []
 
     def contributions(self) -> dict[Path, int]:
         """How many times a gradient is sent to each input that gets several."""
@@ -290,16 +288,12 @@ _Leaving = tuple[int, Edge, Any, int]
 _NO_EDGES: frozenset[Edge] = frozenset()
 
 
-class Region:
+class Region(msgspec.Struct, eq=False):
     """The graph nodes that a module call made; once it returns, only the edges that leave it."""
 
-    __slots__ = ("leaving", "parent", "used")
-
-    def __init__(self) -> None:
-        self.parent: Region | None = None
-        self.leaving: list[_Leaving] = []
-        # edges inside that lead to outputs of the call, or a child's
-        self.used = _NO_EDGES
+    parent: Region | None = None
+    leaving: list[_Leaving] = []
+    used: frozenset[Edge] = _NO_EDGES  # edges inside that lead to outputs of the call, or a child's
 
     def use(self, edge: Edge) -> None:
         self.used |= {edge}
@@ -323,9 +317,9 @@ def trace_module(
     if not trace.outputs:
         return trace
     own = _walk(trace, inputs, owners, leaves)
-    find, boundary = inputs.find, trace.boundary
+    edges, boundary = inputs.edges, trace.boundary
     for _, edge, node, position in own.leaving:
-        path = find(edge)
+        path = edges.get(edge) or (inputs.find(edge) if inputs.leaves else None)
         if path is not None:
             boundary.setdefault(node, []).append((position, path, None))
     if own.used:

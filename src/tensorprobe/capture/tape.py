@@ -442,12 +442,14 @@ class Tape:
 
     def forget_written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A call that is not recorded wrote to some of these, perhaps through `.data`."""
-        found: list[torch.Tensor] = []
+        forget = self._values.forget
         try:
             with Quiet():
                 for value in (*args, *kwargs.values()):
-                    map_tensors(value, lambda tensor, path: found.append(tensor))
-            self.forget(found)
+                    if type(value) in PLAIN_TENSORS:
+                        forget(value)
+                    else:
+                        map_tensors(value, lambda tensor, path: forget(tensor))
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self.gap("forget", error)
 
