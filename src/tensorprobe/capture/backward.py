@@ -81,9 +81,10 @@ class NodeBackward(_Followed):
                 self.n_passes = n_passes = self.n_passes + 1
                 run = _NodeRun(tape, key, names, self.keep, next(tape.ids))
                 tape.entered = tape.running[key] = run
-                grad: Any = grads[0]
-                if grad is not None:
-                    grad = tape.lines.encoded(grad, run, "input", ONLY, tape.wants_input, False)
+                args: list[Any] = [*grads[:1]]
+                if args and args[0] is not None:
+                    wanted = tape.wants_input
+                    args[0] = tape.lines.encoded(args[0], run, "input", ONLY, wanted, False)
                 line = CallLine(
                     id=run.id,
                     name=names.name,
@@ -91,7 +92,7 @@ class NodeBackward(_Followed):
                     module=names.module,
                     direction="backward",
                     stack=self.stack,
-                    args=[grad],
+                    args=args,
                     thread=tape.place.thread,
                 )
                 if n_passes > 1 or self.step != tape.step:
@@ -121,6 +122,25 @@ class NodeBackward(_Followed):
                 tape.writer.end(EndLine(id=run.id, outputs={"dict": sent}))
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             tape.gap(self.name, error)
+
+
+class ModuleBackward(NodeBackward):
+    """Of a module that returned one tensor and sends one gradient to one input, as most do: it is
+    entered at one node, and left at that or another."""
+
+    def incoming(self, grads: Gradients) -> None:
+        """Backward has come to the node of the output."""
+        tape = self.tape
+        around = tape.entered
+        super().incoming(grads)
+        if around is not None:  # the call that made the output has the same node
+            tape.entered = around
+
+    def outgoing(self, grads: Gradients, came_in: Gradients) -> None:
+        """Backward leaves the node at the input's edge."""
+        if (id(self), _graph_task_id()) not in self.tape.running:
+            self.incoming(())  # it came by way of a tensor that left the module unseen
+        super().outgoing(grads, came_in)
 
 
 class Backward(_Followed):
@@ -204,7 +224,11 @@ class Run(msgspec.Struct, eq=False, gc=False):
 
 
 class _NodeRun(Run):
-    """A pass through a call of one node."""
+    """A pass through a call that is entered once and left once, and over then."""
+
+    @property
+    def is_inside_module(self) -> bool:
+        return self.names.api.prefix == "Module"
 
     def finish(self, error: str | None = None) -> None:
         """The node was entered and never left."""

@@ -36,11 +36,11 @@ def encode(
         return tensor(value, path)
     if kind in PLAIN:
         return value
-    if isinstance(value, torch.Tensor):
-        return tensor(value, path)
     encoder = ATOMS.get(kind)
     if encoder is not None:
         return encoder(value)
+    if isinstance(value, torch.Tensor):
+        return tensor(value, path)
     if len(path) > MAX_DEPTH:
         return _special("unsupported", f"nested deeper than {MAX_DEPTH}: {_type_name(kind)}")
     if id(value) in around:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch.autograd.function import BackwardCFunction
 
@@ -91,16 +92,16 @@ class Window:
 Spot = tuple[int, Path, Window | None]
 
 
-class Trace:
+_ONE_RESULT: list[Spot] = [(0, ("0",), None)]
+
+
+class Trace(msgspec.Struct, eq=False):
     """Where to listen in the graph of one call: nodes of outputs, nodes at the inputs' edges."""
 
-    __slots__ = ("boundary", "gaps", "notes", "outputs")
-
-    def __init__(self) -> None:
-        self.outputs: dict[Any, list[Spot]] = {}
-        self.boundary: dict[Any, list[Spot]] = {}  # of each node at least one
-        self.notes: list[str] = []
-        self.gaps: list[str] = []
+    outputs: dict[Any, list[Spot]] = {}
+    boundary: dict[Any, list[Spot]] = {}  # of each node at least one
+    notes: list[str] = []
+    gaps: list[str] = []
 
     def contributions(self) -> dict[Path, int]:
         """How many times a gradient is sent to each input that gets several."""
@@ -108,6 +109,17 @@ class Trace:
         if len(paths) == len(set(paths)):
             return {}
         return {path: n for path, n in Counter(paths).items() if n > 1}
+
+    def only_way(self) -> tuple[Any, Any, list[Spot]] | None:
+        """The nodes at which the call is entered and left, where it has one tensor as its result
+        and sends one gradient."""
+        if len(self.outputs) != 1 or len(self.boundary) != 1 or self.gaps:
+            return None
+        ((node, came),) = self.outputs.items()
+        ((last, sent),) = self.boundary.items()
+        if came != _ONE_RESULT or len(sent) != 1 or len(sent[0][1]) != 1 or sent[0][2] is not None:
+            return None
+        return node, last, sent
 
     def output_edges(self) -> set[Edge]:
         """The edges that lead to outputs."""
@@ -276,16 +288,12 @@ _Leaving = tuple[int, Edge, Any, int]
 _NO_EDGES: frozenset[Edge] = frozenset()
 
 
-class Region:
+class Region(msgspec.Struct, eq=False):
     """The graph nodes that a module call made; once it returns, only the edges that leave it."""
 
-    __slots__ = ("leaving", "parent", "used")
-
-    def __init__(self) -> None:
-        self.parent: Region | None = None
-        self.leaving: list[_Leaving] = []
-        # edges inside that lead to outputs of the call, or a child's
-        self.used = _NO_EDGES
+    parent: Region | None = None
+    leaving: list[_Leaving] = []
+    used: frozenset[Edge] = _NO_EDGES  # edges inside that lead to outputs of the call, or a child's
 
     def use(self, edge: Edge) -> None:
         self.used |= {edge}
@@ -309,9 +317,9 @@ def trace_module(
     if not trace.outputs:
         return trace
     own = _walk(trace, inputs, owners, leaves)
-    find, boundary = inputs.find, trace.boundary
+    edges, boundary = inputs.edges, trace.boundary
     for _, edge, node, position in own.leaving:
-        path = find(edge)
+        path = edges.get(edge) or (inputs.find(edge) if inputs.leaves else None)
         if path is not None:
             boundary.setdefault(node, []).append((position, path, None))
     if own.used:

@@ -81,7 +81,7 @@ class _Known:
         "_holders",
         "_kind",
         "_kinds",
-        "_names",
+        "_n_names",
         "_others",
         "_reference",
         "_values",
@@ -96,7 +96,7 @@ class _Known:
         self.notes = notes
         self._reference = weakref.ref(module)
         self._kind = type(module)
-        self._names = tuple(held)
+        self._n_names = len(held)
         # two names at least, or an itemgetter gives no tuple
         self._constants = itemgetter("training", "training", *constants)
         self._values = self._constants(held)
@@ -107,13 +107,16 @@ class _Known:
     def holds_for(self, module: nn.Module) -> bool:
         """Whether they are what `notes_on` would give now."""
         held = module.__dict__
-        return (
-            self._reference() is module
-            and type(module) is self._kind
-            and tuple(held) == self._names
-            and all(map(is_, self._constants(held), self._values))
-            and self._kinds_of(held) == self._kinds
-        )
+        if self._reference() is not module or type(module) is not self._kind:
+            return False
+        try:
+            return (
+                len(held) == self._n_names
+                and all(map(is_, self._constants(held), self._values))
+                and self._kinds_of(held) == self._kinds
+            )
+        except KeyError:  # one attribute is gone, and another new
+            return False
 
     def _kinds_of(self, held: dict[str, Any]) -> tuple[Any, ...]:
         """The types of attributes, and of parameters, buffers and children; None has one too."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.nn.modules.module import (
@@ -23,7 +24,7 @@ from torch.nn.modules.module import (
 
 from tensorprobe.capture import compiled
 from tensorprobe.capture.calls import OpenCall
-from tensorprobe.capture.gradients import Region, trace_module
+from tensorprobe.capture.gradients import InputEdges, Region, Trace, trace_module
 from tensorprobe.capture.making import MadeNotes, uncalled_parameters, uses_uncalled
 from tensorprobe.capture.mode_stack import enter_missing
 from tensorprobe.capture.naming import ApiName, CallNames, module_name
@@ -109,20 +110,15 @@ class ModulePaths:
                 self._paths[id(module)] = (weakref.ref(module), path)
 
 
-class _Entry:
+class _Entry(msgspec.Struct, eq=False):
     """A module call under way, and the place to go back to."""
 
-    __slots__ = ("buffers", "call", "frame", "leaves", "module", "place")
-
-    def __init__(
-        self, module: nn.Module, frame: FrameType, place: dict[str, Any], leaves: bool
-    ) -> None:
-        self.module = module
-        self.frame = frame
-        self.place = place
-        self.leaves = leaves  # this call, or one around it, was given a leaf of the graph
-        self.call: OpenCall | None = None
-        self.buffers: dict[str, tuple[int, int]] | None = None
+    module: nn.Module
+    frame: FrameType
+    place: dict[str, Any]
+    leaves: bool  # this call, or one around it, was given a leaf of the graph
+    call: OpenCall | None = None
+    buffers: dict[str, tuple[int, int]] | None = None
 
 
 class _Thread(threading.local):
@@ -230,10 +226,10 @@ class ModuleHooks:
                 self._forget_around()
             if not entries:
                 self._enter_root()
-            place = tape.place
-            parent = place.module if entries or self._around else None
+            place = tape.place.__dict__  # this thread's
+            parent = place["module"] if entries or self._around else None
             leaves = bool(entries) and entries[-1].leaves
-            entry = _Entry(module, frame, place.__dict__.copy(), leaves)
+            entry = _Entry(module, frame, place.copy(), leaves)
             entries.append(entry)
             path = self.paths.path(module, parent)
             only = tape.only
@@ -241,11 +237,11 @@ class ModuleHooks:
                 path = only[id(module)]
             if tape.recording and (self._record if only is None else id(module) in only):
                 self._begin(entry, path, args)
-            place.module = path
+            place["module"] = path
             if self._stacks and tape.recording:
                 call = entry.call
-                place.stack = (call is not None and call.stack) or tape.stack_number(1)
-                place.frame = frame
+                place["stack"] = (call is not None and call.stack) or tape.stack_number(1)
+                place["frame"] = frame
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             tape.gap(f"Module.{type(module).__name__}", error)
 
@@ -340,7 +336,11 @@ class ModuleHooks:
         if error is not None:
             self._tape.raised(call, error)
             return
-        tracer = functools.partial(trace_module, owners=self._thread.owners, leaves=entry.leaves)
+        owners, leaves = self._thread.owners, entry.leaves
+
+        def tracer(outputs: Any, inputs: InputEdges) -> Trace:
+            return trace_module(outputs, inputs, owners, leaves)
+
         buffers = self._changed_buffers(entry) if entry.module._buffers else ()
         self._tape.end(call, result, tracer, buffers)
 
@@ -361,21 +361,17 @@ class ModuleHooks:
 
     def record_gradients(self) -> None:
         """Write down the gradients that parameters of this step's modules have now."""
+        tape = self._tape
+        stack = None
         for api, path, gradients in self._all_fresh_gradients():
             try:
-                self._record_gradients_of(api, path, gradients)
+                names = CallNames(api, f"{api.stem}.{tape.counter.next(api)}", path, "backward")
+                if tape.wants(names):
+                    if stack is None and tape.config.stacks:
+                        stack = tape.stack_number(0)
+                    tape.found(names, gradients, stack)
             except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-                self._tape.gap(api.stem, error)
-
-    def _record_gradients_of(
-        self, api: ApiName, path: str, gradients: list[tuple[str, torch.Tensor]]
-    ) -> None:
-        tape = self._tape
-        names = CallNames(api, f"{api.stem}.{tape.counter.next(api)}", path, "backward")
-        if tape.wants(names):
-            call = tape.begin(names, parent="", parameter_grads=gradients)
-            if call is not None:
-                tape.end(call, None)
+                tape.gap(api.stem, error)
 
     def _all_fresh_gradients(self) -> list[_Gradients]:
         found: list[_Gradients] = []

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from tensorprobe.capture.backward import Backward, NodeBackward, Run
+from tensorprobe.capture.backward import Backward, ModuleBackward, NodeBackward, Run
 from tensorprobe.capture.calls import OpenCall
 from tensorprobe.capture.encode import PLAIN_TENSORS, encode, map_tensors, nest
 from tensorprobe.capture.gradients import (
@@ -380,6 +380,32 @@ class Tape:
             call.edges = InputEdges()
             self.end(call, value, trace_saved)
 
+    def found(
+        self, names: CallNames, gradients: list[tuple[str, torch.Tensor]], stack: int | None
+    ) -> None:
+        """Write down gradients of parameters, as a call that is over: nothing runs inside it."""
+        if not self.is_open:
+            self.open_step()
+        call = OpenCall(names, self._keep or self.selection.keep_for(names), self.step)
+        with _DISABLED():
+            if self._pending_work:
+                self._finish_work()
+            line = CallLine(
+                id=next(self.ids),
+                name=names.name,
+                op=names.api.op,
+                module=names.module,
+                direction=names.direction,
+                parent="",
+                stack=stack,
+                thread=self.place.thread,
+                parameter_grads=self.lines.named(gradients, call, "parameter_grad"),
+            )
+            if _autocasts() or _graph_task_id() != -1:
+                line.notes = _state_notes(False)
+            self.writer.call(line)
+            self.writer.end(EndLine(id=line.id))
+
     def raised(self, call: OpenCall, error: BaseException) -> None:
         """The call did not return."""
         if not call.written:
@@ -416,12 +442,14 @@ class Tape:
 
     def forget_written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A call that is not recorded wrote to some of these, perhaps through `.data`."""
-        found: list[torch.Tensor] = []
+        forget = self._values.forget
         try:
             with Quiet():
                 for value in (*args, *kwargs.values()):
-                    map_tensors(value, lambda tensor, path: found.append(tensor))
-            self.forget(found)
+                    if type(value) in PLAIN_TENSORS:
+                        forget(value)
+                    else:
+                        map_tensors(value, lambda tensor, path: forget(tensor))
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self.gap("forget", error)
 
@@ -471,6 +499,13 @@ class Tape:
 
     def _follow(self, call: OpenCall, trace: Trace, aliases: dict[Path, Path]) -> None:
         """Record the backward of this call when it runs."""
+        way = trace.only_way() if call.names.api.prefix == "Module" and not aliases else None
+        if way is not None:
+            node, last, spots = way
+            short = ModuleBackward(self, call.names, call.keep, call.stack, call.step, spots)
+            node.register_prehook(short.incoming)
+            last.register_hook(short.outgoing)
+            return
         backward = Backward(
             self,
             call.names,
