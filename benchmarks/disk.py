@@ -176,6 +176,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--size", default="small", choices=SIZES)
+    parser.add_argument("--layers", type=int, default=None, help="fewer than the size has")
     parser.add_argument("--level", default="L0")
     parser.add_argument("--queue", default=None, help="as the recorder's: 256MiB")
     parser.add_argument("--rounds", type=int, default=4)
@@ -187,7 +188,8 @@ def main() -> None:
         return
     import torch
 
-    _, step = build(SIZES[args.size], args.device, args.dtype)
+    size = SIZES[args.size] | ({"layers": args.layers} if args.layers else {})
+    _, step = build(size, args.device, args.dtype)
     bare = timed(step, 3, args.device)[-1]
     with fresh_folder(args.scratch) as folder:  # kernels are compiled, memory is pinned
         nbytes = record(folder, step, args).nbytes
@@ -197,11 +199,11 @@ def main() -> None:
     # Each goes first in turn: memory that was just given back is sooner had again.
     for turn in itertools.islice(itertools.cycle("rwwr"), 2 * args.rounds):
         with fresh_folder(args.scratch) as folder:
-            if turn == "w":
-                raw.append(write_raw(folder, nbytes, memory))
-            else:
-                recorded.append(record(folder, step, args))
-    print(f"{args.size} Llama, {args.dtype} on {args.device}, {args.level} tensors; torch ", end="")
+            times = write_raw(folder, nbytes, memory) if turn == "w" else record(folder, step, args)
+        (raw if turn == "w" else recorded).append(times)
+        sys.stderr.write(f"{turn} {times.closed_s:.2f} s, with fsync {times.synced_s:.2f} s\n")
+    what = f"{args.size} Llama of {size['layers']} layers, {args.dtype} on {args.device}"
+    print(f"{what}, {args.level} tensors; torch ", end="")
     print(f"{torch.__version__}, python {platform.python_version()}, {os.cpu_count()} cores")
     print(
         f"{nbytes / 1e9:.2f} GB a step in files, of {recorded[0].content_nbytes / 1e9:.2f} GB of "

@@ -49,7 +49,7 @@ def program() -> Iterable[CallNames]:
     yield call(api_name("torch.ops.npu.npu_rms_norm"), "")
     for names in reversed(forward):
         n = names.name.split(".")[-1 if names.api.prefix == "Module" else -2]
-        yield names._replace(name=call_name(names.api, int(n), "backward"), direction="backward")
+        yield names.but(name=call_name(names.api, int(n), "backward"), direction="backward")
     adam = optimizer_name("AdamW")
     yield CallNames(adam, call_name(adam, 0))
 

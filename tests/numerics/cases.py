@@ -102,6 +102,7 @@ def layouts(flat: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     yield "transposed", cube.transpose(0, 2)
     yield "sliced", cube[1:5, ::3, 2:9]
     yield "columns", cube[..., 3]
+    yield "halves of rows", flat.view(3, 15, 16)[..., 8:].transpose(0, 1)
     yield "offset", flat[7:]
     yield "expanded", cube[:, :1].expand(6, 5, 12)
     yield "expanded outside", cube[0, 0].expand(3, 2, 12)

@@ -12,6 +12,7 @@ import triton
 
 from numerics import cases
 from tensorprobe.numerics import launch, queue
+from tensorprobe.numerics import triton_kernels as kernels
 from tensorprobe.numerics.backends import KernelBackend, TorchBackend
 from tensorprobe.numerics.digest import digest_array
 from tensorprobe.numerics.finiteness import LIMITS, extent_now, readable
@@ -236,6 +237,31 @@ def check_usual(names: list[str], *, digest: bool) -> None:
     check_refusal(summarizer, forms, digest)
 
 
+def check_runs(names: list[str]) -> None:
+    """Views with gaps between equal pieces are read where they lie, others by way of a copy."""
+    launch.LANES = 32  # so that few elements are several tiles
+    launch._TILES = {name: launch._tile(name) for name in launch.READS}
+    for name in names:
+        summarizer, port = interpreted(stats=True, digest=False)
+        forms = compiling(port.launcher)
+        for special in (0.0, float("nan"), float("-inf")):
+            x = torch.randn(24, 64).to(getattr(torch, name))
+            x[3, 5] = x[20, 60] = special
+            heads = x.view(4, 6, 64).transpose(0, 1)
+            read = [x[:, :32], x[:, 32:], x[::2], heads[..., 16:48], x[:, 8:16].expand(3, 24, 8)]
+            copied = [x[:, 1:9], x[:, :4].t()[:3], x[1:21:3, ::2], heads[1:4, ::2, :32]]
+            tensors = [x, *read, *copied] * 2
+            results = [summarizer.submit(tensor, form) for form, tensor in enumerate(tensors)]
+            again = [summarizer.submit(tensor, form) for form, tensor in enumerate(tensors)]
+            summarizer.wait()
+            for tensor, *both in zip(tensors, results, again, strict=True):
+                for result in both:
+                    assert (result.error, result.note) == (None, None), result
+                    cases.assert_summary(result.summary, tensor)
+        starts = [form.starts for form in forms if form._kernel is kernels.tally_runs]
+        assert starts == [3 * 4 * 5 - 1], "each but the first"
+
+
 def check_refusal(summarizer: Summarizer, forms: list[Compiled], digest: bool) -> None:
     """A kernel that cannot be started any more: torch's operations from there on."""
     content = torch.arange(8, dtype=torch.float32)
@@ -299,6 +325,8 @@ if __name__ == "__main__":
     elif what == "usual":
         check_usual(names, digest=False)
         check_usual(names, digest=True)
+    elif what == "runs":
+        check_runs(names)
     elif what == "flags":
         check_flagger()
     else:

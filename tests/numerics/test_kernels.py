@@ -20,7 +20,7 @@ from tensorprobe.numerics import launch, rows, triton_kernels as kernels
 READS = {"bfloat16": "*i16", "float16": "*fp16", "float32": "*fp32"}
 PLACES = {"table": "*i64", "weights": "*i64", "rows": "*i64", "meta": "*i32", "digests": "*i64"}
 PLACES["flags"] = "*i32"
-NUMBERS = dict.fromkeys(["n", "words", "row", "slot"], "i32")
+NUMBERS = dict.fromkeys(["n", "words", "run", "gap", "row", "slot"], "i32")
 SAME = {"FIELDS": rows.FIELDS, "LANES": launch.LANES}
 
 def ptx(function, pointers, constants):
@@ -48,6 +48,8 @@ for name, read in READS.items():
         {"KIND": kind, "WIDE": False, "VECTOR": 16 // unit, **SAME},
     )
     assert "ld.global.v4.b32" in tally, name
+    runs = ptx(kernels.tally_runs, {"x": read}, {"KIND": kind, "VECTOR": 16 // unit, **SAME})
+    assert "ld.global.v4.b32" in runs, name
     flag = ptx(
         kernels.flag_floats,
         {"x": read},
@@ -118,6 +120,10 @@ def test_what_is_usual_starts_by_a_compiled_form() -> None:
 @pytest.mark.slow
 def test_what_is_usual_of_other_dtypes() -> None:
     interpret("usual", "float32", "float8_e5m2", "bool", "complex64")
+
+
+def test_pieces_with_gaps_between_them() -> None:
+    interpret("runs", "bfloat16", "float32")
 
 
 def test_flags_of_what_is_not_finite() -> None:

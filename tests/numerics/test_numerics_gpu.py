@@ -64,7 +64,9 @@ def test_those_after_the_first_of_a_dtype(dtype: torch.dtype, digest: bool) -> N
     """Started without a closer look where they are usual, by then compiled forms."""
     content = cases.random_bits(dtype, 6016)
     layouts = [content, content.clone(), content[:1024], content[1:], content[:0]]
-    layouts += [content.view(94, 64).t(), content.view(94, 64)[::2], content[:9].expand(7, 9)]
+    rows = content.view(94, 64)
+    layouts += [rows.t(), rows[::2], content[:9].expand(7, 9), rows[:, 32:], rows[:, 1:9]]
+    layouts += [content.view(47, 2, 64).mT[:, 16:32], rows[:, :8].expand(3, 94, 8)]
     summarizer = Summarizer(digest=digest)
     submitted = []
     for tensor in layouts * 2:

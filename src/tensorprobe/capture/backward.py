@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
-from tensorprobe.capture.calls import OpenCall
 from tensorprobe.capture.encode import as_arguments, nest_gradients
-from tensorprobe.capture.gradients import Gradients, Path, Spot, Trace
+from tensorprobe.capture.gradients import Gradients, Path, Spot
 from tensorprobe.capture.naming import CallNames, split_direction, with_direction
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.tensor_lines import ONLY
@@ -20,60 +20,53 @@ if TYPE_CHECKING:
 
 _DISABLED = torch._C.DisableTorchFunction
 _graph_task_id = torch._C._current_graph_task_id
-_NO_NOTES: list[str] = []  # of most calls; never added to
 
 
-class _Followed:
+class _Followed(msgspec.Struct, eq=False, gc=False):
     """A recorded call whose backward is to come, as often as backward passes through it.
 
-    It holds no node and no tensor of the graph, or the graph would never be freed.
+    It holds no node and no tensor of the graph, or the graph would never be freed. A Struct, as one
+    is made for every call, in C; the garbage collector, which would walk them all, has no need to.
     """
 
-    __slots__ = ("_keep", "_names", "_passes", "_stack", "_step", "_tape")
-
-    def __init__(self, tape: Tape, call: OpenCall) -> None:
-        self._tape = tape
-        self._names, self._keep = call.names, call.keep
-        self._stack, self._step = call.stack, call.step
-        self._passes = 0
+    tape: Tape
+    call: CallNames
+    keep: Keep
+    stack: int | None
+    step: int
 
     @property
     def name(self) -> str:
         """What the backward is called."""
-        name = self._names.name
+        name = self.call.name
         if name.endswith(".forward"):
             return f"{name[:-8]}.backward"
         return with_direction(split_direction(name)[0], "backward")
 
     def _wanted_names(self) -> CallNames | None:
-        names = CallNames(self._names.api, self.name, self._names.module, "backward")
-        return names if self._tape.wants(names) else None
+        names = CallNames(self.call.api, self.name, self.call.module, "backward")
+        return names if self.tape.wants(names) else None
 
-    def _place(self, run: Run) -> None:
-        """Tell a pass that has begun where the call was made, and what is special about it."""
-        if self._step == self._tape.step:
-            run.stack = self._stack
-        else:
-            run.notes = [f"its forward ran in step {self._step}"]
-        self._passes += 1
-        if self._passes > 1:
-            again = f"backward pass {self._passes} through the same graph"
-            run.notes = [*run.notes, again]
+    def _notes(self, n_passes: int) -> list[str]:
+        """What is special about a pass: that of another step, or not the first."""
+        notes = []
+        if self.step != self.tape.step:
+            notes.append(f"its forward ran in step {self.step}")
+        if n_passes > 1:
+            notes.append(f"backward pass {n_passes} through the same graph")
+        return notes
 
 
 class NodeBackward(_Followed):
     """Of a call that made one graph node and returned one tensor, as most calls do: that node is
     entered once and left once in a pass. What `Backward` does of any call, with less."""
 
-    __slots__ = ("_spots",)
-
-    def __init__(self, tape: Tape, call: OpenCall, spots: list[Spot]) -> None:
-        super().__init__(tape, call)
-        self._spots = spots
+    spots: list[Spot]
+    n_passes: int = 0
 
     def incoming(self, grads: Gradients) -> None:
         """Backward has come to the node."""
-        tape = self._tape
+        tape = self.tape
         if not tape.recording:
             return
         try:
@@ -83,21 +76,34 @@ class NodeBackward(_Followed):
                 if names is None:
                     tape.entered = tape.running[key] = None
                     return
-                run = _NodeRun(tape, key, names, self._keep)
-                self._place(run)
+                if not tape.is_open:
+                    tape.open_step()
+                self.n_passes = n_passes = self.n_passes + 1
+                run = _NodeRun(tape, key, names, self.keep, next(tape.ids))
                 tape.entered = tape.running[key] = run
-                grad = grads[0]
-                if grad is None:
-                    run.begin([None], {})
-                else:
-                    wanted = tape.wants_input
-                    run.begin([tape.lines.encoded(grad, run, "input", ONLY, wanted, False)], {})
+                grad: Any = grads[0]
+                if grad is not None:
+                    grad = tape.lines.encoded(grad, run, "input", ONLY, tape.wants_input, False)
+                line = CallLine(
+                    id=run.id,
+                    name=names.name,
+                    op=names.api.op,
+                    module=names.module,
+                    direction="backward",
+                    stack=self.stack,
+                    args=[grad],
+                    thread=tape.place.thread,
+                )
+                if n_passes > 1 or self.step != tape.step:
+                    line.stack = self.stack if self.step == tape.step else None
+                    line.notes = self._notes(n_passes)
+                tape.writer.call(line)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             tape.gap(self.name, error)
 
     def outgoing(self, grads: Gradients, came_in: Gradients) -> None:
         """Backward leaves the node."""
-        tape = self._tape
+        tape = self.tape
         if not tape.recording:
             return
         try:
@@ -107,7 +113,7 @@ class NodeBackward(_Followed):
                 return
             wanted, encoded, sent = tape.wants_output, tape.lines.encoded, []
             with _DISABLED():
-                for position, path, _ in self._spots:
+                for position, path, _ in self.spots:
                     grad = grads[position]
                     if grad is not None:
                         grad = encoded(grad, run, "output", path, wanted, False)
@@ -120,24 +126,21 @@ class NodeBackward(_Followed):
 class Backward(_Followed):
     """Of any call."""
 
-    __slots__ = ("aliases", "contributions", "n_nodes")
-
-    def __init__(self, tape: Tape, call: OpenCall, trace: Trace, aliases: dict[Path, Path]) -> None:
-        super().__init__(tape, call)
-        self.contributions = trace.contributions()
-        self.n_nodes = len(trace.outputs) + len(trace.boundary)
-        self.aliases = aliases
+    contributions: dict[Path, int]
+    n_nodes: int
+    aliases: dict[Path, Path]
+    n_passes: int = 0
 
     def incoming(self, spots: list[Spot], grads: Gradients) -> None:
         """Backward has come to a node of an output."""
-        tape = self._tape
+        tape = self.tape
         if not tape.recording:
             return
         try:
             with _DISABLED():
                 run = self._run()
                 # the node of a module's output is that of the call which made it
-                if tape.entered is None or self._names.api.prefix != "Module":
+                if tape.entered is None or self.call.api.prefix != "Module":
                     tape.entered = run
                 if run is not None:
                     run.receive(spots, grads)
@@ -146,7 +149,7 @@ class Backward(_Followed):
 
     def outgoing(self, spots: list[Spot], grads: Gradients, came_in: Gradients) -> None:
         """Backward leaves a node at an input's edge."""
-        tape = self._tape
+        tape = self.tape
         if not tape.recording:
             return
         try:
@@ -160,55 +163,30 @@ class Backward(_Followed):
 
     def _run(self) -> BackwardRun | None:
         """The pass under way; None where it is not wanted, which is asked once a pass."""
-        running = self._tape.running
+        tape = self.tape
         key = (id(self), _graph_task_id())
-        if key in running:
-            return running[key]  # type: ignore[return-value]
+        if key in tape.running:
+            return tape.running[key]  # type: ignore[return-value]
         names = self._wanted_names()
-        run = None if names is None else BackwardRun(self._tape, key, names, self._keep, self)
-        if run is not None:
-            self._place(run)
-        running[key] = run
+        run = None
+        if names is not None:
+            tape.open_step()
+            self.n_passes += 1
+            notes = self._notes(self.n_passes)
+            run = BackwardRun(tape, key, names, self.keep, next(tape.ids), self, notes)
+            run.n_left = self.n_nodes
+        tape.running[key] = run
         return run
 
 
-class Run:
+class Run(msgspec.Struct, eq=False, gc=False):
     """One pass of backward through one call."""
 
-    __slots__ = ("_key", "_tape", "id", "keep", "names", "notes", "stack")
-
-    def __init__(self, tape: Tape, key: tuple[int, int], names: CallNames, keep: Keep) -> None:
-        if not tape.is_open:
-            tape.open_step()
-        self._tape, self._key = tape, key
-        self.names, self.keep = names, keep
-        self.id = next(tape.ids)
-        self.stack: int | None = None
-        self.notes: list[str] = _NO_NOTES
-
-    def line(self, grad: torch.Tensor | None, path: Path, role: Role, wanted: bool) -> Any:
-        if grad is None:
-            return None
-        # whether it has a gradient is said of tensors of the program: one has it by create_graph
-        return self._tape.lines.encoded(grad, self, role, path, wanted, False)
-
-    def begin(self, args: list[Any], kwargs: dict[str, Any]) -> None:
-        """Write down that backward has come to the call."""
-        tape, names = self._tape, self.names
-        tape.writer.call(
-            CallLine(
-                id=self.id,
-                name=names.name,
-                op=names.api.op,
-                module=names.module,
-                direction="backward",
-                stack=self.stack,
-                args=args,
-                kwargs=kwargs,
-                thread=tape.place.thread,
-                notes=self.notes,
-            )
-        )
+    tape: Tape
+    key: tuple[int, int]
+    names: CallNames
+    keep: Keep
+    id: int
 
     @property
     def is_inside_module(self) -> bool:
@@ -217,7 +195,7 @@ class Run:
 
     def fail(self, error: str) -> None:
         """Backward was left by an exception inside of this call."""
-        self._tape.running.pop(self._key, None)
+        self.tape.running.pop(self.key, None)
         self.finish(error)
 
     def finish(self, error: str | None = None) -> None:
@@ -228,14 +206,12 @@ class Run:
 class _NodeRun(Run):
     """A pass through a call of one node."""
 
-    __slots__ = ()
-
     def finish(self, error: str | None = None) -> None:
         """The node was entered and never left."""
         line = EndLine(id=self.id, outputs={"dict": []})
         if error is not None:
             line.status, line.error = "raised", error
-        self._tape.writer.end(line)
+        self.tape.writer.end(line)
 
 
 class BackwardRun(Run):
@@ -245,24 +221,19 @@ class BackwardRun(Run):
     written down is written with its end; one of an output nobody used never comes.
     """
 
-    __slots__ = ("_backward", "_begun", "_late", "_left", "_n_left", "_received", "_sent", "_sums")
-
-    def __init__(
-        self, tape: Tape, key: tuple[int, int], names: CallNames, keep: Keep, backward: Backward
-    ) -> None:
-        super().__init__(tape, key, names, keep)
-        self._backward = backward
-        self._left: dict[Path, int] | None = None  # of inputs that get several gradients
-        self._n_left = backward.n_nodes
-        self._received: dict[Path, Any] = {}
-        self._sums: dict[Path, torch.Tensor] = {}
-        self._sent: dict[Path, Any] = {}
-        self._begun = False
-        self._late = False  # a gradient came in after the call was written down
+    backward: Backward
+    notes: list[str]
+    n_left: int = 0  # nodes that backward has not come by yet
+    left: dict[Path, int] | None = None  # of inputs that get several gradients
+    received: dict[Path, Any] = {}
+    sums: dict[Path, torch.Tensor] = {}
+    sent: dict[Path, Any] = {}
+    begun: bool = False
+    late: bool = False  # a gradient came in after the call was written down
 
     def receive(self, spots: list[Spot], grads: Gradients) -> None:
         """Gradients of outputs, as they come in."""
-        tape = self._tape
+        tape = self.tape
         wanted = tape.wants_input
         for number, path, window in spots:
             if number >= len(grads):
@@ -271,19 +242,19 @@ class BackwardRun(Run):
             if grad is not None and window is not None:
                 with Quiet():
                     grad = window.cut(grad)
-            self._received[path] = self.line(grad, path, "input", wanted)
-        if self._begun:
-            self._late = True
+            self.received[path] = self.line(grad, path, "input", wanted)
+        if self.begun:
+            self.late = True
         else:
             self._begin()
         self._count_down()
 
     def send(self, spots: list[Spot], grads: Gradients) -> None:
         """Gradients of inputs, as they go out."""
-        if not self._begun:
+        if not self.begun:
             self._begin()
-        several = self._backward.contributions
-        wanted = self._tape.wants_output
+        several = self.backward.contributions
+        wanted = self.tape.wants_output
         for position, path, window in spots:
             grad = grads[position] if position < len(grads) else None
             if grad is not None and window is not None:
@@ -292,57 +263,78 @@ class BackwardRun(Run):
             if path in several:
                 self._add(path, grad)
             else:
-                self._sent[path] = self.line(grad, path, "output", wanted)
+                self.sent[path] = self.line(grad, path, "output", wanted)
         self._count_down()
 
     @property
     def is_inside_module(self) -> bool:
-        return self.names.api.prefix == "Module" and not self._sent and self._left is None
+        return self.names.api.prefix == "Module" and not self.sent and self.left is None
 
     def finish(self, error: str | None = None) -> None:
         """Write down what came; some of it may be missing, and is then not there to come."""
-        if not self._begun:
+        if not self.begun:
             self._begin()
-        for path, grad in self._sums.items():  # backward did not come by every use
-            self._sent[path] = self.line(grad, path, "output", self._tape.wants_output)
+        for path, grad in self.sums.items():  # backward did not come by every use
+            self.sent[path] = self.line(grad, path, "output", self.tape.wants_output)
         notes = [
             f"output.{'.'.join(path)} is in output.{'.'.join(first)}: one tensor"
-            for path, first in self._backward.aliases.items()
-            if first in self._sent
+            for path, first in self.backward.aliases.items()
+            if first in self.sent
         ]
-        outputs = nest_gradients(_in_order(self._sent))
+        outputs = nest_gradients(_in_order(self.sent))
         line = EndLine(id=self.id, outputs=outputs, notes=notes)
         if error is not None:
             line.status, line.error = "raised", error
-        if self._late:
-            line.args, line.kwargs = as_arguments(_in_order(self._received))
-        self._tape.writer.end(line)
+        if self.late:
+            line.args, line.kwargs = as_arguments(_in_order(self.received))
+        self.tape.writer.end(line)
 
     def _count_down(self) -> None:
-        self._n_left -= 1
-        if self._n_left == 0:
-            self._tape.running.pop(self._key, None)
+        self.n_left -= 1
+        if self.n_left == 0:
+            self.tape.running.pop(self.key, None)
             self.finish()
 
     def _add(self, path: Path, grad: torch.Tensor | None) -> None:
         """An input used several times gets its gradient in parts, which add up as they come."""
-        if self._left is None:
-            self._left = dict(self._backward.contributions)
+        if self.left is None:
+            self.left = dict(self.backward.contributions)
         if grad is not None:
-            before = self._sums.get(path)
+            before = self.sums.get(path)
             if before is not None:
                 with Quiet():
                     grad = before + grad
-            self._sums[path] = grad
-        self._left[path] -= 1
-        if self._left[path] == 0:
-            self._sent[path] = self.line(
-                self._sums.pop(path, None), path, "output", self._tape.wants_output
+            self.sums[path] = grad
+        self.left[path] -= 1
+        if self.left[path] == 0:
+            self.sent[path] = self.line(
+                self.sums.pop(path, None), path, "output", self.tape.wants_output
             )
 
     def _begin(self) -> None:
-        self._begun = True
-        self.begin(*as_arguments(_in_order(self._received)))
+        self.begun = True
+        tape, names, followed = self.tape, self.names, self.backward
+        args, kwargs = as_arguments(_in_order(self.received))
+        tape.writer.call(
+            CallLine(
+                id=self.id,
+                name=names.name,
+                op=names.api.op,
+                module=names.module,
+                direction="backward",
+                stack=followed.stack if followed.step == tape.step else None,
+                args=args,
+                kwargs=kwargs,
+                thread=tape.place.thread,
+                notes=self.notes,
+            )
+        )
+
+    def line(self, grad: torch.Tensor | None, path: Path, role: Role, wanted: bool) -> Any:
+        if grad is None:
+            return None
+        # whether it has a gradient is said of tensors of the program: one has it by create_graph
+        return self.tape.lines.encoded(grad, self, role, path, wanted, False)
 
 
 def _in_order(leaves: dict[Path, Any]) -> dict[Path, Any]:

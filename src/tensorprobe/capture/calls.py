@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import torch
 
 from tensorprobe.capture.gradients import InputEdges, Path
@@ -12,35 +13,20 @@ from tensorprobe.records import Keep
 NOTHING: frozenset[str] = frozenset()
 
 
-class OpenCall:
-    """A call that has begun and not ended."""
+class OpenCall(msgspec.Struct, eq=False):
+    """A call that has begun and not ended. A Struct: one is made for every call, in C."""
 
-    __slots__ = (
-        "draws",
-        "edges",
-        "id",
-        "inputs",
-        "keep",
-        "names",
-        "notes",
-        "stack",
-        "step",
-        "versions",
-        "writes",
-    )
-
-    def __init__(self, names: CallNames, keep: Keep, step: int) -> None:
-        self.id = -1
-        self.names = names
-        self.keep = keep
-        self.step = step
-        self.stack: int | None = None
-        self.edges: InputEdges | None = None
-        self.inputs: list[tuple[torch.Tensor, Path]] = []
-        self.versions: list[int] = []
-        self.writes: frozenset[str] = NOTHING  # arguments written to without moving their version
-        self.draws: Draws | None = None
-        self.notes: list[str] = []
+    names: CallNames
+    keep: Keep
+    step: int
+    id: int = -1
+    stack: int | None = None
+    edges: InputEdges | None = None
+    inputs: list[tuple[torch.Tensor, Path]] = []
+    versions: list[int] = []
+    writes: frozenset[str] = NOTHING  # arguments written to without moving their version
+    draws: Draws | None = None
+    notes: list[str] = []
 
     @property
     def written(self) -> bool:

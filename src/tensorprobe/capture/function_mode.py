@@ -22,6 +22,8 @@ SCALER_UPDATE = "_amp_update_scale_"
 _is_grad_enabled = torch.is_grad_enabled
 _interpreter_stack = torch._C._functorch.peek_interpreter_stack
 _is_compiling = torch.compiler.is_compiling
+_is_traced = torch.compiler.is_dynamo_compiling  # true of the code that dynamo reads, never of ours
+_MAX_SILENT = 20_000  # functions made anew for every call would fill the table without end
 _DISPATCH_DEPTH = 12  # frames between a __torch_dispatch__ and the operators it calls
 
 
@@ -96,32 +98,55 @@ class UserCalls(TorchFunctionMode):
         return plan
 
 
-class QuietMode(UserCalls):
-    """Records no call, but sees those that tell a recorder of modules or operators something."""
+class QuietMode(TorchFunctionMode):
+    """Records no call, but sees those that tell a recorder of modules or operators something.
+
+    Every small call of the program comes by here, so those without a meaning are passed on from the
+    first frame: torch's own way to it is dear enough.
+    """
 
     def __init__(self, tape: Tape, *, on_scaler_update: Callable[[Iterable[int]], None]) -> None:
         super().__init__()
         self._tape = tape
         self._on_scaler_update = on_scaler_update
-        self.passes_on = True
+        self._namer = Namer(resolve_name)
+        self._silent: set[Any] = set()  # functions that tell nothing, unless they are given `out`
+        self.dispatch_depth = 0  # dispatch modes on the stack while backward runs
 
-    def called(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        result = _passed(self._tape, api, func, args, kwargs)
-        if api.api == SCALER_UPDATE:
-            self._on_scaler_update(optimizers_in_round())
-        return result
-
-    def passed_on(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if _is_traced():  # dynamo traces this line: leave no mark in its graph
+            return func(*args) if kwargs is None else func(*args, **kwargs)
+        try:
+            silent = func in self._silent
+        except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
+            silent = True
+        if not silent:
+            return self._called(func, args, kwargs or {})
+        if not kwargs:
+            return func(*args)
         result = func(*args, **kwargs)
         if "out" in kwargs and self._tape.recording:
             self._tape.forget_written(args, kwargs)
         return result
 
-    def _plan(self, func: Any) -> ApiName | None:
-        api = super()._plan(func)
-        if api is not None and api.api != SCALER_UPDATE and not writes_in_place(api):
-            api = self._plans[func] = None
-        return api
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that may tell something: all those of one function do, or none does."""
+        inside = self.dispatch_depth > torch._C._len_torch_dispatch_stack()  # as in UserCalls
+        if inside or _is_compiling():
+            return func(*args, **kwargs)
+        api = self._namer(func)
+        updates = api.api == SCALER_UPDATE
+        if not updates and (is_noise(api) or not writes_in_place(api)):
+            if len(self._silent) >= _MAX_SILENT:
+                self._silent.clear()
+            self._silent.add(func)
+            return self.__torch_function__(func, (), args, kwargs)
+        result = _passed(self._tape, api, func, args, kwargs)
+        if updates:
+            self._on_scaler_update(optimizers_in_round())
+        return result
 
 
 def _passed(tape: Tape, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:

@@ -20,6 +20,7 @@ Edge = tuple[Any, int]  # an autograd node (held, so that its identity is stable
 Gradients = tuple[torch.Tensor | None, ...]
 
 LEAF = 2**64 - 1  # sequence number of AccumulateGrad nodes
+_next_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 class InputEdges:
@@ -27,17 +28,15 @@ class InputEdges:
 
     __slots__ = ("aliases", "edges", "functions", "leaves", "start", "views")
 
-    def __init__(self) -> None:
-        self.start: int = torch._C._autograd._get_sequence_nr()
+    def __init__(self, inputs: Iterable[tuple[torch.Tensor, Path]] = ()) -> None:
+        """Note the inputs; where one is a view, a write to it may give it a gradient later."""
+        self.start: int = _next_sequence_nr()
         self.edges: dict[Edge, Path] = {}
         self.leaves: dict[int, tuple[torch.Tensor, Path]] = {}
         # views by identity; their path where they require a gradient, and their version
         self.views: dict[int, tuple[torch.Tensor, Path | None, int]] = {}
         self.aliases: dict[Path, Path] = {}
         self.functions: list[tuple[torch.Tensor, Any]] = []  # made by a custom autograd.Function
-
-    def add(self, inputs: Iterable[tuple[torch.Tensor, Path]]) -> None:
-        """Note the inputs; where one is a view, a write to it may give it a gradient later."""
         for tensor, path in inputs:
             needs_gradient = tensor.requires_grad
             if tensor._is_view() and not tensor.is_inference():
@@ -176,31 +175,41 @@ def trace_call(outputs: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges)
     output_nodes(outputs, inputs, trace)
     if not trace.outputs:
         return trace
-    start, find, boundary = inputs.start, inputs.find, trace.boundary
+    start, edges, leaves, boundary = inputs.start, inputs.edges, inputs.leaves, trace.boundary
     todo = list(trace.outputs)
-    seen: set[Any] = set()
+    seen = set(todo)
     inner_edges = set()
     while todo:
         node = todo.pop()
         spots: list[Spot] = []
         for position, edge in enumerate(node.next_functions):
-            after = edge[0]
-            if after is None:
-                continue
-            path = find(edge)
-            if path is not None:
-                spots.append((position, path, None))
-            elif start <= after._sequence_nr() < LEAF:
-                inner_edges.add(edge)
-                if after not in seen and after not in trace.outputs:
-                    seen.add(after)
-                    todo.append(after)
+            path = edges.get(edge)
+            if path is None:  # as `find` does it, for every edge
+                after: Any = edge[0]
+                if after is None:
+                    continue
+                sequence = after._sequence_nr()
+                if sequence != LEAF:
+                    if sequence >= start:
+                        inner_edges.add(edge)
+                        if after not in seen:
+                            seen.add(after)
+                            todo.append(after)
+                    continue
+                leaf = leaves.get(id(after.variable)) if leaves else None
+                if leaf is None:
+                    continue
+                path = leaf[1]
+            spots.append((position, path, None))
         if spots:
             before = boundary.get(node)  # the windows of a view written in place
             boundary[node] = spots if before is None else before + spots
     if inner_edges:
         trace.note_shared(inner_edges & trace.output_edges())
     return trace
+
+
+_BEFORE_ALL: Path = ()
 
 
 def one_node(output: torch.Tensor, inputs: InputEdges) -> tuple[Any, list[Spot]] | None:
@@ -213,20 +222,26 @@ def one_node(output: torch.Tensor, inputs: InputEdges) -> tuple[Any, list[Spot]]
     if (node, 0) in edges or id(output) in inputs.views:
         return None
     spots: list[Spot] = []
-    position = -1
+    position, last = -1, _BEFORE_ALL
     for edge in node.next_functions:
         position += 1
         path = edges.get(edge)
         if path is None:
             after: Any = edge[0]
-            sequence = LEAF + 1 if after is None else after._sequence_nr()
-            if start <= sequence < LEAF:
-                return None
-            if sequence != LEAF or (leaf := leaves.get(id(after.variable))) is None:
+            if after is None:
+                continue
+            sequence = after._sequence_nr()
+            if sequence != LEAF:
+                if sequence >= start:
+                    return None
+                continue
+            leaf = leaves.get(id(after.variable))
+            if leaf is None:
                 continue
             path = leaf[1]
-        if len(path) > 1 or (spots and path <= spots[-1][1]):
+        if path <= last or len(path) > 1:
             return None  # of a list of inputs; twice; not in their order
+        last = path
         spots.append((position, path, None))
     return (node, spots) if spots else None
 

@@ -6,7 +6,9 @@ import functools
 import itertools
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from tensorprobe.operators import NATIVE_NAMES
 from tensorprobe.records import Direction
@@ -29,7 +31,7 @@ class ApiName(NamedTuple):
         return f"{self.prefix}.{self.api}"
 
 
-class CallNames(NamedTuple):
+class CallNames(msgspec.Struct, frozen=True, gc=False):
     """One call with everything a selection may know it by."""
 
     api: ApiName
@@ -37,6 +39,10 @@ class CallNames(NamedTuple):
     module: str = ""  # path of the module the call runs in; of the module itself for its own calls
     direction: Direction = "forward"
     wanted: bool = True  # False: only the backward of this call is
+
+    def but(self, **changes: Any) -> CallNames:
+        """The same with some of it changed."""
+        return msgspec.structs.replace(self, **changes)
 
 
 # `a + b` and `a.add(b)` are one op; which of the two names reaches a function mode is decided
@@ -214,19 +220,20 @@ class Counter:
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str], itertools.count[int]] = {}
+        self._by_api: dict[ApiName, itertools.count[int]] = {}  # the same; several may share one
 
     def next(self, api: ApiName) -> int:
         """The number of this call, from 0. Safe in several threads."""
-        key = (api.prefix, api.api)
-        count = self._counts.get(key)
+        count = self._by_api.get(api)
         if count is None:
             # setdefault: of two threads that come here at once, both get the one that stays
-            count = self._counts.setdefault(key, itertools.count())
+            count = self._counts.setdefault((api.prefix, api.api), itertools.count())
+            self._by_api[api] = count
         return next(count)
 
     def reset(self) -> None:
         """Begin a new step."""
-        self._counts = {}
+        self._counts, self._by_api = {}, {}
 
 
 # Calls that make no tensor content. They come through a function mode by the dozen for each real

@@ -128,7 +128,7 @@ class Selection:
             and (not self._calls or name in self._calls)
             and (self._apis is None or self._apis.decide(names.api))
             and (self._modules is None or self._modules.decide(names.module))
-            and (self._names is None or self._names.decide(names._replace(name=name)))
+            and (self._names is None or self._names.decide(names.but(name=name)))
         )
 
     def keep_for(self, names: CallNames) -> Keep:

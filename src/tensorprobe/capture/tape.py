@@ -181,7 +181,7 @@ class Tape:
         if self._everything or self.selection.decide(names):
             return names
         if self.selection.may_want_backward(names):
-            return names._replace(wanted=False)
+            return names.but(wanted=False)
         return None
 
     def begin(
@@ -238,11 +238,11 @@ class Tape:
                 )
                 if _autocasts() or _graph_task_id() != -1:
                     line.notes = _state_notes(grad)
-                for section, tensors in named.items():
-                    setattr(line, section, self._named(call, section, tensors))
+                if named:
+                    for section, tensors in named.items():
+                        setattr(line, section, self._named(call, section, tensors))
                 if grad:
-                    call.edges = edges = InputEdges()
-                    edges.add(call.inputs)
+                    call.edges = edges = InputEdges(call.inputs)
                     if edges.functions and self._sees_functions:
                         self._record_functions(edges.functions)
                 if call.keep == "tensors" and (may_draw(names.api) if random is None else random):
@@ -280,10 +280,11 @@ class Tape:
             outputs: list[tuple[torch.Tensor, Path]] = []
             with _DISABLED():
                 mutated = self._mutated(call) if call.writes or _has_moved(call) else _NOTHING
+                edges = call.edges if self._backward else None
                 if call.id < 0:  # no line: only its backward is wanted
                     map_tensors(result, lambda tensor, path: outputs.append((tensor, path or ONLY)))
-                    if call.edges is not None and self._backward:
-                        self._trace(call, call.edges, outputs or mutated, tracer)
+                    if edges is not None:
+                        self._trace(call, edges, outputs or mutated, tracer)
                     return
                 if type(result) in PLAIN_TENSORS:
                     outputs.append((result, ONLY))
@@ -292,19 +293,20 @@ class Tape:
                     encoder = self.lines.encoder(call, "output", self.wants_output, outputs, {})
                     tree = encode(result, encoder)
                 line = EndLine(id=call.id, outputs=tree, notes=call.notes)
-                if mutated and not outputs:
-                    line.outputs = self._arguments_after(call, mutated, outputs)
-                    call.notes.append(_OUTPUT_IS_ARGUMENTS)
-                elif mutated:
-                    line.buffers = self._written(call, mutated, outputs)
+                if mutated:
+                    if outputs:
+                        line.buffers = self._written(call, mutated, outputs)
+                    else:
+                        line.outputs = self._arguments_after(call, mutated, outputs)
+                        call.notes.append(_OUTPUT_IS_ARGUMENTS)
                 if call.draws is not None:
                     line.buffers |= self._drawn(call, call.draws)
                 for name, tensor in buffers:
                     line.buffers[name] = self.lines.line(
                         tensor, call, "buffer", name, self.wants_output
                     )
-                if call.edges is not None and self._backward:
-                    self._trace(call, call.edges, outputs, tracer)
+                if edges is not None:
+                    self._trace(call, edges, outputs, tracer)
                 self.writer.end(line)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self.gap(call.names.name, error)
@@ -332,8 +334,7 @@ class Tape:
                 encode(arg, note, (name,))
             call.versions = _versions(call.inputs)
             if grad:
-                call.edges = InputEdges()
-                call.edges.add(call.inputs)
+                call.edges = InputEdges(call.inputs)
         return call
 
     def _drawn(self, call: OpenCall, draws: Draws) -> dict[str, TensorLine]:
@@ -352,10 +353,13 @@ class Tape:
         tracer: Tracer,
     ) -> None:
         if tracer is trace_call and len(outputs) == 1:
-            found = one_node(outputs[0][0], edges)
+            output = outputs[0][0]
+            if output.grad_fn is None and not edges.leaves:
+                return  # what most calls without a gradient come to
+            found = one_node(output, edges)
             if found is not None:
                 node, spots = found
-                backward = NodeBackward(self, call, spots)
+                backward = NodeBackward(self, call.names, call.keep, call.stack, call.step, spots)
                 node.register_prehook(backward.incoming)
                 node.register_hook(backward.outgoing)
                 return
@@ -467,7 +471,16 @@ class Tape:
 
     def _follow(self, call: OpenCall, trace: Trace, aliases: dict[Path, Path]) -> None:
         """Record the backward of this call when it runs."""
-        backward = Backward(self, call, trace, aliases or _NO_ALIASES)
+        backward = Backward(
+            self,
+            call.names,
+            call.keep,
+            call.stack,
+            call.step,
+            trace.contributions(),
+            len(trace.outputs) + len(trace.boundary),
+            aliases or _NO_ALIASES,
+        )
         for reason in trace.gaps:
             self.gap(backward.name, reason)
         self._leaf_listeners += listen(trace, backward.incoming, backward.outgoing)
@@ -653,7 +666,7 @@ def _versions(tensors: list[tuple[torch.Tensor, Path]]) -> list[int]:
 def _has_moved(call: OpenCall) -> bool:
     """Whether a call may have written to an input."""
     try:
-        for (tensor, _), before in zip(call.inputs, call.versions, strict=True):
+        for (tensor, _), before in zip(call.inputs, call.versions, strict=False):
             if tensor._version != before:
                 return True
     except RuntimeError:  # an inference tensor

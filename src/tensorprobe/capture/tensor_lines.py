@@ -39,6 +39,7 @@ class _Head(NamedTuple):
     in_tree: bytes  # as `{"tensor": line}`
     alone: bytes
     form: int  # of the content, or -1 where none is wanted
+    without: Raw  # the whole in a tree where no content is named
 
 
 class TensorLines:
@@ -81,14 +82,14 @@ class TensorLines:
         value = None
         if wanted and wants_dtype and call.keep != "structure":
             form = self._values.form(tensor, call.keep, stride)
-            value = self._values.of(tensor, form, call.names.name, role, label, call.keep)
+            value = self._values.of(tensor, form, call, role, label, call.keep)
         return TensorLine(dtype, shape, stride, device, tensor.requires_grad, value)
 
     def kept(self, tensor: torch.Tensor, call: HasTensors, role: Role, label: str) -> TensorLine:
         """The same of a tensor whose content is kept whatever is wanted of the call."""
         line = self.line(tensor, call, role, label, False)
         form = self._values.form(tensor, "tensors", line.stride)
-        line.value = self._values.of(tensor, form, call.names.name, role, label, "tensors")
+        line.value = self._values.of(tensor, form, call, role, label, "tensors")
         return line
 
     def encoded(
@@ -99,34 +100,29 @@ class TensorLines:
         label: str | Path,
         wanted: bool,
         grad: bool | None = None,
-        *,
-        alone: bool = False,
     ) -> Any:
-        """The same ready to be written, as `{"tensor": line}`, the part of a tree, or `alone`.
+        """The same ready to be written, as `{"tensor": line}`, the part of a tree.
 
         `grad` stands in for what the tensor says.
         """
-        keep = call.keep
         if grad is None:
             grad = tensor.requires_grad
-        head = None
+        keep = call.keep
         if type(tensor) in PLAIN_TENSORS:
             try:
                 kind = (tensor.dtype, tensor.shape, tensor.stride(), tensor.device, grad, keep)
                 head = self._heads.get(kind) or self._new_head(kind, tensor)
             except (RuntimeError, NotImplementedError):
                 pass  # sparse tensors have no strides, nested ones not even a shape
-        if head is None:
-            line = self.line(tensor, call, role, label, wanted)
-            line.grad = grad
-            return line if alone else {"tensor": line}
-        in_tree, by_itself, form = head
-        if wanted and form >= 0:
-            value = self._values.of(tensor, form, call.names.name, role, label, keep)
-            if alone:
-                return Raw(b'%b,"value":%d}' % (by_itself, value))
-            return Raw(b'%b,"value":%d}}' % (in_tree, value))
-        return Raw(by_itself + b"}" if alone else in_tree + b"}}")
+            else:
+                in_tree, _, form, without = head
+                if form < 0 or not wanted:
+                    return without
+                value = self._values.of(tensor, form, call, role, label, keep)
+                return Raw(b'%b,"value":%d}}' % (in_tree, value))
+        line = self.line(tensor, call, role, label, wanted)
+        line.grad = grad
+        return {"tensor": line}
 
     def repeated(
         self, tensor: torch.Tensor, call: HasTensors, role: Role, path: Path, first: Path
@@ -143,10 +139,9 @@ class TensorLines:
         inputs = call.inputs
         seen: dict[int, Path] = {}
         positional: list[Any] = []
-        for position, arg in enumerate(args):
+        for arg, path in zip(args, POSITIONS, strict=False):
             kind = type(arg)
-            if kind in PLAIN_TENSORS and position < len(POSITIONS):
-                path = POSITIONS[position]
+            if kind in PLAIN_TENSORS:
                 inputs.append((arg, path))
                 first = seen.setdefault(id(arg), path)
                 if first is path:
@@ -159,7 +154,10 @@ class TensorLines:
                 positional.append(ATOMS[kind](arg))
             else:
                 encoder = self.encoder(call, "input", wanted, inputs, seen)
-                positional.append(encode_tree(arg, encoder, (str(position),)))
+                positional.append(encode_tree(arg, encoder, path))
+        for position in range(len(POSITIONS), len(args)):  # torch.stack of a long list by `*`
+            encoder = self.encoder(call, "input", wanted, inputs, seen)
+            positional.append(encode_tree(args[position], encoder, (str(position),)))
         if not kwargs:
             return positional, {}
         encoder = self.encoder(call, "input", wanted, inputs, seen)
@@ -193,10 +191,26 @@ class TensorLines:
     ) -> dict[str, Any]:
         """The lines of tensors that a call has by name."""
         wanted = self._selection.wants_side(role)
-        return {
-            name: self.encoded(tensor, call, role, name, wanted, alone=True)
-            for name, tensor in tensors
-        }
+        return {name: self._alone(tensor, call, role, name, wanted) for name, tensor in tensors}
+
+    def _alone(
+        self, tensor: torch.Tensor, call: HasTensors, role: Role, name: str, wanted: bool
+    ) -> Any:
+        """What `encoded` gives, without the tree around it."""
+        keep = call.keep
+        if type(tensor) in PLAIN_TENSORS:
+            grad = tensor.requires_grad
+            try:
+                kind = (tensor.dtype, tensor.shape, tensor.stride(), tensor.device, grad, keep)
+                head = self._heads.get(kind) or self._new_head(kind, tensor)
+            except (RuntimeError, NotImplementedError):
+                pass
+            else:
+                if head.form < 0 or not wanted:
+                    return Raw(head.alone + b"}")
+                value = self._values.of(tensor, head.form, call, role, name, keep)
+                return Raw(b'%b,"value":%d}' % (head.alone, value))
+        return self.line(tensor, call, role, name, wanted)
 
     def _new_head(self, kind: _Kind, tensor: torch.Tensor) -> _Head:
         dtype, shape, stride, device, grad, keep = kind
@@ -206,7 +220,8 @@ class TensorLines:
         form = self._values.form(tensor, keep, order) if wanted and keep != "structure" else -1
         if len(self._heads) >= _MAX_KINDS:
             self._heads.clear()
-        head = self._heads[kind] = _Head(b'{"tensor":' + alone, alone, form)
+        in_tree = b'{"tensor":' + alone
+        head = self._heads[kind] = _Head(in_tree, alone, form, Raw(in_tree + b"}}"))
         return head
 
     def _look_up(self, dtype: torch.dtype) -> tuple[str, bool]:

@@ -6,10 +6,11 @@ import contextlib
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from tensorprobe.capture.naming import CallNames
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.transfer import Transfer
 from tensorprobe.numerics.digest import digest_bytes
@@ -20,7 +21,7 @@ from tensorprobe.store.shard import Bytes
 from tensorprobe.store.writer import CaptureWriter
 
 # The call, the role and the label within it of a tensor, the label whole or in parts.
-TensorName = tuple[str, Role, "str | tuple[str, ...]"]
+TensorName = tuple["Named", Role, "str | tuple[str, ...]"]
 # What tells one content from another: the mark of its storage, version, offset, and the number of
 # its form (see `Values.form`). Plain numbers: the garbage collector, which the many of them would
 # set off, soon leaves them out.
@@ -35,6 +36,12 @@ _SECTIONS: dict[Role, str] = {
     "parameter_grad": "parameters_grad",
     "buffer": "buffers",
 }
+
+
+class Named(Protocol):
+    """A call that contents are called after."""
+
+    names: CallNames
 
 
 class Values:
@@ -105,7 +112,7 @@ class Values:
         self,
         tensor: torch.Tensor,
         form: int,
-        call: str,
+        call: Named,
         role: Role,
         label: str | tuple[str, ...],
         keep: Keep,
@@ -144,6 +151,9 @@ class Values:
         self, tensor: torch.Tensor, name: TensorName, tensors: bool, form: int | None = None
     ) -> int:
         number = next(self._ids)
+        if not tensors and not self._checksums:
+            self._writer.value(number, self._summarizer.submit(tensor, form))
+            return number
         checksum = crc32 if self._checksums else None
         summarizer = self._summarizer
         if tensors and self._statistics is not None and _is_large_on_host(tensor):
@@ -204,7 +214,8 @@ def _is_large_on_host(tensor: torch.Tensor) -> bool:
 
 def _text(name: TensorName) -> str:
     call, role, label = name
-    return f"{call}.{_SECTIONS[role]}.{label if isinstance(label, str) else '.'.join(label)}"
+    label = label if isinstance(label, str) else ".".join(label)
+    return f"{call.names.name}.{_SECTIONS[role]}.{label}"
 
 
 def _is_its_storage(tensor: torch.Tensor) -> bool:

@@ -56,9 +56,8 @@ class Glance:
 def edges_of(glance: Glance) -> InputEdges | None:
     """The graph as it was before the call; None where backward does not come by."""
     if glance.edges is None and glance.needs:
-        edges = glance.edges = InputEdges()
+        edges = glance.edges = InputEdges(glance.inputs)
         edges.start = glance.start
-        edges.add(glance.inputs)
     return glance.edges
 
 

@@ -128,7 +128,7 @@ class WatchTape(Tape):
 
     def select(self, api: ApiName, number: int, module: str) -> CallNames:
         names = CallNames(api, call_name(api, number), module)
-        return names._replace(wanted=self._is_chosen(names))
+        return names.but(wanted=self._is_chosen(names))
 
     def _is_chosen(self, names: CallNames) -> bool:
         if self.selection.everything:

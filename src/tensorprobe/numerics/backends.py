@@ -79,12 +79,19 @@ class KernelBackend:
         stats: bool,
         digest: bool,
     ) -> None:
-        from tensorprobe.numerics.launch import FAILURES, rows_for, rows_for_both, takes_both
+        from tensorprobe.numerics.launch import (
+            FAILURES,
+            rows_for,
+            rows_for_both,
+            takes_both,
+            takes_runs,
+        )
 
         self._failures = FAILURES
         self._rows_for = rows_for
         self._rows_for_both = rows_for_both
         self._takes_both = takes_both
+        self._takes_runs = takes_runs
         self._launcher = launcher
         self._port = port
         self._usual_stream = port.usual_stream
@@ -139,14 +146,34 @@ class KernelBackend:
         count, repeat = tensor.numel(), 1
         if not tensor.is_contiguous():
             shape, strides, repeat = memory.without_repeats(tensor)
-            if self._digest or not memory.is_dense(shape, strides):
-                return None
             count //= repeat
+            if self._digest:
+                return None
+            if not memory.is_dense(shape, strides):
+                return self._plan_of_runs(tensor, usual, count, repeat)
         if not 0 < count < 1 << 31 or count % usual.unit:
             return None
         n_rows = min(usual.max_programs, -(-count // usual.tile))
         nbytes = count * usual.itemsize
         return usual.dtype, usual.start, n_rows, count // usual.unit, count, repeat, nbytes
+
+    def _plan_of_runs(
+        self, tensor: torch.Tensor, usual: Usual, count: int, repeat: int
+    ) -> _Plan | None:
+        """The same where equal pieces lie at equal distances."""
+        runs = self._runs_of(tensor, usual.dtype)
+        start = None if runs is None else self._launcher.start_runs(usual.dtype, *runs)
+        if start is None or not count:
+            return None
+        n_rows = min(usual.max_programs, -(-count // usual.tile))
+        return usual.dtype, start, n_rows, count, count, repeat, count * usual.itemsize
+
+    def _runs_of(self, tensor: torch.Tensor, name: str) -> tuple[int, int] | None:
+        shape, strides, _ = memory.without_repeats(tensor)
+        runs = memory.evenly_spaced(shape, strides)
+        if runs is not None and self._takes_runs(name, tensor, *runs):
+            return runs
+        return None
 
     def _remember(self, form: int, plan: _Plan) -> None:
         if len(self._plans) >= MAX_FORMS:
@@ -160,14 +187,18 @@ class KernelBackend:
         with self._port.on_device():
             count, repeat = tensor.numel(), 1
             nbytes = count * tensor.element_size()
+            runs = None
             if not tensor.is_contiguous():
                 if self._digest:  # which is of the elements in their order
                     with memory.kernels_only():
                         tensor = tensor.contiguous()
+                elif (runs := self._runs_of(tensor, name)) is not None:
+                    repeat = memory.without_repeats(tensor)[2]
+                    count //= repeat
                 else:
                     tensor, count, repeat = _in_one_piece(tensor)
             try:
-                self._launch((result, name, count, repeat, nbytes), tensor)
+                self._launch((result, name, count, repeat, nbytes), tensor, runs)
             except self._failures as error:
                 self._refuse(name, tensor.dtype, error)
                 self._use_spare(result, tensor, name)
@@ -177,7 +208,9 @@ class KernelBackend:
                 if usual is not None:
                     self._usual[tensor.dtype] = usual
 
-    def _launch(self, ticket: rows.Ticket, tensor: torch.Tensor) -> None:
+    def _launch(
+        self, ticket: rows.Ticket, tensor: torch.Tensor, runs: tuple[int, int] | None
+    ) -> None:
         launcher, queue = self._launcher, self._queue
         _, name, count, _, nbytes = ticket
         both = self._stats and self._digest and self._takes_both(name, tensor, nbytes)
@@ -187,6 +220,8 @@ class KernelBackend:
             bank, slot, row = queue.place(n_rows, stream)
             if both:
                 launcher.digest_and_tally(tensor, name, nbytes, n_rows, bank, slot, row, stream)
+            elif runs is not None:
+                launcher.tally_runs(tensor, name, count, *runs, n_rows, bank, slot, row, stream)
             else:
                 if self._stats:
                     launcher.tally(tensor, name, count, n_rows, bank, slot, row, stream)

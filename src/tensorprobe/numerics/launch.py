@@ -83,6 +83,14 @@ def takes_both(name: str, tensor: torch.Tensor, nbytes: int) -> bool:
     return name in _IN_WORDS and not (nbytes % 8 or tensor.data_ptr() % 16)
 
 
+def takes_runs(name: str, tensor: torch.Tensor, run: int, pitch: int) -> bool:
+    """Whether a kernel reads elements with gaps between them: whole vectors, and not too far."""
+    if name not in _IN_WORDS or tensor.data_ptr() % 16:
+        return False
+    vector = _vector(name)
+    return not (run % vector or pitch % vector) and tensor.numel() // run * pitch < 1 << 31
+
+
 def rows_for_both(nbytes: int) -> int:
     """How many rows the tallies take that come with a digest: one for 64 KB, up to a limit."""
     return min(MAX_ROWS, -(-nbytes // CHUNK_NBYTES))
@@ -197,6 +205,7 @@ class Launcher:
         self._weights_at = self._weights.data_ptr()
         self._tables = dict(zip(names, tables, strict=True))
         self._floats = Kernel(kernels.tally_floats, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES)
+        self._runs = Kernel(kernels.tally_runs, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES)
         self._integers = Kernel(kernels.tally_integers, WARPS, FIELDS=rows.FIELDS, BLOCK=BLOCK)
         self._digest = Kernel(kernels.digest_chunks, WARPS, BLOCK=BLOCK)
         self._both = Kernel(
@@ -232,6 +241,39 @@ class Launcher:
                 key, programs, triton.reinterpret(tensor, read), bank.rows, bank.meta,
                 count, row, slot, KIND=kind,
             )  # fmt: skip
+
+    def tally_runs(
+        self, tensor: torch.Tensor, name: str, count: int, run: int, pitch: int, programs: int,
+        bank: Bank, slot: int, row: int, stream: int,
+    ) -> None:  # fmt: skip
+        """Tally `count` elements, `run` of them in one piece, of a tensor as `takes_runs` wants."""
+        start = self.start_runs(name, run, pitch)
+        if start is not None:
+            start(programs, stream, tensor.data_ptr(), count, bank, row, slot)
+            return
+        read, kind = READS[name]
+        self._runs.compile_and_start(
+            name, programs, triton.reinterpret(tensor, read), self._weights, bank.rows, bank.meta,
+            count, run, pitch - run, row, slot, KIND=kind, VECTOR=_vector(name),
+        )  # fmt: skip
+
+    def start_runs(self, name: str, run: int, pitch: int) -> Start | None:
+        """How to do so, once its kernel is compiled."""
+        form = self._runs.form(name)
+        if form is None:
+            return None
+        call, before, after = form
+        table_at, gap = self._weights_at, pitch - run
+
+        def start(
+            programs: int, stream: int, address: int, count: int, bank: Bank, row: int, slot: int
+        ) -> None:
+            call(
+                programs, 1, 1, stream, *before, address, table_at, bank.rows_at, bank.meta_at,
+                count, run, gap, row, slot, *after,
+            )  # fmt: skip
+
+        return start
 
     def digest(self, tensor: torch.Tensor, nbytes: int, bank: Bank, slot: int, stream: int) -> None:
         """Digest a contiguous tensor."""

@@ -242,6 +242,23 @@ def without_repeats(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, .
     return tuple(shape), tuple(strides), repeat
 
 
+def evenly_spaced(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int] | None:
+    """Elements that follow each other, and how far it is from the first of them to the first of
+    the next: what a slice of rows is, in whatever order; None where it is not that simple."""
+    run = pitch = expected = 1
+    for step, length in sorted(zip(strides, shape, strict=True)):
+        if length == 1:
+            continue
+        if step == expected:
+            expected *= length
+        elif pitch == 1 and step > expected:
+            run, pitch = expected, step
+            expected = step * length
+        else:
+            return None
+    return (run, pitch) if pitch > 1 else None
+
+
 def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether these elements fill a stretch of memory without holes, in whatever order."""
     expected = 1

@@ -97,19 +97,50 @@ def tally_floats(
     KIND: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr,
     FIELDS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """One row of tallies per program over float or complex elements, `n` in all.
+    """One row of tallies per program over float or complex elements, `n` in all."""
+    _tally(
+        x, table, rows, meta, n.to(tl.int64), 1, 0, row, slot,
+        KIND, WIDE, VECTOR, False, FIELDS, LANES,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n", "run", "gap", "row", "slot"])
+def tally_runs(
+    x, table, rows, meta, n, run, gap, row, slot,
+    KIND: tl.constexpr, VECTOR: tl.constexpr, FIELDS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """The same where after each `run` elements `gap` others follow: whole vectors, in 31 bits."""
+    _tally(x, table, rows, meta, n, run, gap, row, slot, KIND, False, VECTOR, True, FIELDS, LANES)
+
+
+@triton.jit
+def _place(at, run, gap, GAPS: tl.constexpr):
+    """Where the element of this number lies."""
+    if GAPS:
+        at = at + at // run * gap
+    return at
+
+
+@triton.jit
+def _tally(
+    x, table, rows, meta, n, run, gap, row, slot,
+    KIND: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, GAPS: tl.constexpr,
+    FIELDS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """The rows of all programs.
 
     A tile is LANES x VECTOR elements, VECTOR of them side by side in one thread: a load of 16
     bytes, and each thread keeps one set of sums. Whole tiles are read without a mask, which alone
     lets the loads be that wide. Sums of numbers that are all finite are finite here, so NaN and
     infinity are looked for only where a sum says that there are any.
     """
-    n = n.to(tl.int64)
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     to = rows + (row + pid).to(tl.int64) * FIELDS
     if WIDE or KIND == _COMPLEX:
-        _tally_with_care(x, table, to, n, pid, programs, KIND, WIDE, LANES, LANES * VECTOR)
+        _tally_with_care(
+            x, table, to, n, run, gap, pid, programs, KIND, WIDE, GAPS, LANES, LANES * VECTOR
+        )
     else:
         low = tl.full([LANES], float("inf"), tl.float32)
         high = tl.full([LANES], float("-inf"), tl.float32)
@@ -117,10 +148,13 @@ def tally_floats(
         square = tl.zeros([LANES], tl.float64)
         zeros = tl.zeros([LANES], tl.int32)
         tile: tl.constexpr = LANES * VECTOR
-        place = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+        lane = tl.arange(0, LANES)
+        beside = tl.arange(0, VECTOR)[None, :]
         whole = n // tile
         for index in range(pid, whole, programs):
-            value = _values(x, table, index * tile + place, True, False, KIND, tl.float32)
+            vector = _place(index * LANES + lane, run // VECTOR, gap // VECTOR, GAPS)
+            at = vector[:, None] * VECTOR + beside
+            value = _values(x, table, at, True, False, KIND, tl.float32)
             wide = value.to(tl.float64)
             # All at once: a pass of Triton 3.6 fails on a sum that stands alone in a loop.
             tallies = (value, value, wide, wide * wide, (value == 0.0).to(tl.int32))
@@ -130,10 +164,10 @@ def tally_floats(
         tallies = (low, high, total, square, zeros.to(tl.int64))
         low, high, total, square, zeros = tl.reduce(tallies, 0, _merge)
         if pid == whole % programs:
-            lane = tl.arange(0, LANES)
             for start in range(whole * tile, n, LANES):
                 inside = start + lane < n
-                value = _values(x, table, start + lane, inside, True, KIND, tl.float32)
+                at = _place(start + lane, run, gap, GAPS)
+                value = _values(x, table, at, inside, True, KIND, tl.float32)
                 wide = tl.where(inside, value, 0.0).to(tl.float64)
                 tallies = (
                     tl.where(inside, value, float("inf")),
@@ -148,7 +182,9 @@ def tally_floats(
         if total - total == 0.0:
             _store_finite(to, low, high, total, square, zeros)
         else:
-            _tally_with_care(x, table, to, n, pid, programs, KIND, WIDE, LANES, tile)
+            _tally_with_care(
+                x, table, to, n, run, gap, pid, programs, KIND, WIDE, GAPS, LANES, tile
+            )
     if pid == 0:
         tl.store(meta + slot * _META, row)
         tl.store(meta + slot * _META + 1, programs)
@@ -157,8 +193,9 @@ def tally_floats(
 
 @triton.jit
 def _tally_with_care(
-    x, table, to, n, pid, programs,
-    KIND: tl.constexpr, WIDE: tl.constexpr, LANES: tl.constexpr, tile: tl.constexpr,
+    x, table, to, n, run, gap, pid, programs,
+    KIND: tl.constexpr, WIDE: tl.constexpr, GAPS: tl.constexpr, LANES: tl.constexpr,
+    tile: tl.constexpr,
 ):  # fmt: skip
     """The row of one program where some numbers are not finite, or leave the range squared."""
     narrow: tl.constexpr = tl.float64 if (WIDE or KIND == _COMPLEX) else tl.float32
@@ -192,7 +229,7 @@ def _tally_with_care(
                 squared = re * re + im * im
                 size = tl.maximum(tl.abs(re), tl.abs(im))
             else:
-                value = _values(x, table, at, inside, True, KIND, narrow)
+                value = _values(x, table, _place(at, run, gap, GAPS), inside, True, KIND, narrow)
                 nan = inside & (value != value)
                 inf = inside & (tl.abs(value) == float("inf"))
                 finite = inside & (~nan) & (~inf)
@@ -497,8 +534,8 @@ def digest_and_tally_floats(
     else:
         per_word: tl.constexpr = 8 // UNIT
         _tally_with_care(
-            elements, weights, to, words * per_word, pid, programs,
-            KIND, False, LANES, _CHUNK_WORDS * per_word,
+            elements, weights, to, words * per_word, 1, 0, pid, programs,
+            KIND, False, False, LANES, _CHUNK_WORDS * per_word,
         )  # fmt: skip
     if pid == 0:
         tl.store(meta + slot * _META, row)

@@ -166,8 +166,8 @@ class CaptureWriter:
         self.nbytes_written = 0
         self.waited_s = 0.0
         self.error: Exception | None = None
-        self.n_calls = 0
         self.n_gaps = 0
+        self._n_calls = 0  # of steps that have ended
         self._flush_each = flush == "call"
         self._queue_nbytes = queue_nbytes
         self._max_disk_nbytes = max_disk_nbytes
@@ -193,6 +193,11 @@ class CaptureWriter:
         self._result_error: str | None = None
         self._beside: Beside[Bytes, str] = Beside()
         self._thread: threading.Thread | None = None
+
+    @property
+    def n_calls(self) -> int:
+        """Calls written down so far."""
+        return self._n_calls + (self._step.n_calls if self._step is not None else 0)
 
     # -- what the recorder calls ---------------------------------------------------------------
 
@@ -227,6 +232,7 @@ class CaptureWriter:
             return
         self._await_results()
         step, self._step = self._step, None
+        self._n_calls += step.n_calls
         self._put(step, _EndStep())
 
     def drop_step(self, step: int) -> None:
@@ -240,7 +246,10 @@ class CaptureWriter:
         """Write that a call is about to run."""
         step = self._step
         if step is not None:
-            self._append(step, encode(line), True)
+            step.lines.append(encode(line))
+            with self._log_lock:
+                step.n_calls += 1
+                self._write_log(step)
 
     def stack(self, line: StackLine) -> None:
         """Write a stack, with the first call that names it and before it."""
@@ -405,30 +414,31 @@ class CaptureWriter:
         if self._asleep:
             self._wake()
 
-    def _append(self, step: _Step, text: bytes, is_call: bool = False) -> None:
+    def _append(self, step: _Step, text: bytes) -> None:
         """Write to the log what waits, then this."""
-        lines = step.lines
+        step.lines.append(text)
         with self._log_lock:
-            if is_call:
-                self.n_calls += 1
-                step.n_calls += 1
-            if lines:
-                n = len(lines)
-                text = b"".join(lines[:n]) + text
-                del lines[:n]
-            if self._log_broken or step.closed:
-                return
-            written = 0
-            try:
-                written = os.write(step.log_fd, text)
-                while written < len(text):
-                    written += os.write(step.log_fd, text[written:])
-                self.nbytes_written += written
-            except OSError as error:
-                self._log_broken = True
-                self._failed(error)
-                with contextlib.suppress(OSError):  # leave whole lines only
-                    os.ftruncate(step.log_fd, os.fstat(step.log_fd).st_size - written)
+            self._write_log(step)
+
+    def _write_log(self, step: _Step) -> None:
+        """Write the lines that wait. The caller has the log's lock."""
+        lines = step.lines
+        n = len(lines)  # another thread may add one now
+        text = b"".join(lines[:n])
+        del lines[:n]
+        if self._log_broken or step.closed:
+            return
+        written = 0
+        try:
+            written = os.write(step.log_fd, text)
+            while written < len(text):
+                written += os.write(step.log_fd, text[written:])
+            self.nbytes_written += written
+        except OSError as error:
+            self._log_broken = True
+            self._failed(error)
+            with contextlib.suppress(OSError):  # leave whole lines only
+                os.ftruncate(step.log_fd, os.fstat(step.log_fd).st_size - written)
 
     def _append_gap(self, step: _Step, gap: GapLine) -> None:
         with self._log_lock:
