@@ -60,6 +60,7 @@ class Looking:
         self._tape = tape
         self._watcher = watcher
         self._look_every = look_every
+        self._is_late = look_every != 1  # not all is looked at as it is made
         self._looks_later = look_every is not None and look_every > 1  # also on the host
         self.step = 0
         self.taint = Taint()
@@ -72,6 +73,7 @@ class Looking:
         self._routes: dict[tuple[str, type, int], list[Spot]] = {}  # the same, by their positions
         # of linear layers, which make several nodes: the ways from the first to those at the inputs
         self._ways: dict[tuple[Any, ...], list[tuple[tuple[int, ...], list[Spot]]]] = {}
+        self._node_types: set[type] = set()  # of graph nodes, none of a custom Function
         self._uninitialised: dict[int, StorageWeakRef] = {}
         self._asleep: list[Case] = []  # infinite at a pole, such as 1 / 0: many programs mask that
         # gradients of leaves that were looked at in backward; the optimizer is given the same

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,14 +119,16 @@ class BackwardLooking(Looking):
                 self._watch_nodes_later(glance, outputs)
                 return None
             spots = self._spots[key] = one[1]
-        node.register_hook(OutgoingLater(self, self._noted(glance, OWN_FRAMES), spots))
+        node.register_hook(partial(send_later, self, self._noted(glance, OWN_FRAMES), spots))
         return spots
 
     def _watch_nodes_later(self, glance: Glance, outputs: Tensors) -> None:
         edges = edges_of(glance)
         assert edges is not None
         for node, spots in trace_call(outputs, edges).boundary.items():
-            node.register_hook(OutgoingLater(self, self._noted(glance, OWN_FRAMES + 1), spots))
+            node.register_hook(
+                partial(send_later, self, self._noted(glance, OWN_FRAMES + 1), spots)
+            )
 
     def _watch_layer_later(
         self, glance: Glance, output: torch.Tensor, key: tuple[Any, ...]
@@ -139,7 +142,9 @@ class BackwardLooking(Looking):
         found = None if ways is None else [follow(root, way, start, glance.args) for way in ways]
         if ways is not None and found is not None and None not in found:
             for node, (_, spots) in zip(found, ways, strict=True):
-                node.register_hook(OutgoingLater(self, self._noted(glance, OWN_FRAMES), spots))
+                node.register_hook(
+                    partial(send_later, self, self._noted(glance, OWN_FRAMES), spots)
+                )
             return
         edges = edges_of(glance)
         assert edges is not None
@@ -148,7 +153,7 @@ class BackwardLooking(Looking):
         if met == sorted(glance.needs) and len(self._ways) < _MOST_WAYS:  # each input, and once
             self._ways[key] = ways_to(root, trace.boundary, start)
         for node, spots in trace.boundary.items():
-            node.register_hook(OutgoingLater(self, self._noted(glance, OWN_FRAMES), spots))
+            node.register_hook(partial(send_later, self, self._noted(glance, OWN_FRAMES), spots))
 
     def gradients_later(self, call: NotedCall, spots: list[Spot], grads: Gradients) -> None:
         """Backward leaves a call: what it sends on is flagged, and looked at later."""
@@ -343,23 +348,21 @@ class _Outgoing:
             listener.sight._watcher.trouble(listener.sighting.name("backward"), error)
 
 
-class OutgoingLater:
+def send_later(
+    sight: BackwardLooking,
+    call: NotedCall,
+    spots: list[Spot],
+    grads: Gradients,
+    incoming: Gradients,
+) -> None:
     """The same where gradients are flagged, and looked at later: what came in is not needed."""
-
-    __slots__ = ("_call", "_sight", "_spots")
-
-    def __init__(self, sight: BackwardLooking, call: NotedCall, spots: list[Spot]) -> None:
-        self._sight, self._call, self._spots = sight, call, spots
-
-    def __call__(self, grads: Gradients, incoming: Gradients) -> None:
-        sight = self._sight
-        if not sight.on:
-            return
-        try:
-            with MODES_OFF():
-                sight.gradients_later(self._call, self._spots, grads)
-        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            sight._watcher.trouble(Sighting(*self._call).name("backward"), error)
+    if not sight.on:
+        return
+    try:
+        with MODES_OFF():
+            sight.gradients_later(call, spots, grads)
+    except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+        sight._watcher.trouble(Sighting(*call).name("backward"), error)
 
 
 # The positions of the edges to go along from the node of an output, and what is found there.

@@ -7,6 +7,7 @@ no operation of torch, which then need not be hidden from the program's modes an
 from __future__ import annotations
 
 import sys
+from functools import partial
 from math import isfinite
 from types import EllipsisType, FrameType, NoneType
 from typing import Any
@@ -20,7 +21,7 @@ from tensorprobe.guard.glances import Glance, Tensors
 from tensorprobe.guard.judging import scalar_bits
 from tensorprobe.guard.kinds import Kind, Plan
 from tensorprobe.guard.looking import MODES_OFF, OWN_FRAMES
-from tensorprobe.guard.looking_backward import BackwardLooking, OutgoingLater, numbers_of
+from tensorprobe.guard.looking_backward import BackwardLooking, numbers_of, send_later
 from tensorprobe.guard.ring import UNFLAGGED, NotedCall, piece_of
 from tensorprobe.guard.trail import NOWHERE, trail_from
 from tensorprobe.numerics.finiteness import LIMITS, REAL, is_plain
@@ -69,9 +70,8 @@ class LaterLooking(BackwardLooking):
             kind = type(value)
             if kind in PLAIN_TENSORS:
                 inputs.append((value, POSITIONS[position]))
-                behind = value.grad_fn
-                if behind is not None or value.requires_grad:
-                    if isinstance(behind, BackwardCFunction) or (not on_host and value.is_cpu):
+                if value.requires_grad:
+                    if not self._can_follow(value.grad_fn) or (not on_host and value.is_cpu):
                         return False
                     needs |= 1 << position
             elif kind is float:
@@ -84,9 +84,7 @@ class LaterLooking(BackwardLooking):
                     if type(item) in PLAIN_TENSORS:
                         inputs.append((item, (*POSITIONS[position], str(index))))
                         if item.requires_grad:
-                            if isinstance(item.grad_fn, BackwardCFunction):
-                                return False
-                            if not on_host and item.is_cpu:
+                            if not self._can_follow(item.grad_fn) or (not on_host and item.is_cpu):
                                 return False
                             needs |= _IN_LIST
                     elif type(item) not in _ATOMS and type(item) is not float:
@@ -130,7 +128,7 @@ class LaterLooking(BackwardLooking):
                 route = (plan.stem, type(node), needs)
                 spots = self._routes.get(route) if made == 1 and needs < _IN_LIST else None
                 if spots is not None and node._sequence_nr() == start:
-                    node.register_hook(OutgoingLater(self, call, spots))
+                    node.register_hook(partial(send_later, self, call, spots))
                     return True
                 glance = Glance(plan, number, args, kwargs)
                 glance.inputs, glance.start, glance.call = inputs, start, call
@@ -141,6 +139,16 @@ class LaterLooking(BackwardLooking):
                 found = self._watch_backward_later(glance, [(result, _FIRST)])
                 if found is not None and needs < _IN_LIST:
                     self._routes[route] = found
+        return True
+
+    def _can_follow(self, node: Any) -> bool:
+        """Whether a node that made an input is none of a custom Function, which has to be named."""
+        kind = type(node)
+        if kind in self._node_types:
+            return True
+        if isinstance(node, BackwardCFunction):
+            return False
+        self._node_types.add(kind)
         return True
 
     def _noted_at(self, plan: Plan, number: int, frame: FrameType) -> NotedCall:

@@ -36,7 +36,8 @@ from tensorprobe.guard.trail import NOWHERE
 from tensorprobe.numerics.finiteness import LIMITS, NAN, extent_now, readable
 
 _MOST_ASLEEP = 64
-_is_compiling = torch.compiler.is_compiling
+_is_traced = torch.compiler.is_dynamo_compiling  # true of the code that dynamo reads, never of ours
+_compiler = torch.compiler
 _is_grad_enabled = torch.is_grad_enabled
 _function_modes = torch._C._len_torch_function_stack
 _sequence_number = torch._C._autograd._get_sequence_nr
@@ -56,26 +57,34 @@ class SightMode(UserCalls):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         # As its parent's, in one function: it is entered for every call, and for every property.
-        if kwargs is None:
-            kwargs = {}
-        if _is_compiling():
-            return func(*args, **kwargs)
-        if self.dispatch_depth and self.dispatch_depth > torch._C._len_torch_dispatch_stack():
-            return func(*args, **kwargs)
+        if _is_traced():  # dynamo reads this line: leave no mark in its graph
+            return func(*args) if kwargs is None else func(*args, **kwargs)
         try:
             plan = self._calls[func]
         except KeyError:
             plan = self._learn(func)
         except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
             plan = None
-        if plan is None or (plan.is_operator and below_backward()):
+        if kwargs is None:
+            if plan is None:
+                return func(*args)
+            kwargs = {}
+        if plan is None or not self._sight.on or self._is_not_the_programs(plan):
             return func(*args, **kwargs)
-        sight = self._sight
-        if not sight.on:
-            return func(*args, **kwargs)
-        if compiled.may_run() and (compiled.in_backward() or compiled.running(2) is not None):
-            return func(*args, **kwargs)
-        return sight.call(plan, func, args, kwargs)
+        return self._sight.call(plan, func, args, kwargs)
+
+    def _is_not_the_programs(self, plan: Plan) -> bool:
+        """Whether a tool, a simulated device or a compiled part makes this call."""
+        depth = self.dispatch_depth
+        if depth and depth > torch._C._len_torch_dispatch_stack():
+            return True  # inside the handler of a dispatch mode that came by in backward
+        if plan.is_operator and below_backward():
+            return True
+        if _compiler._is_compiling_flag:
+            return True
+        if not compiled.may_run():
+            return False
+        return compiled.in_backward() or compiled.running(3) is not None
 
     def _learn(self, func: Any) -> Plan | None:
         api = self._plan(func)
@@ -102,14 +111,11 @@ class Sight(LaterLooking, OptimizerLooking):
             if not plan.uninitialised:
                 return func(*args, **kwargs)
         elif (
-            self._ring.active
-            and self._look_every != 1
-            and (plan.is_short or (plan.may_write and kwargs.get("inplace") is False))
+            (plan.is_short or (plan.may_write and kwargs.get("inplace") is False))
+            and self._is_late
+            and self._ring.active
         ):
-            result = self._call_later(plan, number, func, args, kwargs)
-            if self._watcher.attention:
-                self._watcher.call_made()
-            return result
+            return self._call_later(plan, number, func, args, kwargs)
         glance = self._before(plan, number, args, kwargs)
         result = func(*args, **kwargs)
         if glance is not None:
@@ -156,6 +162,8 @@ class Sight(LaterLooking, OptimizerLooking):
             glance = self._before(plan, number, args, kwargs, start)
             if glance is not None:
                 self._after(glance, result)
+        if self._watcher.attention:
+            self._watcher.call_made()
         return result
 
     def _scaler_call(self, plan: Plan, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:

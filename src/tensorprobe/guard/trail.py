@@ -25,6 +25,8 @@ def trail_from(
 
     `base` is a frame that may be among them, and `rest` the trail from it on.
     """
+    if frame is not None and frame.f_back is base:  # most are as short as that
+        return frame.f_code, frame.f_lasti, rest
     found: list[Any] = []
     while frame is not base and frame is not None and len(found) < 2 * _MOST_FRAMES:
         found += (frame.f_code, frame.f_lasti)
