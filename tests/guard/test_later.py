@@ -185,7 +185,7 @@ class HostTable:
     def __init__(self, slots: int) -> None:
         self.table = [(0, 0.0)] * slots
 
-    def flag(self, tensor: Tensor, count: int, slot: int) -> None:
+    def flag(self, tensor: Tensor, dtype: torch.dtype, count: int, address: int, slot: int) -> None:
         self.table[slot] = tuple(extent_now(tensor))
 
     def read(self, count: int) -> list[tuple[int, float]]:

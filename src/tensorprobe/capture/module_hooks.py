@@ -196,7 +196,7 @@ class ModuleHooks:
             self._tape.place.module = ""
 
     def begin_step(self) -> None:
-        if self._around is not None and not _is_below(self._around, sys._getframe()):
+        if self._around is not None and not is_below(self._around, sys._getframe()):
             self._forget_around()
         self._trained.clear()
         self._grads_seen.clear()
@@ -211,10 +211,10 @@ class ModuleHooks:
         frame = sys._getframe(1)
         if isinstance(module, torch.fx.GraphModule) and compiled.is_generated(module, frame):
             return
-        if entries and not _is_below(entries[-1].frame, frame):
+        if entries and not is_below(entries[-1].frame, frame):
             self._drop_left(frame)
         if not entries:
-            if _is_constructing(frame):
+            if is_constructing(frame):
                 return  # a model that tries its parts while it is made: no root, and no step
             self._on_root(module)  # not below: it may end the program, or the recording
             if not self._handles:
@@ -222,7 +222,7 @@ class ModuleHooks:
         elif not tape.recording:  # only roots count steps and give names
             return
         try:
-            if self._around is not None and not _is_below(self._around, frame):
+            if self._around is not None and not is_below(self._around, frame):
                 self._forget_around()
             if not entries:
                 self._enter_root()
@@ -248,7 +248,7 @@ class ModuleHooks:
     def _drop_left(self, frame: FrameType) -> None:
         """Forget calls that were left by a KeyboardInterrupt or the like, which runs no hook."""
         entries = self._thread.entries
-        while entries and not _is_below(entries[-1].frame, frame):
+        while entries and not is_below(entries[-1].frame, frame):
             self._pop(entries.pop())
 
     def _pop(self, entry: _Entry) -> None:
@@ -425,14 +425,14 @@ def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
     return id(tensor), -1 if tensor.is_inference() else tensor._version
 
 
-def _is_below(outer: FrameType, frame: FrameType | None) -> bool:
+def is_below(outer: FrameType, frame: FrameType | None) -> bool:
     """Whether `outer` is among the callers of `frame`."""
     while frame is not None and frame is not outer:
         frame = frame.f_back
     return frame is not None
 
 
-def _is_constructing(frame: FrameType | None) -> bool:
+def is_constructing(frame: FrameType | None) -> bool:
     """Whether a module is being made further down this stack."""
     while frame is not None:
         if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), nn.Module):

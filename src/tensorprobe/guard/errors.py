@@ -222,7 +222,7 @@ class ErrorWatch:
         """A node that no call of the program has made: a leaf's, or one of a C++ extension."""
         name = node.name().rpartition("::")[2]
         names = CallNames(ApiName("Node", name, node.name()), f"Node.{name}", "", "backward")
-        call = WatchedCall(names, self._step, self._tape.place.thread)
+        call = WatchedCall(names, "tensors", self._step, thread=self._tape.place.thread)
         call.frames = user_frames(error)
         self._failed(call, "backward", error, node.name())
 
@@ -257,7 +257,7 @@ class ErrorWatch:
         if call is None:
             name = call_name(api, self._tape.counter.next(api))
             names = CallNames(api, name, self._tape.place.module)
-            call = WatchedCall(names, self._step, self._tape.place.thread)
+            call = WatchedCall(names, "tensors", self._step, thread=self._tape.place.thread)
         call.notes.clear()
         call.frames = part.frames
         call.notes.append(COMPILED)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,14 @@ from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig
 from tensorprobe.devices import current_rank
 from tensorprobe.errors import TensorprobeError
-from tensorprobe.guard.trail import Trail, trail_here
+from tensorprobe.guard.trail import Trail, trail_from
+from tensorprobe.guard.whereabouts import GuardPlace
 from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.store.claim import run_identity
 from tensorprobe.store.lines import CallLine, EndLine
 from tensorprobe.store.writer import CaptureWriter
 
 CHANGED = -2  # a version no tensor has: the call wrote to this input
-_MOST_TRAILS = 50_000
 
 
 class GuardTape(Tape):
@@ -39,26 +39,12 @@ class GuardTape(Tape):
         self, config: RecordConfig, selection: Selection, writer: CaptureWriter, values: Values
     ) -> None:
         super().__init__(config, selection, writer, values)
-        self._trails: dict[int, Trail] = {}  # of modules, by the number that `place` has of them
-        self._numbers = itertools.count(1)
+        self.place: GuardPlace = GuardPlace()
 
     def trail(self, depth: int) -> Trail:
         """Where the program is: the frames from `depth` above the caller on."""
         place = self.place
-        rest = self._trails.get(place.stack)
-        return trail_here(depth + 1, None if rest is None else place.frame, rest)
-
-    def stack_number(self, depth: int) -> int:
-        trail = self.trail(depth + 1)
-        number = next(self._numbers)
-        if len(self._trails) >= _MOST_TRAILS:  # of a program that has no steps
-            self._trails.clear()
-        self._trails[number] = trail
-        return number
-
-    def begin_step(self, step: int, wanted: bool) -> None:
-        self._trails.clear()
-        super().begin_step(step, wanted)
+        return trail_from(sys._getframe(depth + 1), place.frame, place.trail)
 
 
 def make_tape(folder: Path, log: Callable[[str], None]) -> GuardTape:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ class Glance:
         self.needs: tuple[Path, ...] = ()
         self.start = 0
         self.written: dict[Path, torch.Tensor] = {}  # live ones, of which `args` has copies
-        self.noted: list[NotedInput] | None = None  # memory of inputs that will be written to
+        self.noted: Sequence[NotedInput] | None = None  # memory of inputs that will be written to
         self.was_bad: Case | bool = False  # what a collective was given: it has no copies
         self.call: NotedCall | None = None
 

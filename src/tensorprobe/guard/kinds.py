@@ -34,6 +34,10 @@ class Plan(NamedTuple):
     has_backward: bool = True  # which computes, too
     # none of its inputs is written to, whatever it is told: their graph is the same after the call
     leaves_inputs: bool = False
+    is_short: bool = False  # where it is looked at later, it may be noted the short way
+    may_write: bool = False  # it is short unless told to write to its input
+    is_operator: bool = False  # of ATen
+    stem: str = ""  # of its name
 
 
 _CASTS = "to type float half double bfloat16 type_as cfloat cdouble chalf _to_copy"
@@ -107,7 +111,12 @@ def plan_for(api: ApiName) -> Plan:
     passes = kind in (Kind.PASSES, Kind.MAKES)
     leaves = api.prefix in _NAMED_BY_RULE and not writes_in_place(api)
     leaves = leaves and not (api.prefix == "Functional" and name in _INPLACE)
-    return Plan(api, kind, writes, uninitialised, uninitialised, passes, not passes, leaves)
+    told = api.prefix == "Functional" and name in _INPLACE and not passes and not writes
+    return Plan(
+        api, kind, writes, uninitialised, uninitialised, passes, not passes, leaves,
+        is_short=leaves and not passes and not writes, may_write=told,
+        is_operator=api.prefix == "Aten", stem=api.stem,
+    )  # fmt: skip
 
 
 def _last_part(api: str) -> str:

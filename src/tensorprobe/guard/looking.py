@@ -12,7 +12,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer
 
 from tensorprobe.capture.gradients import Path, Spot
-from tensorprobe.capture.naming import ApiName
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.devices import OverflowFlag, device_layer
 from tensorprobe.guard.cases import Case, Sighting, Taint
@@ -28,8 +27,9 @@ from tensorprobe.numerics.finiteness import LIMITS, readable
 # While it is entered, tensors are read without a function mode or subclass taking notice. It costs
 # a quarter of Quiet, and is enough where no operation of torch is called.
 MODES_OFF = torch._C.DisableTorchFunction
-# Between a look at what a call returned and the program: _after, call, called, __torch_function__.
-OWN_FRAMES = 5
+# Between a look at what a call returned and the program: _after, call, __torch_function__. Some
+# come by _call_later too; a stack that is shown has none of ours.
+OWN_FRAMES = 4
 NEAR = {dtype: limit / 2 for dtype, limit in LIMITS.items()}
 _SCALER_FILE = "grad_scaler.py"
 
@@ -60,6 +60,7 @@ class Looking:
         self._tape = tape
         self._watcher = watcher
         self._look_every = look_every
+        self._is_late = look_every != 1  # not all is looked at as it is made
         self._looks_later = look_every is not None and look_every > 1  # also on the host
         self.step = 0
         self.taint = Taint()
@@ -68,7 +69,11 @@ class Looking:
         self._pass_case: Case | None = None  # of the backward that runs
         self._functions: set[tuple[int, int]] = set()
         # where the node of a call leads to, by what it calls and which inputs require a gradient
-        self._spots: dict[tuple[ApiName, type, tuple[Path, ...]], list[Spot]] = {}
+        self._spots: dict[tuple[str, type, tuple[Path, ...]], list[Spot]] = {}
+        self._routes: dict[tuple[str, type, int], list[Spot]] = {}  # the same, by their positions
+        # of linear layers, which make several nodes: the ways from the first to those at the inputs
+        self._ways: dict[tuple[Any, ...], list[tuple[tuple[int, ...], list[Spot]]]] = {}
+        self._node_types: set[type] = set()  # of graph nodes, none of a custom Function
         self._uninitialised: dict[int, StorageWeakRef] = {}
         self._asleep: list[Case] = []  # infinite at a pole, such as 1 / 0: many programs mask that
         # gradients of leaves that were looked at in backward; the optimizer is given the same

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from tensorprobe.capture.gradients import (
 )
 from tensorprobe.capture.naming import ApiName
 from tensorprobe.capture.quiet import Quiet
-from tensorprobe.guard.cases import Case, Sighting
+from tensorprobe.guard.cases import POSITIONS, Case, Sighting
 from tensorprobe.guard.evidence import write_backward
 from tensorprobe.guard.glances import (
     Glance,
@@ -38,9 +39,11 @@ from tensorprobe.guard.judging import Seen, bits_of, look_at
 from tensorprobe.guard.kinds import plan_for
 from tensorprobe.guard.looking import MODES_OFF, NEAR, OWN_FRAMES, Looking
 from tensorprobe.guard.ring import NotedCall, NotedOutput
-from tensorprobe.numerics.finiteness import LIMITS, extent_now, is_plain, readable
+from tensorprobe.numerics.finiteness import LIMITS, extent_now, readable
 
 _LOSS: Path = ("loss",)
+_FIRST = POSITIONS[0]
+_MOST_WAYS = 1000
 _sequence_number = torch._C._autograd._get_sequence_nr
 
 
@@ -93,48 +96,87 @@ class BackwardLooking(Looking):
             leaves = frozenset(path for _, path in edges.leaves.values())
             self._listen(trace, self._sighting(glance), Remembered(glance), leaves)
 
-    def _watch_backward_later(self, glance: Glance, outputs: Tensors) -> None:
-        """The same for a call whose gradients are all looked at later: it needs far less."""
+    def _watch_backward_later(self, glance: Glance, outputs: Tensors) -> list[Spot] | None:
+        """The same for a call whose gradients are all looked at later: it needs far less.
+
+        Where it leads to, if it made but one node: of such a call that depends on what was called,
+        and on which inputs require a gradient.
+        """
         made = _sequence_number() - glance.start
         if not made:
-            return
+            return None
         output = outputs[0][0]
         node = output.grad_fn
         if made > 1 or len(outputs) > 1 or node is None or node._sequence_nr() != glance.start:
             self._watch_nodes_later(glance, outputs)
-            return
-        # Of a call that made one node, where that leads to depends on what was called, and on which
-        # inputs require a gradient.
-        key = (glance.plan.api, type(node), glance.needs)
+            return None
+        key = (glance.plan.stem, type(node), glance.needs)
         spots = self._spots.get(key)
         if spots is None:
             edges = edges_of(glance)
             one = one_node(output, edges) if edges is not None else None
             if one is None:
                 self._watch_nodes_later(glance, outputs)
-                return
+                return None
             spots = self._spots[key] = one[1]
-        node.register_hook(_OutgoingLater(self, self._noted(glance, OWN_FRAMES), spots))
+        node.register_hook(partial(send_later, self, self._noted(glance, OWN_FRAMES), spots))
+        return spots
 
     def _watch_nodes_later(self, glance: Glance, outputs: Tensors) -> None:
         edges = edges_of(glance)
         assert edges is not None
         for node, spots in trace_call(outputs, edges).boundary.items():
-            node.register_hook(_OutgoingLater(self, self._noted(glance, OWN_FRAMES + 1), spots))
+            node.register_hook(
+                partial(send_later, self, self._noted(glance, OWN_FRAMES + 1), spots)
+            )
+
+    def _watch_layer_later(
+        self, glance: Glance, output: torch.Tensor, key: tuple[Any, ...]
+    ) -> None:
+        """The same for a linear layer, whose some four nodes hang together as they did before.
+
+        By `key` it is known which way they go: what was called and on what, how many nodes it made.
+        """
+        start, root = glance.start, output.grad_fn
+        ways = self._ways.get(key)
+        found = None if ways is None else [follow(root, way, start, glance.args) for way in ways]
+        if ways is not None and found is not None and None not in found:
+            for node, (_, spots) in zip(found, ways, strict=True):
+                node.register_hook(
+                    partial(send_later, self, self._noted(glance, OWN_FRAMES), spots)
+                )
+            return
+        edges = edges_of(glance)
+        assert edges is not None
+        trace = trace_call([(output, _FIRST)], edges)
+        met = sorted(path for spots in trace.boundary.values() for _, path, _ in spots)
+        if met == sorted(glance.needs) and len(self._ways) < _MOST_WAYS:  # each input, and once
+            self._ways[key] = ways_to(root, trace.boundary, start)
+        for node, spots in trace.boundary.items():
+            node.register_hook(partial(send_later, self, self._noted(glance, OWN_FRAMES), spots))
 
     def gradients_later(self, call: NotedCall, spots: list[Spot], grads: Gradients) -> None:
         """Backward leaves a call: what it sends on is flagged, and looked at later."""
         ring = self._ring
-        held = []
+        held: list[NotedOutput] = []
+        last: tuple[torch.Tensor, NotedOutput] | None = None
         for position, path, _ in spots:
             grad = grads[position] if position < len(grads) else None
-            if grad is not None:
-                plain = type(grad) in PLAIN_TENSORS and is_plain(grad)
-                content = grad if plain else numbers_of(grad)
-                if content is not None:
-                    held.append(ring.hold(content, path))
+            if grad is None:
+                continue
+            if last is not None and last[0] is grad:  # a sum's: once is enough
+                held.append((path, *last[1][1:]))
+                continue
+            found = ring.hold_plain(grad, path) if type(grad) in PLAIN_TENSORS else None
+            if found is None:
+                content = numbers_of(grad)
+                if content is None:
+                    continue
+                found = ring.hold(content, path)
+            last = (grad, found)
+            held.append(found)
         if held:
-            ring.add(call, "backward", held, scaler=True)
+            ring.add(call, "backward", tuple(held), scaler=True)
             if ring.is_due:
                 self.look()
 
@@ -306,23 +348,61 @@ class _Outgoing:
             listener.sight._watcher.trouble(listener.sighting.name("backward"), error)
 
 
-class _OutgoingLater:
+def send_later(
+    sight: BackwardLooking,
+    call: NotedCall,
+    spots: list[Spot],
+    grads: Gradients,
+    incoming: Gradients,
+) -> None:
     """The same where gradients are flagged, and looked at later: what came in is not needed."""
+    if not sight.on:
+        return
+    try:
+        with MODES_OFF():
+            sight.gradients_later(call, spots, grads)
+    except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+        sight._watcher.trouble(Sighting(*call).name("backward"), error)
 
-    __slots__ = ("_call", "_sight", "_spots")
 
-    def __init__(self, sight: BackwardLooking, call: NotedCall, spots: list[Spot]) -> None:
-        self._sight, self._call, self._spots = sight, call, spots
+# The positions of the edges to go along from the node of an output, and what is found there.
+Way = tuple[tuple[int, ...], list[Spot]]
 
-    def __call__(self, grads: Gradients, incoming: Gradients) -> None:
-        sight = self._sight
-        if not sight.on:
-            return
-        try:
-            with MODES_OFF():
-                sight.gradients_later(self._call, self._spots, grads)
-        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            sight._watcher.trouble(Sighting(*self._call).name("backward"), error)
+
+def ways_to(root: Any, nodes: dict[Any, list[Spot]], start: int) -> list[Way]:
+    """The way to each of the nodes, among those made from `start` on."""
+    ways: list[Way] = []
+    todo: list[tuple[Any, tuple[int, ...]]] = [(root, ())]
+    seen = {root}
+    while todo:
+        node, steps = todo.pop()
+        if node in nodes:
+            ways.append((steps, nodes[node]))
+        for position, (after, _) in enumerate(node.next_functions):
+            if after is not None and after not in seen and start <= after._sequence_nr() < LEAF:
+                seen.add(after)
+                todo.append((after, (*steps, position)))
+    return ways
+
+
+def follow(root: Any, way: Way, start: int, args: tuple[Any, ...]) -> Any:
+    """The node at the end of a way; None unless its edges lead to the inputs, as they did."""
+    node = root
+    steps, spots = way
+    for step in steps:
+        edges = node.next_functions
+        node = edges[step][0] if step < len(edges) else None
+        if node is None or not start <= node._sequence_nr() < LEAF:
+            return None
+    edges = node.next_functions
+    for position, (argument, *_), _ in spots:
+        after = edges[position][0] if position < len(edges) else None
+        given = args[int(argument)].grad_fn
+        if after is None or (after is not given and given is not None):
+            return None  # to a copy that autocast has kept, for one
+        if given is None and after._sequence_nr() != LEAF:
+            return None
+    return node
 
 
 def numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:

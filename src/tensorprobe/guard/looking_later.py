@@ -6,9 +6,14 @@ no operation of torch, which then need not be hidden from the program's modes an
 
 from __future__ import annotations
 
+import sys
+from functools import partial
+from math import isfinite
+from types import EllipsisType, FrameType, NoneType
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from tensorprobe.capture.encode import PLAIN_TENSORS
 from tensorprobe.guard.cases import POSITIONS
@@ -16,18 +21,140 @@ from tensorprobe.guard.glances import Glance, Tensors
 from tensorprobe.guard.judging import scalar_bits
 from tensorprobe.guard.kinds import Kind, Plan
 from tensorprobe.guard.looking import MODES_OFF, OWN_FRAMES
-from tensorprobe.guard.looking_backward import BackwardLooking, numbers_of
-from tensorprobe.guard.ring import UNFLAGGED
-from tensorprobe.guard.trail import NOWHERE
+from tensorprobe.guard.looking_backward import BackwardLooking, numbers_of, send_later
+from tensorprobe.guard.ring import UNFLAGGED, NotedCall, piece_of
+from tensorprobe.guard.trail import NOWHERE, trail_from
 from tensorprobe.numerics.finiteness import LIMITS, REAL, is_plain
 
 _CASTS, _MOVES, _PASSES = Kind.CASTS, Kind.MOVES, Kind.PASSES
 _FIRST = POSITIONS[0]
 _graph_task = torch._C._current_graph_task_id
+_sequence_number = torch._C._autograd._get_sequence_nr
+# torch.func is at work where there are some: its wrappers have no graph that can be walked
+_transforms = torch._C._functorch.peek_interpreter_stack
+_getframe = sys._getframe
+_LINEAR = "Functional.linear"
+_MOST_ARGUMENTS = 60  # that the short way takes
+_IN_LIST = 1 << _MOST_ARGUMENTS  # among those that need a gradient: one inside a list
+# Arguments that hold no tensor.
+_ATOMS = frozenset(
+    [
+        bool, int, str, NoneType, EllipsisType, slice,
+        torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
+    ]
+)  # fmt: skip
+_LISTS = frozenset([list, tuple])
 
 
 class LaterLooking(BackwardLooking):
     """Notes calls whose results are looked at later."""
+
+    def _note_later(
+        self, plan: Plan, number: int, start: int, args: tuple[Any, ...], kwargs: Any, result: Any
+    ) -> bool:
+        """Note a call that returned one tensor, the short way; False where it is not for it.
+
+        It does what `_before`, `_look_at_later` and `_watch_backward_later` do together, for plain
+        tensors among plain arguments. `start` is the number of the next graph node before the call.
+        """
+        if type(result) is not torch.Tensor or len(args) > _MOST_ARGUMENTS:
+            return False
+        on_host = self._looks_later  # also what lies there is looked at later
+        if not on_host and result.is_cpu:
+            return False
+        inputs: Tensors = []
+        told = needs = 0
+        position = -1
+        for value in args:
+            position += 1
+            kind = type(value)
+            if kind in PLAIN_TENSORS:
+                inputs.append((value, POSITIONS[position]))
+                if value.requires_grad:
+                    if not self._can_follow(value.grad_fn) or (not on_host and value.is_cpu):
+                        return False
+                    needs |= 1 << position
+            elif kind is float:
+                if not isfinite(value):
+                    told = scalar_bits(args, kwargs)
+            elif kind in _LISTS:
+                index = -1
+                for item in value:
+                    index += 1
+                    if type(item) in PLAIN_TENSORS:
+                        inputs.append((item, (*POSITIONS[position], str(index))))
+                        if item.requires_grad:
+                            if not self._can_follow(item.grad_fn) or (not on_host and item.is_cpu):
+                                return False
+                            needs |= _IN_LIST
+                    elif type(item) not in _ATOMS and type(item) is not float:
+                        return False
+            elif kind not in _ATOMS:
+                return False
+        if kwargs:
+            for value in kwargs.values():
+                kind = type(value)
+                if kind is float:
+                    if not isfinite(value):
+                        told = scalar_bits(args, kwargs)
+                elif kind not in _ATOMS:
+                    return False
+        looked, flag = result.dtype in LIMITS, True
+        if plan.kind is _CASTS and inputs:
+            source = inputs[0][0]
+            if source is result or source.dtype not in LIMITS:
+                looked = False
+            elif looked:
+                flag = not holds_all_of(result, source)
+        elif plan.kind is _MOVES and looked:
+            looked = not result._is_view()
+        call = None
+        if looked:
+            piece = piece_of(result)
+            if piece is None:
+                return False
+            ring = self._ring
+            given = ring.inputs(inputs)  # first: the result may share their memory
+            held = ring.hold_piece(result, _FIRST, flag, piece)
+            call = self._noted_at(plan, number, _getframe(4))
+            ring.add(call, "forward", (held,), given, told, _graph_task() != -1)
+            if ring.is_due:
+                self.look()
+        if needs and (node := result.grad_fn) is not None and not _transforms():
+            made = _sequence_number() - start
+            if made:
+                if call is None:
+                    call = self._noted_at(plan, number, _getframe(4))
+                route = (plan.stem, type(node), needs)
+                spots = self._routes.get(route) if made == 1 and needs < _IN_LIST else None
+                if spots is not None and node._sequence_nr() == start:
+                    node.register_hook(partial(send_later, self, call, spots))
+                    return True
+                glance = Glance(plan, number, args, kwargs)
+                glance.inputs, glance.start, glance.call = inputs, start, call
+                glance.needs = tuple(path for tensor, path in inputs if tensor.requires_grad)
+                if made > 1 and plan.stem == _LINEAR and args[0] is not args[1]:
+                    self._watch_layer_later(glance, result, (*route, made))
+                    return True
+                found = self._watch_backward_later(glance, [(result, _FIRST)])
+                if found is not None and needs < _IN_LIST:
+                    self._routes[route] = found
+        return True
+
+    def _can_follow(self, node: Any) -> bool:
+        """Whether a node that made an input is none of a custom Function, which has to be named."""
+        kind = type(node)
+        if kind in self._node_types:
+            return True
+        if isinstance(node, BackwardCFunction):
+            return False
+        self._node_types.add(kind)
+        return True
+
+    def _noted_at(self, plan: Plan, number: int, frame: FrameType) -> NotedCall:
+        """What a later report needs to know of a call that `frame` has made."""
+        place = self._tape.place
+        return plan, number, place.module, self.step, trail_from(frame, place.frame, place.trail)
 
     def _are_later(self, glance: Glance, outputs: Tensors) -> bool:
         """Whether all that this call makes is looked at later, its gradients too."""

@@ -9,6 +9,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from tensorprobe.capture.calls import OpenCall
+from tensorprobe.capture.encode import PLAIN_TENSORS
 from tensorprobe.capture.naming import optimizer_name
 from tensorprobe.capture.optimizer_hooks import OptimizerHooks
 from tensorprobe.capture.quiet import Quiet
@@ -65,15 +66,23 @@ class OptimizerLooking(Looking):
         with Quiet():
             for number, parameter in enumerate(_parameters(optimizer)):
                 tensor = parameter.grad if what == "gradients" else parameter
-                content = readable(tensor) if tensor is not None else None
-                if tensor is None or content is None:
+                if tensor is None:
+                    continue
+                path = (str(number),)
+                if type(tensor) in PLAIN_TENSORS and not self._is_immediate(tensor):
+                    plain = self._ring.hold_plain(tensor, path)
+                    if plain is not None:
+                        held.append(plain)
+                        continue
+                content = readable(tensor)
+                if content is None:
                     continue
                 if not self._is_immediate(content):
-                    held.append(self._ring.hold(content, (str(number),)))
+                    held.append(self._ring.hold(content, path))
                 elif what == "gradients" and self._is_bad_gradient(content):
-                    bad.append((tensor, (str(number),)))
+                    bad.append((tensor, path))
             if held:
-                self._ring.add(sighting.noted(), "forward", held, note=what)
+                self._ring.add(sighting.noted(), "forward", tuple(held), note=what)
             if bad:
                 self._suspect_gradients(sighting, bad)
         return bool(bad)

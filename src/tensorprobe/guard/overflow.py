@@ -14,7 +14,6 @@ import torch
 
 from tensorprobe.capture.engine import EngineEntry
 from tensorprobe.capture.mode_stack import add_function_mode, remove_function_mode
-from tensorprobe.capture.module_hooks import ModuleHooks
 from tensorprobe.capture.steps import StepOn, StepWatch
 from tensorprobe.devices import current_rank
 from tensorprobe.errors import GuardStopped
@@ -23,6 +22,7 @@ from tensorprobe.guard.evidence import GuardTape, make_tape, write_repro
 from tensorprobe.guard.findings import Finding
 from tensorprobe.guard.looking_optimizers import OptimizerSight
 from tensorprobe.guard.sight import Sight, SightMode
+from tensorprobe.guard.whereabouts import Whereabouts
 
 PATIENCE = 500  # calls that may go by after the last overflow to stop at, to see where it goes
 SAVED = 20  # findings whose tensors are written
@@ -132,7 +132,7 @@ class OverflowWatch:
         tape = self._tape = make_tape(self._capture, self._log)
         self._sight = Sight(tape, self, self._look_every)
         self._mode = SightMode(self._sight)
-        self._modules = ModuleHooks(
+        self._modules = Whereabouts(
             tape, record=False, modes=[self._mode], on_root=self._steps.root_called
         )
         self._optimizers = OptimizerSight(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,25 +13,27 @@ from tensorprobe.capture.quiet import Quiet
 from tensorprobe.guard.cases import Sighting
 from tensorprobe.guard.kinds import Plan
 from tensorprobe.guard.trail import Trail
-from tensorprobe.numerics.finiteness import LIMITS, Extents, Flags, flags_for, readable
+from tensorprobe.numerics.finiteness import LIMITS, REAL, Extents, Flags, flags_for, readable
 from tensorprobe.records import Direction
 
 UNFLAGGED = -1  # a ticket: the tensor has what the inputs of its call had
 
-# What is noted of every call, in plain tuples: made in no time, and by far the most of them are
-# never looked at again. `events_of` puts them into words.
+# What is noted of every call, in plain tuples: made in no time, the garbage collector drops most of
+# them, and by far the most are never looked at again. `events_of` puts them into words.
 NotedCall = tuple[Plan, int, str, int, Trail]  # as a Sighting has them
 NotedInput = tuple[Path, int]  # and its storage
 # path, storage, device, ticket, dtype, shape, and whether it is all of its storage
-NotedOutput = tuple[Path, int, torch.device, int, torch.dtype, torch.Size, bool]
+NotedOutput = tuple[Path, int, torch.device, int, torch.dtype, tuple[int, ...], bool]
 # the call, direction, inputs, outputs, what it was told to put in, whether a GradScaler may deal
 # with it, and what else it stands for: loss, gradients, parameters
 Note = tuple[
-    NotedCall | None, Direction, list[NotedInput], list[NotedOutput], int, bool, str
+    NotedCall | None, Direction, Sequence[NotedInput], Sequence[NotedOutput], int, bool, str
 ]  # fmt: skip
+Piece = tuple[torch.dtype, int, int]  # its dtype, how many numbers, and their address
 # It is not there; it is of inference mode, which has no versions; it is sparse, or a wrapper.
 _NOT_KNOWN = (KeyError, RuntimeError, NotImplementedError)
-_NO_INPUTS: list[NotedInput] = []
+_NO_INPUTS: tuple[NotedInput, ...] = ()
+_STRIDED = torch.strided
 
 
 class Held(NamedTuple):
@@ -70,6 +72,25 @@ def events_of(notes: Iterable[Note]) -> list[Event]:
     return events
 
 
+def piece_of(tensor: torch.Tensor) -> Piece | None:
+    """What to know of a torch.Tensor or Parameter to look at it, if it is `readable` as it is: real
+    floats that lie in memory of their own.
+
+    It is asked of every result, and takes half of a look at its dispatch keys. Tensors without
+    memory (meta, zero, functorch's) have no address, or raise.
+    """
+    try:
+        dtype = tensor.dtype
+        if dtype not in REAL or tensor.layout is not _STRIDED:
+            return None
+        if tensor.is_nested or tensor.is_neg():
+            return None
+        count, address = tensor.numel(), tensor.data_ptr()
+    except RuntimeError:
+        return None
+    return (dtype, count, address) if count and address else None
+
+
 class Ring:
     """Notes in order, with their flags on the devices; taken as a whole.
 
@@ -93,7 +114,7 @@ class Ring:
         """Whether this memory is still in use."""
         return self._known.is_alive(storage)
 
-    def inputs(self, tensors: Iterable[tuple[torch.Tensor, Path]]) -> list[NotedInput]:
+    def inputs(self, tensors: Iterable[tuple[torch.Tensor, Path]]) -> Sequence[NotedInput]:
         """The memory of the inputs of a call; what is new there is flagged first."""
         found = []
         versions = self._known.versions
@@ -103,7 +124,13 @@ class Ring:
             if type(tensor) in PLAIN_TENSORS:
                 try:  # as known_storage does, with a call less for each input of each call
                     key = tensor.untyped_storage()._cdata
-                    if versions[key] == tensor._version and not tensor.is_neg():
+                    if versions.get(key) != tensor._version:
+                        held = self.hold_plain(tensor, path)
+                        if held is not None:
+                            self._notes.append((None, "forward", (), (held,), 0, False, ""))
+                            found.append((path, key))
+                            continue
+                    elif not tensor.is_neg():
                         found.append((path, key))
                         continue
                 except _NOT_KNOWN:
@@ -112,7 +139,7 @@ class Ring:
                 content = readable(tensor)
                 if content is not None:
                     found.append((path, self._first_look(content, path)))
-        return found
+        return tuple(found)
 
     def known_storage(self, tensor: torch.Tensor) -> int | None:
         """The memory of a plain tensor whose content is known as it is now."""
@@ -128,11 +155,24 @@ class Ring:
         key: int = content.untyped_storage()._cdata
         if self._known.versions.get(key) != _version(content):
             held = self.hold(content, path)
-            self._notes.append((None, "forward", _NO_INPUTS, [held], 0, False, ""))
+            self._notes.append((None, "forward", _NO_INPUTS, (held,), 0, False, ""))
         return key
 
     def hold(self, content: torch.Tensor, path: Path, flag: bool = True) -> NotedOutput:
         """Start to flag a tensor of a call; without `flag` it has what its inputs had."""
+        piece = (content.dtype, content.numel(), content.data_ptr())
+        return self.hold_piece(content, path, flag, piece)
+
+    def hold_plain(self, tensor: torch.Tensor, path: Path) -> NotedOutput | None:
+        """`hold` for a torch.Tensor or Parameter as it is; None where that does not do."""
+        piece = piece_of(tensor)
+        return None if piece is None else self.hold_piece(tensor, path, True, piece)
+
+    def hold_piece(
+        self, content: torch.Tensor, path: Path, flag: bool, piece: Piece
+    ) -> NotedOutput:
+        """`hold` for a tensor of which some facts are known: to ask for them takes as long."""
+        dtype, count, address = piece
         device = content.device
         ticket = UNFLAGGED
         if flag:
@@ -140,16 +180,26 @@ class Ring:
             if flags.computes:
                 with Quiet():
                     ticket = flags.submit(content)
+            elif content.is_contiguous():
+                ticket = flags.submit_piece(content, dtype, count, address)
             else:
                 ticket = flags.submit(content)
             if flags.full:
                 self.is_due = True
         storage = content.untyped_storage()
         key = storage._cdata
+        versions = self._known.versions
         # of memory that is new it makes no difference how much of it this is
-        whole = key not in self._known.versions or content.nbytes >= storage.nbytes()
-        self._known.add(key, storage, content)
-        return path, key, device, ticket, content.dtype, content.shape, whole
+        whole = True
+        if key in versions:
+            whole = content.nbytes >= storage.nbytes()
+        else:
+            storage._weak_ref()
+        try:
+            versions[key] = content._version
+        except RuntimeError:  # of inference mode
+            versions[key] = -1
+        return path, key, device, ticket, dtype, tuple(content.shape), whole
 
     def _begin(self, device: torch.device) -> Flags:
         self.active = True
@@ -160,8 +210,8 @@ class Ring:
         self,
         call: NotedCall | None,
         direction: Direction,
-        outputs: list[NotedOutput],
-        inputs: list[NotedInput] = _NO_INPUTS,
+        outputs: Sequence[NotedOutput],
+        inputs: Sequence[NotedInput] = _NO_INPUTS,
         told: int = 0,
         scaler: bool = False,
         note: str = "",
@@ -191,15 +241,6 @@ class _Storages:
         # kept: a ring may be deleted when torch is gone already
         self._free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
         self._expired: Callable[[int], Any] = torch.UntypedStorage._expired
-
-    def add(self, key: int, storage: torch.UntypedStorage, content: torch.Tensor) -> None:
-        """Note that this storage, which the tensor is in, is known as it is now."""
-        if key not in self.versions:
-            storage._weak_ref()
-        try:
-            self.versions[key] = content._version
-        except RuntimeError:  # of inference mode
-            self.versions[key] = -1
 
     def is_alive(self, key: int) -> bool:
         return key in self.versions and not self._expired(key)

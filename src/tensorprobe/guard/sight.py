@@ -10,8 +10,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tensorprobe.capture import compiled
-from tensorprobe.capture.function_mode import SCALER_UPDATE, UserCalls
-from tensorprobe.capture.naming import ApiName
+from tensorprobe.capture.function_mode import SCALER_UPDATE, UserCalls, below_backward
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.steps import optimizers_in_round
 from tensorprobe.guard.cases import Case, Sighting, tensors_in, tensors_out
@@ -37,7 +36,10 @@ from tensorprobe.guard.trail import NOWHERE
 from tensorprobe.numerics.finiteness import LIMITS, NAN, extent_now, readable
 
 _MOST_ASLEEP = 64
+_is_traced = torch.compiler.is_dynamo_compiling  # true of the code that dynamo reads, never of ours
+_compiler = torch.compiler
 _is_grad_enabled = torch.is_grad_enabled
+_function_modes = torch._C._len_torch_function_stack
 _sequence_number = torch._C._autograd._get_sequence_nr
 # torch.func is at work where there are some: its wrappers have no graph that can be walked
 _transforms = torch._C._functorch.peek_interpreter_stack
@@ -49,15 +51,45 @@ class SightMode(UserCalls):
     def __init__(self, sight: Sight) -> None:
         super().__init__()
         self._sight = sight
-        self._by_api: dict[ApiName, Plan] = {}
+        self._calls: dict[Any, Plan | None] = {}
 
-    def called(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        if not self._sight.on or compiled.in_backward() or compiled.running() is not None:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        # As its parent's, in one function: it is entered for every call, and for every property.
+        if _is_traced():  # dynamo reads this line: leave no mark in its graph
+            return func(*args) if kwargs is None else func(*args, **kwargs)
+        try:
+            plan = self._calls[func]
+        except KeyError:
+            plan = self._learn(func)
+        except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
+            plan = None
+        if kwargs is None:
+            if plan is None:
+                return func(*args)
+            kwargs = {}
+        if plan is None or not self._sight.on or self._is_not_the_programs(plan):
             return func(*args, **kwargs)
-        plan = self._by_api.get(api)
-        if plan is None:
-            plan = self._by_api[api] = plan_for(api)
         return self._sight.call(plan, func, args, kwargs)
+
+    def _is_not_the_programs(self, plan: Plan) -> bool:
+        """Whether a tool, a simulated device or a compiled part makes this call."""
+        depth = self.dispatch_depth
+        if depth and depth > torch._C._len_torch_dispatch_stack():
+            return True  # inside the handler of a dispatch mode that came by in backward
+        if plan.is_operator and below_backward():
+            return True
+        if _compiler._is_compiling_flag:
+            return True
+        if not compiled.may_run():
+            return False
+        return compiled.in_backward() or compiled.running(3) is not None
+
+    def _learn(self, func: Any) -> Plan | None:
+        api = self._plan(func)
+        plan = self._calls[func] = None if api is None else plan_for(api)
+        return plan
 
 
 class Sight(LaterLooking, OptimizerLooking):
@@ -78,6 +110,12 @@ class Sight(LaterLooking, OptimizerLooking):
                 return self._pass_on(plan, number, func, args, kwargs)
             if not plan.uninitialised:
                 return func(*args, **kwargs)
+        elif (
+            (plan.is_short or (plan.may_write and kwargs.get("inplace") is False))
+            and self._is_late
+            and self._ring.active
+        ):
+            return self._call_later(plan, number, func, args, kwargs)
         glance = self._before(plan, number, args, kwargs)
         result = func(*args, **kwargs)
         if glance is not None:
@@ -105,6 +143,29 @@ class Sight(LaterLooking, OptimizerLooking):
                 self._watcher.call_made()
         return result
 
+    def _call_later(
+        self, plan: Plan, number: int, func: Any, args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """A call that leaves its inputs as they are: all of it can be noted when it has ended."""
+        start = _sequence_number()
+        result = func(*args, **kwargs)
+        try:
+            if _function_modes():
+                with MODES_OFF():
+                    is_noted = self._note_later(plan, number, start, args, kwargs, result)
+            else:  # ours is off while it is asked
+                is_noted = self._note_later(plan, number, start, args, kwargs, result)
+        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+            self._watcher.trouble(plan.stem, error)
+            return result
+        if not is_noted:
+            glance = self._before(plan, number, args, kwargs, start)
+            if glance is not None:
+                self._after(glance, result)
+        if self._watcher.attention:
+            self._watcher.call_made()
+        return result
+
     def _scaler_call(self, plan: Plan, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if plan.api.api != SCALER_UPDATE:
             result = func(*args, **kwargs)
@@ -117,13 +178,21 @@ class Sight(LaterLooking, OptimizerLooking):
         self._watcher.scale_updated(scale, optimizers_in_round())
         return result
 
-    def _before(self, plan: Plan, number: int, args: tuple[Any, ...], kwargs: Any) -> Glance | None:
+    def _before(
+        self,
+        plan: Plan,
+        number: int,
+        args: tuple[Any, ...],
+        kwargs: Any,
+        start: int | None = None,
+    ) -> Glance | None:
+        """What to know of a call that is to be made; or was, and `start` is what it began with."""
         glance = Glance(plan, number, args, kwargs)
         try:
             with MODES_OFF():
                 inputs = glance.inputs = tensors_in(args, kwargs)
                 if plan.has_backward and _is_grad_enabled() and not _transforms():
-                    self._note_graph(glance, inputs)
+                    self._note_graph(glance, inputs, start)
             if plan.writes:
                 with Quiet():
                     self._copy_written(glance)
@@ -135,7 +204,7 @@ class Sight(LaterLooking, OptimizerLooking):
             return None
         return glance
 
-    def _note_graph(self, glance: Glance, inputs: Tensors) -> None:
+    def _note_graph(self, glance: Glance, inputs: Tensors, start: int | None) -> None:
         """Where the inputs hang in the graph, as far as the call may change it."""
         needs = []
         functions: list[tuple[torch.Tensor, Any]] = []
@@ -150,7 +219,7 @@ class Sight(LaterLooking, OptimizerLooking):
         if functions:
             self._watch_functions(functions)
         glance.needs = tuple(needs)
-        glance.start = _sequence_number()
+        glance.start = _sequence_number() if start is None else start
         if not glance.plan.leaves_inputs:
             edges_of(glance)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
@@ -12,29 +11,28 @@ from tensorprobe.capture.stacks import is_hidden
 
 _MOST_FRAMES = 200
 
-# Code and place of each frame in turn, innermost first; and the trail from there on, where another
-# has it. A frame of its own for each would be as many objects as there are frames, for every call.
-Trail = tuple[list[Any], Any]
-NOWHERE: Trail = ([], None)
+# Code and place of each frame in turn, innermost first; at its end the trail from there on, where
+# another has it, or None. One flat tuple of what the garbage collector does not follow, so that it
+# drops the tuple too: of these there is one for every call.
+Trail = tuple[Any, ...]
+NOWHERE: Trail = (None,)
 
 
-def trail_here(depth: int, base: FrameType | None = None, rest: Trail | None = None) -> Trail:
-    """The frames from `depth` above the caller on; holds no frame and no local.
+def trail_from(
+    frame: FrameType | None, base: FrameType | None = None, rest: Trail | None = None
+) -> Trail:
+    """The frames from `frame` outwards; holds no frame and no local.
 
     `base` is a frame that may be among them, and `rest` the trail from it on.
     """
-    frame: FrameType | None = sys._getframe(depth + 1)
+    if frame is not None and frame.f_back is base:  # most are as short as that
+        return frame.f_code, frame.f_lasti, rest
     found: list[Any] = []
-    note = found.append
-    for _ in range(_MOST_FRAMES):
-        if frame is base:
-            return found, rest
-        if frame is None:
-            break
-        note(frame.f_code)
-        note(frame.f_lasti)
+    while frame is not base and frame is not None and len(found) < 2 * _MOST_FRAMES:
+        found += (frame.f_code, frame.f_lasti)
         frame = frame.f_back
-    return found, None
+    found.append(rest if frame is base else None)
+    return tuple(found)
 
 
 def frames_in(trail: Trail, limit: int = _MOST_FRAMES) -> Iterator[tuple[CodeType, int]]:
@@ -44,8 +42,8 @@ def frames_in(trail: Trail, limit: int = _MOST_FRAMES) -> Iterator[tuple[CodeTyp
 
 def _frames(trail: Trail | None) -> Iterator[tuple[CodeType, int]]:
     while trail is not None:
-        found, trail = trail
-        yield from zip(found[::2], found[1::2], strict=True)
+        yield from zip(trail[:-1:2], trail[1::2], strict=True)
+        trail = trail[-1]
 
 
 def render(trail: Trail) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch.autograd.function import BackwardCFunction
 
@@ -44,21 +45,19 @@ class Given(NamedTuple):
     content: Content
 
 
-class WatchedCall(OpenCall):
+class WatchedCall(OpenCall, eq=False):
     """A call with what it was given, for as long as that is kept."""
 
-    __slots__ = ("args", "frames", "given", "incoming", "kwargs", "nbytes", "start", "thread")
-
-    def __init__(self, names: CallNames, step: int, thread: str) -> None:
-        super().__init__(names, "tensors", step)
-        self.thread = thread
-        self.args: list[Any] = []
-        self.kwargs: dict[str, Any] = {}
-        self.given: list[Given] = []
-        self.incoming: dict[Path, Given] = {}  # the gradients of its outputs, once backward is here
-        self.frames: list[str] = []
-        self.nbytes = 0  # of what was copied for it
-        self.start = -1  # the number of its first graph node; -1 where it makes none
+    thread: str = ""
+    args: list[Any] = msgspec.field(default_factory=list)
+    kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    given: list[Given] = msgspec.field(default_factory=list)
+    incoming: dict[Path, Given] = msgspec.field(
+        default_factory=dict
+    )  # the gradients of its outputs, once backward is here
+    frames: list[str] = msgspec.field(default_factory=list)
+    nbytes: int = 0  # of what was copied for it
+    start: int = -1  # the number of its first graph node; -1 where it makes none
 
     @property
     def device(self) -> str:
@@ -153,7 +152,7 @@ class WatchTape(Tape):
         """Note a call before it runs."""
         try:
             kwargs = kwargs or {}
-            call = WatchedCall(names, self.step, self.place.thread)
+            call = WatchedCall(names, "tensors", self.step, thread=self.place.thread)
             call.frames = self._frames_here(depth + 1)
             writes_over = self._writes_over(names.api, args, kwargs)
             with Quiet():
@@ -279,7 +278,7 @@ class WatchTape(Tape):
         """A call of a custom autograd.Function, of which only the graph node is seen."""
         api = ApiName("Function", kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
         names = self.select(api, self.counter.next(api), self.place.module)
-        call = WatchedCall(names, self.step, self.place.thread)
+        call = WatchedCall(names, "tensors", self.step, thread=self.place.thread)
         call.frames = self._frames_here(depth)
         seen = COMPILED if kind.__name__ == "CompiledFunction" else _BY_NODE
         call.notes.append(seen)

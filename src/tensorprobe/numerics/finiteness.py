@@ -131,7 +131,9 @@ def _low_and_high(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class Extents:
     """Extents by ticket, as numbers until one is asked for: few ever are."""
 
-    def __init__(self, found: Sequence[tuple[int, float]], limits: list[float]) -> None:
+    def __init__(
+        self, found: Sequence[tuple[int, float]] | memory.Array, limits: list[float]
+    ) -> None:
         """What was found, and the largest number of the dtype of each."""
         table = np.asarray(found, dtype=np.float64).reshape(len(limits), 2)
         self._bits, self._tops, self._limits = table[:, 0], table[:, 1], np.asarray(limits)
@@ -162,6 +164,12 @@ class Flags(Protocol):
         """
         ...
 
+    def submit_piece(
+        self, tensor: torch.Tensor, dtype: torch.dtype, count: int, address: int
+    ) -> int:
+        """The same for one that is contiguous, and of which this is known."""
+        ...
+
     def fetch(self) -> Extents:
         """Wait for all extents submitted since the last fetch, in order."""
         ...
@@ -184,6 +192,11 @@ class TorchFlags:
     @property
     def full(self) -> bool:
         return len(self._limits) >= 4096
+
+    def submit_piece(
+        self, tensor: torch.Tensor, dtype: torch.dtype, count: int, address: int
+    ) -> int:
+        return self.submit(tensor)
 
     def submit(self, tensor: torch.Tensor) -> int:
         low, high = _low_and_high(tensor)
@@ -215,28 +228,32 @@ class KernelFlags:
         self._slots = itertools.count()  # backward runs in a thread a device
         self._limits = [math.inf] * SLOTS
         # of tables that were full before they were fetched
-        self._before: list[tuple[int, float]] = []
+        self._before: list[memory.Array] = []
         self._past: list[float] = []
         self._reading = threading.Lock()
         self._dense: dict[tuple[Any, Any], int] = {}
         self.full = False
 
     def submit(self, tensor: torch.Tensor) -> int:
-        if tensor.is_contiguous():
-            count = tensor.numel()
-        else:
-            tensor, count = self._in_one_piece(tensor)
+        tensor, count = self._in_one_piece(tensor)
+        return self.submit_piece(tensor, tensor.dtype, count, tensor.data_ptr())
+
+    def submit_piece(
+        self, tensor: torch.Tensor, dtype: torch.dtype, count: int, address: int
+    ) -> int:
         slot = next(self._slots)
         if slot >= SLOTS - 1:
             self.full = True
             if slot >= SLOTS:
                 slot = self._next_table()
-        self._limits[slot] = LIMITS[tensor.dtype]
-        self._flagger.flag(tensor, count, slot)
-        return slot + len(self._before) if self._before else slot
+        self._limits[slot] = LIMITS[dtype]
+        self._flagger.flag(tensor, dtype, count, address, slot)
+        return slot + len(self._past) if self._past else slot
 
     def _in_one_piece(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         """The tensor, or a copy, and how many of its numbers lie from its first on."""
+        if tensor.is_contiguous():
+            return tensor, tensor.numel()
         layout = (tensor.shape, tensor.stride())
         count = self._dense.get(layout)
         if count is None:
@@ -255,7 +272,7 @@ class KernelFlags:
         with self._reading:
             slot = next(self._slots)
             if slot >= SLOTS:  # and no other thread was here first
-                self._before += self._flagger.read(SLOTS)
+                self._before.append(np.asarray(self._flagger.read(SLOTS)))
                 self._past += self._limits
                 self._slots = itertools.count(1)
                 slot = 0
@@ -267,8 +284,10 @@ class KernelFlags:
         self.full = False
         before, self._before = self._before, []
         past, self._past = self._past, []
-        found = self._flagger.read(count) if count else []
-        return Extents(before + found, past + self._limits[:count])
+        found: Any = self._flagger.read(count) if count else ()
+        if before:
+            found = np.concatenate([*before, np.asarray(found).reshape(count, 2)])
+        return Extents(found, past + self._limits[:count])
 
 
 def _on_cuda(device: torch.device) -> Flags:

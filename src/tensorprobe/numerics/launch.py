@@ -419,20 +419,25 @@ class Flagger:
 
     def _trial(self) -> None:
         """Triton wants a C compiler, which many machines lack: find out now."""
-        self.flag(torch.zeros(8, device=self._device), 8, 0)
+        zeros = torch.zeros(8, device=self._device)
+        self.flag(zeros, zeros.dtype, 8, zeros.data_ptr(), 0)
         self._flags.zero_()
         torch.cuda.synchronize(self._index)
 
-    def flag(self, tensor: torch.Tensor, count: int, slot: int) -> None:
-        """Start on `count` elements that lie in one piece from the tensor's first on."""
+    def flag(
+        self, tensor: torch.Tensor, dtype: torch.dtype, count: int, address: int, slot: int
+    ) -> None:
+        """Start on `count` elements that lie in one piece from the tensor's first on.
+
+        Its dtype and address are given, for to ask a tensor takes as long as all else here.
+        """
         if _is_capturing():
             return  # the kernel would become part of the user's graph
         index = self._index
         if _current_device() != index:
             with torch.cuda.device(index):
-                return self.flag(tensor, count, slot)
-        address = tensor.data_ptr()
-        known = self._forms.get((tensor.dtype, address % 16 == 0, count < 2147483648))
+                return self.flag(tensor, dtype, count, address, slot)
+        known = self._forms.get((dtype, address % 16 == 0, count < 2147483648))
         if known is None:
             self.start(tensor, count, slot)
             return
@@ -465,7 +470,7 @@ class Flagger:
                 self._tables[dtype] = values.to(self._device)
         return self._tables[dtype]
 
-    def read(self, count: int) -> list[tuple[int, float]]:
+    def read(self, count: int) -> memory.Array:
         """Wait for the device; bits and largest magnitude of the first `count` slots, then zero."""
         with torch.cuda.device(self._index), memory.kernels_only(), torch.inference_mode(False):
             torch.cuda.synchronize()  # tensors were flagged on whatever stream they were used
@@ -474,11 +479,13 @@ class Flagger:
             torch.cuda.synchronize()
         return self.decode(count)
 
-    def decode(self, count: int) -> list[tuple[int, float]]:
+    def decode(self, count: int) -> memory.Array:
         """What the first slots on the host say: bits, and the largest finite magnitude."""
         found = self._host[:count].numpy()
-        tops = found[:, 1].view(np.float32)
-        return list(zip(found[:, 0].tolist(), tops.tolist(), strict=True))
+        decoded = np.empty((count, 2))
+        decoded[:, 0] = found[:, 0]
+        decoded[:, 1] = found[:, 1].view(np.float32)
+        return decoded
 
 
 def _common_unit(address: int, nbytes: int) -> int:

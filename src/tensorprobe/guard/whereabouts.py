@@ -1,0 +1,96 @@
+"""Following the program into and out of modules, for a guard that only has to know where it is."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from tensorprobe.capture import compiled
+from tensorprobe.capture.module_hooks import ModuleHooks, is_below, is_constructing
+from tensorprobe.capture.tape import Place
+from tensorprobe.guard.trail import Trail, trail_from
+
+_is_compiling = torch.compiler.is_compiling
+
+
+class GuardPlace(Place):
+    """Where a thread is, with the trail from the frame of its module outwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trail: Trail | None = None
+
+
+class _Stay:
+    """A module call under way, and the place to go back to."""
+
+    __slots__ = ("call", "frame", "module", "outer", "trail")
+
+    def __init__(
+        self,
+        module: nn.Module,
+        frame: FrameType,
+        trail: Trail,
+        outer: tuple[str, FrameType | None, Trail | None],
+    ) -> None:
+        self.module, self.frame, self.trail, self.outer = module, frame, trail, outer
+        self.call = None  # modules are not recorded
+
+
+class Whereabouts(ModuleHooks):
+    """Module hooks that record nothing, and note of each call where it was made.
+
+    As those of its parent, and a third of their cost: a program has a module for every four calls.
+    """
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if _is_compiling():
+            return
+        frame = sys._getframe(1)
+        if isinstance(module, torch.fx.GraphModule) and compiled.is_generated(module, frame):
+            return
+        entries: list[Any] = self._thread.entries
+        place: Any = self._tape.place
+        trail = None
+        if entries:
+            inner = entries[-1]
+            trail = trail_from(frame, inner.frame, inner.trail)
+            if trail[-1] is None:  # that call was left by a KeyboardInterrupt or the like
+                trail = None
+                self._drop_left(frame)
+        if not entries:
+            if is_constructing(frame):
+                return  # a model that tries its parts while it is made: no root, and no step
+            self._on_root(module)  # not below: it may end the program, or the watch
+            if not self._handles:
+                return
+        try:
+            if self._around is not None and not is_below(self._around, frame):
+                self._forget_around()
+            if trail is None:
+                if not entries:
+                    self._enter_root()
+                trail = trail_from(frame, place.frame, place.trail)
+            outer = (place.module, place.frame, place.trail)
+            parent = outer[0] if entries or self._around else None
+            entries.append(_Stay(module, frame, trail, outer))
+            place.module = self.paths.path(module, parent)
+            place.frame = frame
+            place.trail = trail
+        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+            self._tape.gap(f"Module.{type(module).__name__}", error)
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        entries: list[Any] = self._thread.entries
+        if not entries or entries[-1].module is not module or len(entries) == 1:
+            super()._leave(module, args, result)
+        elif not _is_compiling():
+            self._go_back(entries.pop())
+
+    def _go_back(self, entry: Any) -> None:
+        place: Any = self._tape.place
+        place.module, place.frame, place.trail = entry.outer

@@ -1,0 +1,186 @@
+"""Most calls that are looked at later are noted the short way: the notes are those of the long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tensorprobe as tp
+from tensorprobe.guard.hindsight import Hindsight
+from tensorprobe.guard.looking_later import LaterLooking
+from tensorprobe.guard.ring import UNFLAGGED, Note, events_of
+from tensorprobe.guard.trail import render
+from tiny_models import MODELS
+
+INFINITY = float("inf")
+
+
+class Noted:
+    """What a guard has noted of a program, in words and with what was found in each tensor."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+        self.gradients: list[tuple[Any, ...]] = []
+        self._storages: dict[int, int] = {}  # by the order in which they occur
+
+    def take(self, notes: list[Note], found: Any) -> None:
+        self._storages = {}
+        for event in events_of(notes):
+            call = event.sighting
+            name, place = "", ()
+            if call is not None:
+                name = call.name(event.direction)
+                place = (call.module, tuple(_line(frame) for frame in render(call.trail)))
+            inputs = [(label, self._number(key)) for label, key in event.inputs]
+            outputs = [
+                (
+                    held.label,
+                    self._number(held.storage),
+                    None if held.ticket == UNFLAGGED else tuple(found[held.device][held.ticket]),
+                    held.dtype,
+                    held.shape,
+                    held.whole,
+                )
+                for held in event.outputs
+            ]
+            entry = (name, place, inputs, outputs, event.told, event.scaler, event.note)
+            self.events.append(entry)
+
+    def _number(self, storage: int) -> int:
+        return self._storages.setdefault(storage, len(self._storages))
+
+
+def _line(frame: str) -> str:
+    """Where a frame is; of this file, whose tests call a program twice, its function."""
+    return frame.rpartition(" in ")[2] if "test_short_way" in frame else frame
+
+
+def noted(folder: Path, program: Callable[[], object]) -> tuple[Noted, int]:
+    """The notes of a program, and how many of its calls took the short way."""
+    result, shorts = Noted(), 0
+    go_through, note_later = Hindsight.go_through, LaterLooking._note_later
+
+    def watched(self: Hindsight, notes: list[Note], found: Any, clamped: bool) -> None:
+        result.take(notes, found)
+        go_through(self, notes, found, clamped)
+
+    def counted(self: LaterLooking, *args: Any) -> bool:
+        nonlocal shorts
+        is_short = note_later(self, *args)
+        shorts += is_short
+        return is_short
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Hindsight, "go_through", watched)
+        patch.setattr(LaterLooking, "_note_later", counted)
+        guard = tp.Guard(folder, overflow_nums=-1, look_every=10**6, log=lambda text: None)
+        with guard:
+            torch.ones(2) * 1  # from here on the guard knows that it looks later
+            program()
+    return result, shorts
+
+
+def linear_layers() -> None:
+    """Of every shape that makes another graph, and with whatever needs a gradient."""
+    tied = nn.Parameter(torch.randn(4, 4))
+    for _ in range(2):
+        for shape in ((4,), (3, 4), (2, 3, 4), (2, 2, 3, 4)):
+            for needs in range(1, 8):
+                x = torch.randn(shape, requires_grad=bool(needs & 1))
+                weight = torch.randn(5, 4, requires_grad=bool(needs & 2))
+                bias = torch.randn(5, requires_grad=bool(needs & 4))
+                given = x * 1 if needs & 1 else x
+                F.linear(given, weight, bias).sum().backward(retain_graph=True)
+                if needs & 3:
+                    F.linear(given, weight).sum().backward()
+        F.linear(tied, tied).sum().backward()
+        F.linear(tied * 2, tied, tied[0]).sum().backward()
+        F.linear(torch.randn(3, 4).t()[:4].t(), tied).sum().backward()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            wide, narrow = torch.randn(2, 3, 4, requires_grad=True), torch.randn(5, 4).bfloat16()
+            first = F.linear(wide, tied)
+            again = F.linear(first, tied) + F.linear(wide, narrow.requires_grad_())[..., :4]
+        again.float().sum().backward()
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 2
+
+
+def arguments() -> None:
+    """Lists, keywords, numbers that are not finite, tensors that are not plain."""
+    x = torch.randn(3, 4, requires_grad=True)
+    w = torch.randn(3, 4)
+    y = torch.cat([x, x * 2, w], dim=0) + torch.stack((w, w), 1).sum()
+    y = torch.where(y > 0, y, -INFINITY).clamp(min=-5.0, max=INFINITY) * 1.5
+    y = F.softmax(y.masked_fill(y < -1, -INFINITY), dim=-1, dtype=torch.float64).float()
+    y = F.silu(y) + F.dropout(y, 0.5) + F.relu(y * 2, inplace=True)
+    y = torch.add(input=y, other=y) + Double.apply(y) + Double.apply(y * 1)
+    y = y[..., 1:3].mean((0, 1), keepdim=True) + torch.einsum("ij,kj->ik", x, w).sum()
+    loss = torch.addcmul(y, x[:1], w[:1], value=0.5).sum(dtype=torch.float64)
+    loss.backward()
+    x.grad.mul_(2)
+    torch.zeros(0, 3) * 2
+    torch.ones(3).to(torch.int64).to(torch.float16) + 1
+    torch.randn(3, dtype=torch.complex64).conj().imag * 2
+    torch.topk(torch.randn(6), 2)[0] + torch.eye(2).to_sparse().sum()
+    with torch.inference_mode():
+        z = torch.ones(3) * 2
+        z.exp() + z
+    with torch.no_grad():
+        (x * 2).exp()
+    torch.func.grad(lambda t: (t * t).sum())(torch.randn(3))
+    torch.vmap(lambda t: t * x.detach()[0] + x[0].sum())(torch.randn(2, 4))
+
+
+LAYERS = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+
+
+def recomputed() -> None:
+    x = torch.randn(2, 3, 4, requires_grad=True)
+    for reentrant in (True, False):
+        checkpoint(LAYERS, x * 1, use_reentrant=reentrant).square().sum().backward()
+
+
+def _training(name: str) -> Callable[[], None]:
+    model, loss = MODELS[name]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def run() -> None:
+        for _ in range(2):
+            loss(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return run
+
+
+@pytest.mark.parametrize("name", ["linear_layers", "arguments", "recomputed", "gpt2", "llama"])
+def test_the_same_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    found = []
+    for way in ("short", "long"):
+        torch.manual_seed(0)
+        program = globals()[name] if name in globals() else _training(name)
+        if way == "long":
+            monkeypatch.setattr(LaterLooking, "_note_later", lambda self, *args: False)
+        torch.manual_seed(0)
+        found.append(noted(tmp_path / way, program))
+    (short, n_short), (long, n_long) = found
+    assert n_short > len(short.events) / 4
+    assert not n_long
+    assert len(short.events) == len(long.events)
+    for ours, theirs in zip(short.events, long.events, strict=True):
+        assert ours == theirs
