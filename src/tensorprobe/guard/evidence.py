@@ -43,8 +43,8 @@ class GuardTape(Tape):
 
     def trail(self, depth: int) -> Trail:
         """Where the program is: the frames from `depth` above the caller on."""
-        place = self.place
-        return trail_from(sys._getframe(depth + 1), place.frame, place.trail)
+        _, base, rest = self.place.here
+        return trail_from(sys._getframe(depth + 1), base, rest)
 
 
 def make_tape(folder: Path, log: Callable[[str], None]) -> GuardTape:

@@ -153,8 +153,8 @@ class LaterLooking(BackwardLooking):
 
     def _noted_at(self, plan: Plan, number: int, frame: FrameType) -> NotedCall:
         """What a later report needs to know of a call that `frame` has made."""
-        place = self._tape.place
-        return plan, number, place.module, self.step, trail_from(frame, place.frame, place.trail)
+        module, base, rest = self._tape.place.here
+        return plan, number, module, self.step, trail_from(frame, base, rest)
 
     def _are_later(self, glance: Glance, outputs: Tensors) -> bool:
         """Whether all that this call makes is looked at later, its gradients too."""

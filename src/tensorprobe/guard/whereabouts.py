@@ -17,12 +17,25 @@ from tensorprobe.guard.trail import Trail, trail_from
 _is_compiling = torch.compiler.is_compiling
 
 
+# The module the program is in, the frame of its call, and the trail from there outwards.
+Here = tuple[str, FrameType | None, Trail | None]
+
+
 class GuardPlace(Place):
-    """Where a thread is, with the trail from the frame of its module outwards."""
+    """Where a thread is, all in one: to read one thing of a thread takes as long as a call."""
 
     def __init__(self) -> None:
+        self.here: Here = ("", None, None)
         super().__init__()
-        self.trail: Trail | None = None
+
+    @property
+    def module(self) -> str:
+        """The path of the module."""
+        return self.here[0]
+
+    @module.setter
+    def module(self, path: str) -> None:
+        self.here = (path, *self.here[1:])
 
 
 class _Stay:
@@ -30,13 +43,7 @@ class _Stay:
 
     __slots__ = ("call", "frame", "module", "outer", "trail")
 
-    def __init__(
-        self,
-        module: nn.Module,
-        frame: FrameType,
-        trail: Trail,
-        outer: tuple[str, FrameType | None, Trail | None],
-    ) -> None:
+    def __init__(self, module: nn.Module, frame: FrameType, trail: Trail, outer: Here) -> None:
         self.module, self.frame, self.trail, self.outer = module, frame, trail, outer
         self.call = None  # modules are not recorded
 
@@ -71,16 +78,14 @@ class Whereabouts(ModuleHooks):
         try:
             if self._around is not None and not is_below(self._around, frame):
                 self._forget_around()
+            if not entries:
+                self._enter_root()
+            outer = place.here
             if trail is None:
-                if not entries:
-                    self._enter_root()
-                trail = trail_from(frame, place.frame, place.trail)
-            outer = (place.module, place.frame, place.trail)
+                trail = trail_from(frame, *outer[1:])
             parent = outer[0] if entries or self._around else None
             entries.append(_Stay(module, frame, trail, outer))
-            place.module = self.paths.path(module, parent)
-            place.frame = frame
-            place.trail = trail
+            place.here = (self.paths.path(module, parent), frame, trail)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self._tape.gap(f"Module.{type(module).__name__}", error)
 
@@ -93,4 +98,4 @@ class Whereabouts(ModuleHooks):
 
     def _go_back(self, entry: Any) -> None:
         place: Any = self._tape.place
-        place.module, place.frame, place.trail = entry.outer
+        place.here = entry.outer
