@@ -231,6 +231,8 @@ class KernelBackend:
         self._plans[form] = plan
 
     def submit(self, result: Result, tensor: torch.Tensor, name: str) -> None:
+        if not tensor.data_ptr():  # as sharding libraries leave parameters between their uses
+            raise memory.Unsupported(memory.FREED)
         if name in self._refused:
             self._use_spare(result, tensor, name)
             return
