@@ -14,6 +14,7 @@ from tensorprobe.numerics.finiteness import (
     POSITIVE,
     TorchFlags,
     extent_now,
+    is_plain,
     readable,
 )
 
@@ -80,3 +81,15 @@ def test_what_has_no_numbers() -> None:
     assert readable(torch.ones(0)) is None
     assert readable(torch.ones(3, device="meta")) is None
     assert readable(torch.eye(3).to_sparse()) is None
+
+
+def test_freed_storages_are_not_read() -> None:
+    """As sharding libraries free parameters: of a view even the address is one."""
+    whole = torch.ones(100)
+    view = whole[4:]
+    assert is_plain(view)
+    whole.untyped_storage().resize_(0)
+    assert view.data_ptr()
+    for tensor in (whole, view):
+        assert not is_plain(tensor)
+        assert readable(tensor) is None

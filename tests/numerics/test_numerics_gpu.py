@@ -231,3 +231,20 @@ def test_memory_of_tensors_is_not_kept() -> None:
 
 def test_convenience() -> None:
     assert summarize(torch.arange(4, device="cuda")) == summarize(torch.arange(4))
+
+
+def test_a_freed_storage_is_not_read() -> None:
+    """An address of nothing would end every use of the device."""
+    tensor = torch.ones(1000, device="cuda")
+    summarizer = Summarizer(digest=True)
+    results = [summarizer.submit(tensor, 7) for _ in range(2)]
+    tensor.untyped_storage().resize_(0)
+    results += [
+        summarizer.submit(tensor, 7),
+        summarizer.submit(tensor),
+        summarizer.submit(tensor[1::2]),
+    ]
+    summarizer.wait()
+    torch.cuda.synchronize()
+    freed = "tensor whose storage was freed: no summary"
+    assert [result.error for result in results] == [None, None, freed, freed, freed]

@@ -181,6 +181,18 @@ def test_a_start_that_fails_loses_its_slot_alone(device: Device) -> None:
     assert [result.summary.max for result in [*before, after]] == [3.0, 3.0, 3.0, 6.0]
 
 
+def test_nothing_starts_where_the_storage_was_freed(device: Device) -> None:
+    tensor = torch.empty(24)
+    view = tensor[4:]
+    results = [device.submit(tensor, 7) for _ in range(2)]
+    tensor.untyped_storage().resize_(0)
+    assert view.data_ptr(), "that is no address"
+    results += [device.submit(tensor, 7), device.submit(tensor), device.submit(view)]
+    device.wait()
+    freed = "tensor whose storage was freed: no summary"
+    assert [result.error for result in results] == [None, None, freed, freed, freed]
+
+
 def test_nothing_starts_where_a_graph_is_captured(device: Device) -> None:
     device.submit(torch.empty(3))
     device.port.capturing = True

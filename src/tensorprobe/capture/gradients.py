@@ -16,6 +16,8 @@ import msgspec
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from tensorprobe.capture.encode import POSITIONS
+
 Path = tuple[str, ...]
 Edge = tuple[Any, int]  # an autograd node (held, so that its identity is stable) and output number
 Gradients = tuple[torch.Tensor | None, ...]
@@ -222,6 +224,7 @@ def trace_call(outputs: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges)
 
 
 _BEFORE_ALL: Path = ()
+_FAR = frozenset(POSITIONS[10:])  # of which the text has another order than the numbers
 
 
 def one_node(output: torch.Tensor, inputs: InputEdges) -> tuple[Any, list[Spot]] | None:
@@ -251,7 +254,7 @@ def one_node(output: torch.Tensor, inputs: InputEdges) -> tuple[Any, list[Spot]]
             if leaf is None:
                 continue
             path = leaf[1]
-        if path <= last or len(path) > 1:
+        if path <= last or len(path) > 1 or path in _FAR:
             return None  # of a list of inputs; twice; not in their order
         last = path
         spots.append((position, path, None))

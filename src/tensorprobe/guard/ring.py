@@ -85,6 +85,8 @@ def piece_of(tensor: torch.Tensor) -> Piece | None:
             return None
         if tensor.is_nested or tensor.is_neg():
             return None
+        if not tensor.untyped_storage().nbytes():  # freed, of which a view has an address
+            return None
         count, address = tensor.numel(), tensor.data_ptr()
     except RuntimeError:
         return None

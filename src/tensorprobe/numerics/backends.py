@@ -167,7 +167,9 @@ class KernelBackend:
                     return None
                 if form is not None:
                     self._remember(form, plan)
-            address = tensor.data_ptr()
+            address = tensor.data_ptr()  # a view of nothing has one, too
+            if not tensor.untyped_storage().nbytes():
+                return None
         except RuntimeError:  # it has no memory of its own: a wrapper of functorch, a sparse tensor
             return None
         stream = self._usual_stream()
@@ -231,6 +233,8 @@ class KernelBackend:
         self._plans[form] = plan
 
     def submit(self, result: Result, tensor: torch.Tensor, name: str) -> None:
+        if not memory.is_there(tensor):
+            raise memory.Unsupported(memory.FREED)
         if name in self._refused:
             self._use_spare(result, tensor, name)
             return

@@ -66,9 +66,16 @@ def readable(tensor: torch.Tensor) -> torch.Tensor | None:
             tensor = memory.settle(tensor, memory.keys_of(tensor))
         except memory.Unsupported:
             return None
-    if tensor.layout is not torch.strided or not tensor.numel():
+    if tensor.layout is not torch.strided or not tensor.numel() or _is_freed(tensor):
         return None
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    try:
+        return not tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):  # a subclass has its memory elsewhere
+        return False
 
 
 REAL = frozenset(dtype for dtype in LIMITS if not dtype.is_complex)
@@ -87,6 +94,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
             and not (tensor.is_neg() or tensor.is_nested)
             and tensor.numel() > 0
             and tensor.data_ptr() != 0
+            and tensor.untyped_storage().nbytes() != 0  # freed, of which a view has an address
         )
     except RuntimeError:
         return False

@@ -183,10 +183,23 @@ class _Lender:
         self.__array_interface__ = interface
 
 
+FREED = "tensor whose storage was freed: no summary"
+
+
 def has_memory(tensor: torch.Tensor, itemsize: int, nbytes: int) -> bool:
     """Whether there are so many bytes in its storage: one that was freed keeps its tensors."""
     end = tensor.storage_offset() * itemsize + nbytes
     return tensor.untyped_storage().nbytes() >= end
+
+
+def is_there(tensor: torch.Tensor) -> bool:
+    """Whether the storage has the whole of a tensor: sharding libraries free that of parameters
+    between their uses, and leave the tensors."""
+    extent = 1
+    for length, step in zip(tensor.shape, tensor.stride(), strict=True):
+        extent += (length - 1) * step
+    itemsize = tensor.element_size()
+    return not tensor.numel() or has_memory(tensor, itemsize, extent * itemsize)
 
 
 def borrow(
@@ -205,7 +218,7 @@ def borrow(
     steps = (1,) if strides is None else strides
     extent = 1 + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
     if not address or not has_memory(tensor, dtype.itemsize, extent * dtype.itemsize):
-        raise Unsupported("tensor whose storage was freed: no summary")
+        raise Unsupported(FREED)
     if strides is None and len(shape) == 1:  # a third of the time of what follows
         memory = _Memory.from_address(address)
         memory.tensor = tensor
