@@ -859,3 +859,12 @@ def test_forgotten_recorders_do_not_hold_the_model(tmp_path: Path) -> None:
     gc.collect()
     assert alive() is None
     assert rec is not None
+
+
+def test_a_symbolic_trace_is_what_it_is_without(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.ReLU()))
+    expected = torch.fx.symbolic_trace(model).code
+    with recorder(tmp_path / "run", level="L0"):
+        traced = torch.fx.symbolic_trace(model)
+        model(torch.ones(2, 3))
+    assert traced.code == expected

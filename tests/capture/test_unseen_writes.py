@@ -189,3 +189,15 @@ def test_what_was_compiled_before_is_no_gap(tmp_path: Path) -> None:
     with pytest.raises(NothingRecorded), recorder:
         torch.ones(2).relu()  # step 0, which is not wanted
     assert not tmp_path.joinpath("rank0").exists()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+def test_nested_tensors_are_not_taken_for_plain_ones(tmp_path: Path) -> None:
+    """Parts of one share its memory, and as many numbers lie otherwise in it."""
+    with tp.Recorder(tmp_path / "run", keep="stats", log=lambda text: None):
+        torch.ones(10).relu()
+        nested = torch.nested.nested_tensor([torch.zeros(2, 4), torch.ones(3, 4)])
+        nested.unbind()
+        nested.chunk(2, -1)
+    [chunk] = [call for call in tp.load(tmp_path / "run").calls if ".chunk." in call.name]
+    assert all(tensor.summary is None for tensor in chunk.tensors)

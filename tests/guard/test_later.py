@@ -221,3 +221,33 @@ def test_calm_is_far_from_every_limit() -> None:
         assert extents.is_calm == calm
     assert extents[0] == Extent(2, 3.0)
     assert len(extents) == 2
+
+
+@pytest.mark.parametrize("look_every", [None, LATER])
+def test_a_look_at_a_part_says_nothing_of_the_rest(tmp_path: Path, look_every: int | None) -> None:
+    both = torch.ones(8)
+    both.numpy()[4:] = float("nan")  # which no call has made
+
+    def program() -> None:
+        both[:4] + 1
+        both[4:] * 2
+
+    finding = found(tmp_path, program, look_every)
+    assert finding.name == "Tensor.mul.1.forward"
+    assert "which no call that was watched has made" in finding.reason
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+def test_compiled_modules_run_as_without_a_guard(tmp_path: Path) -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model = nn.Sequential(torch.compile(inner, backend="eager"), nn.Linear(4, 4))
+    x = torch.ones(3, 4)
+    expected = model(x)
+    torch._dynamo.reset()
+    with tp.Guard(tmp_path, log=lambda text: None) as guard:
+        for _ in range(2):
+            result = model(x)
+            result.sum().backward()
+    torch._dynamo.reset()
+    assert not guard.findings
+    assert torch.equal(result, expected)

@@ -3,6 +3,7 @@
 import ctypes
 import math
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -252,9 +253,31 @@ def test_subnormals_count_where_the_program_flushes_them(library: tally.Library)
         if not torch.set_flush_denormal(True):
             pytest.skip("this processor does not")
         assert [read(library, tensor, threads) for threads in (1, 4)] == [expected] * 2
+        wide = read(library, torch.tensor([1.0, -1e-310], dtype=torch.float64))
         assert not torch.tensor([1e-40]).mul(1.0).any()  # still so
     finally:
         torch.set_flush_denormal(False)
+    assert wide is not None
+    assert wide[0] is not None
+    assert (wide[0].min, wide[0].zero_count) == (-1e-310, 0)
+
+
+def test_a_signal_that_reads_the_same_form_changes_nothing(library: tally.Library) -> None:
+    summarizer = Summarizer()
+    big, other = torch.ones(4 << 20), torch.full((4 << 20,), -5.0)
+    inside: list[TensorSummary | None] = []
+    handler = lambda *_: inside.append(summarizer.submit(other, 1).summary)  # noqa: E731
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        for turn in range(20):
+            signal.setitimer(signal.ITIMER_REAL, 0.0002 + turn * 0.0001)
+            summary = summarizer.submit(big, 1).summary
+            assert summary is not None
+            assert (summary.min, summary.max) == (1.0, 1.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert all(summary is not None and summary.min == -5.0 for summary in inside)
 
 
 def test_digests_of_bytes(library: tally.Library) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from store_making import SUMMARY, Ready, open_writer, tensor, write_bytes, write
 
 import tensorprobe
 from tensorprobe.records import TensorSummary
-from tensorprobe.store.lines import CallLine, EndLine
+from tensorprobe.store.lines import CallLine, EndLine, encode
 from tensorprobe.store.writer import CaptureWriter
 
 
@@ -365,3 +366,13 @@ def test_bytes_are_written_before_their_value(tmp_path: Path) -> None:
                     assert record.array()[[0, -1]].tolist() == [i, i]
     out.close()
     assert seen > 300
+
+
+def test_encoding_a_line_leaves_nothing_behind() -> None:
+    line = EndLine(id=1)
+    encode(line)
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(1000):
+        encode(line)
+    assert len(gc.get_objects()) < before + 100

@@ -207,6 +207,8 @@ def _other(value: Any) -> Any:
         return _special("storage", f"{kind.__name__} of {value.nbytes()} bytes")
     if kind.__name__.startswith("ProcessGroup"):
         return _special("process_group", _group_text(value))
+    if isinstance(value, torch.fx.Proxy):  # to ask it for a name would add to the graph traced
+        return _special("unsupported", _type_name(kind))
     if callable(value) and hasattr(value, "__qualname__"):
         return _special("function", f"{getattr(value, '__module__', '')}.{value.__qualname__}")
     return _special("unsupported", _type_name(kind))

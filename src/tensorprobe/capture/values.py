@@ -128,7 +128,8 @@ class Values:
                 if not _is_its_storage(tensor):
                     return self._new(tensor, (call, role, label), keep == "tensors")
                 mark = self._mark(storage)
-            elif tensor.is_neg() or tensor.is_conj():  # the same memory means other numbers
+            elif tensor.is_neg() or tensor.is_conj() or tensor.is_nested:
+                # the same memory means other numbers
                 return self._new(tensor, (call, role, label), keep == "tensors")
             view = (mark, tensor._version, tensor.storage_offset(), form)
         except (NotImplementedError, RuntimeError):

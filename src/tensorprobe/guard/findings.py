@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -63,7 +64,7 @@ def write_findings(
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"format": FORMAT, "findings": list(findings), **(more or {})}
     text = msgspec.json.encode(_strict(msgspec.to_builtins(content)))
-    temporary = path.with_name(f".{FILE}.{os.getpid()}")
+    temporary = path.with_name(f".{FILE}.{os.getpid()}.{threading.get_ident()}")
     temporary.write_bytes(msgspec.json.format(text, indent=1) + b"\n")
     os.replace(temporary, path)
     return path

@@ -93,6 +93,9 @@ def piece_of(tensor: torch.Tensor) -> Piece | None:
     return (dtype, count, address) if count and address else None
 
 
+_DOUBTFUL = -2  # no tensor has this version
+
+
 class Ring:
     """Notes in order, with their flags on the devices; taken as a whole.
 
@@ -130,6 +133,7 @@ class Ring:
                         held = self.hold_plain(tensor, path)
                         if held is not None:
                             self._notes.append((None, "forward", (), (held,), 0, False, ""))
+                            self._doubt_rest(tensor)
                             found.append((path, key))
                             continue
                     elif not tensor.is_neg():
@@ -158,7 +162,14 @@ class Ring:
         if self._known.versions.get(key) != _version(content):
             held = self.hold(content, path)
             self._notes.append((None, "forward", _NO_INPUTS, (held,), 0, False, ""))
+            self._doubt_rest(content)
         return key
+
+    def _doubt_rest(self, content: torch.Tensor) -> None:
+        """A look at a part of what was in memory before says nothing of the other parts."""
+        storage = content.untyped_storage()
+        if content.nbytes < storage.nbytes():
+            self._known.versions[storage._cdata] = _DOUBTFUL
 
     def hold(self, content: torch.Tensor, path: Path, flag: bool = True) -> NotedOutput:
         """Start to flag a tensor of a call; without `flag` it has what its inputs had."""

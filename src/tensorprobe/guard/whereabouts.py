@@ -90,10 +90,12 @@ class Whereabouts(ModuleHooks):
             self._tape.gap(f"Module.{type(module).__name__}", error)
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        if _is_compiling():  # first of all: dynamo, which traces this, must not come to the module
+            return
         entries: list[Any] = self._thread.entries
         if not entries or entries[-1].module is not module or len(entries) == 1:
             super()._leave(module, args, result)
-        elif not _is_compiling():
+        else:
             self._go_back(entries.pop())
 
     def _go_back(self, entry: Any) -> None:

@@ -52,10 +52,12 @@ class HostBackend:
 
         Its type is torch's own, and no function mode is on. `form` as for `Summarizer.submit`.
         """
-        reader = self._readers.of.get(form)
+        readers = self._readers.of
+        # Taken out while it reads: a signal's handler may come in between with such a tensor.
+        reader = readers.pop(form, None)
         try:
             if reader is None or (self._digest and not tensor.is_contiguous()):
-                reader = self._reader(tensor, form)
+                reader = self._reader(tensor)
                 if reader is None:
                     return None
             address = tensor.data_ptr()
@@ -65,11 +67,15 @@ class HostBackend:
             return None
         threads = torch.get_num_threads() if reader.most_threads > 1 else 1
         outcome = reader.read(address, threads)
+        if form is not None:
+            if len(readers) >= MAX_FORMS:
+                readers.clear()
+            readers[form] = reader
         if outcome is None:
             return None
         return Result(outcome[0], outcome[1], None, None, True)
 
-    def _reader(self, tensor: torch.Tensor, form: int | None) -> Reader | None:
+    def _reader(self, tensor: torch.Tensor) -> Reader | None:
         """What reads such a tensor if it lies in one piece; its order matters only to a digest."""
         library, name = tally.LIBRARY, memory.NAMES.get(tensor.dtype, "")
         if library is None or name not in tally.KINDS or not (self._stats or self._digest):
@@ -85,12 +91,7 @@ class HostBackend:
         if not count:
             return None
         nbytes = count * tensor.element_size()
-        reader = Reader(library, name, nbytes, repeat, stats=self._stats, digest=self._digest)
-        if form is not None:
-            if len(self._readers.of) >= MAX_FORMS:
-                self._readers.of.clear()
-            self._readers.of[form] = reader
-        return reader
+        return Reader(library, name, nbytes, repeat, stats=self._stats, digest=self._digest)
 
     def submit(self, result: Result, tensor: torch.Tensor, name: str) -> None:
         storage = host.STORAGE[name]

@@ -36,7 +36,7 @@ def build(target: Path = TARGET) -> str | None:
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             made = Path(folder) / target.name
             command = [*compiler, *OPTIONS, str(SOURCE), "-o", str(made)]
-            subprocess.run(command, check=True, capture_output=True, text=True)
+            subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
             made.replace(target)
     except subprocess.CalledProcessError as error:
         reason: str = error.stderr.strip() or f"exit code {error.returncode}"
@@ -44,7 +44,7 @@ def build(target: Path = TARGET) -> str | None:
     except OSError as error:
         return f"{error.filename or target}: {error.strerror}"
     except ValueError as error:
-        return f"CC={os.environ['CC']}: {error}"
+        return f"CC={os.environ.get('CC', '')}: {error}"
     return None
 
 

@@ -196,6 +196,7 @@ class TorchFlags:
     def __init__(self) -> None:
         self._bounds: list[torch.Tensor] = []
         self._limits: list[float] = []
+        self._lock = threading.Lock()
 
     @property
     def full(self) -> bool:
@@ -207,14 +208,16 @@ class TorchFlags:
         return self.submit(tensor)
 
     def submit(self, tensor: torch.Tensor) -> int:
-        low, high = _low_and_high(tensor)
-        self._bounds += [_as_float32(low), _as_float32(high)]
-        self._limits.append(LIMITS[tensor.dtype])
-        return len(self._limits) - 1
+        low, high = map(_as_float32, _low_and_high(tensor))
+        with self._lock:
+            self._bounds += [low, high]
+            self._limits.append(LIMITS[tensor.dtype])
+            return len(self._limits) - 1
 
     def fetch(self) -> Extents:
-        bounds, self._bounds = self._bounds, []
-        limits, self._limits = self._limits, []
+        with self._lock:
+            bounds, self._bounds = self._bounds, []
+            limits, self._limits = self._limits, []
         numbers = torch.stack(bounds).tolist() if bounds else []
         pairs = zip(numbers[::2], numbers[1::2], strict=True)
         return Extents([from_bounds(*pair) for pair in pairs], limits)

@@ -88,7 +88,7 @@ def takes_runs(name: str, tensor: torch.Tensor, run: int, pitch: int) -> bool:
     if name not in _IN_WORDS or tensor.data_ptr() % 16:
         return False
     vector = _vector(name)
-    return not (run % vector or pitch % vector) and tensor.numel() // run * pitch < 1 << 31
+    return not (run % vector or pitch % vector) and tensor.numel() // run * pitch < 1 << 30
 
 
 def rows_for_both(nbytes: int) -> int:

@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define VERSION 1 /* tally.py uses a library of its own version only */
+#define VERSION 2 /* tally.py uses a library of its own version only */
 
 enum { CHUNK_NBYTES = 65536, CHUNK_WORDS = CHUNK_NBYTES / 8 };
 enum { BLOCK = 4096 }; /* elements that are summed before lanes are added up: 1e-13 holds */
@@ -444,8 +444,12 @@ static void start_threads(int wanted) {
     sigset_t all, before;
     pthread_attr_t attributes;
     pthread_t thread;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before); /* signals are the program's own */
+    sigfillset(&all); /* signals are the program's own, but for a thread's own faults */
+    sigdelset(&all, SIGSEGV);
+    sigdelset(&all, SIGBUS);
+    sigdelset(&all, SIGFPE);
+    sigdelset(&all, SIGILL);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
     pthread_attr_init(&attributes);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
     while (pool.threads < wanted && !pthread_create(&thread, &attributes, help, NULL))
@@ -497,8 +501,16 @@ __attribute__((constructor)) static void prepare(void) {
 
 int tally_version(void) { return VERSION; }
 
-/* Add a piece of a tensor, its first where `at` is 0; before the last one whole chunks, please. */
-void tally_add(int kind, const unsigned char *data, int64_t nbytes, int64_t at, part *to) {
+/* What is called in `own_mode` must not be moved out of it. */
+#define IN_OWN_MODE(call)                        \
+    do {                                         \
+        __typeof__(own_mode()) mode = own_mode(); \
+        call;                                    \
+        back_to(mode);                           \
+    } while (0)
+#define APART static __attribute__((noinline))
+
+APART void add_piece(int kind, const unsigned char *data, int64_t nbytes, int64_t at, part *to) {
     if (!at) *to = nothing(kind);
     for (int64_t c = 0; c < nbytes; c += CHUNK_NBYTES) {
         int size = nbytes - c < CHUNK_NBYTES ? nbytes - c : CHUNK_NBYTES;
@@ -515,8 +527,7 @@ uint64_t tally_mixed(const unsigned char *data, int64_t nbytes, int64_t number) 
     return mixed;
 }
 
-/* The row of all that was added, which were `nbytes`. */
-void tally_finish(int kind, int64_t nbytes, int64_t repeat, const part *all, row *row) {
+APART void finish(int kind, int64_t nbytes, int64_t repeat, const part *all, row *row) {
     int64_t count = nbytes / ITEM_NBYTES[kind], finite = count - all->nan - all->inf;
     double total = whole(&all->total), square = whole(&all->square);
     row->state = (count > all->nan ? BOUNDED : 0) | (finite && kind != BOOL ? FINITE : 0);
@@ -535,13 +546,12 @@ void tally_finish(int kind, int64_t nbytes, int64_t repeat, const part *all, row
     row->digest = fmix(all->mixed + (uint64_t)nbytes * GOLD);
 }
 
-/* Answer a request about memory; 0 where there is no room for the parts. */
-int tally_memory(request *request, const unsigned char *data) {
+APART int answer(request *request, const unsigned char *data) {
     int wants = request->wants, kind = request->kind;
     int64_t nbytes = request->nbytes, n = (nbytes + CHUNK_NBYTES - 1) / CHUNK_NBYTES;
     if (n == 1) {
         part part = read_chunk(wants, kind, data, nbytes, 0);
-        tally_finish(kind, nbytes, request->repeat, &part, &request->row);
+        finish(kind, nbytes, request->repeat, &part, &request->row);
         return 1;
     }
     part all = nothing(kind), *parts = malloc(n * sizeof(part));
@@ -550,6 +560,23 @@ int tally_memory(request *request, const unsigned char *data) {
     take_shares_together(&job, request->threads);
     for (int64_t c = 0; c < n; c++) join(kind, &all, parts + c);
     free(parts);
-    tally_finish(kind, nbytes, request->repeat, &all, &request->row);
+    finish(kind, nbytes, request->repeat, &all, &request->row);
     return 1;
+}
+
+/* Add a piece of a tensor, its first where `at` is 0; before the last one whole chunks, please. */
+void tally_add(int kind, const unsigned char *data, int64_t nbytes, int64_t at, part *to) {
+    IN_OWN_MODE(add_piece(kind, data, nbytes, at, to));
+}
+
+/* The row of all that was added, which were `nbytes`. */
+void tally_finish(int kind, int64_t nbytes, int64_t repeat, const part *all, row *row) {
+    IN_OWN_MODE(finish(kind, nbytes, repeat, all, row));
+}
+
+/* Answer a request about memory; 0 where there is no room for the parts. */
+int tally_memory(request *request, const unsigned char *data) {
+    int done;
+    IN_OWN_MODE(done = answer(request, data));
+    return done;
 }

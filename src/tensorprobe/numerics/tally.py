@@ -15,7 +15,7 @@ from typing import Any
 
 from tensorprobe.records import TensorSummary
 
-VERSION = 1  # as in tally.c
+VERSION = 2  # as in tally.c
 PATH = Path(__file__).with_name("libtally.so")
 
 # From here on a call lets go of the interpreter. What takes a few microseconds does not: another
@@ -72,7 +72,7 @@ class Reader:
 
     def read(self, address: int, threads: int = 1) -> Outcome | None:
         """What was asked for of the memory at an address; None where numpy has to look at it."""
-        if threads > 1:
+        if self.most_threads > 1:
             some = min(threads, self.most_threads)
             struct.pack_into("<q", self._request, _THREADS_AT, some)
         if not self._call(self._at, address):

@@ -103,7 +103,7 @@ decode = msgspec.json.Decoder(Line).decode
 def encode(line: Line | TensorLine) -> bytes:
     """One line with its newline."""
     try:
-        return _encode_lines((line,))
+        return _encode_lines([line])  # a list: of anything else msgspec 0.22 keeps the iterator
     except UnicodeEncodeError:  # a lone surrogate, as in a file name that is not UTF-8
         return _encoder.encode(speakable(msgspec.to_builtins(line))) + b"\n"
 
