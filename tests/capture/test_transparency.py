@@ -9,6 +9,7 @@ import io
 import pickle
 import random
 import re
+import signal
 import threading
 import warnings
 import weakref
@@ -868,3 +869,21 @@ def test_a_symbolic_trace_is_what_it_is_without(tmp_path: Path) -> None:
         traced = torch.fx.symbolic_trace(model)
         model(torch.ones(2, 3))
     assert traced.code == expected
+
+
+@pytest.mark.timeout(60)
+def test_a_signals_handler_may_call_a_module(tmp_path: Path) -> None:
+    model, x = nn.Identity(), torch.ones(64)
+    before = signal.signal(signal.SIGALRM, lambda *_: model(x))
+    try:
+        with recorder(tmp_path / "run", level="L0", keep="stats") as rec:
+            signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+            for turn in range(2000):
+                model(x)
+                if turn % 50 == 0:
+                    rec.step()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(tp.load(tmp_path / "run").calls) >= 2000

@@ -103,7 +103,8 @@ class Tape:
         self._steps: set[int] = set()
         self.is_open = False
         self.on_open: Callable[[int], None] = lambda step: None
-        self._opening = threading.Lock()
+        self._opening = threading.RLock()  # a signal's handler may make a call meanwhile
+        self._is_opening = False
         self._values = values
         self.ids = itertools.count()
         self._stacks = Stacks(self._write_stack)
@@ -160,14 +161,19 @@ class Tape:
         if self.is_open:
             return
         with self._opening:  # or a second thread's first call would find no file yet
-            if not self.is_open:
+            if self.is_open or self._is_opening:  # then there is no file yet for what it calls
+                return
+            self._is_opening = True
+            try:
                 self._steps.add(self.step)
                 self.writer.begin_step(self.step)
                 for line in self._early_stacks:
                     self.writer.stack(line)
                 self._early_stacks.clear()
                 self.is_open = True
-                self.on_open(self.step)
+            finally:
+                self._is_opening = False
+            self.on_open(self.step)
 
     # Calls
 

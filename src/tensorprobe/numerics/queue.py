@@ -93,7 +93,8 @@ class Queue:
         self._port = port
         self._new_bank = new_bank
         self._complete = complete
-        self.lock = threading.Lock()  # of the bank that is being filled
+        # of the bank that is being filled; a signal's handler may come in between with a tensor
+        self.lock = threading.RLock()
         self.acquire, self.release = self.lock.acquire, self.lock.release
         self._landing_lock = threading.Lock()  # taken first; the program never waits for it
         self._free: list[Bank] = []

@@ -180,7 +180,7 @@ class CaptureWriter:
         self._step: _Step | None = None
         self._last_step: _Step | None = None  # also after its end, until the next begins
         self._begun_steps: set[int] = set()
-        self._log_lock = threading.Lock()
+        self._log_lock = threading.RLock()  # a signal's handler may call a module meanwhile
         self._log_broken = False
         self._out_of_budget = False
         self._changed = threading.Condition()
