@@ -23,6 +23,7 @@ ONLY: Path = ("0",)  # the path of a result that is one tensor
 # What a line says of a plain tensor, its content excepted: dtype, shape, stride, device, whether it
 # has a gradient; and what is kept of the call.
 _Kind = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device, bool, Keep]
+_TREE = b'{"tensor":'
 _MAX_KINDS = 10_000  # shapes that are new in every step would fill the table without end
 
 
@@ -37,7 +38,6 @@ class _Head(NamedTuple):
     """The beginning of the lines of one kind of tensor."""
 
     in_tree: bytes  # as `{"tensor": line}`
-    alone: bytes
     form: int  # of the content, or -1 where none is wanted
     without: Raw  # the whole in a tree where no content is named
 
@@ -115,7 +115,7 @@ class TensorLines:
             except (RuntimeError, NotImplementedError):
                 pass  # sparse tensors have no strides, nested ones not even a shape
             else:
-                in_tree, _, form, without = head
+                in_tree, form, without = head
                 if form < 0 or not wanted:
                     return without
                 value = self._values.of(tensor, form, call, role, label, keep)
@@ -197,31 +197,21 @@ class TensorLines:
         self, tensor: torch.Tensor, call: HasTensors, role: Role, name: str, wanted: bool
     ) -> Any:
         """What `encoded` gives, without the tree around it."""
-        keep = call.keep
-        if type(tensor) in PLAIN_TENSORS:
-            grad = tensor.requires_grad
-            try:
-                kind = (tensor.dtype, tensor.shape, tensor.stride(), tensor.device, grad, keep)
-                head = self._heads.get(kind) or self._new_head(kind, tensor)
-            except (RuntimeError, NotImplementedError):
-                pass
-            else:
-                if head.form < 0 or not wanted:
-                    return Raw(head.alone + b"}")
-                value = self._values.of(tensor, head.form, call, role, name, keep)
-                return Raw(b'%b,"value":%d}' % (head.alone, value))
-        return self.line(tensor, call, role, name, wanted)
+        part = self.encoded(tensor, call, role, name, wanted)
+        if isinstance(part, Raw):
+            return Raw(bytes(part)[len(_TREE) : -1])
+        return part["tensor"]
 
     def _new_head(self, kind: _Kind, tensor: torch.Tensor) -> _Head:
         dtype, shape, stride, device, grad, keep = kind
         name, wanted = self._dtypes.get(dtype) or self._look_up(dtype)
         order = None if tensor.is_contiguous() else stride
-        alone = encode(TensorLine(name, shape, order, str(device), grad)).rstrip(b"\n}")
+        line = encode(TensorLine(name, shape, order, str(device), grad)).rstrip(b"\n}")
         form = self._values.form(tensor, keep, order) if wanted and keep != "structure" else -1
         if len(self._heads) >= _MAX_KINDS:
             self._heads.clear()
-        in_tree = b'{"tensor":' + alone
-        head = self._heads[kind] = _Head(in_tree, alone, form, Raw(in_tree + b"}}"))
+        in_tree = _TREE + line
+        head = self._heads[kind] = _Head(in_tree, form, Raw(in_tree + b"}}"))
         return head
 
     def _look_up(self, dtype: torch.dtype) -> tuple[str, bool]:
