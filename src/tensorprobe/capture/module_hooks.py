@@ -214,10 +214,7 @@ class ModuleHooks:
         if entries and not is_below(entries[-1].frame, frame):
             self._drop_left(frame)
         if not entries:
-            if is_constructing(frame):
-                return  # a model that tries its parts while it is made: no root, and no step
-            self._on_root(module)  # not below: it may end the program, or the recording
-            if not self._handles:
+            if not self._begins(module, frame):
                 return
         elif not tape.recording:  # only roots count steps and give names
             return
@@ -244,6 +241,13 @@ class ModuleHooks:
                 place["frame"] = frame
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             tape.gap(f"Module.{type(module).__name__}", error)
+
+    def _begins(self, module: nn.Module, frame: FrameType) -> bool:
+        """Whether a call from outside of all modules is to be followed; it may begin a step."""
+        if is_constructing(frame):
+            return False  # a model that tries its parts while it is made: no root, and no step
+        self._on_root(module)  # in no `try`: it may end the program, or the recording
+        return bool(self._handles)
 
     def _drop_left(self, frame: FrameType) -> None:
         """Forget calls that were left by a KeyboardInterrupt or the like, which runs no hook."""

@@ -62,43 +62,10 @@ class LaterLooking(BackwardLooking):
         on_host = self._looks_later  # also what lies there is looked at later
         if not on_host and result.is_cpu:
             return False
-        inputs: Tensors = []
-        told = needs = 0
-        position = -1
-        for value in args:
-            position += 1
-            kind = type(value)
-            if kind in PLAIN_TENSORS:
-                inputs.append((value, POSITIONS[position]))
-                if value.requires_grad:
-                    if not self._can_follow(value.grad_fn) or (not on_host and value.is_cpu):
-                        return False
-                    needs |= 1 << position
-            elif kind is float:
-                if not isfinite(value):
-                    told = scalar_bits(args, kwargs)
-            elif kind in _LISTS:
-                index = -1
-                for item in value:
-                    index += 1
-                    if type(item) in PLAIN_TENSORS:
-                        inputs.append((item, (*POSITIONS[position], str(index))))
-                        if item.requires_grad:
-                            if not self._can_follow(item.grad_fn) or (not on_host and item.is_cpu):
-                                return False
-                            needs |= _IN_LIST
-                    elif type(item) not in _ATOMS and type(item) is not float:
-                        return False
-            elif kind not in _ATOMS:
-                return False
-        if kwargs:
-            for value in kwargs.values():
-                kind = type(value)
-                if kind is float:
-                    if not isfinite(value):
-                        told = scalar_bits(args, kwargs)
-                elif kind not in _ATOMS:
-                    return False
+        given_to = self._plain_arguments(args, kwargs, on_host)
+        if given_to is None:
+            return False
+        inputs, told, needs = given_to
         looked, flag = result.dtype in LIMITS, True
         if plan.kind is _CASTS and inputs:
             source = inputs[0][0]
@@ -140,6 +107,50 @@ class LaterLooking(BackwardLooking):
                 if found is not None and needs < _IN_LIST:
                     self._routes[route] = found
         return True
+
+    def _plain_arguments(
+        self, args: tuple[Any, ...], kwargs: Any, on_host: bool
+    ) -> tuple[Tensors, int, int] | None:
+        """Tensors among plain arguments, what numbers tell, and a bit for each that needs a
+        gradient; None where there is anything else."""
+        inputs: Tensors = []
+        told = needs = 0
+        position = -1
+        for value in args:
+            position += 1
+            kind = type(value)
+            if kind in PLAIN_TENSORS:
+                inputs.append((value, POSITIONS[position]))
+                if value.requires_grad:
+                    if not self._can_follow(value.grad_fn) or (not on_host and value.is_cpu):
+                        return None
+                    needs |= 1 << position
+            elif kind is float:
+                if not isfinite(value):
+                    told = scalar_bits(args, kwargs)
+            elif kind in _LISTS:
+                index = -1
+                for item in value:
+                    index += 1
+                    if type(item) in PLAIN_TENSORS:
+                        inputs.append((item, (*POSITIONS[position], str(index))))
+                        if item.requires_grad:
+                            if not self._can_follow(item.grad_fn) or (not on_host and item.is_cpu):
+                                return None
+                            needs |= _IN_LIST
+                    elif type(item) not in _ATOMS and type(item) is not float:
+                        return None
+            elif kind not in _ATOMS:
+                return None
+        if kwargs:
+            for value in kwargs.values():
+                kind = type(value)
+                if kind is float:
+                    if not isfinite(value):
+                        told = scalar_bits(args, kwargs)
+                elif kind not in _ATOMS:
+                    return None
+        return inputs, told, needs
 
     def _can_follow(self, node: Any) -> bool:
         """Whether a node that made an input is none of a custom Function, which has to be named."""

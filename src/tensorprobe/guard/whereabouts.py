@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tensorprobe.capture import compiled
-from tensorprobe.capture.module_hooks import ModuleHooks, is_below, is_constructing
+from tensorprobe.capture.module_hooks import ModuleHooks, is_below
 from tensorprobe.capture.tape import Place
 from tensorprobe.guard.trail import Trail, trail_from
 
@@ -69,12 +69,8 @@ class Whereabouts(ModuleHooks):
             if trail[-1] is None:  # that call was left by a KeyboardInterrupt or the like
                 trail = None
                 self._drop_left(frame)
-        if not entries:
-            if is_constructing(frame):
-                return  # a model that tries its parts while it is made: no root, and no step
-            self._on_root(module)  # not below: it may end the program, or the watch
-            if not self._handles:
-                return
+        if not entries and not self._begins(module, frame):
+            return
         try:
             if self._around is not None and not is_below(self._around, frame):
                 self._forget_around()
