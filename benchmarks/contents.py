@@ -91,7 +91,7 @@ def summarizer(digest: bool) -> Summarizer:
 def measure(args: argparse.Namespace, folder: str) -> dict[str, float]:
     """Seconds of each part for all contents."""
     source = summarizer(args.digest)
-    writer = CaptureWriter(Path(folder) / "a", 0, "run", {}, {}, poll=source.poll, wait=source.wait)
+    writer = CaptureWriter(Path(folder) / "a", 0, "run", {}, {}, results=source)
     values = Values(writer, source)
     tensors = [torch.ones(1024, dtype=torch.bfloat16) for _ in range(args.contents)]
     name: Any = ("Torch.relu.0.forward", "input", "0")

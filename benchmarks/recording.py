@@ -6,6 +6,9 @@
     python benchmarks/recording.py --idle 50                 (loaded, but no step is recorded)
 
 Every row is a ratio within one process: bare steps are timed before and after the recorded ones.
+On a device that works beside the program there are two of them: of steps in a row, at whose end the
+device is waited for, as a training runs; and of steps each of which is waited for, as where the
+program reads its loss after every one (`alone`).
 On a machine that does other things too, `--clock cpu` with OMP_NUM_THREADS=1 counts processor
 seconds, of which the quickest step of each kind is taken.
 """
@@ -89,6 +92,17 @@ def timed(step, count: int, device: str, clock: str = "wall") -> list[float]:
     return seconds
 
 
+def in_a_row(step, count: int, device: str, clock: str = "wall") -> float:
+    """Seconds a step of several, with no wait between them."""
+
+    def steps() -> None:
+        for _ in range(count):
+            step()
+
+    [seconds] = timed(steps, 1, device, clock)
+    return seconds / count
+
+
 def reset_peak(device: str) -> None:
     """Begin to measure the peak of memory anew."""
     import torch
@@ -135,6 +149,7 @@ def measure_ours(args: argparse.Namespace, size: dict[str, int]) -> list[dict[st
             folder = Path(tempfile.mkdtemp(dir=args.scratch))
             reset_peak(args.device)
             bare = timed(step, args.steps, args.device, args.clock)
+            row = [in_a_row(step, args.recorded, args.device, args.clock)]
             bare_peak = peak_mbytes(args.device)
             reset_peak(args.device)
             messages: list[str] = []
@@ -150,10 +165,13 @@ def measure_ours(args: argparse.Namespace, size: dict[str, int]) -> list[dict[st
                 timed(recorded_step, 1, args.device)  # the first one opens files, compiles kernels
                 waited = recorder._writer.waited_s
                 seconds = timed(recorded_step, args.recorded, args.device, args.clock)
+                recorded_row = in_a_row(recorded_step, args.recorded, args.device, args.clock)
                 waited = recorder._writer.waited_s - waited
             peak = peak_mbytes(args.device)
-            calls = recorder._writer.n_calls / (args.recorded + 1)
+            n_steps = 2 * args.recorded + 1
+            calls = recorder._writer.n_calls / n_steps
             after = timed(step, args.steps, args.device, args.clock)
+            row.append(in_a_row(step, args.recorded, args.device, args.clock))
             _, middle_of = CLOCKS[args.clock]
             base, middle = middle_of(bare + after), middle_of(seconds)
             rows.append(
@@ -163,11 +181,14 @@ def measure_ours(args: argparse.Namespace, size: dict[str, int]) -> list[dict[st
                     "bare_s": base,
                     "step_s": middle,
                     "ratio": middle / base,
+                    "row_bare_s": min(row),
+                    "row_s": recorded_row,
+                    "row_ratio": recorded_row / min(row),
                     "calls": calls,
                     "us_per_call": (middle - base) / calls * 1e6,
-                    "mbytes_per_step": folder_nbytes(folder) / (args.recorded + 1) / 1e6,
-                    "waited_s": waited / args.recorded,
-                    "content_mb": content_mbytes(folder / "run", args.recorded + 1),
+                    "mbytes_per_step": folder_nbytes(folder) / n_steps / 1e6,
+                    "waited_s": waited / (n_steps - 1),
+                    "content_mb": content_mbytes(folder / "run", n_steps),
                     "bare_peak_mb": bare_peak,
                     "peak_mb": peak,
                 }
@@ -276,6 +297,8 @@ def peer_child(spec: dict[str, object]) -> None:
 
     timed(recorded, 1, spec["device"])
     seconds = timed(recorded, spec["recorded"], spec["device"], spec["clock"])
+    row = in_a_row(recorded, spec["recorded"], spec["device"], spec["clock"])
+    bare_row = in_a_row(step, spec["recorded"], spec["device"], spec["clock"])
     bare += timed(step, spec["steps"], spec["device"], spec["clock"])
     _, middle_of = CLOCKS[spec["clock"]]
     base, middle = middle_of(bare), middle_of(seconds)
@@ -285,7 +308,8 @@ def peer_child(spec: dict[str, object]) -> None:
         "bare_s": base,
         "step_s": middle,
         "ratio": middle / base,
-        "mbytes_per_step": folder_nbytes(folder) / (spec["recorded"] + 1) / 1e6,
+        "row_ratio": row / bare_row,
+        "mbytes_per_step": folder_nbytes(folder) / (2 * spec["recorded"] + 1) / 1e6,
     }
     shutil.rmtree(folder)
     print(json.dumps(row))
@@ -293,23 +317,24 @@ def peer_child(spec: dict[str, object]) -> None:
 
 def table(ours: list[dict[str, object]], peer: list[dict[str, object]]) -> str:
     known = {(row["level"], row["keep"]): row for row in peer}
-    titles = ["level", "keep", "no tool", "recorded", "ratio", "per call", "MB a step", "waited"]
-    titles += ["peak, no tool", "peak"]
-    titles += ["msprobe", "its MB"]
+    titles = ["level", "keep", "no tool", "recorded", "ratio", "alone", "per call", "MB a step"]
+    titles += ["waited", "peak, no tool", "peak", "msprobe", "alone", "its MB"]
     lines = [f"| {' | '.join(titles)} |", f"|{' --- |' * len(titles)}"]
     for row in ours:
         other = known.get((row["level"], row["keep"]))
         cells = [
             row["level"],
             row["keep"],
-            f"{row['bare_s']:.4f} s",
-            f"{row['step_s']:.4f} s",
+            f"{row['row_bare_s']:.4f} s",
+            f"{row['row_s']:.4f} s",
+            f"{row['row_ratio']:.2f}x",
             f"{row['ratio']:.2f}x",
             f"{row['us_per_call']:.0f} us",
             f"{row['mbytes_per_step']:.1f}",
             f"{row['waited_s']:.2f} s",
             f"{row['bare_peak_mb']:.0f} MB",
             f"{row['peak_mb']:.0f} MB",
+            f"{other['row_ratio']:.2f}x" if other else "-",
             f"{other['ratio']:.2f}x" if other else "-",
             f"{other['mbytes_per_step']:.1f}" if other else "-",
         ]

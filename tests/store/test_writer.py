@@ -27,9 +27,9 @@ class Late:
     error: str | None = None
     digest: str | None = None
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, polls: int = 2) -> None:
         self._device = device
-        self._due = device.n_polls + 2
+        self._due = device.n_polls + polls
 
     @property
     def ready(self) -> bool:
@@ -42,16 +42,25 @@ class Late:
 
 class Device:
     n_polls = 0
-    n_waits = 0
+    n_flushes = 0
+    n_landings = 0
     fault: Exception | None = None
+
+    def __init__(self) -> None:
+        self.is_done = threading.Event()
+        self.is_done.set()
+
+    def flush(self) -> None:
+        self.n_flushes += 1
 
     def poll(self) -> None:
         self.n_polls += 1
 
-    def wait(self) -> None:
+    def land(self) -> None:
         if self.fault:
             raise self.fault
-        self.n_waits += 1
+        assert self.is_done.wait(10)
+        self.n_landings += 1
         self.n_polls += 100
 
 
@@ -62,7 +71,7 @@ def run_script(code: str, *args: object) -> str:
 
 
 def late_capture(root: Path, device: Device) -> tuple[Path, CaptureWriter]:
-    out = open_writer(root, poll=device.poll, wait=device.wait)
+    out = open_writer(root, results=device)
     out.begin_step(0)
     out.call(CallLine(id=0, name="C", op="op", args=[tensor(0), tensor(1)]))
     out.value(0, Late(device))
@@ -83,7 +92,7 @@ def test_values_are_in_the_file_soon_without_being_asked_for(tmp_path: Path) -> 
     assert [record.summary for record in call.tensors] == [SUMMARY, SUMMARY]
     polls = device.n_polls
     time.sleep(0.4)
-    assert (device.n_polls, device.n_waits) == (polls, 0), "nothing is outstanding any more"
+    assert (device.n_polls, device.n_landings) == (polls, 0), "nothing is outstanding any more"
     out.close()
 
 
@@ -104,16 +113,57 @@ def test_the_thread_is_awake_after_being_called_in_vain(tmp_path: Path) -> None:
     writer.close()
 
 
-def test_drain_and_the_end_of_a_step_wait_for_results(tmp_path: Path) -> None:
+def test_drain_waits_for_results(tmp_path: Path) -> None:
     device = Device()
     _, out = late_capture(tmp_path / "a", device)
     out.drain()
     assert tensorprobe.load(tmp_path / "a").calls[0].tensors[0].summary == SUMMARY
-    assert device.n_waits == 1
-    out.value(9, Late(device))
-    out.begin_step(1)
-    assert device.n_waits == 2
+    assert (device.n_flushes, device.n_landings) == (1, 1)
     out.close()
+
+
+def test_the_program_is_one_step_ahead_of_the_device_and_no_more(tmp_path: Path) -> None:
+    device = Device()
+    device.is_done.clear()
+    root, out = late_capture(tmp_path / "a", device)
+    out.begin_step(1)  # returns: nobody waits for the results of step 0 yet
+    assert (device.n_flushes, device.n_landings) == (1, 0)
+    out.call(CallLine(id=1, name="D", op="op", args=[tensor(2)]))
+    out.value(2, Late(device))
+    out.end(EndLine(id=1))
+    threading.Timer(0.3, device.is_done.set).start()
+    began = time.monotonic()
+    out.begin_step(2)  # waits for step 0
+    assert time.monotonic() - began > 0.2
+    out.close()
+    tensors = [record for call in tensorprobe.load(root).calls for record in call.tensors]
+    assert [record.summary for record in tensors] == [SUMMARY] * 3
+    assert not tensorprobe.load(root).gaps
+
+
+def test_values_of_a_step_that_ends_are_found_behind_those_of_the_next(tmp_path: Path) -> None:
+    device = Device()
+    device.is_done.clear()
+    out = open_writer(tmp_path / "a", results=device)
+    out.begin_step(0)
+    release = threading.Event()
+
+    def data() -> np.ndarray:  # type: ignore[type-arg]
+        assert release.wait(10)
+        return np.zeros(4, np.float32)
+
+    out.call(CallLine(id=0, name="C", op="op", args=[tensor(0)]))
+    out.tensor(0, "k", "float32", (4,), data, 16)  # so the value waits in the queue behind it
+    out.value(0, Late(device))
+    out.begin_step(1)
+    out.call(CallLine(id=1, name="D", op="op", args=[tensor(1)]))
+    out.value(1, Late(device, polls=150))  # comes with the second landing
+    release.set()
+    device.is_done.set()
+    out.close()
+    capture = tensorprobe.load(tmp_path / "a")
+    assert [call.tensors[0].summary for call in capture.calls] == [SUMMARY] * 2
+    assert not capture.gaps
 
 
 def test_a_device_that_fails_leaves_gaps_and_the_rest(tmp_path: Path) -> None:

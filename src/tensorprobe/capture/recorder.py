@@ -271,8 +271,7 @@ class Recorder:
             flush=config.flush,
             queue_nbytes=config.queue,
             max_disk_nbytes=config.max_disk,
-            poll=summarizer.poll,
-            wait=summarizer.wait,
+            results=summarizer,
             on_warning=self._log,
         )
         values = Values(self._writer, summarizer, checksums=checksums)

@@ -258,8 +258,7 @@ class SaveStart(StartState):
             run_identity(os.environ),
             {**facts, "start": True},
             facts,
-            poll=summarizer.poll,
-            wait=summarizer.wait,
+            results=summarizer,
             on_warning=say,
         )
         self._tape = Tape(config, Selection(config), writer, Values(writer, summarizer))

@@ -58,8 +58,7 @@ def make_tape(folder: Path, log: Callable[[str], None]) -> GuardTape:
         run_identity(os.environ),
         {**facts, "config": config.as_arguments()},
         facts,
-        poll=summarizer.poll,
-        wait=summarizer.wait,
+        results=summarizer,
         on_warning=log,
     )
     return GuardTape(config, Selection(config), writer, Values(writer, summarizer))

@@ -38,8 +38,7 @@ class SavedInputs:
             run_identity(os.environ),
             {**facts, "config": {"level": "L1", "keep": "tensors"}},
             facts,
-            poll=self._summarizer.poll,
-            wait=self._summarizer.wait,
+            results=self._summarizer,
         )
         self._ids = itertools.count(1)
         self._saved: set[tuple[int, str]] = set()

@@ -29,7 +29,7 @@ class Backend(Protocol):
     def submit(self, result: Result, tensor: torch.Tensor, name: str) -> None: ...
     def flush(self) -> None: ...
     def poll(self) -> None: ...
-    def wait(self) -> None: ...
+    def land(self) -> None: ...
 
 
 class _Readers(threading.local):
@@ -109,7 +109,7 @@ class HostBackend:
     def flush(self) -> None:
         """Nothing is ever on its way."""
 
-    poll = wait = flush
+    poll = land = flush
 
 
 # Of a form of tensors: the dtype, how its kernel starts, rows and units that are given to it, how
@@ -306,10 +306,10 @@ class KernelBackend:
         if self._spare is not None:
             self._spare.poll()
 
-    def wait(self) -> None:
-        self._queue.wait()
+    def land(self) -> None:
+        self._queue.land()
         if self._spare is not None:
-            self._spare.wait()
+            self._spare.land()
 
 
 def _in_one_piece(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
@@ -418,17 +418,19 @@ class TorchBackend:
         with self._lock, memory.subclass_only():
             if self._is_old():
                 self._send()
-            while self._batches and self._batches[0].landed():
-                self._batches.pop(0).deliver()
+            self._deliver()
 
-    def wait(self) -> None:
+    def land(self) -> None:
+        with self._lock:
+            events = [batch.event for batch in self._batches if batch.event is not None]
+        for event in events:
+            event.synchronize()
         with self._lock, memory.subclass_only():
-            self._send()
-            while self._batches:
-                batch = self._batches.pop(0)
-                if batch.event is not None:
-                    batch.event.synchronize()
-                batch.deliver()
+            self._deliver()
+
+    def _deliver(self) -> None:
+        while self._batches and self._batches[0].landed():
+            self._batches.pop(0).deliver()
 
     def _tally(self, result: Result, tensor: torch.Tensor, name: str) -> _Pending:
         base, repeat = torch_ops.distinct(tensor)

@@ -546,7 +546,7 @@ class CudaPort:
             self._launcher.reduce(bank, self._side.cuda_stream)
             used = len(bank.tickets)
             bank.host[:used].copy_(bank.out[:used], non_blocking=True)
-            landed = torch.cuda.Event()
+            landed = torch.cuda.Event(blocking=True)  # a thread waits for it: let it sleep
             landed.record(self._side)
         return landed
 

@@ -2,7 +2,7 @@
 
 A bank is filled by kernels, on whatever stream each tensor is used. When it is full, old or asked
 for, it is reduced and copied to the host on a stream of its own, and used again once it landed.
-Nothing here waits for the device, `wait` excepted.
+Nothing here waits for the device, `land` excepted.
 """
 
 from __future__ import annotations
@@ -136,10 +136,9 @@ class Queue:
             finally:
                 self._landing_lock.release()
 
-    def wait(self) -> None:
-        self.flush()
+    def land(self) -> None:
         with self._landing_lock:
-            while self._landing:
+            for _ in range(len(self._landing)):  # not those that the program sends meanwhile
                 arrival = self._landing[0].arrival
                 if arrival is not None:
                     arrival.synchronize()

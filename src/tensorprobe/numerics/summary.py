@@ -29,7 +29,7 @@ class Choice(Protocol):
 class Summarizer:
     """Summarises tensors as they come; those of an accelerator are ready some time later.
 
-    `submit` may be called from any thread, `flush`, `poll` and `wait` from another one.
+    `submit` may be called from any thread, the others from another one.
 
         summarizer = Summarizer(digest=True)
         result = summarizer.submit(tensor)
@@ -79,10 +79,15 @@ class Summarizer:
         for backend in self._in_use():
             backend.poll()
 
+    def land(self) -> None:
+        """Block until all that was flushed is ready. Starts nothing, and keeps no `submit` back."""
+        for backend in self._in_use():
+            backend.land()
+
     def wait(self) -> None:
         """Block until every result is ready."""
-        for backend in self._in_use():
-            backend.wait()
+        self.flush()
+        self.land()
 
     def _start_of(self, tensor: torch.Tensor, form: int | None) -> _Start | None:
         start = self._starts.get(tensor.device)

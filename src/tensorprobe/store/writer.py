@@ -57,6 +57,14 @@ class Result(Protocol):
     def error(self) -> str | None: ...
 
 
+class Results(Protocol):
+    """Where results come from; as `numerics.summary.Summarizer` says."""
+
+    def flush(self) -> None: ...
+    def poll(self) -> None: ...
+    def land(self) -> None: ...
+
+
 class _Step:
     """The open files of one step of one rank."""
 
@@ -81,6 +89,7 @@ class _Step:
         self.n_calls = 0
         self.n_gaps = 0
         self.closed = False
+        self.finished = threading.Event()  # the thread has closed it, or has failed to
 
     def close(self) -> None:
         self.closed = True
@@ -133,9 +142,9 @@ class CaptureWriter:
     `call` and `gap` are in the file when they return; `stack`, `end`, and `value` whose result is
     ready, with the next of those or a moment later. `tensor`, and `value` whose result is still to
     come, go through a queue that one thread empties; `tensor` of a value id comes before its
-    `value`. `poll` is called by that thread while results are outstanding, `wait` (make all results
-    ready) by the thread that ends a step, drains or closes. After a write error nothing more is
-    written than the disk takes, and `error` has the first one. In a forked child nothing is done.
+    `value`. That thread also finishes steps, and is the one to wait for the device then: the
+    program goes on, one step ahead at most. After a write error nothing more is written than the
+    disk takes, and `error` has the first one. In a forked child nothing is done.
 
         writer = CaptureWriter(Path("runs/a"), 0, run_identity(os.environ), {}, {})
         writer.begin_step(0)
@@ -155,8 +164,7 @@ class CaptureWriter:
         queue_nbytes: int = 256 << 20,
         max_disk_nbytes: int | None = None,
         shard_nbytes: int = SHARD_NBYTES,
-        poll: Callable[[], object] | None = None,
-        wait: Callable[[], object] | None = None,
+        results: Results | None = None,
         on_warning: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.folder = Path(root) / f"rank{rank}"
@@ -172,14 +180,14 @@ class CaptureWriter:
         self._queue_nbytes = queue_nbytes
         self._max_disk_nbytes = max_disk_nbytes
         self._shard_nbytes = shard_nbytes
-        self._poll = poll
-        self._wait = wait
+        self._results = results
         self._pid = os.getpid()
         _forget_in_children(self)
         self._rank_fd: int | None = None
         self._step: _Step | None = None
         self._last_step: _Step | None = None  # also after its end, until the next begins
         self._begun_steps: set[int] = set()
+        self._ending: _Step | None = None  # the step that has ended last
         self._log_lock = threading.RLock()  # a signal's handler may call a module meanwhile
         self._log_broken = False
         self._out_of_budget = False
@@ -230,10 +238,15 @@ class CaptureWriter:
         """Let the thread finish the open step once all of it is written."""
         if self._forked() or self._step is None:
             return
-        self._await_results()
+        if self._results is not None:
+            self._ask(self._results.flush)
         step, self._step = self._step, None
         self._n_calls += step.n_calls
         self._put(step, _EndStep())
+        self._wake(hurry=True)
+        before, self._ending = self._ending, step
+        if before is not None:  # or results of ever more steps would fill the device
+            before.finished.wait()
 
     def drop_step(self, step: int) -> None:
         """Delete what was recorded of a step that has ended; its calls count no more."""
@@ -347,7 +360,9 @@ class CaptureWriter:
     def drain(self) -> None:
         """Return when everything queued is in the files."""
         if not self._forked():
-            self._await_results()
+            if self._results is not None:
+                self._ask(self._results.flush)
+                self._ask(self._results.land)
             self._finish_queue()
 
     def close(self) -> None:
@@ -394,11 +409,7 @@ class CaptureWriter:
         self._wake(hurry=True)
         done.wait()
 
-    def _await_results(self) -> None:
-        if self._wait is not None:
-            self._ask(self._wait)
-
-    def _ask(self, results: Callable[[], object]) -> None:
+    def _ask(self, results: Callable[[], None]) -> None:
         try:
             results()
         except Exception as error:  # noqa: BLE001 a device that failed: its values become gaps
@@ -461,8 +472,8 @@ class CaptureWriter:
     def _run(self) -> None:
         while self._pause():
             if self._waiting:
-                if self._poll is not None:
-                    self._ask(self._poll)
+                if self._results is not None:
+                    self._ask(self._results.poll)
                 self._write_ready()
             self._work(until=time.monotonic() + _POLL_S)
 
@@ -524,14 +535,19 @@ class CaptureWriter:
             self._not_written(step, item, error)
 
     def _finish_step(self, step: _Step) -> None:
-        self._write_ready(ending=step)
-        self._flush(step)
-        self._append(step, encode(ClosedLine(step.n_calls, step.n_gaps)))
-        with self._log_lock:  # no other thread is about to write to a number that is let go
-            try:
-                step.close()
-            except OSError as error:
-                self._failed(error)
+        try:
+            if self._results is not None:
+                self._ask(self._results.land)
+            self._write_ready(ending=step)
+            self._flush(step)
+            self._append(step, encode(ClosedLine(step.n_calls, step.n_gaps)))
+            with self._log_lock:  # no other thread is about to write to a number that is let go
+                try:
+                    step.close()
+                except OSError as error:
+                    self._failed(error)
+        finally:
+            step.finished.set()
 
     def _delete(self, number: int) -> None:
         assert self._rank_fd is not None
@@ -552,12 +568,16 @@ class CaptureWriter:
         """Write outstanding values whose result has come, and all of a step that ends."""
         waiting = self._waiting
         steps: dict[_Step, list[_Value]] = {}
-        while waiting:
-            value = waiting[0]
+        for _ in range(len(waiting)):
+            value = waiting.popleft()
             step, result = value.step, value.result
-            if not (step is ending or result is None or result.ready):
+            if step is ending or result is None or result.ready:
+                steps.setdefault(step, []).append(value)
+            elif ending is None:  # those behind it have not come either
+                waiting.appendleft(value)
                 break
-            steps.setdefault(step, []).append(waiting.popleft())
+            else:
+                waiting.append(value)
         for step, values in steps.items():
             for start in range(0, len(values), _BATCH_LINES):
                 self._write_values(step, values[start : start + _BATCH_LINES])
