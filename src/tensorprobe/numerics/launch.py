@@ -521,9 +521,11 @@ class CudaPort:
 
     def usual_stream(self) -> int | None:
         index = self._index
-        if self._device_now() != index or self._is_capturing():
+        if self._device_now() != index:
             return None
-        return self._stream_now(index)
+        stream = self._stream_now(index)
+        # CUDA captures no graph on stream 0, where most work goes.
+        return None if stream and self._is_capturing() else stream
 
     def adopt(self, bank: Bank, stream: int) -> None:
         current = torch.cuda.current_stream(self._index)
