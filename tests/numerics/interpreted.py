@@ -248,18 +248,58 @@ def check_runs(names: list[str]) -> None:
             x = torch.randn(24, 64).to(getattr(torch, name))
             x[3, 5] = x[20, 60] = special
             heads = x.view(4, 6, 64).transpose(0, 1)
-            read = [x[:, :32], x[:, 32:], x[::2], heads[..., 16:48], x[:, 8:16].expand(3, 24, 8)]
-            copied = [x[:, 1:9], x[:, :4].t()[:3], x[1:21:3, ::2], heads[1:4, ::2, :32]]
-            tensors = [x, *read, *copied] * 2
-            results = [summarizer.submit(tensor, form) for form, tensor in enumerate(tensors)]
-            again = [summarizer.submit(tensor, form) for form, tensor in enumerate(tensors)]
-            summarizer.wait()
-            for tensor, *both in zip(tensors, results, again, strict=True):
-                for result in both:
-                    assert (result.error, result.note) == (None, None), result
-                    cases.assert_summary(result.summary, tensor)
+            read = views_in_runs(x)
+            copied = [x[:, 1:9], x[:, :4].t()[:3], x[1:21:3, ::2]]
+            copied += [x.view(4, 3, 4, 4, 8)[:3, :2, :3, :3, :4]]  # too many dimensions
+            submit_twice(summarizer, [x, heads, *read, *copied])
         starts = [form.starts for form in forms if form._kernel is kernels.tally_runs]
-        assert starts == [3 * 4 * 5 - 1], "each but the first"
+        assert starts == [3 * 2 * len(read) - 1], "each but the first"
+
+
+def check_digested_runs(names: list[str]) -> None:
+    """The same with digests, for which the order matters."""
+    for name in names:
+        summarizer, port = interpreted(stats=True, digest=True)
+        forms = compiling(port.launcher)
+        x = torch.randn(24, 64).to(getattr(torch, name))
+        large = torch.randn(40, 3, 320).to(x.dtype).transpose(0, 1)  # a chunk and a rest
+        read = [*views_in_runs(x), large]
+        submit_twice(summarizer, [x, *read, x.t(), x[:, 1:9]])
+        x[3, 5] = float("nan")
+        submit_twice(summarizer, [x[:, :32]])
+        starts = [form.starts for form in forms if form._kernel is kernels.digest_and_tally_runs]
+        assert starts == [2 * len(read) + 2 - 1], "each but the first"
+
+
+def views_in_runs(x: torch.Tensor) -> list[torch.Tensor]:
+    heads = x.view(4, 6, 64).transpose(0, 1)
+    return [
+        x[:, :32],
+        x[:, 32:],
+        x[::2],
+        heads[..., 16:48],
+        heads[1:4, ::2, :32],
+        x[:, 8:16].expand(3, 24, 8),
+        x.view(2, 3, 4, 64)[:, :2, 1:, 8:].transpose(0, 2),
+        torch.as_strided(x, (3, 4, 32), (128, 8, 1)),  # which overlap
+    ]
+
+
+def submit_twice(summarizer: Summarizer, tensors: list[torch.Tensor]) -> None:
+    """Each of these by a form of its own, the second time as one that is known."""
+    known = len(FORMS)
+    FORMS.extend(tensors)
+    for _ in range(2):
+        results = [summarizer.submit(tensor, known + i) for i, tensor in enumerate(tensors)]
+        summarizer.wait()
+        for tensor, result in zip(tensors, results, strict=True):
+            assert (result.error, result.note) == (None, None), result
+            cases.assert_summary(result.summary, tensor)
+            assert result.digest in (None, expected_digest(tensor))
+            assert (result.digest is not None) == summarizer.digests
+
+
+FORMS: list[torch.Tensor] = []
 
 
 def check_refusal(summarizer: Summarizer, forms: list[Compiled], digest: bool) -> None:
@@ -327,6 +367,8 @@ if __name__ == "__main__":
         check_usual(names, digest=True)
     elif what == "runs":
         check_runs(names)
+    elif what == "digested":
+        check_digested_runs(names)
     elif what == "flags":
         check_flagger()
     else:

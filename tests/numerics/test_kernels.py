@@ -20,7 +20,8 @@ from tensorprobe.numerics import launch, rows, triton_kernels as kernels
 READS = {"bfloat16": "*i16", "float16": "*fp16", "float32": "*fp32"}
 PLACES = {"table": "*i64", "weights": "*i64", "rows": "*i64", "meta": "*i32", "digests": "*i64"}
 PLACES["flags"] = "*i32"
-NUMBERS = dict.fromkeys(["n", "words", "run", "gap", "row", "slot"], "i32")
+RUNS = ["run", "n1", "n2", "s0", "s1", "s2"]
+NUMBERS = dict.fromkeys(["n", "words", "row", "slot", *RUNS], "i32")
 SAME = {"FIELDS": rows.FIELDS, "LANES": launch.LANES}
 
 def ptx(function, pointers, constants):
@@ -56,12 +57,11 @@ for name, read in READS.items():
         {"KIND": kind, "WIDE": False, "VECTOR": 16 // unit, "LANES": launch.LANES},
     )
     assert "ld.global.v4.b32" in flag, name
-    both = ptx(
-        kernels.digest_and_tally_floats,
-        {"x": "*i64", "elements": read},
-        {"KIND": kind, "UNIT": unit, **SAME},
-    )
-    assert "ld.global.v2.b64" in both, name
+    for kernel in (kernels.digest_and_tally_floats, kernels.digest_and_tally_runs):
+        both = ptx(
+            kernel, {"x": "*i64", "elements": read}, {"KIND": kind, "UNIT": unit, **SAME}
+        )
+        assert "ld.global.v2.b64" in both, name
 print("passed")
 """
 # Triton's own layer and ours, each before a function that notes what it is given.
@@ -123,7 +123,14 @@ def test_what_is_usual_of_other_dtypes() -> None:
 
 
 def test_pieces_with_gaps_between_them() -> None:
-    interpret("runs", "bfloat16", "float32")
+    interpret("runs", "bfloat16")
+    interpret("digested", "bfloat16")
+
+
+@pytest.mark.slow
+def test_pieces_of_float32_with_gaps_between_them() -> None:
+    interpret("runs", "float32")
+    interpret("digested", "float32")
 
 
 def test_flags_of_what_is_not_finite() -> None:

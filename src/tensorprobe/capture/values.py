@@ -96,7 +96,7 @@ class Values:
         if stride is not None:
             shape = tuple(tensor.shape)
             # Statistics ask for no order: those of a transposed matrix are the matrix's own.
-            ordered = keep != "stats" or self._checksums
+            ordered = keep != "stats" or self._checksums or self._summarizer.digests
             if ordered or not is_dense(shape, tuple(stride)):
                 layout = (shape, tuple(stride))
         try:

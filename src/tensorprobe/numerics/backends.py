@@ -56,7 +56,7 @@ class HostBackend:
         # Taken out while it reads: a signal's handler may come in between with such a tensor.
         reader = readers.pop(form, None)
         try:
-            if reader is None or (self._digest and not tensor.is_contiguous()):
+            if reader is None:
                 reader = self._reader(tensor)
                 if reader is None:
                     return None
@@ -162,7 +162,7 @@ class KernelBackend:
         """
         plan = self._plans.get(form)
         try:
-            if plan is None or (self._digest and not tensor.is_contiguous()):
+            if plan is None:
                 plan = self._plan(tensor)
                 if plan is None:
                     return None
@@ -192,41 +192,38 @@ class KernelBackend:
         return result
 
     def _plan(self, tensor: torch.Tensor) -> _Plan | None:
-        """How to start on a tensor that lies in one piece; its order matters only to a digest."""
+        """How to start on a tensor in one piece, or in runs; its order matters only to a digest."""
         usual = self._usual.get(tensor.dtype)
         if usual is None or tensor.is_nested or tensor.is_neg():
             return None
+        start: Start | None = usual.start
         count, repeat = tensor.numel(), 1
         if not tensor.is_contiguous():
-            shape, strides, repeat = memory.without_repeats(tensor)
+            shape, strides, repeat = self._elements_of(tensor)
             count //= repeat
-            if self._digest:
-                return None
-            if not memory.is_dense(shape, strides):
-                return self._plan_of_runs(tensor, usual, count, repeat)
-        if not 0 < count < 1 << 31 or count % usual.unit:
+            if self._digest or not memory.is_dense(shape, strides):
+                runs = self._runs_of(tensor, usual.dtype, shape, strides)
+                if runs is None:
+                    return None
+                start = self._launcher.start_runs(usual.dtype, runs, digest=self._digest)
+        if start is None or not 0 < count < 1 << 31 or count % usual.unit:
             return None
         n_rows = min(usual.max_programs, -(-count // usual.tile))
         nbytes = count * usual.itemsize
-        return usual.dtype, usual.start, n_rows, count // usual.unit, count, repeat, nbytes
+        return usual.dtype, start, n_rows, count // usual.unit, count, repeat, nbytes
 
-    def _plan_of_runs(
-        self, tensor: torch.Tensor, usual: Usual, count: int, repeat: int
-    ) -> _Plan | None:
-        """The same where equal pieces lie at equal distances."""
-        runs = self._runs_of(tensor, usual.dtype)
-        start = None if runs is None else self._launcher.start_runs(usual.dtype, *runs)
-        if start is None or not count:
-            return None
-        n_rows = min(usual.max_programs, -(-count // usual.tile))
-        return usual.dtype, start, n_rows, count, count, repeat, count * usual.itemsize
+    def _elements_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Shape and strides of what is to be read, and how often each element of it counts."""
+        if self._digest:  # which is of all elements in their order
+            return tuple(tensor.shape), tensor.stride(), 1
+        shape, strides, repeat = memory.without_repeats(tensor)
+        return *memory.as_in_memory(shape, strides), repeat
 
-    def _runs_of(self, tensor: torch.Tensor, name: str) -> tuple[int, int] | None:
-        shape, strides, _ = memory.without_repeats(tensor)
-        runs = memory.evenly_spaced(shape, strides)
-        if runs is not None and self._takes_runs(name, tensor, *runs):
-            return runs
-        return None
+    def _runs_of(
+        self, tensor: torch.Tensor, name: str, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> memory.Runs | None:
+        runs = memory.in_runs(shape, strides) if self._stats else None
+        return runs if runs is not None and self._takes_runs(name, tensor, runs) else None
 
     def _remember(self, form: int, plan: _Plan) -> None:
         if len(self._plans) >= MAX_FORMS:
@@ -244,12 +241,13 @@ class KernelBackend:
             nbytes = count * tensor.element_size()
             runs = None
             if not tensor.is_contiguous():
-                if self._digest:  # which is of the elements in their order
+                shape, strides, repeat = self._elements_of(tensor)
+                runs = self._runs_of(tensor, name, shape, strides)
+                if runs is not None:
+                    count //= repeat
+                elif self._digest:
                     with memory.kernels_only():
                         tensor = tensor.contiguous()
-                elif (runs := self._runs_of(tensor, name)) is not None:
-                    repeat = memory.without_repeats(tensor)[2]
-                    count //= repeat
                 else:
                     tensor, count, repeat = _in_one_piece(tensor)
             try:
@@ -263,9 +261,7 @@ class KernelBackend:
                 if usual is not None:
                     self._usual[tensor.dtype] = usual
 
-    def _launch(
-        self, ticket: rows.Ticket, tensor: torch.Tensor, runs: tuple[int, int] | None
-    ) -> None:
+    def _launch(self, ticket: rows.Ticket, tensor: torch.Tensor, runs: memory.Runs | None) -> None:
         launcher, queue = self._launcher, self._queue
         _, name, count, _, nbytes = ticket
         both = self._stats and self._digest and self._takes_both(name, tensor, nbytes)
@@ -273,10 +269,14 @@ class KernelBackend:
         stream = self._port.current_stream()
         with queue.lock:
             bank, slot, row = queue.place(n_rows, stream)
-            if both:
+            if both and runs is not None:
+                launcher.digest_and_tally_runs(
+                    tensor, name, nbytes, runs, n_rows, bank, slot, row, stream
+                )
+            elif both:
                 launcher.digest_and_tally(tensor, name, nbytes, n_rows, bank, slot, row, stream)
             elif runs is not None:
-                launcher.tally_runs(tensor, name, count, *runs, n_rows, bank, slot, row, stream)
+                launcher.tally_runs(tensor, name, count, runs, n_rows, bank, slot, row, stream)
             else:
                 if self._stats:
                     launcher.tally(tensor, name, count, n_rows, bank, slot, row, stream)

@@ -83,12 +83,17 @@ def takes_both(name: str, tensor: torch.Tensor, nbytes: int) -> bool:
     return name in _IN_WORDS and not (nbytes % 8 or tensor.data_ptr() % 16)
 
 
-def takes_runs(name: str, tensor: torch.Tensor, run: int, pitch: int) -> bool:
-    """Whether a kernel reads elements with gaps between them: whole vectors, and not too far."""
+def takes_runs(name: str, tensor: torch.Tensor, runs: memory.Runs) -> bool:
+    """Whether a kernel reads elements that lie so: whole vectors, and not too far from another."""
     if name not in _IN_WORDS or tensor.data_ptr() % 16:
         return False
     vector = _vector(name)
-    return not (run % vector or pitch % vector) and tensor.numel() // run * pitch < 1 << 30
+    run, n1, n2, *steps = runs
+    if run % vector or any(step % vector for step in steps):
+        return False
+    counts = (tensor.numel() // (run * n1 * n2), n1, n2)
+    extent = run + sum(count * step for count, step in zip(counts, steps, strict=True))
+    return extent < 1 << 30 and tensor.numel() < 1 << 30
 
 
 def rows_for_both(nbytes: int) -> int:
@@ -211,6 +216,9 @@ class Launcher:
         self._both = Kernel(
             kernels.digest_and_tally_floats, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES
         )
+        self._both_runs = Kernel(
+            kernels.digest_and_tally_runs, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES
+        )
         self._reduce = Kernel(kernels.reduce_rows, 4, FIELDS=rows.FIELDS, BLOCK=128)
 
     def tally(
@@ -243,37 +251,26 @@ class Launcher:
             )  # fmt: skip
 
     def tally_runs(
-        self, tensor: torch.Tensor, name: str, count: int, run: int, pitch: int, programs: int,
+        self, tensor: torch.Tensor, name: str, count: int, runs: memory.Runs, programs: int,
         bank: Bank, slot: int, row: int, stream: int,
     ) -> None:  # fmt: skip
-        """Tally `count` elements, `run` of them in one piece, of a tensor as `takes_runs` wants."""
-        start = self.start_runs(name, run, pitch)
+        """Tally `count` elements of a tensor that `takes_runs` says yes to."""
+        start = self.start_runs(name, runs, digest=False)
         if start is not None:
             start(programs, stream, tensor.data_ptr(), count, bank, row, slot)
             return
         read, kind = READS[name]
         self._runs.compile_and_start(
             name, programs, triton.reinterpret(tensor, read), self._weights, bank.rows, bank.meta,
-            count, run, pitch - run, row, slot, KIND=kind, VECTOR=_vector(name),
+            count, *runs, row, slot, KIND=kind, VECTOR=_vector(name),
         )  # fmt: skip
 
-    def start_runs(self, name: str, run: int, pitch: int) -> Start | None:
-        """How to do so, once its kernel is compiled."""
-        form = self._runs.form(name)
+    def start_runs(self, name: str, runs: memory.Runs, *, digest: bool) -> Start | None:
+        """How to read such a tensor, once the kernel for that is compiled."""
+        form = (self._both_runs if digest else self._runs).form(name)
         if form is None:
             return None
-        call, before, after = form
-        table_at, gap = self._weights_at, pitch - run
-
-        def start(
-            programs: int, stream: int, address: int, count: int, bank: Bank, row: int, slot: int
-        ) -> None:
-            call(
-                programs, 1, 1, stream, *before, address, table_at, bank.rows_at, bank.meta_at,
-                count, run, gap, row, slot, *after,
-            )  # fmt: skip
-
-        return start
+        return self._start_both(form, runs) if digest else self._start_runs(form, runs)
 
     def digest(self, tensor: torch.Tensor, nbytes: int, bank: Bank, slot: int, stream: int) -> None:
         """Digest a contiguous tensor."""
@@ -306,6 +303,23 @@ class Launcher:
         self._both.compile_and_start(
             key, programs, triton.reinterpret(tensor, tl.int64), triton.reinterpret(tensor, read),
             self._weights, bank.rows, bank.meta, bank.digests, words, row, slot,
+            KIND=kind, UNIT=tensor.element_size(),
+        )  # fmt: skip
+
+    def digest_and_tally_runs(
+        self, tensor: torch.Tensor, name: str, nbytes: int, runs: memory.Runs, programs: int,
+        bank: Bank, slot: int, row: int, stream: int,
+    ) -> None:  # fmt: skip
+        """Both at once, of a tensor that `takes_runs` says yes to."""
+        words = nbytes // 8
+        start = self.start_runs(name, runs, digest=True)
+        if start is not None:
+            start(programs, stream, tensor.data_ptr(), words, bank, row, slot)
+            return
+        read, kind = READS[name]
+        self._both_runs.compile_and_start(
+            name, programs, triton.reinterpret(tensor, tl.int64), triton.reinterpret(tensor, read),
+            self._weights, bank.rows, bank.meta, bank.digests, words, *runs, row, slot,
             KIND=kind, UNIT=tensor.element_size(),
         )  # fmt: skip
 
@@ -349,6 +363,20 @@ class Launcher:
 
         return start
 
+    def _start_runs(self, form: Form, runs: memory.Runs) -> Start:
+        call, before, after = form
+        table_at = self._weights_at
+
+        def start(
+            programs: int, stream: int, address: int, count: int, bank: Bank, row: int, slot: int
+        ) -> None:
+            call(
+                programs, 1, 1, stream, *before, address, table_at, bank.rows_at, bank.meta_at,
+                count, *runs, row, slot, *after,
+            )  # fmt: skip
+
+        return start
+
     def _start_integers(self, form: Form) -> Start:
         call, before, after = form
 
@@ -362,7 +390,7 @@ class Launcher:
 
         return start
 
-    def _start_both(self, form: Form) -> Start:
+    def _start_both(self, form: Form, runs: tuple[int, ...] = ()) -> Start:
         call, before, after = form
         weights_at = self._weights_at
 
@@ -371,7 +399,7 @@ class Launcher:
         ) -> None:
             call(
                 programs, 1, 1, stream, *before, address, address, weights_at, bank.rows_at,
-                bank.meta_at, bank.digests_at, words, row, slot, *after,
+                bank.meta_at, bank.digests_at, words, *runs, row, slot, *after,
             )  # fmt: skip
 
         return start

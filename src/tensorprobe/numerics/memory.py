@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -265,21 +265,40 @@ def without_repeats(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, .
     return tuple(shape), tuple(strides), repeat
 
 
-def evenly_spaced(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int] | None:
-    """Elements that follow each other, and how far it is from the first of them to the first of
-    the next: what a slice of rows is, in whatever order; None where it is not that simple."""
-    run = pitch = expected = 1
-    for step, length in sorted(zip(strides, shape, strict=True)):
+class Runs(NamedTuple):
+    """How elements lie of which `run` at a time are side by side, as in a slice or a transposed
+    tensor: by the numbers of runs in the inner two of three dimensions, and the steps in all."""
+
+    run: int
+    n1: int
+    n2: int
+    s0: int
+    s1: int
+    s2: int
+
+
+def in_runs(shape: Sequence[int], strides: Sequence[int]) -> Runs | None:
+    """The runs of elements that are not one piece; None where it takes more dimensions."""
+    found: list[tuple[int, int]] = []
+    for length, step in zip(shape, strides, strict=True):
         if length == 1:
             continue
-        if step == expected:
-            expected *= length
-        elif pitch == 1 and step > expected:
-            run, pitch = expected, step
-            expected = step * length
-        else:
-            return None
-    return (run, pitch) if pitch > 1 else None
+        if found and found[-1][1] == length * step:  # the next begins where this one ends
+            length *= found.pop()[0]
+        found.append((length, step))
+    if not 2 <= len(found) <= 4 or found[-1][1] != 1:
+        return None
+    run, _ = found.pop()
+    (_, s0), (n1, s1), (n2, s2) = [(1, 0)] * (3 - len(found)) + found
+    return Runs(run, n1, n2, s0, s1, s2)
+
+
+def as_in_memory(
+    shape: Sequence[int], strides: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The same elements in the order of their addresses."""
+    pairs = sorted(zip(strides, shape, strict=True), reverse=True)
+    return tuple(length for _, length in pairs), tuple(step for step, _ in pairs)
 
 
 def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

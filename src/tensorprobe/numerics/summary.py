@@ -58,8 +58,8 @@ class Summarizer:
         """Start on a tensor as it is now. Never raises and never waits for a device.
 
         `form` spares looking at what is known: a number for plain memory (nothing nested, negated
-        or conjugated) of one device, dtype and number of elements, and of one layout, or without
-        holes and repetitions.
+        or conjugated) of one device, dtype and number of elements, and of one layout; or, where
+        there are no digests, without holes and repetitions.
         """
         # Even reading an attribute of a tensor would be seen by a function mode, or by a subclass.
         if type(tensor) in _OWN_TYPES and not _function_mode_is_on():

@@ -99,32 +99,39 @@ def tally_floats(
 ):  # fmt: skip
     """One row of tallies per program over float or complex elements, `n` in all."""
     _tally(
-        x, table, rows, meta, n.to(tl.int64), 1, 0, row, slot,
+        x, table, rows, meta, n.to(tl.int64), 1, 1, 1, 0, 0, 0, row, slot,
         KIND, WIDE, VECTOR, False, FIELDS, LANES,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["n", "run", "gap", "row", "slot"])
+@triton.jit(do_not_specialize=["n", "run", "n1", "n2", "s0", "s1", "s2", "row", "slot"])
 def tally_runs(
-    x, table, rows, meta, n, run, gap, row, slot,
+    x, table, rows, meta, n, run, n1, n2, s0, s1, s2, row, slot,
     KIND: tl.constexpr, VECTOR: tl.constexpr, FIELDS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The same where after each `run` elements `gap` others follow: whole vectors, in 31 bits."""
-    _tally(x, table, rows, meta, n, run, gap, row, slot, KIND, False, VECTOR, True, FIELDS, LANES)
+    """The same of elements that lie in `memory.Runs`: whole vectors, in 31 bits."""
+    _tally(
+        x, table, rows, meta, n, run, n1, n2, s0, s1, s2, row, slot,
+        KIND, False, VECTOR, True, FIELDS, LANES,
+    )  # fmt: skip
 
 
 @triton.jit
-def _place(at, run, gap, GAPS: tl.constexpr):
-    """Where the element of this number lies."""
-    if GAPS:
-        at = at + at // run * gap
+def _place(at, run, n1, n2, s0, s1, s2, RUNS: tl.constexpr, UNIT: tl.constexpr):
+    """Where the UNIT elements of this number lie, counted in such units."""
+    if RUNS:
+        piece = at // (run // UNIT)
+        outer = piece // n2
+        first = outer // n1
+        at = at - piece * (run // UNIT) + (piece - outer * n2) * (s2 // UNIT)
+        at += (outer - first * n1) * (s1 // UNIT) + first * (s0 // UNIT)
     return at
 
 
 @triton.jit
 def _tally(
-    x, table, rows, meta, n, run, gap, row, slot,
-    KIND: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, GAPS: tl.constexpr,
+    x, table, rows, meta, n, run, n1, n2, s0, s1, s2, row, slot,
+    KIND: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, RUNS: tl.constexpr,
     FIELDS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The rows of all programs.
@@ -139,8 +146,9 @@ def _tally(
     to = rows + (row + pid).to(tl.int64) * FIELDS
     if WIDE or KIND == _COMPLEX:
         _tally_with_care(
-            x, table, to, n, run, gap, pid, programs, KIND, WIDE, GAPS, LANES, LANES * VECTOR
-        )
+            x, table, to, n, run, n1, n2, s0, s1, s2, pid, programs,
+            KIND, WIDE, RUNS, LANES, LANES * VECTOR,
+        )  # fmt: skip
     else:
         low = tl.full([LANES], float("inf"), tl.float32)
         high = tl.full([LANES], float("-inf"), tl.float32)
@@ -152,7 +160,7 @@ def _tally(
         beside = tl.arange(0, VECTOR)[None, :]
         whole = n // tile
         for index in range(pid, whole, programs):
-            vector = _place(index * LANES + lane, run // VECTOR, gap // VECTOR, GAPS)
+            vector = _place(index * LANES + lane, run, n1, n2, s0, s1, s2, RUNS, VECTOR)
             at = vector[:, None] * VECTOR + beside
             value = _values(x, table, at, True, False, KIND, tl.float32)
             wide = value.to(tl.float64)
@@ -166,7 +174,7 @@ def _tally(
         if pid == whole % programs:
             for start in range(whole * tile, n, LANES):
                 inside = start + lane < n
-                at = _place(start + lane, run, gap, GAPS)
+                at = _place(start + lane, run, n1, n2, s0, s1, s2, RUNS, 1)
                 value = _values(x, table, at, inside, True, KIND, tl.float32)
                 wide = tl.where(inside, value, 0.0).to(tl.float64)
                 tallies = (
@@ -183,8 +191,9 @@ def _tally(
             _store_finite(to, low, high, total, square, zeros)
         else:
             _tally_with_care(
-                x, table, to, n, run, gap, pid, programs, KIND, WIDE, GAPS, LANES, tile
-            )
+                x, table, to, n, run, n1, n2, s0, s1, s2, pid, programs,
+                KIND, WIDE, RUNS, LANES, tile,
+            )  # fmt: skip
     if pid == 0:
         tl.store(meta + slot * _META, row)
         tl.store(meta + slot * _META + 1, programs)
@@ -193,8 +202,8 @@ def _tally(
 
 @triton.jit
 def _tally_with_care(
-    x, table, to, n, run, gap, pid, programs,
-    KIND: tl.constexpr, WIDE: tl.constexpr, GAPS: tl.constexpr, LANES: tl.constexpr,
+    x, table, to, n, run, n1, n2, s0, s1, s2, pid, programs,
+    KIND: tl.constexpr, WIDE: tl.constexpr, RUNS: tl.constexpr, LANES: tl.constexpr,
     tile: tl.constexpr,
 ):  # fmt: skip
     """The row of one program where some numbers are not finite, or leave the range squared."""
@@ -229,7 +238,8 @@ def _tally_with_care(
                 squared = re * re + im * im
                 size = tl.maximum(tl.abs(re), tl.abs(im))
             else:
-                value = _values(x, table, _place(at, run, gap, GAPS), inside, True, KIND, narrow)
+                place = _place(at, run, n1, n2, s0, s1, s2, RUNS, 1)
+                value = _values(x, table, place, inside, True, KIND, narrow)
                 nan = inside & (value != value)
                 inf = inside & (tl.abs(value) == float("inf"))
                 finite = inside & (~nan) & (~inf)
@@ -490,12 +500,37 @@ def digest_and_tally_floats(
     KIND: tl.constexpr, UNIT: tl.constexpr, FIELDS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """digest_chunks and tally_floats in one pass over whole words; x and elements are one place."""
-    words = words.to(tl.int64)
+    _digest_and_tally_all(
+        x, elements, weights, rows, meta, digests, words.to(tl.int64), 1, 1, 1, 0, 0, 0, row, slot,
+        KIND, UNIT, False, FIELDS, LANES,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["words", "run", "n1", "n2", "s0", "s1", "s2", "row", "slot"])
+def digest_and_tally_runs(
+    x, elements, weights, rows, meta, digests, words, run, n1, n2, s0, s1, s2, row, slot,
+    KIND: tl.constexpr, UNIT: tl.constexpr, FIELDS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """The same of elements that lie in `memory.Runs`: pairs of words, in 31 bits."""
+    _digest_and_tally_all(
+        x, elements, weights, rows, meta, digests, words, run, n1, n2, s0, s1, s2, row, slot,
+        KIND, UNIT, True, FIELDS, LANES,
+    )  # fmt: skip
+
+
+@triton.jit
+def _digest_and_tally_all(
+    x, elements, weights, rows, meta, digests, words, run, n1, n2, s0, s1, s2, row, slot,
+    KIND: tl.constexpr, UNIT: tl.constexpr, RUNS: tl.constexpr, FIELDS: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
     to = rows + (row + pid).to(tl.int64) * FIELDS
     tile: tl.constexpr = 2 * LANES
-    place = tl.arange(0, LANES)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    per_pair: tl.constexpr = 16 // UNIT
+    lane = tl.arange(0, LANES)
+    beside = tl.arange(0, 2)[None, :]
     low = tl.full([LANES], float("inf"), tl.float32)
     high = tl.full([LANES], float("-inf"), tl.float32)
     total = tl.zeros([LANES], tl.float64)
@@ -506,8 +541,10 @@ def digest_and_tally_floats(
     for chunk in range(pid, whole, programs):
         sums = tl.zeros([LANES], tl.int64)
         for start in range(0, _CHUNK_WORDS, tile):
-            word = tl.load(x + chunk * _CHUNK_WORDS + start + place)
-            weight = tl.load(weights + start + place)
+            pair = chunk * (_CHUNK_WORDS // 2) + start // 2 + lane
+            pair = _place(pair, run, n1, n2, s0, s1, s2, RUNS, per_pair)
+            word = tl.load(x + pair[:, None] * 2 + beside)
+            weight = tl.load(weights + start + lane[:, None] * 2 + beside)
             tallies = _digest_and_tally(word, weight, True, KIND, UNIT)
             sums, low, high, total, square, zeros = _merge_digested(
                 sums, low, high, total, square, zeros, *tl.reduce(tallies, 1, _merge_digested)
@@ -518,24 +555,28 @@ def digest_and_tally_floats(
     first = whole * _CHUNK_WORDS
     if (pid == whole % programs) & (first < words):
         sums = tl.zeros([], tl.int64)
-        lane = tl.arange(0, LANES)
         for start in range(0, words - first, LANES):
-            inside = first + start + lane < words
-            word = tl.load(x + first + start + lane, mask=inside, other=0)
+            at = first + start + lane
+            inside = at < words
+            if RUNS:
+                pair = _place(at // 2, run, n1, n2, s0, s1, s2, RUNS, per_pair)
+                at = pair * 2 + at % 2
+            word = tl.load(x + at, mask=inside, other=0)
             weight = tl.load(weights + start + lane, mask=inside, other=0)
             tallies = _digest_and_tally(word, weight, inside, KIND, UNIT)
             sums, low, high, total, square, zeros = _merge_digested(
                 sums, low, high, total, square, zeros, *tl.reduce(tallies, 0, _merge_digested)
             )
-        mixed += _fmix(sums + (whole + 1) * _GOLD)
+        number = tl.zeros([], tl.int64) + whole + 1
+        mixed += _fmix(sums + number * _GOLD)
     tl.atomic_add(digests + slot, mixed)
     if total - total == 0.0:
         _store_finite(to, low, high, total, square, zeros)
     else:
         per_word: tl.constexpr = 8 // UNIT
         _tally_with_care(
-            elements, weights, to, words * per_word, 1, 0, pid, programs,
-            KIND, False, False, LANES, _CHUNK_WORDS * per_word,
+            elements, weights, to, words * per_word, run, n1, n2, s0, s1, s2, pid, programs,
+            KIND, False, RUNS, LANES, _CHUNK_WORDS * per_word,
         )  # fmt: skip
     if pid == 0:
         tl.store(meta + slot * _META, row)
