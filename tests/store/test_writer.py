@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -164,6 +165,76 @@ def test_values_of_a_step_that_ends_are_found_behind_those_of_the_next(tmp_path:
     capture = tensorprobe.load(tmp_path / "a")
     assert [call.tensors[0].summary for call in capture.calls] == [SUMMARY] * 2
     assert not capture.gaps
+
+
+def test_calls_of_another_thread_are_written_while_the_device_is_waited_for(tmp_path: Path) -> None:
+    device = Device()
+    device.is_done.clear()
+    root, out = late_capture(tmp_path / "a", device)
+    out.begin_step(1)
+    out.value(2, Late(device))
+
+    def call() -> None:
+        out.call(CallLine(id=1, name="D", op="op"))
+        out.end(EndLine(id=1))
+        device.is_done.set()
+
+    timer = threading.Timer(0.2, call)
+    timer.start()
+    out.begin_step(2)
+    timer.join()
+    out.close()
+    assert [(call.name, call.step) for call in tensorprobe.load(root).calls] == [("C", 0), ("D", 1)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_a_thread_that_is_gone(tmp_path: Path) -> None:
+    device = Device()
+    _, out = late_capture(tmp_path / "a", device)
+
+    def die(step: object) -> None:
+        raise SystemExit  # ends the thread, and nothing else
+
+    out._finish_step = die  # type: ignore[method-assign, assignment]
+    for step in range(1, 4):
+        out.begin_step(step)
+        out.value(step, Late(device))
+    assert out._thread is not None
+    out._thread.join(5)
+    out.close()
+
+
+def test_a_thread_that_cannot_be_started_ends_the_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    out = open_writer(tmp_path / "a")
+    for step in range(3):
+        out.begin_step(step)
+        out.call(CallLine(id=step, name="C", op="op"))
+    out.close()
+    assert str(out.error) == "can't start new thread"
+
+
+def test_the_thread_outlives_what_it_did_not_expect(tmp_path: Path) -> None:
+    device = Device()
+    root, out = late_capture(tmp_path / "a", device)
+    flush, faults = out._flush, [MemoryError()]
+
+    def fail_once(step: Any) -> None:
+        if faults:
+            raise faults.pop()
+        flush(step)
+
+    out._flush = fail_once  # type: ignore[method-assign]
+    out.begin_step(1)
+    out.call(CallLine(id=1, name="D", op="op"))
+    out.close()
+    assert isinstance(out.error, MemoryError)
+    assert [call.name for call in tensorprobe.load(root).calls] == ["C", "D"]
 
 
 def test_a_device_that_fails_leaves_gaps_and_the_rest(tmp_path: Path) -> None:

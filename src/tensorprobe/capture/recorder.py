@@ -174,6 +174,11 @@ class Recorder:
         assert self._writer is not None
         self._writer.drain()
 
+    def drain(self) -> None:
+        """Return when all that was recorded so far is in the files."""
+        if self._writer is not None:
+            self._writer.drain()
+
     def step(self) -> None:
         """One step of the program has ended."""
         self._watch.be_explicit()

@@ -422,11 +422,17 @@ class TorchBackend:
 
     def land(self) -> None:
         with self._lock:
-            events = [batch.event for batch in self._batches if batch.event is not None]
-        for event in events:
-            event.synchronize()
-        with self._lock, memory.subclass_only():
-            self._deliver()
+            batches = list(self._batches)
+        for batch in batches:
+            try:
+                if batch.event is not None:
+                    batch.event.synchronize()  # without the lock, which the program takes
+            except RuntimeError:  # lost, and not in the way of those that follow
+                with self._lock:
+                    self._batches = [other for other in self._batches if other is not batch]
+                raise
+            with self._lock, memory.subclass_only():
+                self._deliver()
 
     def _deliver(self) -> None:
         while self._batches and self._batches[0].landed():

@@ -80,7 +80,7 @@ class Summarizer:
             backend.poll()
 
     def land(self) -> None:
-        """Block until all that was flushed is ready. Starts nothing, and keeps no `submit` back."""
+        """Block until all that was flushed is ready. Starts nothing."""
         for backend in self._in_use():
             backend.land()
 

@@ -86,6 +86,7 @@ class Dump:
 
     def publish_steps(self) -> None:
         """Write out the steps that are over, and drop their private part."""
+        self.recorder.drain()
         for folder in self._steps():
             number = int(folder.name.removeprefix("step"))
             if number < self.recorder.current_step:

@@ -89,7 +89,11 @@ class _Step:
         self.n_calls = 0
         self.n_gaps = 0
         self.closed = False
-        self.finished = threading.Event()  # the thread has closed it, or has failed to
+        self.is_late = False  # results are on their way from a device
+        # Held until the thread has closed it, or failed to. No Event: a signal's handler that
+        # comes while one is waited for, and closes, would wait for the lock inside it.
+        self.unfinished = threading.Lock()
+        self.unfinished.acquire()
 
     def close(self) -> None:
         self.closed = True
@@ -222,31 +226,40 @@ class CaptureWriter:
                 # By descriptor, not path: a later run may move this folder while we write.
                 self._rank_fd = os.open(self._claim(), os.O_RDONLY | os.O_DIRECTORY)
                 weakref.finalize(self, os.close, self._rank_fd).atexit = False
+            if self._thread is None:
+                self._stopping = False
+                thread = threading.Thread(target=self._run, name="tensorprobe writer", daemon=True)
+                thread.start()
+                self._thread = thread
             self._step = self._last_step = _Step(self._rank_fd, step, self._shard_nbytes)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # of the disk, or no thread may be started
             self._failed(error)
             return
         self._begun_steps.add(step)
-        if self._thread is None:
-            self._stopping = False
-            self._thread = threading.Thread(
-                target=self._run, name="tensorprobe writer", daemon=True
-            )
-            self._thread.start()
 
     def end_step(self) -> None:
         """Let the thread finish the open step once all of it is written."""
         if self._forked() or self._step is None:
             return
+        if self._ending is not None:  # or results of ever more steps would fill the device
+            self._await(self._ending)  # while other threads may still write to this step
         if self._results is not None:
             self._ask(self._results.flush)
         step, self._step = self._step, None
+        if step is None:  # another thread has ended it meanwhile
+            return
         self._n_calls += step.n_calls
+        self._ending = step if step.is_late else None
         self._put(step, _EndStep())
-        self._wake(hurry=True)
-        before, self._ending = self._ending, step
-        if before is not None:  # or results of ever more steps would fill the device
-            before.finished.wait()
+        if step.is_late:
+            self._wake(hurry=True)
+
+    def _await(self, step: _Step) -> None:
+        thread = self._thread
+        while thread is not None and thread.is_alive() and thread is not threading.current_thread():
+            if step.unfinished.acquire(timeout=1.0):
+                step.unfinished.release()
+                return
 
     def drop_step(self, step: int) -> None:
         """Delete what was recorded of a step that has ended; its calls count no more."""
@@ -345,12 +358,15 @@ class CaptureWriter:
         if gap is not None:
             self._add_line(step, ValueLine(id=id, gap=gap))
         elif id in step.with_data:
+            if result is not None and not result.ready:
+                step.is_late = True
             self._put(step, _Value(step, id, result))
         elif result is None:
             self._add_line(step, ValueLine(id=id))
         elif result.ready:
             self._add_line(step, _value_line(id, result))
         else:
+            step.is_late = True
             self._waiting.append(_Value(step, id, result))
             if self._asleep:
                 self._wake()
@@ -471,11 +487,14 @@ class CaptureWriter:
 
     def _run(self) -> None:
         while self._pause():
-            if self._waiting:
-                if self._results is not None:
-                    self._ask(self._results.poll)
-                self._write_ready()
-            self._work(until=time.monotonic() + _POLL_S)
+            try:
+                if self._waiting:
+                    if self._results is not None:
+                        self._ask(self._results.poll)
+                    self._write_ready()
+                self._work(until=time.monotonic() + _POLL_S)
+            except Exception as error:  # noqa: BLE001 the program may wait for this thread
+                self._failed(error)
 
     def _pause(self) -> bool:
         """Sleep until there is work, and a little longer if it may gather; False to end."""
@@ -547,7 +566,7 @@ class CaptureWriter:
                 except OSError as error:
                     self._failed(error)
         finally:
-            step.finished.set()
+            step.unfinished.release()
 
     def _delete(self, number: int) -> None:
         assert self._rank_fd is not None
@@ -568,6 +587,7 @@ class CaptureWriter:
         """Write outstanding values whose result has come, and all of a step that ends."""
         waiting = self._waiting
         steps: dict[_Step, list[_Value]] = {}
+        kept: list[_Value] = []
         for _ in range(len(waiting)):
             value = waiting.popleft()
             step, result = value.step, value.result
@@ -577,7 +597,8 @@ class CaptureWriter:
                 waiting.appendleft(value)
                 break
             else:
-                waiting.append(value)
+                kept.append(value)
+        waiting.extendleft(reversed(kept))
         for step, values in steps.items():
             for start in range(0, len(values), _BATCH_LINES):
                 self._write_values(step, values[start : start + _BATCH_LINES])
