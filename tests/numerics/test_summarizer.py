@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from numerics.at_once import in_threads
 from numerics.test_statistics import PATHS, summarizer_for
-from tensorprobe.numerics.backends import HostBackend
+from tensorprobe.numerics.backends import HostBackend, TorchBackend
 from tensorprobe.numerics.summary import Summarizer, summarize
 
 
@@ -242,3 +243,40 @@ def test_large_tensors_are_cut_in_pieces(
     again = Summarizer(digest=True).submit(part)
     assert results[1].digest == again.digest
     assert math.isclose(results[1].summary.norm, again.summary.norm, rel_tol=1e-12)
+
+
+class FakeEvent:
+    """Copies to the host that have arrived, but for those that failed."""
+
+    def __init__(self, made: list["FakeEvent"]) -> None:
+        self.fault: Exception | None = None
+        made.append(self)
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        if self.fault is not None:
+            raise self.fault
+        return True
+
+    synchronize = query
+
+
+def test_results_that_are_lost_are_not_in_the_way_of_others() -> None:
+    events: list[FakeEvent] = []
+    backend = TorchBackend(torch.device("cpu"), stats=True, digest=False)
+    backend._module = SimpleNamespace(Event=lambda: FakeEvent(events))
+    summarizer = Summarizer(choose=lambda device, *, stats, digest: backend)
+    lost = summarizer.submit(torch.ones(3))
+    summarizer.flush()
+    events[0].fault = RuntimeError("device-side assert")
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        summarizer.land()
+    found = summarizer.submit(torch.ones(3))
+    summarizer.land()
+    assert not found.ready, "nothing was flushed"
+    summarizer.flush()
+    summarizer.land()
+    assert found.ready
+    assert not lost.ready
