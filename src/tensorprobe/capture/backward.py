@@ -41,6 +41,8 @@ class _Followed(msgspec.Struct, eq=False, gc=False):
         name = self.call.name
         if name.endswith(".forward"):
             return f"{name[:-8]}.backward"
+        if self.call.api.prefix == "Module":
+            return f"{self.call.api.stem}.backward.{name.rpartition('.')[2]}"
         return with_direction(split_direction(name)[0], "backward")
 
     def _wanted_names(self) -> CallNames | None:
@@ -132,7 +134,7 @@ class ModuleBackward(NodeBackward):
         """Backward has come to the node of the output."""
         tape = self.tape
         around = tape.entered
-        super().incoming(grads)
+        NodeBackward.incoming(self, grads)  # `super` takes longer than the call
         if around is not None:  # the call that made the output has the same node
             tape.entered = around
 
@@ -140,7 +142,7 @@ class ModuleBackward(NodeBackward):
         """Backward leaves the node at the input's edge."""
         if (id(self), _graph_task_id()) not in self.tape.running:
             self.incoming(())  # it came by way of a tensor that left the module unseen
-        super().outgoing(grads, came_in)
+        NodeBackward.outgoing(self, grads, came_in)
 
 
 class Backward(_Followed):

@@ -24,6 +24,7 @@ ONLY: Path = ("0",)  # the path of a result that is one tensor
 # has a gradient; and what is kept of the call.
 _Kind = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device, bool, Keep]
 _TREE = b'{"tensor":'
+_N_TREE = len(_TREE)
 _MAX_KINDS = 10_000  # shapes that are new in every step would fill the table without end
 
 
@@ -191,16 +192,12 @@ class TensorLines:
     ) -> dict[str, Any]:
         """The lines of tensors that a call has by name."""
         wanted = self._selection.wants_side(role)
-        return {name: self._alone(tensor, call, role, name, wanted) for name, tensor in tensors}
-
-    def _alone(
-        self, tensor: torch.Tensor, call: HasTensors, role: Role, name: str, wanted: bool
-    ) -> Any:
-        """What `encoded` gives, without the tree around it."""
-        part = self.encoded(tensor, call, role, name, wanted)
-        if isinstance(part, Raw):
-            return Raw(bytes(part)[len(_TREE) : -1])
-        return part["tensor"]
+        lines: dict[str, Any] = {}
+        for name, tensor in tensors:
+            part = self.encoded(tensor, call, role, name, wanted)
+            # without the tree around it
+            lines[name] = Raw(bytes(part)[_N_TREE:-1]) if type(part) is Raw else part["tensor"]
+        return lines
 
     def _new_head(self, kind: _Kind, tensor: torch.Tensor) -> _Head:
         dtype, shape, stride, device, grad, keep = kind
