@@ -94,7 +94,15 @@ class Window:
 Spot = tuple[int, Path, Window | None]
 
 
-_ONE_RESULT: list[Spot] = [(0, ("0",), None)]
+_ONLY: Path = ("0",)  # of a result that is one tensor
+
+
+class Way(NamedTuple):
+    """The graph of a call that returned one tensor and sends one gradient to one input."""
+
+    node: Any  # at which backward comes in
+    last: Any  # at which it goes out
+    spots: list[Spot]
 
 
 class Trace(msgspec.Struct, eq=False):
@@ -111,17 +119,6 @@ class Trace(msgspec.Struct, eq=False):
         if len(paths) == len(set(paths)):
             return {}
         return {path: n for path, n in Counter(paths).items() if n > 1}
-
-    def only_way(self) -> tuple[Any, Any, list[Spot]] | None:
-        """The nodes at which the call is entered and left, where it has one tensor as its result
-        and sends one gradient."""
-        if len(self.outputs) != 1 or len(self.boundary) != 1 or self.gaps:
-            return None
-        ((node, came),) = self.outputs.items()
-        ((last, sent),) = self.boundary.items()
-        if came != _ONE_RESULT or len(sent) != 1 or len(sent[0][1]) != 1 or sent[0][2] is not None:
-            return None
-        return node, last, sent
 
     def output_edges(self) -> set[Edge]:
         """The edges that lead to outputs."""
@@ -303,11 +300,11 @@ class Region(msgspec.Struct, eq=False):
 
 
 def trace_module(
-    outputs: Iterable[tuple[torch.Tensor, Path]],
+    outputs: list[tuple[torch.Tensor, Path]],
     inputs: InputEdges,
     owners: dict[int, Region],
     leaves: bool = True,
-) -> Trace:
+) -> Trace | Way:
     """The graph of one module call, in time linear in its nodes however deep modules nest.
 
     `owners` says which region a node (by sequence number) belongs to, for all module calls since
@@ -315,37 +312,70 @@ def trace_module(
     `leaves` says whether this call, or one around it, was given a leaf: the edges to all others
     (most are parameters) need not be carried outwards.
     """
-    trace = Trace()
-    output_nodes(outputs, inputs, trace)
-    if not trace.outputs:
-        return trace
-    own = _walk(trace, inputs, owners, leaves)
-    edges, boundary = inputs.edges, trace.boundary
+    only = only_node(outputs, inputs)
+    if only is not None:
+        own = _walk([only], None, inputs, owners, leaves)
+    else:
+        trace = Trace()
+        output_nodes(outputs, inputs, trace)
+        if not trace.outputs:
+            return trace
+        # No edge of a graph without cycles leads back to its only end.
+        ends = trace.output_edges() if len(trace.outputs) > 1 else None
+        own = _walk(list(trace.outputs), ends, inputs, owners, leaves)
+    edges = inputs.edges
+    sent: list[tuple[Any, Spot]] = []
     for _, edge, node, position in own.leaving:
         path = edges.get(edge) or (inputs.find(edge) if inputs.leaves else None)
         if path is not None:
-            boundary.setdefault(node, []).append((position, path, None))
+            sent.append((node, (position, path, None)))
+    if only is not None:
+        if len(sent) == 1 and not inputs.aliases and (only, 0) not in own.used:
+            last, spot = sent[0]
+            path = spot[1]
+            if len(path) == 1 and not (inputs.views and _lost_views(inputs, {path})):
+                return Way(only, last, [spot])
+        trace = Trace({only: [(0, _ONLY, None)]})
+    boundary = trace.boundary
+    for node, spot in sent:
+        boundary.setdefault(node, []).append(spot)
     if own.used:
         trace.note_shared(trace.output_edges() & own.used)
     if inputs.views:
-        _note_lost_views(inputs, trace)
+        found = {path for spots in boundary.values() for _, path, _ in spots}
+        trace.gaps.extend(_lost_views(inputs, found))
     return trace
 
 
-def _walk(trace: Trace, inputs: InputEdges, owners: dict[int, Region], leaves: bool) -> Region:
-    """The region of the call whose outputs the trace knows.
+def only_node(outputs: list[tuple[torch.Tensor, Path]], inputs: InputEdges) -> Any:
+    """The node of a call's only result, where that is one tensor made by the call and no view it
+    was given; what `output_nodes` finds of any."""
+    if len(outputs) != 1:
+        return None
+    output, path = outputs[0]
+    node = output.grad_fn
+    if node is None or path != _ONLY or node._sequence_nr() < inputs.start or output.output_nr:
+        return None
+    return None if (node, 0) in inputs.edges or id(output) in inputs.views else node
+
+
+def _walk(
+    todo: list[Any],
+    ends: set[Edge] | None,
+    inputs: InputEdges,
+    owners: dict[int, Region],
+    leaves: bool,
+) -> Region:
+    """The region of the call that made the nodes `todo`; `ends` are the edges to its outputs.
 
     It is written for speed: a module has few nodes, but a model many modules.
     """
     own = Region()
     start, outside = inputs.start, own.leaving
-    # No edge of a graph without cycles leads back to its only end.
-    ends = trace.output_edges() if len(trace.outputs) > 1 else None
     young = None
     for edge in inputs.edges:  # from another thread, or to a view whose base was written to
         if edge[0]._sequence_nr() >= start:
             young = inputs.edges
-    todo = list(trace.outputs)
     while todo:
         node = todo.pop()
         sequence = node._sequence_nr()
@@ -391,15 +421,13 @@ def _join(region: Region, own: Region) -> list[_Leaving]:
     return leaving
 
 
-def _note_lost_views(inputs: InputEdges, trace: Trace) -> None:
-    """A module that writes to a view it was given: the view's own edge is gone from the graph."""
-    found = {path for spots in trace.boundary.values() for _, path, _ in spots}
-    for tensor, path, version in inputs.views.values():
-        if path is not None and path not in found and tensor._version != version:
-            trace.gaps.append(
-                f"input.{'.'.join(path)} is a view written in place inside: its gradient is not "
-                "followed"
-            )
+def _lost_views(inputs: InputEdges, found: set[Path]) -> list[str]:
+    """Gaps of a module that writes to views it was given: their own edge is gone from the graph."""
+    return [
+        f"input.{'.'.join(path)} is a view written in place inside: its gradient is not followed"
+        for tensor, path, version in inputs.views.values()
+        if path is not None and path not in found and tensor._version != version
+    ]
 
 
 class LeafListener(NamedTuple):

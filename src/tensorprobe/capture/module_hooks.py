@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 
 from tensorprobe.capture import compiled
 from tensorprobe.capture.calls import OpenCall
-from tensorprobe.capture.gradients import InputEdges, Region, Trace, trace_module
+from tensorprobe.capture.gradients import InputEdges, Region, Trace, Way, trace_module
 from tensorprobe.capture.making import MadeNotes, uncalled_parameters, uses_uncalled
 from tensorprobe.capture.mode_stack import enter_missing
 from tensorprobe.capture.naming import ApiName, CallNames, module_name
@@ -342,7 +342,7 @@ class ModuleHooks:
             return
         owners, leaves = self._thread.owners, entry.leaves
 
-        def tracer(outputs: Any, inputs: InputEdges) -> Trace:
+        def tracer(outputs: Any, inputs: InputEdges) -> Trace | Way:
             return trace_module(outputs, inputs, owners, leaves)
 
         buffers = self._changed_buffers(entry) if entry.module._buffers else ()

@@ -19,6 +19,7 @@ from tensorprobe.capture.gradients import (
     LeafListener,
     Path,
     Trace,
+    Way,
     listen,
     one_node,
     trace_call,
@@ -48,7 +49,7 @@ from tensorprobe.store.writer import CaptureWriter
 # all that most calls need; where something is computed, Quiet.
 _DISABLED = torch._C.DisableTorchFunction
 # Reads the graph of a call that has ended: of an operator's, or of a module's.
-Tracer = Callable[[list[tuple[torch.Tensor, Path]], InputEdges], Trace]
+Tracer = Callable[[list[tuple[torch.Tensor, Path]], InputEdges], Trace | Way]
 # What an asynchronous collective returns; torch without distributed has none.
 _WORK: tuple[type, ...] = tuple(filter(None, (getattr(torch.distributed, "Work", None),)))
 _ROLES: dict[str, Role] = {
@@ -370,6 +371,11 @@ class Tape:
                 node.register_hook(backward.outgoing)
                 return
         trace = tracer(outputs, edges)
+        if isinstance(trace, Way):
+            short = ModuleBackward(self, call.names, call.keep, call.stack, call.step, trace.spots)
+            trace.node.register_prehook(short.incoming)
+            trace.last.register_hook(short.outgoing)
+            return
         if trace.notes:
             call.notes.extend(trace.notes)
         if trace.outputs:
@@ -505,13 +511,6 @@ class Tape:
 
     def _follow(self, call: OpenCall, trace: Trace, aliases: dict[Path, Path]) -> None:
         """Record the backward of this call when it runs."""
-        way = trace.only_way() if call.names.api.prefix == "Module" and not aliases else None
-        if way is not None:
-            node, last, spots = way
-            short = ModuleBackward(self, call.names, call.keep, call.stack, call.step, spots)
-            node.register_prehook(short.incoming)
-            last.register_hook(short.outgoing)
-            return
         backward = Backward(
             self,
             call.names,
