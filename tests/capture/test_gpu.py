@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -206,3 +207,26 @@ def test_recomputation_in_the_engines_thread_is_seen(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(bare, with_recorder, strict=True))
     again = [call for call in capture.calls if any("recomputation" in n for n in call.notes)]
     assert {call.name.split(".")[1] for call in again} >= {"linear", "layer_norm"}
+
+
+@pytest.mark.parametrize("keep", ["stats", "tensors"])
+def test_a_graph_is_captured_while_results_land(
+    keep: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA fails a capture when another thread asks an event, unless it says not to mind it."""
+    monkeypatch.setattr("tensorprobe.numerics.queue.SLOTS", 8)
+    x = torch.randn(2048, 2048, device="cuda")
+    y = torch.ones(64, device="cuda")
+    with tp.Recorder(tmp_path / "a", keep=keep, step_on="explicit", log=print) as recorder:
+        for _ in range(5):
+            z = x
+            for _ in range(20):
+                z = (z @ x).tanh()
+            recorder.step()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                for _ in range(200):
+                    y = y * 1.0001 + 1.0
+                    time.sleep(0.0005)
+            graph.replay()
+    assert tp.load(tmp_path / "a").calls

@@ -3,7 +3,9 @@
 import math
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from numerics.at_once import in_threads
 from numerics.test_statistics import PATHS, summarizer_for
+from tensorprobe.numerics import captures
 from tensorprobe.numerics.backends import HostBackend, TorchBackend
 from tensorprobe.numerics.summary import Summarizer, summarize
 
@@ -280,3 +283,32 @@ def test_results_that_are_lost_are_not_in_the_way_of_others() -> None:
     summarizer.land()
     assert found.ready
     assert not lost.ready
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_questions_to_cuda_leave_the_mode_of_the_thread_as_it_was(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mode, asked = 0, []
+
+    def exchange(new: Any) -> int:
+        nonlocal mode
+        mode, new._obj.value = new._obj.value, mode
+        return 0
+
+    def question() -> int:
+        asked.append(mode)
+        if fails:
+            raise RuntimeError("device-side assert")
+        return 7
+
+    monkeypatch.setattr(captures, "_exchange_mode", lambda: exchange)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    if fails:
+        with pytest.raises(RuntimeError, match="device-side assert"):
+            captures.ask(torch.device("cuda", 0), question)
+    else:
+        assert captures.ask(torch.device("cuda", 0), question) == 7
+    assert (asked, mode) == ([2], 0)
+    monkeypatch.setattr(captures, "_exchange_mode", lambda: None)
+    assert captures.ask(torch.device("cpu"), lambda: 8) == 8

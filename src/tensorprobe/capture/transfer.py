@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 from tensorprobe.devices import device_layer
+from tensorprobe.numerics import captures
 from tensorprobe.numerics.memory import is_plain, keys_of, settle
 
 _LARGE_NBYTES = 128 << 10  # from here on memory is new from the system, and given back to it
@@ -72,7 +74,8 @@ class Transfer:
         # copy in a stream beside it would see that. It is over long before the disk has taken it.
         host.copy_(source, non_blocking=True)
         done.record(layer.current_stream(device))
-        return HostCopy(host, done.synchronize)  # the writer waits, not the program
+        # the writer waits, not the program
+        return HostCopy(host, functools.partial(captures.ask, device, done.synchronize))
 
     def _copied(self, source: torch.Tensor) -> torch.Tensor:
         nbytes = source.numel() * source.element_size()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from tensorprobe.numerics import digest, host, memory, rows, tally, torch_ops
+from tensorprobe.numerics import captures, digest, host, memory, rows, tally, torch_ops
 from tensorprobe.numerics.queue import MAX_AGE_S, Bank, Port, Queue
 from tensorprobe.numerics.result import Result
 from tensorprobe.numerics.tally import Reader
@@ -337,8 +337,9 @@ class _Pending:
 class _Batch:
     """Numbers of many tensors, being copied to the host."""
 
-    def __init__(self, pending: list[_Pending], event: Any) -> None:
+    def __init__(self, pending: list[_Pending], event: Any, device: torch.device) -> None:
         self.pending = pending  # keeps the device's numbers until they were copied
+        self.device = device
         self.event = event
         self.floats = _fetched([p.floats for p in pending if p.floats is not None])
         self.ints = _fetched([p.ints for p in pending if p.ints is not None])
@@ -347,7 +348,7 @@ class _Batch:
             event.record()
 
     def landed(self) -> bool:
-        return self.event is None or bool(self.event.query())
+        return self.event is None or bool(captures.ask(self.device, self.event.query))
 
     def deliver(self) -> None:
         floats, ints, mixed = (
@@ -426,7 +427,8 @@ class TorchBackend:
         for batch in batches:
             try:
                 if batch.event is not None:
-                    batch.event.synchronize()  # without the lock, which the program takes
+                    # without the lock, which the program takes
+                    captures.ask(self._device, batch.event.synchronize)
             except RuntimeError:  # lost, and not in the way of those that follow
                 with self._lock:
                     self._batches = [other for other in self._batches if other is not batch]
@@ -472,7 +474,8 @@ class TorchBackend:
                 current.wait_stream(stream)
         new_event = getattr(self._module, "Event", None)
         pending, self._pending, self._streams = self._pending, [], {}
-        self._batches.append(_Batch(pending, None if new_event is None else new_event()))
+        event = None if new_event is None else new_event()
+        self._batches.append(_Batch(pending, event, self._device))
 
     def _current_stream(self) -> Any:
         current = getattr(self._module, "current_stream", None)

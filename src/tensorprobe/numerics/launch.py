@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.errors import TritonError
 
-from tensorprobe.numerics import host, memory, rows
+from tensorprobe.numerics import captures, host, memory, rows
 from tensorprobe.numerics import triton_kernels as kernels
 from tensorprobe.numerics.backends import KernelBackend, TorchBackend
 from tensorprobe.numerics.digest import CHUNK_NBYTES, WEIGHTS
@@ -523,6 +523,20 @@ def _common_unit(address: int, nbytes: int) -> int:
     return unit
 
 
+class _Landing:
+    """A copy to the host that is under way, marked by an event."""
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def query(self) -> bool:
+        return bool(captures.ask(self._device, self._event.query))
+
+    def synchronize(self) -> None:
+        captures.ask(self._device, self._event.synchronize)
+
+
 class CudaPort:
     """The streams of a CUDA device, as a queue needs them."""
 
@@ -578,7 +592,7 @@ class CudaPort:
             bank.host[:used].copy_(bank.out[:used], non_blocking=True)
             landed = torch.cuda.Event(blocking=True)  # a thread waits for it: let it sleep
             landed.record(self._side)
-        return landed
+        return _Landing(landed, self._side.device)
 
 
 def cuda_backend(device: torch.device, *, stats: bool, digest: bool) -> KernelBackend:
