@@ -38,8 +38,8 @@ from tensorprobe.compare.units import (
 from tensorprobe.compare.workers import Workers, workers_for
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import Call, Capture
+from tensorprobe.store.foreign import LAST_NODE
 from tensorprobe.store.loading import load
-from tensorprobe.store.msprobe import LAST_NODE
 
 FORMAT = 1
 Outcome = Literal["match", "diverged", "incomparable"]

@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import pickle
 import queue
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tensorprobe.numerics import stored_pairs
-from tensorprobe.numerics.metrics import PairMetrics
-from tensorprobe.numerics.stored_pairs import StoredPair, measure_stored
+if TYPE_CHECKING:  # not at run time: this process needs no numpy while others measure
+    from tensorprobe.numerics.pair_metrics import PairMetrics
+    from tensorprobe.numerics.stored_pairs import StoredPair
+
+    Result = PairMetrics | str
 
 # Below this it is over before processes have started.
 IN_PROCESS_NBYTES = 96 << 20
@@ -23,45 +27,54 @@ _BATCH_NBYTES = 32 << 20
 _LEAST_NBYTES = 1 << 20  # measured in about the time in which it is sent for
 _BATCH = 256
 
-Result = PairMetrics | str
 Tell = Callable[[Sequence[int]], None]  # these are measured
 
 
 class Workers:
-    """A number of child processes; where one dies, what it leaves is measured here.
+    """A number of processes; where one dies, what it leaves is measured here.
 
-    Plain processes that run one function, not multiprocessing's: those would import the user's
-    script again, which has no `__main__` guard.
+    One Python is started, imports what it takes to measure, and forks the others: imports take
+    longer than reading the captures, and each would do them again. It runs one function and not
+    multiprocessing's, which would import the user's script again, that has no `__main__` guard.
     """
 
     def __init__(self, n: int, *, for_anything: bool = False) -> None:
         self.for_anything = for_anything  # also for what is sooner measured here
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._lines: list[_Line] = []
+        self._first: subprocess.Popen[bytes] | None = None
+        ends: list[socket.socket] = []
         with suppress(OSError):  # the system's limit: fewer will do
             for _ in range(n):
-                self._children.append(_start())
+                mine, its = socket.socketpair()
+                self._lines.append(_Line(mine))
+                ends.append(its)
+        with suppress(OSError):
+            self._first = _start([end.fileno() for end in ends])
+        for end in ends:
+            end.close()
 
     def results(
         self, pairs: Sequence[StoredPair], nbytes: Sequence[int], tell: Tell
     ) -> list[Result]:
         """The metrics of each, or why there are none."""
-        if not self._children:
-            return [measure_stored(*pair) for pair in pairs]
+        if not self._lines:
+            return measured_here(pairs)
         results: list[Result] = [""] * len(pairs)
         todo: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
         n_batches = 0
-        for batch in batches(nbytes, len(self._children)):
+        for batch in batches(nbytes, len(self._lines)):
             todo.put(batch)
             n_batches += 1
         done: queue.SimpleQueue[tuple[list[int], list[Result]]] = queue.SimpleQueue()
         threads = [
-            threading.Thread(target=_feed, args=(child, pairs, todo, done), daemon=True)
-            for child in self._children
+            threading.Thread(target=_feed, args=(line, pairs, todo, done), daemon=True)
+            for line in self._lines
         ]
         for thread in threads:
             thread.start()
         for _ in range(n_batches):
             batch, found = done.get()
+            found = found or measured_here([pairs[i] for i in batch])
             for i, result in zip(batch, found, strict=True):
                 results[i] = result
             tell(batch)
@@ -70,12 +83,40 @@ class Workers:
         return results
 
     def close(self) -> None:
-        """They have nothing to lose: no need to wait until one has started."""
-        for child in self._children:
-            child.kill()
-        for child in self._children:
-            with suppress(OSError), child:  # it may have died with something left to be sent
+        """They have nothing to lose: no need to wait until one has started or is done."""
+        if self._first is not None:
+            self._first.terminate()
+        for line in self._lines:
+            line.close()
+        if self._first is not None:
+            with self._first:
                 pass
+
+
+class _Line:
+    """The way to one process and back."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._to, self._from = end.makefile("wb"), end.makefile("rb")
+
+    def ask(self, work: Sequence[StoredPair]) -> list[Result]:
+        """What it has measured; nothing where it is gone."""
+        try:
+            pickle.dump(work, self._to, pickle.HIGHEST_PROTOCOL)
+            self._to.flush()
+            found: list[Result] = pickle.load(self._from)
+        except (OSError, EOFError, ValueError, pickle.UnpicklingError):
+            self.close()  # an answer that comes later would be taken for another's
+            return []
+        return found
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)  # a thread that waits for an answer gets none
+        for each in (self._to, self._from, self._end):
+            with suppress(OSError):  # it may have died with something left to be sent
+                each.close()
 
 
 @contextmanager
@@ -136,37 +177,39 @@ def _nbytes_up_to(sources: Iterable[str | os.PathLike[str]], enough: int) -> int
     return total
 
 
-def _start() -> subprocess.Popen[bytes]:
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {stored_pairs.__name__} import serve; "
+def _start(ends: Sequence[int]) -> subprocess.Popen[bytes]:
+    code = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"  # is told to end by this process
+        f"sys.path[:] = {sys.path!r}\n"
+        "from tensorprobe.numerics.stored_pairs import serve_all\n"
+        f"serve_all({list(ends)})"
+    )
     return subprocess.Popen(
-        [sys.executable, "-c", code + "serve()"],
+        [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        pass_fds=ends,
         env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
     )
 
 
 def _feed(
-    child: subprocess.Popen[bytes],
+    line: _Line,
     pairs: Sequence[StoredPair],
     todo: queue.SimpleQueue[list[int]],
     done: queue.SimpleQueue[tuple[list[int], list[Result]]],
 ) -> None:
-    """One child and its batches."""
-    assert child.stdin is not None
-    assert child.stdout is not None
+    """One process and its batches; what it does not answer is left to be measured here."""
     while True:
         try:
             batch = todo.get_nowait()
         except queue.Empty:
             return
-        work = [pairs[i] for i in batch]
-        found: list[Result] = []
-        if child.poll() is None:
-            try:
-                pickle.dump(work, child.stdin, pickle.HIGHEST_PROTOCOL)
-                child.stdin.flush()
-                found = pickle.load(child.stdout)
-            except (OSError, EOFError, pickle.UnpicklingError):
-                child.kill()  # an answer that comes later would be taken for another's
-        done.put((batch, found or [measure_stored(*pair) for pair in work]))
+        done.put((batch, line.ask([pairs[i] for i in batch])))
+
+
+def measured_here(pairs: Sequence[StoredPair]) -> list[Result]:
+    """The same in this process."""
+    from tensorprobe.numerics.stored_pairs import measure_stored
+
+    return [measure_stored(*pair) for pair in pairs]

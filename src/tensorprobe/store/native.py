@@ -1,4 +1,4 @@
-"""The native layout: CaptureWriter writes it, read reads it.
+"""The native layout: read reads it, the CaptureWriter of writer.py writes it.
 
 capture.json, then rankR/rank.json, then rankR/stepN/calls.jsonl and its tensors-K.safetensors.
 Every step folder stands alone, so one can be deleted or sent to a colleague.
@@ -25,12 +25,8 @@ from tensorprobe.records import (
     TensorSummary,
 )
 from tensorprobe.store import lines, tree
-from tensorprobe.store.claim import EARLIER, FORMAT, RANK_FILE, RUN_FILE, run_identity
-from tensorprobe.store.native_copy import write
-from tensorprobe.store.shard import header_problem, shard_name
-from tensorprobe.store.writer import LOG_FILE, CaptureWriter
-
-__all__ = ["LOG_FILE", "CaptureWriter", "find", "read", "recognises", "run_identity", "write"]
+from tensorprobe.store.claim import EARLIER, FORMAT, RANK_FILE, RUN_FILE
+from tensorprobe.store.step_files import LOG_FILE, header_problem, shard_name
 
 NOT_WRITTEN = "value not written (the run ended before)"
 _RANK = re.compile(r"rank(\d+)")
@@ -98,6 +94,13 @@ def read(path: Path) -> Capture:
         if collecting:
             gc.enable()
     return Capture(path, "native", calls, gaps, {**facts, "unfinished": unfinished})
+
+
+def write(capture: Capture, folder: Path) -> list[str]:
+    """Write a capture in this layout."""
+    from tensorprobe.store import native_copy  # here: reading needs neither it nor numpy
+
+    return native_copy.write(capture, folder)
 
 
 def _number(pattern: re.Pattern[str], name: str) -> int:

@@ -16,6 +16,7 @@ from tensorprobe.errors import BadArtefact, UnreadableCapture
 from tensorprobe.operators import NATIVE_NAMES
 from tensorprobe.records import Call, Capture, Direction, Fields, Gap, Role, TensorRecord
 from tensorprobe.store.foreign import (
+    LAST_NODE,
     MAX_DEPTH,
     Problem,
     confined,
@@ -43,7 +44,6 @@ from tensorprobe.store.msprobe.leaves import (
 
 # What our writer adds on top of dump.json. msprobe's own backward records hold something else.
 WRITTEN_BY = "written_by"
-LAST_NODE = "outputs are those of the last autograd node, not the gradients of the inputs"
 _KEEPS = {"tensor": "tensors", "structure": "structure"}
 _PARENTS = ("optimizer", "clip_grad")  # in construct.json, no calls
 _MICRO_STEP = "megatron_micro_step_number"
