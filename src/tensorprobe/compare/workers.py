@@ -82,12 +82,16 @@ class Workers:
             thread.join()
         return results
 
-    def close(self) -> None:
+    def end(self) -> None:
         """They have nothing to lose: no need to wait until one has started or is done."""
-        if self._first is not None:
+        if self._lines and self._first is not None:
             self._first.terminate()
-        for line in self._lines:
-            line.close()
+        while self._lines:
+            self._lines.pop().close()
+
+    def close(self) -> None:
+        """Wait until they are gone."""
+        self.end()
         if self._first is not None:
             with self._first:
                 pass
@@ -121,9 +125,12 @@ class _Line:
 
 @contextmanager
 def workers_for(
-    sources: Iterable[str | os.PathLike[str]], processes: int | None
+    sources: Iterable[str | os.PathLike[str]], processes: int | Workers | None
 ) -> Iterator[Workers | None]:
     """Processes for comparing what is at these paths; None where one does it as well."""
+    if isinstance(processes, Workers):
+        yield processes
+        return
     n = processes or len(os.sched_getaffinity(0))
     if processes is None:
         n = min(n, _nbytes_up_to(sources, n * _EACH_NBYTES) // _EACH_NBYTES)
@@ -179,7 +186,8 @@ def _nbytes_up_to(sources: Iterable[str | os.PathLike[str]], enough: int) -> int
 
 def _start(ends: Sequence[int]) -> subprocess.Popen[bytes]:
     code = (
-        "import signal, sys\n"
+        "import gc, signal, sys\n"
+        "gc.disable()\n"  # for the imports; serve_all enables it
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"  # is told to end by this process
         f"sys.path[:] = {sys.path!r}\n"
         "from tensorprobe.numerics.stored_pairs import serve_all\n"

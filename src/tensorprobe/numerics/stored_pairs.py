@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
@@ -38,6 +39,8 @@ def measure_stored(actual: Stored, expected: Stored) -> PairMetrics | str:
 
 def serve_all(ends: Sequence[int]) -> None:
     """A process for each of these sockets, until the one that started this ends it or is gone."""
+    gc.freeze()
+    gc.enable()
     children: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: _end(children))
     for i, end in enumerate(ends):
@@ -54,6 +57,7 @@ def serve_all(ends: Sequence[int]) -> None:
 
 
 def _end(children: list[int]) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for child in children:
         os.kill(child, signal.SIGKILL)
     for child in children:

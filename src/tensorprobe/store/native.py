@@ -6,7 +6,6 @@ Every step folder stands alone, so one can be deleted or sent to a colleague.
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import msgspec
 
 from tensorprobe.contents.blob import Blob
 from tensorprobe.errors import UnreadableCapture
+from tensorprobe.garbage import no_garbage
 from tensorprobe.records import (
     Call,
     Capture,
@@ -77,9 +77,7 @@ def read(path: Path) -> Capture:
     calls: list[Call] = []
     unfinished = []
     index, last_rank = 0, None
-    collecting = gc.isenabled()
-    gc.disable()  # many small objects, none of them garbage: looking for it takes half the time
-    try:
+    with no_garbage():
         for folder in steps:
             rank = _number(_RANK, folder.parent.name)
             if rank != last_rank:
@@ -90,9 +88,6 @@ def read(path: Path) -> Capture:
             index = step.index
             if not step.finished:
                 unfinished.append(f"{folder.parent.name}/{folder.name}")
-    finally:
-        if collecting:
-            gc.enable()
     return Capture(path, "native", calls, gaps, {**facts, "unfinished": unfinished})
 
 
