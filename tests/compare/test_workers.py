@@ -104,7 +104,8 @@ def test_processes_that_do_not_start_are_done_without(
     assert found == [measure_stored(*pair) for pair in pairs]
 
 
-def test_processes_end_with_the_one_that_measures(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_processes_end_with_the_one_that_measures(tmp_path: Path, how: signal.Signals) -> None:
     """Also in the middle of their work: nobody waits for it."""
     size = 1 << 40
     sides = [tmp_path / name for name in ("a", "e")]
@@ -113,31 +114,26 @@ def test_processes_end_with_the_one_that_measures(tmp_path: Path) -> None:
         os.truncate(side, size)
     a, e = (("x", "float32", (size // 4,), Blob(side, 0, size)) for side in sides)
     code = f"""
-import os, sys, threading, time
+import sys
 sys.path[:] = {sys.path!r}
 from pathlib import PosixPath
 from tensorprobe.compare.workers import Workers
 from tensorprobe.contents.blob import Blob
 workers = Workers(2)
-pairs = [({a!r}, {e!r})] * 2
-threading.Thread(target=workers.results, args=(pairs, [{size}] * 2, print), daemon=True).start()
 print(workers._first.pid, flush=True)
-sys.stdin.read(1)
-(workers.close if {{closes}} else lambda: os._exit(9))()
+try:
+    workers.results([({a!r}, {e!r})] * 2, [{size}] * 2, print)
+finally:
+    workers.close()
 """
-    for closes in (True, False):
-        with subprocess.Popen(
-            [sys.executable, "-c", code.replace("{closes}", str(closes))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        ) as child:
-            assert child.stdin is not None
-            assert child.stdout is not None
-            first = int(child.stdout.readline())
-            pids = [first, *children_of(first, 2)]
-            child.stdin.close()
-            assert child.wait(20) == (0 if closes else 9)
-        wait_until(lambda pids=pids: not any(map(is_running, pids)))
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
+        assert child.stdout is not None
+        first = int(child.stdout.readline())
+        pids = [first, *children_of(first, 2)]
+        child.send_signal(how)
+        assert child.wait(30) == -how
+    wait_until(lambda: not any(map(is_running, pids)))
 
 
 def processes_of(workers: Workers) -> list[int]:
@@ -160,7 +156,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 30
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # not at run time: this process needs no numpy while others m
     from tensorprobe.numerics.stored_pairs import StoredPair
 
     Result = PairMetrics | str
+    _Done = tuple[list[int], list[Result]]  # a batch
 
 # Below this it is over before processes have started.
 IN_PROCESS_NBYTES = 96 << 20
@@ -26,6 +27,7 @@ _EACH_NBYTES = 32 << 20  # of both sides; for less, one more process is not wort
 _BATCH_NBYTES = 32 << 20
 _LEAST_NBYTES = 1 << 20  # measured in about the time in which it is sent for
 _BATCH = 256
+_SPARE = 4  # lines given up where the system has no more files: to start takes some
 
 Tell = Callable[[Sequence[int]], None]  # these are measured
 
@@ -43,11 +45,15 @@ class Workers:
         self._lines: list[_Line] = []
         self._first: subprocess.Popen[bytes] | None = None
         ends: list[socket.socket] = []
-        with suppress(OSError):  # the system's limit: fewer will do
+        try:
             for _ in range(n):
                 mine, its = socket.socketpair()
                 self._lines.append(_Line(mine))
                 ends.append(its)
+        except OSError:  # the system's limit: fewer will do
+            for _ in range(min(_SPARE, len(ends))):
+                self._lines.pop().close()
+                ends.pop().close()
         with suppress(OSError):
             self._first = _start([end.fileno() for end in ends])
         for end in ends:
@@ -61,31 +67,30 @@ class Workers:
             return measured_here(pairs)
         results: list[Result] = [""] * len(pairs)
         todo: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-        n_batches = 0
         for batch in batches(nbytes, len(self._lines)):
             todo.put(batch)
-            n_batches += 1
-        done: queue.SimpleQueue[tuple[list[int], list[Result]]] = queue.SimpleQueue()
+        done: queue.SimpleQueue[_Done | None] = queue.SimpleQueue()
         threads = [
             threading.Thread(target=_feed, args=(line, pairs, todo, done), daemon=True)
             for line in self._lines
         ]
         for thread in threads:
             thread.start()
-        for _ in range(n_batches):
-            batch, found = done.get()
-            found = found or measured_here([pairs[i] for i in batch])
+        for batch, found in _all_done(done, len(threads)):
             for i, result in zip(batch, found, strict=True):
                 results[i] = result
             tell(batch)
-        for thread in threads:
-            thread.join()
+        while not todo.empty():  # what the dead have left
+            for i in todo.get():
+                (results[i],) = measured_here([pairs[i]])
+                tell((i,))
         return results
 
     def end(self) -> None:
         """They have nothing to lose: no need to wait until one has started or is done."""
-        if self._lines and self._first is not None:
-            self._first.terminate()
+        if self._first is not None and self._first.stdin is not None:
+            self._first.terminate()  # while it imports; later it waits for the next line
+            self._first.stdin.close()
         while self._lines:
             self._lines.pop().close()
 
@@ -186,10 +191,9 @@ def _nbytes_up_to(sources: Iterable[str | os.PathLike[str]], enough: int) -> int
 
 def _start(ends: Sequence[int]) -> subprocess.Popen[bytes]:
     code = (
-        "import gc, signal, sys\n"
-        "gc.disable()\n"  # for the imports; serve_all enables it
-        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"  # is told to end by this process
-        f"sys.path[:] = {sys.path!r}\n"
+        f"import sys; sys.path[:] = {sys.path!r}\n"
+        "import gc; gc.disable()\n"  # for the imports; serve_all enables it
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"  # this process ends it
         "from tensorprobe.numerics.stored_pairs import serve_all\n"
         f"serve_all({list(ends)})"
     )
@@ -205,15 +209,28 @@ def _feed(
     line: _Line,
     pairs: Sequence[StoredPair],
     todo: queue.SimpleQueue[list[int]],
-    done: queue.SimpleQueue[tuple[list[int], list[Result]]],
+    done: queue.SimpleQueue[_Done | None],
 ) -> None:
-    """One process and its batches; what it does not answer is left to be measured here."""
-    while True:
-        try:
+    """One process and its batches, then None; where it dies, another can have the batch."""
+    with suppress(queue.Empty):
+        while True:
             batch = todo.get_nowait()
-        except queue.Empty:
-            return
-        done.put((batch, line.ask([pairs[i] for i in batch])))
+            found = line.ask([pairs[i] for i in batch])
+            if not found:
+                todo.put(batch)
+                break
+            done.put((batch, found))
+    done.put(None)
+
+
+def _all_done(done: queue.SimpleQueue[_Done | None], n: int) -> Iterator[_Done]:
+    """What comes in until all of n have ended."""
+    while n:
+        found = done.get()
+        if found is None:
+            n -= 1
+        else:
+            yield found
 
 
 def measured_here(pairs: Sequence[StoredPair]) -> list[Result]:

@@ -41,23 +41,22 @@ def serve_all(ends: Sequence[int]) -> None:
     """A process for each of these sockets, until the one that started this ends it or is gone."""
     gc.freeze()
     gc.enable()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on stdin says when to end
     children: list[int] = []
-    signal.signal(signal.SIGTERM, lambda *_: _end(children))
     for i, end in enumerate(ends):
-        child = os.fork()
+        try:
+            child = os.fork()
+        except OSError:  # the system's limit: fewer will do
+            for left in ends[i:]:
+                os.close(left)
+            break
         if child == 0:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             for other in ends[i + 1 :]:
                 os.close(other)
             _serve(end)
         children.append(child)
         os.close(end)
     sys.stdin.buffer.read()
-    _end(children)
-
-
-def _end(children: list[int]) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for child in children:
         os.kill(child, signal.SIGKILL)
     for child in children:
