@@ -117,7 +117,7 @@ def _read_facts(path: Path, gaps: list[Gap]) -> dict[str, Any]:
         facts = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:  # a step or rank folder that was copied alone
         return {}
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         gaps.append(Gap(path.name, str(error)))
         return {}
     version = facts.get("format")
@@ -175,7 +175,7 @@ class _StepReader:
         for number, text in enumerate(texts, 1):
             try:
                 yield number, lines.decode(text)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 self._damaged(number, str(error))
         if torn:
             self._damaged(len(texts) + 1, "cut off: the run ended while it was written")

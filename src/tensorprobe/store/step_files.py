@@ -23,6 +23,6 @@ def header_problem(path: Path) -> str | None:
         return f"its header, from byte 8, should have {nbytes} bytes"
     try:
         msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return f"its header is damaged: {error}, counted from byte 8"
     return None
