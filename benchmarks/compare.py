@@ -294,8 +294,9 @@ def since_start_s() -> float:
 
 def write_run(root: Path, nbytes: int, n_calls: int, noise: float) -> int:
     """A run whose tensors have sizes as those of models have: few large ones, many small."""
+    from tensorprobe.store.claim import run_identity
     from tensorprobe.store.lines import CallLine, EndLine, TensorLine
-    from tensorprobe.store.native import CaptureWriter, run_identity
+    from tensorprobe.store.writer import CaptureWriter
 
     rng = np.random.default_rng(0)
     sizes = np.exp(rng.normal(0, 1.6, n_calls))

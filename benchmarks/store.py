@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 
 from tensorprobe.records import TensorSummary
+from tensorprobe.store.claim import run_identity
 from tensorprobe.store.lines import CallLine, EndLine, StackLine, TensorLine
 from tensorprobe.store.loading import load
-from tensorprobe.store.native import CaptureWriter, run_identity
+from tensorprobe.store.writer import CaptureWriter
 
 
 class Ready:

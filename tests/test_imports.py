@@ -10,7 +10,7 @@ import pytest
 SRC = Path(__file__).parent.parent / "src" / "tensorprobe"
 # A room may import those on earlier lines; rooms on one line do not know each other.
 FLOORS = [
-    {"errors", "_version"},
+    {"errors", "garbage", "_version"},
     {"contents"},
     {"records", "operators"},
     {"config"},
@@ -52,6 +52,16 @@ def test_torch_is_not_imported_by_reading_or_help() -> None:
         "try: m.main(['--help'])\n"
         "except SystemExit: pass\n"
         "sys.exit('torch was imported' if 'torch' in sys.modules else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_numpy_is_not_imported_by_what_others_measure_for() -> None:
+    code = (
+        "import sys, tensorprobe.report.console, tensorprobe.report.native_columns\n"
+        "import tensorprobe.report.saving, tensorprobe.store.native\n"
+        "sys.exit('numpy was imported' if {'numpy', 'torch'} & {*sys.modules} else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

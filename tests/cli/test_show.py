@@ -16,7 +16,7 @@ import pytest
 from tensorprobe.cli.main import main
 from tensorprobe.records import TensorSummary
 from tensorprobe.store.lines import CallLine, EndLine, GapLine, StackLine, TensorLine
-from tensorprobe.store.native import CaptureWriter
+from tensorprobe.store.writer import CaptureWriter
 
 
 class Ready:

@@ -6,7 +6,10 @@ import itertools
 import os
 import random
 import signal
-from collections.abc import Sequence
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -79,15 +82,84 @@ def test_processes_measure_what_this_one_does(tmp_path: Path) -> None:
 def test_what_a_dead_process_leaves_is_measured_all_the_same(tmp_path: Path) -> None:
     pairs = make_pairs(tmp_path, 40)
     workers = Workers(2)
-    os.kill(workers._children[0].pid, signal.SIGKILL)  # and nobody has noticed
     try:
-        found = workers.results(pairs, [2000] * len(pairs), nothing)
-        for child in workers._children:
-            child.kill()
-        again = workers.results(pairs, [2 * MB] * len(pairs), nothing)
+        found = [workers.results(pairs, [2000] * len(pairs), nothing)]
+        first, second = processes_of(workers)
+        for pid in (first, second):
+            os.kill(pid, signal.SIGKILL)  # and nobody has noticed
+            found.append(workers.results(pairs, [2 * MB] * len(pairs), nothing))
     finally:
         workers.close()
-    assert found == again == [measure_stored(*pair) for pair in pairs]
+    assert all(each == [measure_stored(*pair) for pair in pairs] for each in found)
+
+
+def test_processes_that_do_not_start_are_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = make_pairs(tmp_path, 3)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    workers = Workers(2)
+    found = workers.results(pairs, [2 * MB] * len(pairs), nothing)
+    workers.close()
+    assert found == [measure_stored(*pair) for pair in pairs]
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_processes_end_with_the_one_that_measures(tmp_path: Path, how: signal.Signals) -> None:
+    """Also in the middle of their work: nobody waits for it."""
+    size = 1 << 40
+    sides = [tmp_path / name for name in ("a", "e")]
+    for side in sides:
+        side.touch()
+        os.truncate(side, size)
+    a, e = (("x", "float32", (size // 4,), Blob(side, 0, size)) for side in sides)
+    code = f"""
+import sys
+sys.path[:] = {sys.path!r}
+from pathlib import PosixPath
+from tensorprobe.compare.workers import Workers
+from tensorprobe.contents.blob import Blob
+workers = Workers(2)
+print(workers._first.pid, flush=True)
+try:
+    workers.results([({a!r}, {e!r})] * 2, [{size}] * 2, print)
+finally:
+    workers.close()
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as child:
+        assert child.stdout is not None
+        first = int(child.stdout.readline())
+        pids = [first, *children_of(first, 2)]
+        child.send_signal(how)
+        assert child.wait(30) == -how
+    wait_until(lambda: not any(map(is_running, pids)))
+
+
+def processes_of(workers: Workers) -> list[int]:
+    assert workers._first is not None
+    return children_of(workers._first.pid, len(workers._lines))
+
+
+def children_of(pid: int, n: int) -> list[int]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    wait_until(lambda: len(path.read_text().split()) == n)
+    return [int(word) for word in path.read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"  # dead, though nobody has asked for it
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_pieces_are_the_arrays(tmp_path: Path) -> None:

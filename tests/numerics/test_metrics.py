@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorprobe.numerics.metrics import CHUNK, PairMetrics, measure_pair
+from tensorprobe.numerics.metrics import CHUNK, measure_pair
+from tensorprobe.numerics.pair_metrics import PairMetrics
 
 BF16 = ml_dtypes.bfloat16
 

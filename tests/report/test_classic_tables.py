@@ -18,7 +18,7 @@ from tensorprobe.compare.comparison import Comparison, Verdict
 from tensorprobe.compare.judge import Mode
 from tensorprobe.compare.measure import CallPair, TensorPair, pair_tensors
 from tensorprobe.contents.blob import Blob
-from tensorprobe.numerics.metrics import PairMetrics
+from tensorprobe.numerics.pair_metrics import PairMetrics
 from tensorprobe.records import Call, Capture, TensorRecord, TensorSummary
 from tensorprobe.report.columns import table
 from tensorprobe.report.csv import write_csv

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from tensorprobe.records import TensorSummary
+from tensorprobe.store.claim import run_identity
 from tensorprobe.store.lines import CallLine, EndLine, TensorLine
-from tensorprobe.store.native import CaptureWriter, run_identity
+from tensorprobe.store.writer import CaptureWriter
 
 SUMMARY = TensorSummary(-1.5, 2.5, 0.25, 3.75, 0, 0, 1)
 

@@ -13,8 +13,7 @@ from store_making import open_writer, write_capture, write_relu
 
 import tensorprobe
 from tensorprobe.errors import UnreadableCapture
-from tensorprobe.store.claim import claim
-from tensorprobe.store.native import run_identity
+from tensorprobe.store.claim import claim, run_identity
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -27,7 +26,7 @@ TORCHRUN = {
 
 
 def test_a_process_alone_is_its_own_run() -> None:
-    code = "import os; from tensorprobe.store.native import run_identity; print(run_identity({}))"
+    code = "import os; from tensorprobe.store.claim import run_identity; print(run_identity({}))"
     environ = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
     found = {
         subprocess.run(

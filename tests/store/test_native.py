@@ -295,7 +295,7 @@ def test_a_run_that_ended_early(tmp_path: Path) -> None:
         b'{"type":"call","id":1,"name":"x","op":"y","args":[{"what":1}]}',
         b'{"type":"call","id":1,"name":"x","op":"y","args":[{"tensor":{"shape":[1]}}]}',
         b'{"type":"call","id":1,"name":"x","op":"y","args":[{"tensor":1}]}',
-        b'{"type":"end","id":77}',
+        b'{"type":"end","id":77}', b'{"type":"stack","id":1,"frames":["\xff"]}',
     ],
 )  # fmt: skip
 def test_a_damaged_line_leaves_the_rest(tmp_path: Path, damage: bytes) -> None:
@@ -325,6 +325,10 @@ def test_a_damaged_shard(tmp_path: Path) -> None:
     assert gap.name == SHARD
     assert gap.reason.startswith("its header is damaged: JSON is malformed")
     assert capture.calls[1].tensors[0].array().tolist() == [0, 1, 2, 3, 4]
+
+    (root / SHARD).write_bytes(whole[:12] + b"\xff" + whole[13:])
+    (gap,) = tensorprobe.load(root).gaps
+    assert gap.reason.startswith("its header is damaged: 'utf-8' codec can't decode byte 0xff")
 
     (root / SHARD).write_bytes(whole[:-5])
     assert [record.gap for record in arrays()] == [
@@ -385,7 +389,9 @@ def test_what_is_no_capture(tmp_path: Path) -> None:
 def test_damaged_facts_do_not_hide_the_calls(tmp_path: Path) -> None:
     root = write_capture(tmp_path / "a")
     (root / "capture.json").write_text("{")
-    (root / "rank0/rank.json").unlink()
+    (root / "rank0/rank.json").write_bytes(b'{"format":1,"host":"\xff"}')
     capture = tensorprobe.load(root)
     assert len(capture.calls) == 3
-    assert [gap.name for gap in capture.gaps] == ["capture.json"]
+    assert [gap.name for gap in capture.gaps] == ["capture.json", "rank.json"]
+    (root / "rank0/rank.json").unlink()
+    assert [gap.name for gap in tensorprobe.load(root).gaps] == ["capture.json"]

@@ -11,7 +11,8 @@ import pytest
 from safetensors import safe_open
 
 from tensorprobe.store import shard as shards
-from tensorprobe.store.shard import FREE, Shard, Shards, header_problem
+from tensorprobe.store.shard import FREE, Shard, Shards
+from tensorprobe.store.step_files import header_problem
 
 
 @pytest.fixture

@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tensorprobe.compare.workers import Workers
 
 _STATUS = {"match": 0, "diverged": 3, "incomparable": 1}
 
@@ -36,16 +40,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tensorprobe.compare.measure import TerminalProgress
+    from tensorprobe.compare.workers import workers_for
     from tensorprobe.errors import BadUsage
-    from tensorprobe.report.console import render
-    from tensorprobe.report.saving import compare
-    from tensorprobe.store.outputs import check_output
+    from tensorprobe.garbage import no_garbage
 
     if args.xlsx and args.output is None:
         raise BadUsage("--xlsx needs a folder to write to: -o OUT")
     if args.processes is not None and args.processes < 1:
         raise BadUsage(f"--processes {args.processes}: expected 1 or more")
+    # first of all: the rest is imported, and the captures are read, while they start
+    with no_garbage(), workers_for((args.actual, args.expected), args.processes) as workers:
+        return _run(args, workers)
+
+
+def _run(args: argparse.Namespace, workers: Workers | None) -> int:
+    from tensorprobe.compare.measure import TerminalProgress
+    from tensorprobe.report.console import render
+    from tensorprobe.report.saving import compare
+    from tensorprobe.store.outputs import check_output
+
     if args.references is not None:
         from tensorprobe.replay.references import run_file
 
@@ -63,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             mapping=args.mapping,
             step=args.step,
             rank=args.rank,
-            processes=args.processes,
+            processes=workers or 1,
             seconds=args.replay_seconds,
             progress=progress,
         )

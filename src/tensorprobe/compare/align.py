@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -91,7 +92,7 @@ class _Side:
         self.has_mapping = rename is not None
         self.paths: dict[str, str] = {}
         names: dict[str, str] = {}
-        stems = []
+        self._stems = []
         for call in calls:
             if call.module not in self.paths:
                 path = plain_path(call.module)
@@ -99,9 +100,9 @@ class _Side:
             text = call.name
             if text not in names:
                 names[text] = stem(text)
-            stems.append(names[text])
+            self._stems.append(names[text])
         self.loose: list[Hashable] = [
-            (s, self.paths[call.module]) for s, call in zip(stems, calls, strict=True)
+            (s, self.paths[call.module]) for s, call in zip(self._stems, calls, strict=True)
         ]
         self.strict: list[Hashable] = [
             (token, _signature(call)) for token, call in zip(self.loose, calls, strict=True)
@@ -110,12 +111,22 @@ class _Side:
         self.exact: list[Hashable] = [
             (token, _scalars(call)) for token, call in zip(self.strict, calls, strict=True)
         ]
-        # a module of another class, or a renamed API, in the same place
-        self.place: list[Hashable] = [
-            (_short(s), self.paths[call.module]) for s, call in zip(stems, calls, strict=True)
+
+    # The next two only where the others leave something.
+
+    @functools.cached_property
+    def place(self) -> list[Hashable]:
+        """A module of another class, or a renamed API, in the same place."""
+        return [
+            (_short(s), self.paths[call.module])
+            for s, call in zip(self._stems, self.calls, strict=True)
         ]
-        self.bare: list[Hashable] = [
-            s.rpartition(".")[2].rstrip("_") if not s.startswith("Module.") else s for s in stems
+
+    @functools.cached_property
+    def bare(self) -> list[Hashable]:
+        return [
+            s.rpartition(".")[2].rstrip("_") if not s.startswith("Module.") else s
+            for s in self._stems
         ]
 
     def is_renamed(self, call: Call) -> bool:
@@ -232,6 +243,8 @@ def _align_sequences(
         ([i for i in ours if i not in partner], [j for j in theirs if j not in taken]),
     ]
     for kind in ("exact", "strict", "loose", "place", "bare"):
+        if not blocks:
+            break
         a, e = getattr(sides[0], kind), getattr(sides[1], kind)
         left = []
         for mine, other in blocks:

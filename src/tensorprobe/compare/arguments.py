@@ -21,8 +21,7 @@ _RELATIVE = 1e-6
 def differences(actual: Call, expected: Call) -> list[str]:
     """Each argument that differs, as "eps: 1e-05 here, 1e-06 expected"."""
     found: list[str] = []
-    names = sorted({*range(max(len(actual.args), len(expected.args)))})
-    for i in names:
+    for i in range(max(len(actual.args), len(expected.args))):
         a = actual.args[i] if i < len(actual.args) else _ABSENT
         e = expected.args[i] if i < len(expected.args) else _ABSENT
         found += _differ(str(i), a, e)

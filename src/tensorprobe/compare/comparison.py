@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, Literal
 
 import msgspec
@@ -37,9 +35,10 @@ from tensorprobe.compare.units import (
 )
 from tensorprobe.compare.workers import Workers, workers_for
 from tensorprobe.errors import UnreadableCapture
+from tensorprobe.garbage import no_garbage
 from tensorprobe.records import Call, Capture
+from tensorprobe.store.foreign import LAST_NODE
 from tensorprobe.store.loading import load
-from tensorprobe.store.msprobe import LAST_NODE
 
 FORMAT = 1
 Outcome = Literal["match", "diverged", "incomparable"]
@@ -133,7 +132,7 @@ def compare(
     mapping: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     step: int | None = None,
     rank: int | None = None,
-    processes: int | None = None,
+    processes: int | Workers | None = None,
     replay: bool = True,
     seconds: float = 120.0,
     progress: Progress | None = None,
@@ -142,30 +141,21 @@ def compare(
 
     `noise` are further runs of the expected side: what they differ by is no divergence. `mapping`
     is a file, or a dict, that says which calls or modules are the same. `seconds` bounds the time
-    spent on replaying suspects; 0 or `replay=False` leaves it out.
+    spent on replaying suspects; 0 or `replay=False` leaves it out. `processes` measure tensors: how
+    many (one a core, where that is worth it), or some that were started before.
     """
     known = NO_MAPPING if mapping is None else read_mapping(mapping)
     with workers_for(map(_path, (actual, expected)), processes) as workers:
         ours, theirs = _opened(actual), _opened(expected)
-        with _no_garbage():
+        with no_garbage():
             pairs = [pair_tensors(pair) for pair in _align(ours, theirs, known, step, rank)]
             measure(pairs, workers=workers, progress=progress)
             floors = _floors(theirs, noise, step, rank, workers) if noise else {}
-    with _no_garbage():
+            if workers is not None:
+                workers.end()
+    with no_garbage():
         lacks = lacking(ours, theirs, step, rank)
         return _judge(ours, theirs, pairs, lacks, floors, replay and seconds > 0, seconds)
-
-
-@contextmanager
-def _no_garbage() -> Iterator[None]:
-    """Inside, Python does not look for garbage: many objects are made here, and all are kept."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _path(source: Source) -> str | os.PathLike[str]:

@@ -7,7 +7,7 @@ import math
 from typing import Literal
 
 from tensorprobe.compare.measure import TensorPair
-from tensorprobe.numerics.metrics import FRACTION_BITS
+from tensorprobe.numerics.pair_metrics import FRACTION_BITS
 from tensorprobe.records import TensorRecord, TensorSummary
 
 Mode = Literal["tensors", "digest", "stats", "structure"]

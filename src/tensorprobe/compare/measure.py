@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from tensorprobe.compare.align import Pair
-from tensorprobe.compare.workers import IN_PROCESS_NBYTES, Workers
+from tensorprobe.compare.workers import IN_PROCESS_NBYTES, Workers, measured_here
 from tensorprobe.contents.blob import Blob
-from tensorprobe.numerics.metrics import FRACTION_BITS, PairMetrics, equal_metrics
-from tensorprobe.numerics.stored_pairs import StoredPair, measure_stored
+from tensorprobe.numerics.pair_metrics import FRACTION_BITS, PairMetrics, equal_metrics
 from tensorprobe.records import Call, TensorRecord, TensorSummary
-from tensorprobe.store.msprobe import LAST_NODE
+from tensorprobe.store.foreign import LAST_NODE
+
+if TYPE_CHECKING:
+    from tensorprobe.numerics.stored_pairs import StoredPair
 
 
 class Done(NamedTuple):
@@ -224,13 +226,13 @@ def _results(
 ) -> Iterable[PairMetrics | str]:
     """The metrics of each, or why there are none, in order."""
     if workers is None or (sum(nbytes) < IN_PROCESS_NBYTES and not workers.for_anything):
-        return _measured_here(work, tell)
+        return _one_by_one(work, tell)
     return workers.results(work, nbytes, tell)
 
 
-def _measured_here(work: list[StoredPair], tell: _Counter) -> Iterator[PairMetrics | str]:
+def _one_by_one(work: list[StoredPair], tell: _Counter) -> Iterator[PairMetrics | str]:
     for i, pair in enumerate(work):
-        yield measure_stored(*pair)
+        yield from measured_here([pair])
         tell((i,))
 
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import os
 import pickle
 import queue
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tensorprobe.numerics import stored_pairs
-from tensorprobe.numerics.metrics import PairMetrics
-from tensorprobe.numerics.stored_pairs import StoredPair, measure_stored
+if TYPE_CHECKING:  # not at run time: this process needs no numpy while others measure
+    from tensorprobe.numerics.pair_metrics import PairMetrics
+    from tensorprobe.numerics.stored_pairs import StoredPair
+
+    Result = PairMetrics | str
+    _Done = tuple[list[int], list[Result]]  # a batch
 
 # Below this it is over before processes have started.
 IN_PROCESS_NBYTES = 96 << 20
@@ -22,67 +27,115 @@ _EACH_NBYTES = 32 << 20  # of both sides; for less, one more process is not wort
 _BATCH_NBYTES = 32 << 20
 _LEAST_NBYTES = 1 << 20  # measured in about the time in which it is sent for
 _BATCH = 256
+_SPARE = 4  # lines given up where the system has no more files: to start takes some
 
-Result = PairMetrics | str
 Tell = Callable[[Sequence[int]], None]  # these are measured
 
 
 class Workers:
-    """A number of child processes; where one dies, what it leaves is measured here.
+    """A number of processes; where one dies, what it leaves is measured here.
 
-    Plain processes that run one function, not multiprocessing's: those would import the user's
-    script again, which has no `__main__` guard.
+    One Python is started, imports what it takes to measure, and forks the others: imports take
+    longer than reading the captures, and each would do them again. It runs one function and not
+    multiprocessing's, which would import the user's script again, that has no `__main__` guard.
     """
 
     def __init__(self, n: int, *, for_anything: bool = False) -> None:
         self.for_anything = for_anything  # also for what is sooner measured here
-        self._children: list[subprocess.Popen[bytes]] = []
-        with suppress(OSError):  # the system's limit: fewer will do
+        self._lines: list[_Line] = []
+        self._first: subprocess.Popen[bytes] | None = None
+        ends: list[socket.socket] = []
+        try:
             for _ in range(n):
-                self._children.append(_start())
+                mine, its = socket.socketpair()
+                self._lines.append(_Line(mine))
+                ends.append(its)
+        except OSError:  # the system's limit: fewer will do
+            for _ in range(min(_SPARE, len(ends))):
+                self._lines.pop().close()
+                ends.pop().close()
+        with suppress(OSError):
+            self._first = _start([end.fileno() for end in ends])
+        for end in ends:
+            end.close()
 
     def results(
         self, pairs: Sequence[StoredPair], nbytes: Sequence[int], tell: Tell
     ) -> list[Result]:
         """The metrics of each, or why there are none."""
-        if not self._children:
-            return [measure_stored(*pair) for pair in pairs]
+        if not self._lines:
+            return measured_here(pairs)
         results: list[Result] = [""] * len(pairs)
         todo: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
-        n_batches = 0
-        for batch in batches(nbytes, len(self._children)):
+        for batch in batches(nbytes, len(self._lines)):
             todo.put(batch)
-            n_batches += 1
-        done: queue.SimpleQueue[tuple[list[int], list[Result]]] = queue.SimpleQueue()
+        done: queue.SimpleQueue[_Done | None] = queue.SimpleQueue()
         threads = [
-            threading.Thread(target=_feed, args=(child, pairs, todo, done), daemon=True)
-            for child in self._children
+            threading.Thread(target=_feed, args=(line, pairs, todo, done), daemon=True)
+            for line in self._lines
         ]
         for thread in threads:
             thread.start()
-        for _ in range(n_batches):
-            batch, found = done.get()
+        for batch, found in _all_done(done, len(threads)):
             for i, result in zip(batch, found, strict=True):
                 results[i] = result
             tell(batch)
-        for thread in threads:
-            thread.join()
+        while not todo.empty():  # what the dead have left
+            for i in todo.get():
+                (results[i],) = measured_here([pairs[i]])
+                tell((i,))
         return results
 
+    def end(self) -> None:
+        """They have nothing to lose: no need to wait until one has started or is done."""
+        if self._first is not None and self._first.stdin is not None:
+            self._first.terminate()  # while it imports; later it waits for the next line
+            self._first.stdin.close()
+        while self._lines:
+            self._lines.pop().close()
+
     def close(self) -> None:
-        """They have nothing to lose: no need to wait until one has started."""
-        for child in self._children:
-            child.kill()
-        for child in self._children:
-            with suppress(OSError), child:  # it may have died with something left to be sent
+        """Wait until they are gone."""
+        self.end()
+        if self._first is not None:
+            with self._first:
                 pass
+
+
+class _Line:
+    """The way to one process and back."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._to, self._from = end.makefile("wb"), end.makefile("rb")
+
+    def ask(self, work: Sequence[StoredPair]) -> list[Result]:
+        """What it has measured; nothing where it is gone."""
+        try:
+            pickle.dump(work, self._to, pickle.HIGHEST_PROTOCOL)
+            self._to.flush()
+            found: list[Result] = pickle.load(self._from)
+        except (OSError, EOFError, ValueError, pickle.UnpicklingError):
+            self.close()  # an answer that comes later would be taken for another's
+            return []
+        return found
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)  # a thread that waits for an answer gets none
+        for each in (self._to, self._from, self._end):
+            with suppress(OSError):  # it may have died with something left to be sent
+                each.close()
 
 
 @contextmanager
 def workers_for(
-    sources: Iterable[str | os.PathLike[str]], processes: int | None
+    sources: Iterable[str | os.PathLike[str]], processes: int | Workers | None
 ) -> Iterator[Workers | None]:
     """Processes for comparing what is at these paths; None where one does it as well."""
+    if isinstance(processes, Workers):
+        yield processes
+        return
     n = processes or len(os.sched_getaffinity(0))
     if processes is None:
         n = min(n, _nbytes_up_to(sources, n * _EACH_NBYTES) // _EACH_NBYTES)
@@ -136,37 +189,52 @@ def _nbytes_up_to(sources: Iterable[str | os.PathLike[str]], enough: int) -> int
     return total
 
 
-def _start() -> subprocess.Popen[bytes]:
-    code = f"import sys; sys.path[:] = {sys.path!r}; from {stored_pairs.__name__} import serve; "
+def _start(ends: Sequence[int]) -> subprocess.Popen[bytes]:
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}\n"
+        "import gc; gc.disable()\n"  # for the imports; serve_all enables it
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"  # this process ends it
+        "from tensorprobe.numerics.stored_pairs import serve_all\n"
+        f"serve_all({list(ends)})"
+    )
     return subprocess.Popen(
-        [sys.executable, "-c", code + "serve()"],
+        [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        pass_fds=ends,
         env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
     )
 
 
 def _feed(
-    child: subprocess.Popen[bytes],
+    line: _Line,
     pairs: Sequence[StoredPair],
     todo: queue.SimpleQueue[list[int]],
-    done: queue.SimpleQueue[tuple[list[int], list[Result]]],
+    done: queue.SimpleQueue[_Done | None],
 ) -> None:
-    """One child and its batches."""
-    assert child.stdin is not None
-    assert child.stdout is not None
-    while True:
-        try:
+    """One process and its batches, then None; where it dies, another can have the batch."""
+    with suppress(queue.Empty):
+        while True:
             batch = todo.get_nowait()
-        except queue.Empty:
-            return
-        work = [pairs[i] for i in batch]
-        found: list[Result] = []
-        if child.poll() is None:
-            try:
-                pickle.dump(work, child.stdin, pickle.HIGHEST_PROTOCOL)
-                child.stdin.flush()
-                found = pickle.load(child.stdout)
-            except (OSError, EOFError, pickle.UnpicklingError):
-                child.kill()  # an answer that comes later would be taken for another's
-        done.put((batch, found or [measure_stored(*pair) for pair in work]))
+            found = line.ask([pairs[i] for i in batch])
+            if not found:
+                todo.put(batch)
+                break
+            done.put((batch, found))
+    done.put(None)
+
+
+def _all_done(done: queue.SimpleQueue[_Done | None], n: int) -> Iterator[_Done]:
+    """What comes in until all of n have ended."""
+    while n:
+        found = done.get()
+        if found is None:
+            n -= 1
+        else:
+            yield found
+
+
+def measured_here(pairs: Sequence[StoredPair]) -> list[Result]:
+    """The same in this process."""
+    from tensorprobe.numerics.stored_pairs import measure_stored
+
+    return [measure_stored(*pair) for pair in pairs]

@@ -23,6 +23,7 @@ from tensorprobe.store.claim import make_way, run_identity
 from tensorprobe.store.foreign import UNFINISHED
 from tensorprobe.store.msprobe.folders import STEP
 from tensorprobe.store.msprobe.writing import NOT_MSPROBES, write_unit
+from tensorprobe.store.step_files import LOG_FILE
 
 # What a run leaves in the folder: its steps, and what it did not come to turn into files.
 _OF_A_RUN = re.compile(rf"{STEP.pattern}|{re.escape(UNFINISHED)}")
@@ -166,7 +167,7 @@ class Session:
     def _write(self) -> None:
         """Write the files of this step, unless they are there with all that was recorded."""
         source = self._step_folder()
-        log = source / native.LOG_FILE
+        log = source / LOG_FILE
         if not log.is_file():
             return
         step, size = self._written

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import pickle
+import signal
 import sys
-from typing import IO
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
 
 from tensorprobe.contents.blob import Blob
 from tensorprobe.contents.pieces import open_pieces
 from tensorprobe.errors import TensorprobeError
-from tensorprobe.numerics.metrics import PairMetrics, measure_pieces
+from tensorprobe.numerics.metrics import measure_pieces
+from tensorprobe.numerics.pair_metrics import PairMetrics
 
 Stored = tuple[str, str, tuple[int, ...], Blob]  # a tensor's name, dtype, shape, and where it is
 StoredPair = tuple[Stored, Stored]
@@ -31,13 +37,38 @@ def measure_stored(actual: Stored, expected: Stored) -> PairMetrics | str:
         return f"{type(error).__name__}: {error}"
 
 
-def serve(stdin: IO[bytes] | None = None, stdout: IO[bytes] | None = None) -> None:
-    """The child: lists of pairs in, metrics out, until the parent closes the pipe or is gone."""
-    source, sink = stdin or sys.stdin.buffer, stdout or sys.stdout.buffer
-    while True:
+def serve_all(ends: Sequence[int]) -> None:
+    """A process for each of these sockets, until the one that started this ends it or is gone."""
+    gc.freeze()
+    gc.enable()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on stdin says when to end
+    children: list[int] = []
+    for i, end in enumerate(ends):
         try:
+            child = os.fork()
+        except OSError:  # the system's limit: fewer will do
+            for left in ends[i:]:
+                os.close(left)
+            break
+        if child == 0:
+            for other in ends[i + 1 :]:
+                os.close(other)
+            _serve(end)
+        children.append(child)
+        os.close(end)
+    sys.stdin.buffer.read()
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+    for child in children:
+        os.waitpid(child, 0)
+    os._exit(0)
+
+
+def _serve(end: int) -> NoReturn:
+    """Lists of pairs in, metrics out, until the other end is closed."""
+    with suppress(EOFError, OSError), open(end, "rb") as source, open(end, "wb") as sink:
+        while True:
             pairs: list[StoredPair] = pickle.load(source)
-        except EOFError:
-            return
-        pickle.dump([measure_stored(*pair) for pair in pairs], sink, pickle.HIGHEST_PROTOCOL)
-        sink.flush()
+            pickle.dump([measure_stored(*pair) for pair in pairs], sink, pickle.HIGHEST_PROTOCOL)
+            sink.flush()
+    os._exit(0)

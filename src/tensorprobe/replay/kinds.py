@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 from tensorprobe.records import Call, Special
@@ -122,6 +123,7 @@ _SUMS_IN_BACKWARD = {
 _ROUNDING = ("elementwise", "compound", "reduction", "scatter", "product")
 
 
+@functools.lru_cache(maxsize=4096)
 def api_of(op: str) -> str:
     """The bare name of an op: "torch.Tensor.add_" and "torch.ops.aten.add.Tensor" are both add."""
     parts = op.split(".")
@@ -202,7 +204,9 @@ def _is_integer(call: Call) -> bool:
 
 
 def _changes_dtype(call: Call) -> bool:
-    inputs = {record.dtype for record in call.tensors if record.role == "input"}
-    return any(
+    if not any(
         isinstance(value, Special) and value.kind == "dtype" for value in call.kwargs.values()
-    ) and not inputs >= {record.dtype for record in call.tensors if record.role == "output"}
+    ):
+        return False
+    inputs = {record.dtype for record in call.tensors if record.role == "input"}
+    return not inputs >= {record.dtype for record in call.tensors if record.role == "output"}

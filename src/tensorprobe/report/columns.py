@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
 
 from tensorprobe.compare.comparison import Comparison
 from tensorprobe.errors import BadUsage
-from tensorprobe.report import msprobe_columns, native_columns, ptdbg_columns
 from tensorprobe.report.table import Table
+
+# Each is a module here, {name}_columns; only the one that is asked for is imported.
+KINDS = ("native", "ptdbg", "msprobe")
 
 
 def table(comparison: Comparison, columns: str = "native") -> Table:
     """The rows of a comparison, in the columns of `native`, `ptdbg` or `msprobe`."""
-    kinds: dict[str, Callable[[Comparison], Table]] = {
-        "native": native_columns.table,
-        "ptdbg": ptdbg_columns.table,
-        "msprobe": msprobe_columns.table,
-    }
-    if columns not in kinds:
-        raise BadUsage(f"--columns {columns}: expected one of {', '.join(kinds)}")
-    return kinds[columns](comparison)
+    if columns not in KINDS:
+        raise BadUsage(f"--columns {columns}: expected one of {', '.join(KINDS)}")
+    made: Table = importlib.import_module(f"tensorprobe.report.{columns}_columns").table(comparison)
+    return made

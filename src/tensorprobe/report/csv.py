@@ -18,6 +18,7 @@ _STARTS_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "|", "%")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?%?")
 _BATCH = 500
 _JSON = msgspec.json.Encoder()
+_WRITTEN = ((b"]\n[", b"\n"), (b",null", b","), (b",true", b",True"), (b",false", b",False"))
 
 
 def write_csv(path: Path, table: Table) -> None:
@@ -43,16 +44,12 @@ def _quick_lines(rows: list[Row], free: tuple[int, ...] | None) -> bytes | None:
     """
     if free is None or any(_needs_care(row, free) for row in rows):
         return None
-    lines = []
-    for row in rows:
-        line = _JSON.encode(row)
-        if b"\\" in line or line.count(b",null") != row.count(None):
-            return None
-        lines.append(line[1:-1])
-    text = b"\n".join(lines) + b"\n"
-    for word, written in ((b",null", b","), (b",true", b",True"), (b",false", b",False")):
+    text = _JSON.encode_lines(rows)[1:-2]
+    if b"\\" in text or text.count(b",null") != sum(row.count(None) for row in rows):
+        return None
+    for word, written in _WRITTEN:
         text = text.replace(word, written)
-    return text
+    return text + b"\n"
 
 
 def _needs_care(row: Row, free: tuple[int, ...]) -> bool:

@@ -9,7 +9,7 @@ from tensorprobe.compare.comparison import Comparison
 from tensorprobe.compare.culprit import Culprit
 from tensorprobe.compare.judge import ROUNDING, distance, same_bits
 from tensorprobe.compare.measure import CallPair, TensorPair
-from tensorprobe.numerics.metrics import PairMetrics
+from tensorprobe.numerics.pair_metrics import PairMetrics
 from tensorprobe.records import TensorRecord
 from tensorprobe.report.table import Row, Table, summary_differences
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tensorprobe.compare.comparison import Comparison
 from tensorprobe.compare.measure import CallPair, TensorPair
-from tensorprobe.numerics.metrics import PairMetrics
+from tensorprobe.numerics.pair_metrics import PairMetrics
 from tensorprobe.records import Call, Fields, TensorRecord, TensorSummary
 from tensorprobe.replay.kinds import kind_of
 from tensorprobe.report.table import Cell, Row, Table

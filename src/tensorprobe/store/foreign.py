@@ -13,6 +13,8 @@ from tensorprobe.errors import BadArtefact
 
 # Where a door keeps its recording until a step is over and turned into the files of its peer.
 UNFINISHED = ".tensorprobe"
+# The note of a call whose gradients msprobe took there.
+LAST_NODE = "outputs are those of the last autograd node, not the gradients of the inputs"
 MAX_DEPTH = 60  # of nested containers in one record
 MAX_DIGITS = 40  # of a whole number: a 64-bit one has 20
 MAX_DIMENSIONS = 64

@@ -1,4 +1,4 @@
-"""The native layout: CaptureWriter writes it, read reads it.
+"""The native layout: read reads it, the CaptureWriter of writer.py writes it.
 
 capture.json, then rankR/rank.json, then rankR/stepN/calls.jsonl and its tensors-K.safetensors.
 Every step folder stands alone, so one can be deleted or sent to a colleague.
@@ -6,7 +6,6 @@ Every step folder stands alone, so one can be deleted or sent to a colleague.
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import msgspec
 
 from tensorprobe.contents.blob import Blob
 from tensorprobe.errors import UnreadableCapture
+from tensorprobe.garbage import no_garbage
 from tensorprobe.records import (
     Call,
     Capture,
@@ -25,12 +25,8 @@ from tensorprobe.records import (
     TensorSummary,
 )
 from tensorprobe.store import lines, tree
-from tensorprobe.store.claim import EARLIER, FORMAT, RANK_FILE, RUN_FILE, run_identity
-from tensorprobe.store.native_copy import write
-from tensorprobe.store.shard import header_problem, shard_name
-from tensorprobe.store.writer import LOG_FILE, CaptureWriter
-
-__all__ = ["LOG_FILE", "CaptureWriter", "find", "read", "recognises", "run_identity", "write"]
+from tensorprobe.store.claim import EARLIER, FORMAT, RANK_FILE, RUN_FILE
+from tensorprobe.store.step_files import LOG_FILE, header_problem, shard_name
 
 NOT_WRITTEN = "value not written (the run ended before)"
 _RANK = re.compile(r"rank(\d+)")
@@ -81,9 +77,7 @@ def read(path: Path) -> Capture:
     calls: list[Call] = []
     unfinished = []
     index, last_rank = 0, None
-    collecting = gc.isenabled()
-    gc.disable()  # many small objects, none of them garbage: looking for it takes half the time
-    try:
+    with no_garbage():
         for folder in steps:
             rank = _number(_RANK, folder.parent.name)
             if rank != last_rank:
@@ -94,10 +88,14 @@ def read(path: Path) -> Capture:
             index = step.index
             if not step.finished:
                 unfinished.append(f"{folder.parent.name}/{folder.name}")
-    finally:
-        if collecting:
-            gc.enable()
     return Capture(path, "native", calls, gaps, {**facts, "unfinished": unfinished})
+
+
+def write(capture: Capture, folder: Path) -> list[str]:
+    """Write a capture in this layout."""
+    from tensorprobe.store import native_copy  # here: reading needs neither it nor numpy
+
+    return native_copy.write(capture, folder)
 
 
 def _number(pattern: re.Pattern[str], name: str) -> int:
@@ -119,7 +117,7 @@ def _read_facts(path: Path, gaps: list[Gap]) -> dict[str, Any]:
         facts = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:  # a step or rank folder that was copied alone
         return {}
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         gaps.append(Gap(path.name, str(error)))
         return {}
     version = facts.get("format")
@@ -177,7 +175,7 @@ class _StepReader:
         for number, text in enumerate(texts, 1):
             try:
                 yield number, lines.decode(text)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 self._damaged(number, str(error))
         if torn:
             self._damaged(len(texts) + 1, "cut off: the run ended while it was written")

@@ -28,8 +28,7 @@ from tensorprobe.records import (
     TensorSummary,
 )
 from tensorprobe.store import accuracy_checker
-from tensorprobe.store.foreign import Problem, confined, parse_lines, read_shape
-from tensorprobe.store.msprobe import LAST_NODE
+from tensorprobe.store.foreign import LAST_NODE, Problem, confined, parse_lines, read_shape
 from tensorprobe.store.ptdbg_names import (
     Name,
     module_path,

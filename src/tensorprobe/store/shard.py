@@ -7,13 +7,13 @@ import math
 import os
 import zlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from tensorprobe.store.lines import speakable
+from tensorprobe.store.step_files import shard_name
 
 # torch's dtype names to those of safetensors, and their bytes; others are stored as plain bytes.
 SAFETENSORS_DTYPES = {
@@ -42,7 +42,6 @@ _DEDUP_NBYTES = 512  # below this, writing again costs no more than looking
 _COMPARE_NBYTES = 1 << 20
 _BLOCK_NBYTES = 4096  # what file systems give out
 _MAX_KEY = 1000
-_MAX_HEADER_NBYTES = 100_000_000  # the library's own limit
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Place = tuple[int, int, int]  # the number of a shard, an offset in its file, a count of bytes
@@ -196,24 +195,6 @@ class Shards:
             self._shards[-1].finish()
         name = shard_name(self._first + len(self._shards))
         self._shards.append(Shard(name, self._dir_fd, max(nbytes, self._shard_nbytes)))
-
-
-def shard_name(number: int) -> str:
-    return f"tensors-{number}.safetensors"
-
-
-def header_problem(path: Path) -> str | None:
-    """What is wrong with a shard's header, None when it is as it should be."""
-    with path.open("rb") as file:
-        nbytes = int.from_bytes(file.read(8), "little")
-        text = file.read(nbytes) if nbytes <= _MAX_HEADER_NBYTES else b""
-    if not text or len(text) != nbytes:
-        return f"its header, from byte 8, should have {nbytes} bytes"
-    try:
-        msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
-        return f"its header is damaged: {error}, counted from byte 8"
-    return None
 
 
 def _look(data: Bytes) -> tuple[int, int]:

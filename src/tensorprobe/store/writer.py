@@ -32,8 +32,8 @@ from tensorprobe.store.lines import (
     pack_summary,
 )
 from tensorprobe.store.shard import SHARD_NBYTES, Bytes, Place, Shards
+from tensorprobe.store.step_files import LOG_FILE
 
-LOG_FILE = "calls.jsonl"
 _GATHER_S = 0.1  # how long the thread lets small things gather before it writes them
 _POLL_S = 0.2
 _BATCH_LINES = 256

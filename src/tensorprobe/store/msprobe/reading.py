@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +12,11 @@ from msgspec.structs import force_setattr
 from tensorprobe.contents.blob import Blob
 from tensorprobe.contents.dtypes import itemsize_of
 from tensorprobe.errors import BadArtefact, UnreadableCapture
+from tensorprobe.garbage import no_garbage
 from tensorprobe.operators import NATIVE_NAMES
 from tensorprobe.records import Call, Capture, Direction, Fields, Gap, Role, TensorRecord
 from tensorprobe.store.foreign import (
+    LAST_NODE,
     MAX_DEPTH,
     Problem,
     confined,
@@ -43,7 +44,6 @@ from tensorprobe.store.msprobe.leaves import (
 
 # What our writer adds on top of dump.json. msprobe's own backward records hold something else.
 WRITTEN_BY = "written_by"
-LAST_NODE = "outputs are those of the last autograd node, not the gradients of the inputs"
 _KEEPS = {"tensor": "tensors", "structure": "structure"}
 _PARENTS = ("optimizer", "clip_grad")  # in construct.json, no calls
 _MICRO_STEP = "megatron_micro_step_number"
@@ -73,9 +73,7 @@ def read(path: Path) -> Capture:
     calls: list[Call] = []
     config: dict[str, Any] = {}
     index, last_rank = 0, None
-    collecting = gc.isenabled()
-    gc.disable()  # many small objects, none of them garbage: looking for it takes half the time
-    try:
+    with no_garbage():
         for unit in units:
             if unit.rank != last_rank:
                 index, last_rank = 0, unit.rank
@@ -85,9 +83,6 @@ def read(path: Path) -> Capture:
             gaps += reader.gaps
             index += len(found)
             config = config or reader.config
-    finally:
-        if collecting:
-            gc.enable()
     return Capture(path, "msprobe", calls, gaps, {"configuration": config})
 
 

@@ -1,0 +1,28 @@
+"""The files in a step's folder: their names, and whether a shard's header is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+LOG_FILE = "calls.jsonl"
+_MAX_HEADER_NBYTES = 100_000_000  # the library's own limit
+
+
+def shard_name(number: int) -> str:
+    return f"tensors-{number}.safetensors"
+
+
+def header_problem(path: Path) -> str | None:
+    """What is wrong with a shard's header, None when it is as it should be."""
+    with path.open("rb") as file:
+        nbytes = int.from_bytes(file.read(8), "little")
+        text = file.read(nbytes) if nbytes <= _MAX_HEADER_NBYTES else b""
+    if not text or len(text) != nbytes:
+        return f"its header, from byte 8, should have {nbytes} bytes"
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return f"its header is damaged: {error}, counted from byte 8"
+    return None
