@@ -20,7 +20,7 @@ from tensorprobe.guard.cases import POSITIONS
 from tensorprobe.guard.glances import Glance, Tensors
 from tensorprobe.guard.judging import scalar_bits
 from tensorprobe.guard.kinds import Kind, Plan
-from tensorprobe.guard.looking import MODES_OFF, OWN_FRAMES
+from tensorprobe.guard.looking import MODES_OFF, OWN_FRAMES, Paths
 from tensorprobe.guard.looking_backward import BackwardLooking, numbers_of, send_later
 from tensorprobe.guard.ring import UNFLAGGED, NotedCall, piece_of
 from tensorprobe.guard.trail import NOWHERE, trail_from
@@ -92,20 +92,30 @@ class LaterLooking(BackwardLooking):
             if made:
                 if call is None:
                     call = self._noted_at(plan, number, _getframe(4))
-                route = (plan.stem, type(node), needs)
-                spots = self._routes.get(route) if made == 1 and needs < _IN_LIST else None
-                if spots is not None and node._sequence_nr() == start:
-                    node.register_hook(partial(send_later, self, call, spots))
+                which = needs if needs < _IN_LIST else _paths_of(inputs)
+                route = (plan.stem, type(node), which)
+                is_layer = made > 1 and plan.stem == _LINEAR and args[0] is not args[1]
+                if made == 1:
+                    spots = self._routes.get(route)
+                    if spots is not None and node._sequence_nr() == start:
+                        node.register_hook(partial(send_later, self, call, spots))
+                        return True
+                elif is_layer and self._is_known_layer((*route, made), call, start, args, node):
                     return True
                 glance = Glance(plan, number, args, kwargs)
                 glance.inputs, glance.start, glance.call = inputs, start, call
                 glance.needs = tuple(path for tensor, path in inputs if tensor.requires_grad)
-                if made > 1 and plan.stem == _LINEAR and args[0] is not args[1]:
-                    self._watch_layer_later(glance, result, (*route, made))
-                    return True
-                found = self._watch_backward_later(glance, [(result, _FIRST)])
-                if found is not None and needs < _IN_LIST:
-                    self._routes[route] = found
+                outputs = [(result, _FIRST)]
+                if is_layer:
+                    self._watch_layer_later(glance, outputs, (*route, made))
+                elif needs < _IN_LIST:
+                    found = self._watch_backward_later(glance, outputs)
+                    if found is not None:
+                        self._routes[route] = found
+                else:
+                    boundary = self._watch_nodes_later(glance, outputs)
+                    if which and made == 1 and node in boundary:
+                        self._routes[route] = boundary[node]
         return True
 
     def _plain_arguments(
@@ -233,6 +243,13 @@ class LaterLooking(BackwardLooking):
             call = (plan, number, "", self.step, NOWHERE)
             self._ring.add(call, "forward", [held], [(_FIRST, key)])
         return True
+
+
+def _paths_of(inputs: Tensors) -> Paths:
+    """The inputs of a call that takes a list; none where a tensor is among them twice."""
+    if len({id(tensor) for tensor, _ in inputs}) < len(inputs):
+        return ()
+    return tuple((path, tensor.requires_grad) for tensor, path in inputs)
 
 
 def holds_all_of(target: torch.Tensor, source: torch.Tensor) -> bool:
