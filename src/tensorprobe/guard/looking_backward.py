@@ -158,13 +158,13 @@ class BackwardLooking(Looking):
         """Backward leaves a call: what it sends on is flagged, and looked at later."""
         ring = self._ring
         held: list[NotedOutput] = []
-        last: tuple[torch.Tensor, NotedOutput] | None = None
+        last = None
         for position, path, _ in spots:
             grad = grads[position] if position < len(grads) else None
             if grad is None:
                 continue
-            if last is not None and last[0] is grad:  # a sum's: once is enough
-                held.append((path, *last[1][1:]))
+            if grad is last:  # a sum's: once is enough
+                held.append((path, *held[-1][1:]))
                 continue
             found = ring.hold_plain(grad, path) if type(grad) in PLAIN_TENSORS else None
             if found is None:
@@ -172,7 +172,7 @@ class BackwardLooking(Looking):
                 if content is None:
                     continue
                 found = ring.hold(content, path)
-            last = (grad, found)
+            last = grad
             held.append(found)
         if held:
             ring.add(call, "backward", tuple(held), scaler=True)

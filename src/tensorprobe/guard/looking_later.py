@@ -34,6 +34,7 @@ _sequence_number = torch._C._autograd._get_sequence_nr
 _transforms = torch._C._functorch.peek_interpreter_stack
 _getframe = sys._getframe
 _LINEAR = "Functional.linear"
+_JOINS = frozenset(["Torch.cat", "Torch.stack"])  # their node leads to the items of their list
 _MOST_ARGUMENTS = 60  # that the short way takes
 _IN_LIST = 1 << _MOST_ARGUMENTS  # among those that need a gradient: one inside a list
 # Arguments that hold no tensor.
@@ -114,7 +115,7 @@ class LaterLooking(BackwardLooking):
                         self._routes[route] = found
                 else:
                     boundary = self._watch_nodes_later(glance, outputs)
-                    if which and made == 1 and node in boundary:
+                    if which and made == 1 and plan.stem in _JOINS and node in boundary:
                         self._routes[route] = boundary[node]
         return True
 
@@ -124,6 +125,7 @@ class LaterLooking(BackwardLooking):
         """Tensors among plain arguments, what numbers tell, and a bit for each that needs a
         gradient; None where there is anything else."""
         inputs: Tensors = []
+        known = self._node_types
         told = needs = 0
         position = -1
         for value in args:
@@ -132,7 +134,10 @@ class LaterLooking(BackwardLooking):
             if kind in PLAIN_TENSORS:
                 inputs.append((value, POSITIONS[position]))
                 if value.requires_grad:
-                    if not self._can_follow(value.grad_fn) or (not on_host and value.is_cpu):
+                    node = value.grad_fn
+                    if type(node) not in known and not self._can_follow(node):
+                        return None
+                    if not on_host and value.is_cpu:
                         return None
                     needs |= 1 << position
             elif kind is float:
@@ -164,12 +169,9 @@ class LaterLooking(BackwardLooking):
 
     def _can_follow(self, node: Any) -> bool:
         """Whether a node that made an input is none of a custom Function, which has to be named."""
-        kind = type(node)
-        if kind in self._node_types:
-            return True
         if isinstance(node, BackwardCFunction):
             return False
-        self._node_types.add(kind)
+        self._node_types.add(type(node))
         return True
 
     def _noted_at(self, plan: Plan, number: int, frame: FrameType) -> NotedCall:
