@@ -37,6 +37,7 @@ _LINEAR = "Functional.linear"
 _JOINS = frozenset(["Torch.cat", "Torch.stack"])  # their node leads to the items of their list
 _MOST_ARGUMENTS = 60  # that the short way takes
 _IN_LIST = 1 << _MOST_ARGUMENTS  # among those that need a gradient: one inside a list
+_MOST_JOINED = 16  # lists that grow from call to call would fill the table
 # Arguments that hold no tensor.
 _ATOMS = frozenset(
     [
@@ -248,8 +249,8 @@ class LaterLooking(BackwardLooking):
 
 
 def _paths_of(inputs: Tensors) -> Paths:
-    """The inputs of a call that takes a list; none where a tensor is among them twice."""
-    if len({id(tensor) for tensor, _ in inputs}) < len(inputs):
+    """The inputs of a call that takes a short list; none where a tensor is among them twice."""
+    if len(inputs) > _MOST_JOINED or len({id(tensor) for tensor, _ in inputs}) < len(inputs):
         return ()
     return tuple((path, tensor.requires_grad) for tensor, path in inputs)
 
