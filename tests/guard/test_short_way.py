@@ -146,6 +146,19 @@ def arguments() -> None:
     torch.vmap(lambda t: t * x.detach()[0] + x[0].sum())(torch.randn(2, 4))
 
 
+def joins() -> None:
+    """Lists of several lengths, with whatever needs a gradient, and with a tensor in it twice."""
+    x, y = (torch.randn(3, 4, requires_grad=True) for _ in range(2))
+    w = torch.randn(3, 4)
+    for _ in range(3):
+        for join in (torch.cat, torch.stack):
+            for given in ([x, y], [y, x], [x, x], [x, w, y], [w, x], [x, y * 2], (y, x[:3])):
+                join(given).sum().backward()
+            join([x, y, w], dim=1).sum().backward()
+        torch.einsum("ij,ij->ij", [x, y]).sum().backward()
+        torch.einsum("ij,ij->ij", [y, x]).sum().backward()
+
+
 LAYERS = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
 
 
@@ -168,7 +181,9 @@ def _training(name: str) -> Callable[[], None]:
     return run
 
 
-@pytest.mark.parametrize("name", ["linear_layers", "arguments", "recomputed", "gpt2", "llama"])
+@pytest.mark.parametrize(
+    "name", ["linear_layers", "arguments", "joins", "recomputed", "gpt2", "llama"]
+)
 def test_the_same_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     found = []
     for way in ("short", "long"):

@@ -30,6 +30,8 @@ MODES_OFF = torch._C.DisableTorchFunction
 # Between a look at what a call returned and the program: _after, call, __torch_function__. Some
 # come by _call_later too; a stack that is shown has none of ours.
 OWN_FRAMES = 4
+# The inputs of a call, and whether they require a gradient.
+Paths = tuple[tuple[Path, bool], ...]
 NEAR = {dtype: limit / 2 for dtype, limit in LIMITS.items()}
 _SCALER_FILE = "grad_scaler.py"
 
@@ -70,9 +72,10 @@ class Looking:
         self._functions: set[tuple[int, int]] = set()
         # where the node of a call leads to, by what it calls and which inputs require a gradient
         self._spots: dict[tuple[str, type, tuple[Path, ...]], list[Spot]] = {}
-        self._routes: dict[tuple[str, type, int], list[Spot]] = {}  # the same, by their positions
-        # of linear layers, which make several nodes: the ways from the first to those at the inputs
-        self._ways: dict[tuple[Any, ...], list[tuple[tuple[int, ...], list[Spot]]]] = {}
+        # the same, by their positions, or by the paths of all where some are in a list
+        self._routes: dict[tuple[str, type, int | Paths], list[Spot]] = {}
+        # of linear layers, which make several nodes: how those hang together (a Layout)
+        self._layers: dict[tuple[Any, ...], list[tuple[int, int, list[Spot]]]] = {}
         self._node_types: set[type] = set()  # of graph nodes, none of a custom Function
         self._uninitialised: dict[int, StorageWeakRef] = {}
         self._asleep: list[Case] = []  # infinite at a pole, such as 1 / 0: many programs mask that

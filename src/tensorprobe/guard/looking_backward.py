@@ -43,7 +43,7 @@ from tensorprobe.numerics.finiteness import LIMITS, extent_now, readable
 
 _LOSS: Path = ("loss",)
 _FIRST = POSITIONS[0]
-_MOST_WAYS = 1000
+_MOST_LAYERS = 1000
 _sequence_number = torch._C._autograd._get_sequence_nr
 
 
@@ -122,50 +122,49 @@ class BackwardLooking(Looking):
         node.register_hook(partial(send_later, self, self._noted(glance, OWN_FRAMES), spots))
         return spots
 
-    def _watch_nodes_later(self, glance: Glance, outputs: Tensors) -> None:
+    def _watch_nodes_later(self, glance: Glance, outputs: Tensors) -> dict[Any, list[Spot]]:
         edges = edges_of(glance)
         assert edges is not None
-        for node, spots in trace_call(outputs, edges).boundary.items():
+        boundary = trace_call(outputs, edges).boundary
+        for node, spots in boundary.items():
             node.register_hook(
                 partial(send_later, self, self._noted(glance, OWN_FRAMES + 1), spots)
             )
+        return boundary
 
-    def _watch_layer_later(
-        self, glance: Glance, output: torch.Tensor, key: tuple[Any, ...]
-    ) -> None:
-        """The same for a linear layer, whose some four nodes hang together as they did before.
+    def _watch_layer_later(self, glance: Glance, outputs: Tensors, key: tuple[Any, ...]) -> None:
+        """The same for a linear layer, whose some four nodes hang together whenever it is called.
 
-        By `key` it is known which way they go: what was called and on what, how many nodes it made.
+        By `key` it is known again: what was called and on what, how many nodes it made.
         """
-        start, root = glance.start, output.grad_fn
-        ways = self._ways.get(key)
-        found = None if ways is None else [follow(root, way, start, glance.args) for way in ways]
-        if ways is not None and found is not None and None not in found:
-            for node, (_, spots) in zip(found, ways, strict=True):
-                node.register_hook(
-                    partial(send_later, self, self._noted(glance, OWN_FRAMES), spots)
-                )
-            return
-        edges = edges_of(glance)
-        assert edges is not None
-        trace = trace_call([(output, _FIRST)], edges)
-        met = sorted(path for spots in trace.boundary.values() for _, path, _ in spots)
-        if met == sorted(glance.needs) and len(self._ways) < _MOST_WAYS:  # each input, and once
-            self._ways[key] = ways_to(root, trace.boundary, start)
-        for node, spots in trace.boundary.items():
-            node.register_hook(partial(send_later, self, self._noted(glance, OWN_FRAMES), spots))
+        boundary = self._watch_nodes_later(glance, outputs)
+        met = sorted(path for spots in boundary.values() for _, path, _ in spots)
+        if met == sorted(glance.needs) and len(self._layers) < _MOST_LAYERS:  # each, and once
+            self._layers[key] = layout_of(outputs[0][0].grad_fn, boundary, glance.start)
+
+    def _is_known_layer(
+        self, key: tuple[Any, ...], call: NotedCall, start: int, args: tuple[Any, ...], root: Any
+    ) -> bool:
+        """Whether its nodes hang together as they did before; then they have their hooks."""
+        layout = self._layers.get(key)
+        nodes = None if layout is None else follow(root, layout, start, args)
+        if nodes is None:
+            return False
+        for node, spots in nodes:
+            node.register_hook(partial(send_later, self, call, spots))
+        return True
 
     def gradients_later(self, call: NotedCall, spots: list[Spot], grads: Gradients) -> None:
         """Backward leaves a call: what it sends on is flagged, and looked at later."""
         ring = self._ring
         held: list[NotedOutput] = []
-        last: tuple[torch.Tensor, NotedOutput] | None = None
+        last = None
         for position, path, _ in spots:
             grad = grads[position] if position < len(grads) else None
             if grad is None:
                 continue
-            if last is not None and last[0] is grad:  # a sum's: once is enough
-                held.append((path, *last[1][1:]))
+            if grad is last:  # a sum's: once is enough
+                held.append((path, *held[-1][1:]))
                 continue
             found = ring.hold_plain(grad, path) if type(grad) in PLAIN_TENSORS else None
             if found is None:
@@ -173,7 +172,7 @@ class BackwardLooking(Looking):
                 if content is None:
                     continue
                 found = ring.hold(content, path)
-            last = (grad, found)
+            last = grad
             held.append(found)
         if held:
             ring.add(call, "backward", tuple(held), scaler=True)
@@ -365,44 +364,44 @@ def send_later(
         sight._watcher.trouble(Sighting(*call).name("backward"), error)
 
 
-# The positions of the edges to go along from the node of an output, and what is found there.
-Way = tuple[tuple[int, ...], list[Spot]]
+# Nodes that hang together, the first being that of an output. Of each: the number of the one above
+# it, counted from 1, and which of its edges leads here; and which of its own lead to inputs.
+Layout = list[tuple[int, int, list[Spot]]]
 
 
-def ways_to(root: Any, nodes: dict[Any, list[Spot]], start: int) -> list[Way]:
-    """The way to each of the nodes, among those made from `start` on."""
-    ways: list[Way] = []
-    todo: list[tuple[Any, tuple[int, ...]]] = [(root, ())]
-    seen = {root}
-    while todo:
-        node, steps = todo.pop()
-        if node in nodes:
-            ways.append((steps, nodes[node]))
+def layout_of(root: Any, boundary: dict[Any, list[Spot]], start: int) -> Layout:
+    """How the nodes hang together that were made from `start` on, below the node of an output."""
+    nodes, layout = [root], [(0, 0, boundary.get(root, []))]
+    for number, node in enumerate(nodes):  # which grows
         for position, (after, _) in enumerate(node.next_functions):
-            if after is not None and after not in seen and start <= after._sequence_nr() < LEAF:
-                seen.add(after)
-                todo.append((after, (*steps, position)))
-    return ways
+            if after is not None and after not in nodes and start <= after._sequence_nr() < LEAF:
+                nodes.append(after)
+                layout.append((number + 1, position, boundary.get(after, [])))
+    return layout
 
 
-def follow(root: Any, way: Way, start: int, args: tuple[Any, ...]) -> Any:
-    """The node at the end of a way; None unless its edges lead to the inputs, as they did."""
-    node = root
-    steps, spots = way
-    for step in steps:
-        edges = node.next_functions
-        node = edges[step][0] if step < len(edges) else None
+def follow(
+    root: Any, layout: Layout, start: int, args: tuple[Any, ...]
+) -> list[tuple[Any, list[Spot]]] | None:
+    """The nodes at the inputs; None unless all of them hang together as in this layout."""
+    found = []
+    edges: list[Any] = [[(root, 0)]]
+    for above, position, spots in layout:
+        node = edges[above][position][0] if position < len(edges[above]) else None
         if node is None or not start <= node._sequence_nr() < LEAF:
             return None
-    edges = node.next_functions
-    for position, (argument, *_), _ in spots:
-        after = edges[position][0] if position < len(edges) else None
-        given = args[int(argument)].grad_fn
-        if after is None or (after is not given and given is not None):
-            return None  # to a copy that autocast has kept, for one
-        if given is None and after._sequence_nr() != LEAF:
-            return None
-    return node
+        below = node.next_functions
+        edges.append(below)
+        for place, (argument, *_), _ in spots:
+            after = below[place][0] if place < len(below) else None
+            given = args[int(argument)].grad_fn
+            if after is None or (after is not given and given is not None):
+                return None  # to a copy that autocast has kept, for one
+            if given is None and after._sequence_nr() != LEAF:
+                return None
+        if spots:
+            found.append((node, spots))
+    return found
 
 
 def numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:

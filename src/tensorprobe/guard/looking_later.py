@@ -20,7 +20,7 @@ from tensorprobe.guard.cases import POSITIONS
 from tensorprobe.guard.glances import Glance, Tensors
 from tensorprobe.guard.judging import scalar_bits
 from tensorprobe.guard.kinds import Kind, Plan
-from tensorprobe.guard.looking import MODES_OFF, OWN_FRAMES
+from tensorprobe.guard.looking import MODES_OFF, OWN_FRAMES, Paths
 from tensorprobe.guard.looking_backward import BackwardLooking, numbers_of, send_later
 from tensorprobe.guard.ring import UNFLAGGED, NotedCall, piece_of
 from tensorprobe.guard.trail import NOWHERE, trail_from
@@ -34,8 +34,10 @@ _sequence_number = torch._C._autograd._get_sequence_nr
 _transforms = torch._C._functorch.peek_interpreter_stack
 _getframe = sys._getframe
 _LINEAR = "Functional.linear"
+_JOINS = frozenset(["Torch.cat", "Torch.stack"])  # their node leads to the items of their list
 _MOST_ARGUMENTS = 60  # that the short way takes
 _IN_LIST = 1 << _MOST_ARGUMENTS  # among those that need a gradient: one inside a list
+_MOST_JOINED = 16  # lists that grow from call to call would fill the table
 # Arguments that hold no tensor.
 _ATOMS = frozenset(
     [
@@ -92,20 +94,30 @@ class LaterLooking(BackwardLooking):
             if made:
                 if call is None:
                     call = self._noted_at(plan, number, _getframe(4))
-                route = (plan.stem, type(node), needs)
-                spots = self._routes.get(route) if made == 1 and needs < _IN_LIST else None
-                if spots is not None and node._sequence_nr() == start:
-                    node.register_hook(partial(send_later, self, call, spots))
+                which = needs if needs < _IN_LIST else _paths_of(inputs)
+                route = (plan.stem, type(node), which)
+                is_layer = made > 1 and plan.stem == _LINEAR and args[0] is not args[1]
+                if made == 1:
+                    spots = self._routes.get(route)
+                    if spots is not None and node._sequence_nr() == start:
+                        node.register_hook(partial(send_later, self, call, spots))
+                        return True
+                elif is_layer and self._is_known_layer((*route, made), call, start, args, node):
                     return True
                 glance = Glance(plan, number, args, kwargs)
                 glance.inputs, glance.start, glance.call = inputs, start, call
                 glance.needs = tuple(path for tensor, path in inputs if tensor.requires_grad)
-                if made > 1 and plan.stem == _LINEAR and args[0] is not args[1]:
-                    self._watch_layer_later(glance, result, (*route, made))
-                    return True
-                found = self._watch_backward_later(glance, [(result, _FIRST)])
-                if found is not None and needs < _IN_LIST:
-                    self._routes[route] = found
+                outputs = [(result, _FIRST)]
+                if is_layer:
+                    self._watch_layer_later(glance, outputs, (*route, made))
+                elif needs < _IN_LIST:
+                    found = self._watch_backward_later(glance, outputs)
+                    if found is not None:
+                        self._routes[route] = found
+                else:
+                    boundary = self._watch_nodes_later(glance, outputs)
+                    if which and made == 1 and plan.stem in _JOINS and node in boundary:
+                        self._routes[route] = boundary[node]
         return True
 
     def _plain_arguments(
@@ -114,6 +126,7 @@ class LaterLooking(BackwardLooking):
         """Tensors among plain arguments, what numbers tell, and a bit for each that needs a
         gradient; None where there is anything else."""
         inputs: Tensors = []
+        known = self._node_types
         told = needs = 0
         position = -1
         for value in args:
@@ -122,7 +135,10 @@ class LaterLooking(BackwardLooking):
             if kind in PLAIN_TENSORS:
                 inputs.append((value, POSITIONS[position]))
                 if value.requires_grad:
-                    if not self._can_follow(value.grad_fn) or (not on_host and value.is_cpu):
+                    node = value.grad_fn
+                    if type(node) not in known and not self._can_follow(node):
+                        return None
+                    if not on_host and value.is_cpu:
                         return None
                     needs |= 1 << position
             elif kind is float:
@@ -154,12 +170,9 @@ class LaterLooking(BackwardLooking):
 
     def _can_follow(self, node: Any) -> bool:
         """Whether a node that made an input is none of a custom Function, which has to be named."""
-        kind = type(node)
-        if kind in self._node_types:
-            return True
         if isinstance(node, BackwardCFunction):
             return False
-        self._node_types.add(kind)
+        self._node_types.add(type(node))
         return True
 
     def _noted_at(self, plan: Plan, number: int, frame: FrameType) -> NotedCall:
@@ -233,6 +246,13 @@ class LaterLooking(BackwardLooking):
             call = (plan, number, "", self.step, NOWHERE)
             self._ring.add(call, "forward", [held], [(_FIRST, key)])
         return True
+
+
+def _paths_of(inputs: Tensors) -> Paths:
+    """The inputs of a call that takes a short list; none where a tensor is among them twice."""
+    if len(inputs) > _MOST_JOINED or len({id(tensor) for tensor, _ in inputs}) < len(inputs):
+        return ()
+    return tuple((path, tensor.requires_grad) for tensor, path in inputs)
 
 
 def holds_all_of(target: torch.Tensor, source: torch.Tensor) -> bool:

@@ -29,11 +29,11 @@ NotedOutput = tuple[Path, int, torch.device, int, torch.dtype, tuple[int, ...], 
 Note = tuple[
     NotedCall | None, Direction, Sequence[NotedInput], Sequence[NotedOutput], int, bool, str
 ]  # fmt: skip
-Piece = tuple[torch.dtype, int, int]  # its dtype, how many numbers, and their address
+# its dtype, how many numbers, their address, and the storage they are in
+Piece = tuple[torch.dtype, int, int, torch.UntypedStorage]
 # It is not there; it is of inference mode, which has no versions; it is sparse, or a wrapper.
 _NOT_KNOWN = (KeyError, RuntimeError, NotImplementedError)
 _NO_INPUTS: tuple[NotedInput, ...] = ()
-_STRIDED = torch.strided
 
 
 class Held(NamedTuple):
@@ -77,20 +77,19 @@ def piece_of(tensor: torch.Tensor) -> Piece | None:
     floats that lie in memory of their own.
 
     It is asked of every result, and takes half of a look at its dispatch keys. Tensors without
-    memory (meta, zero, functorch's) have no address, or raise.
+    memory have no address (meta, zero), or raise (sparse ones, functorch's).
     """
     try:
         dtype = tensor.dtype
-        if dtype not in REAL or tensor.layout is not _STRIDED:
+        if dtype not in REAL or tensor.is_nested or tensor.is_neg():
             return None
-        if tensor.is_nested or tensor.is_neg():
-            return None
-        if not tensor.untyped_storage().nbytes():  # freed, of which a view has an address
-            return None
+        storage = tensor.untyped_storage()
         count, address = tensor.numel(), tensor.data_ptr()
+        if count and address and storage.nbytes():  # freed, a view has an address all the same
+            return dtype, count, address, storage
     except RuntimeError:
-        return None
-    return (dtype, count, address) if count and address else None
+        pass
+    return None
 
 
 _DOUBTFUL = -2  # no tensor has this version
@@ -173,7 +172,8 @@ class Ring:
 
     def hold(self, content: torch.Tensor, path: Path, flag: bool = True) -> NotedOutput:
         """Start to flag a tensor of a call; without `flag` it has what its inputs had."""
-        piece = (content.dtype, content.numel(), content.data_ptr())
+        storage = content.untyped_storage()
+        piece = (content.dtype, content.numel(), content.data_ptr(), storage)
         return self.hold_piece(content, path, flag, piece)
 
     def hold_plain(self, tensor: torch.Tensor, path: Path) -> NotedOutput | None:
@@ -185,7 +185,7 @@ class Ring:
         self, content: torch.Tensor, path: Path, flag: bool, piece: Piece
     ) -> NotedOutput:
         """`hold` for a tensor of which some facts are known: to ask for them takes as long."""
-        dtype, count, address = piece
+        dtype, count, address, storage = piece
         device = content.device
         ticket = UNFLAGGED
         if flag:
@@ -199,7 +199,6 @@ class Ring:
                 ticket = flags.submit(content)
             if flags.full:
                 self.is_due = True
-        storage = content.untyped_storage()
         key = storage._cdata
         versions = self._known.versions
         # of memory that is new it makes no difference how much of it this is
