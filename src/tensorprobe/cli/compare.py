@@ -42,14 +42,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from tensorprobe.compare.workers import workers_for
     from tensorprobe.errors import BadUsage
-    from tensorprobe.garbage import no_garbage
 
     if args.xlsx and args.output is None:
         raise BadUsage("--xlsx needs a folder to write to: -o OUT")
     if args.processes is not None and args.processes < 1:
         raise BadUsage(f"--processes {args.processes}: expected 1 or more")
     # first of all: the rest is imported, and the captures are read, while they start
-    with no_garbage(), workers_for((args.actual, args.expected), args.processes) as workers:
+    with workers_for((args.actual, args.expected), args.processes) as workers:
         return _run(args, workers)
 
 
