@@ -707,9 +707,8 @@ def _versions(tensors: list[tuple[torch.Tensor, Path]]) -> list[int]:
 def _has_moved(call: OpenCall) -> bool:
     """Whether a call may have written to an input."""
     try:
-        for (tensor, _), before in zip(call.inputs, call.versions, strict=False):
-            if tensor._version != before:
-                return True
+        if [tensor._version for tensor, _ in call.inputs] != call.versions:
+            return True
     except RuntimeError:  # an inference tensor
         return True
     return call.names.api.prefix == "Distributed"  # collectives write without moving the version
