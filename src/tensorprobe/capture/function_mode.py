@@ -67,29 +67,31 @@ class UserCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if kwargs is None:
-            kwargs = {}
-        if _is_compiling():  # dynamo traces this line: leave no mark in its graph
-            return func(*args, **kwargs)
-        if self.dispatch_depth and self.dispatch_depth > torch._C._len_torch_dispatch_stack():
-            # Inside the handler of a dispatch mode that came by in backward: what a simulated
-            # device, or another tool, does is not the program's call. In forward it is hidden too.
-            return func(*args, **kwargs)
+        if _is_traced():  # dynamo traces this line: leave no mark in its graph
+            return func(*args) if kwargs is None else func(*args, **kwargs)
         try:
             api = self._plans[func]
         except KeyError:
             api = self._plan(func)
         except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
             api = None
-        if api is None or (api.prefix == "Aten" and below_backward()):
-            if self.passes_on:
-                return self.passed_on(func, args, kwargs)
+        if api is None and not self.passes_on:
+            return func(*args) if kwargs is None else func(*args, **kwargs)
+        if kwargs is None:
+            kwargs = {}
+        if _is_compiling():
             return func(*args, **kwargs)
+        if self.dispatch_depth and self.dispatch_depth > torch._C._len_torch_dispatch_stack():
+            # Inside the handler of a dispatch mode that came by in backward: what a simulated
+            # device, or another tool, does is not the program's call. In forward it is hidden too.
+            return func(*args, **kwargs)
+        if api is None or (api.prefix == "Aten" and below_backward()):
+            return self.passed_on(func, args, kwargs)
         return self.called(api, func, args, kwargs)
 
     def passed_on(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A call too small to have a name: a property, a size. There are more of these."""
-        raise NotImplementedError
+        return func(*args, **kwargs)
 
     def _plan(self, func: Any) -> ApiName | None:
         api = self._namer(func)
