@@ -139,7 +139,7 @@ class TensorLines:
         inputs = call.inputs
         seen: dict[int, Path] = {}
         positional: list[Any] = []
-        for arg, path in zip(args, POSITIONS, strict=False):
+        for arg, path in zip(args, POSITIONS):  # noqa: B905 a keyword makes it dear
             kind = type(arg)
             if kind in PLAIN_TENSORS:
                 inputs.append((arg, path))
@@ -158,10 +158,17 @@ class TensorLines:
         for position in range(len(POSITIONS), len(args)):  # torch.stack of a long list by `*`
             encoder = self.encoder(call, "input", wanted, inputs, seen)
             positional.append(encode_tree(args[position], encoder, (str(position),)))
-        if not kwargs:
-            return positional, {}
-        encoder = self.encoder(call, "input", wanted, inputs, seen)
-        return positional, {k: encode_tree(arg, encoder, (k,)) for k, arg in kwargs.items()}
+        keywords: dict[str, Any] = {}
+        for name, arg in kwargs.items():
+            kind = type(arg)
+            if kind in PLAIN:
+                keywords[name] = arg
+            elif kind in ATOMS:
+                keywords[name] = ATOMS[kind](arg)
+            else:
+                encoder = self.encoder(call, "input", wanted, inputs, seen)
+                keywords[name] = encode_tree(arg, encoder, (name,))
+        return positional, keywords
 
     def encoder(
         self,
