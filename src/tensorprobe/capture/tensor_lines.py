@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from msgspec import Raw
@@ -23,6 +23,9 @@ ONLY: Path = ("0",)  # the path of a result that is one tensor
 # What a line says of a plain tensor, its content excepted: dtype, shape, stride, device, whether it
 # has a gradient; and what is kept of the call.
 _Kind = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device, bool, Keep]
+# The beginning of the lines of one kind of tensor, as `{"tensor": line}`; the form of the content,
+# or -1 where none is wanted; the whole where no content is named.
+_Head = tuple[bytes, int, Raw]
 _TREE = b'{"tensor":'
 _MAX_KINDS = 10_000  # shapes that are new in every step would fill the table without end
 
@@ -32,14 +35,6 @@ class HasTensors(Protocol):
 
     names: CallNames
     keep: Keep
-
-
-class _Head(NamedTuple):
-    """The beginning of the lines of one kind of tensor."""
-
-    in_tree: bytes  # as `{"tensor": line}`
-    form: int  # of the content, or -1 where none is wanted
-    without: Raw  # the whole in a tree where no content is named
 
 
 class TensorLines:
@@ -218,7 +213,7 @@ class TensorLines:
         if len(self._heads) >= _MAX_KINDS:
             self._heads.clear()
         in_tree = _TREE + line
-        head = self._heads[kind] = _Head(in_tree, form, Raw(in_tree + b"}}"))
+        head = self._heads[kind] = (in_tree, form, Raw(in_tree + b"}}"))
         return head
 
     def _look_up(self, dtype: torch.dtype) -> tuple[str, bool]:
