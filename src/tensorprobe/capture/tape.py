@@ -41,7 +41,7 @@ from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig
 from tensorprobe.devices import autocast_dtypes
 from tensorprobe.records import Role
-from tensorprobe.store.lines import CallLine, EndLine, GapLine, StackLine, TensorLine
+from tensorprobe.store.lines import NO_TENSORS, CallLine, EndLine, GapLine, StackLine, TensorLine
 from tensorprobe.store.writer import CaptureWriter
 
 # While it is entered, tensors are read without any function mode or subclass taking notice. It is
@@ -246,7 +246,8 @@ class Tape:
                     line.notes = _state_notes(grad)
                 if named:
                     for section, tensors in named.items():
-                        setattr(line, section, self._named(call, section, tensors))
+                        if held := self._named(call, section, tensors):
+                            setattr(line, section, held)
                 if grad:
                     call.edges = edges = InputEdges(call.inputs)
                     if edges.functions and self._sees_functions:
@@ -299,18 +300,19 @@ class Tape:
                     encoder = self.lines.encoder(call, "output", self.wants_output, outputs, {})
                     tree = encode(result, encoder)
                 line = EndLine(id=call.id, outputs=tree, notes=call.notes)
+                held: dict[str, TensorLine] = {}
                 if mutated:
                     if outputs:
-                        line.buffers = self._written(call, mutated, outputs)
+                        held = self._written(call, mutated, outputs)
                     else:
                         line.outputs = self._arguments_after(call, mutated, outputs)
                         call.notes.append(_OUTPUT_IS_ARGUMENTS)
                 if call.draws is not None:
-                    line.buffers |= self._drawn(call, call.draws)
+                    held |= self._drawn(call, call.draws)
                 for name, tensor in buffers:
-                    line.buffers[name] = self.lines.line(
-                        tensor, call, "buffer", name, self.wants_output
-                    )
+                    held[name] = self.lines.line(tensor, call, "buffer", name, self.wants_output)
+                if held:
+                    line.buffers = held
                 if edges is not None:
                     self._trace(call, edges, outputs, tracer)
                 self.writer.end(line)
@@ -405,7 +407,7 @@ class Tape:
                 parent="",
                 stack=stack,
                 thread=self.place.thread,
-                parameter_grads=self.lines.named(gradients, call, "parameter_grad"),
+                parameter_grads=self.lines.named(gradients, call, "parameter_grad") or NO_TENSORS,
             )
             if _autocasts() or _graph_task_id() != -1:
                 line.notes = _state_notes(False)
