@@ -188,7 +188,7 @@ class CallMode(UserCalls):
         else:
             if self._spell is not None and api.prefix == "Tensor":
                 api = self._spell(api, func, args, sys._getframe(1))
-            names = tape.select(api, tape.counter.next(api), tape.place.module)
+            names = tape.select(api, tape.counter.next_name(api), tape.place.module)
         if names is None:
             result = _passed(tape, api, func, args, kwargs)
         else:
@@ -222,7 +222,7 @@ class CallMode(UserCalls):
         """Write down, as one call, a compiled part that has begun to run."""
         name = compiled.name_of(run)
         api = ApiName("Compiled", name, name)
-        names = self._tape.select(api, self._tape.counter.next(api), self._tape.place.module)
+        names = self._tape.select(api, self._tape.counter.next_name(api), self._tape.place.module)
         if names is None or not names.wanted:
             return
         call = self._tape.begin(names, run.entry.f_locals.get("args", ()), depth=5)

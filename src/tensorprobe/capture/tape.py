@@ -32,7 +32,7 @@ from tensorprobe.capture.hidden_state import (
     random_state,
     silently_written,
 )
-from tensorprobe.capture.naming import ApiName, CallNames, Counter, call_name
+from tensorprobe.capture.naming import ApiName, CallNames, Counter
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.stacks import Stacks
@@ -181,9 +181,9 @@ class Tape:
         """Whether this call is wanted. Asked once for every call, in order."""
         return self._everything or self.selection.decide(names)
 
-    def select(self, api: ApiName, number: int, module: str) -> CallNames | None:
+    def select(self, api: ApiName, name: str, module: str) -> CallNames | None:
         """The names of this forward call, if it or its backward is wanted."""
-        names = CallNames(api, call_name(api, number), module)
+        names = CallNames(api, name, module)
         if self._everything or self.selection.decide(names):
             return names
         if self.selection.may_want_backward(names):
@@ -380,7 +380,7 @@ class Tape:
     def save(self, name: str, value: Any) -> None:
         """Write down a value given by hand, as the output of a call of that name."""
         api = ApiName("Saved", name, name)
-        names = self.select(api, self.counter.next(api), self.place.module)
+        names = self.select(api, self.counter.next_name(api), self.place.module)
         if names is None:
             return
         call = self.begin(names, depth=2)
@@ -539,7 +539,7 @@ class Tape:
             self._functions[made] = None
             kind = getattr(type(node), "_forward_cls", type(node))
             api = ApiName("Function", kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
-            names = self.select(api, self.counter.next(api), self.place.module)
+            names = self.select(api, self.counter.next_name(api), self.place.module)
             if names is None:
                 continue
             call = OpenCall(names, self.selection.keep_for(names), self.step)
