@@ -304,6 +304,20 @@ def test_a_counter_counts_per_api_and_restarts() -> None:
     assert counter.next(relu) == 0
 
 
+def test_a_counter_names_calls_as_it_numbers_them() -> None:
+    counter = Counter()
+    for api in (
+        api_name("torch.relu"),
+        module_name("layers.0", "Linear"),
+        optimizer_name("SGD"),
+    ):
+        assert [counter.next_name(api), counter.next(api), counter.next_name(api)] == [
+            call_name(api, 0),
+            1,
+            call_name(api, 2),
+        ]
+
+
 def test_a_counter_gives_each_thread_its_own_number() -> None:
     counter, api = Counter(), api_name("torch.relu")
     taken: list[int] = []

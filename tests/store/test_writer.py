@@ -18,7 +18,7 @@ from store_making import SUMMARY, Ready, open_writer, tensor, write_bytes, write
 
 import tensorprobe
 from tensorprobe.records import TensorSummary
-from tensorprobe.store.lines import CallLine, EndLine, encode
+from tensorprobe.store.lines import CallLine, EndLine, TensorLine, encode
 from tensorprobe.store.writer import CaptureWriter
 
 
@@ -487,6 +487,14 @@ def test_bytes_are_written_before_their_value(tmp_path: Path) -> None:
                     assert record.array()[[0, -1]].tolist() == [i, i]
     out.close()
     assert seen > 300
+
+
+def test_sections_that_a_line_has_not_are_not_in_it() -> None:
+    call = CallLine(id=0, name="C", op="op")
+    assert encode(call) == b'{"type":"call","id":0,"name":"C","op":"op"}\n'
+    assert encode(EndLine(id=0)) == b'{"type":"end","id":0}\n'
+    call.buffers = {"0": TensorLine("int8", (2,))}
+    assert encode(call).endswith(b'"op":"op","buffers":{"0":{"dtype":"int8","shape":[2]}}}\n')
 
 
 def test_encoding_a_line_leaves_nothing_behind() -> None:

@@ -36,16 +36,17 @@ def encode(
         return tensor(value, path)
     if kind in PLAIN:
         return value
-    encoder = ATOMS.get(kind)
-    if encoder is not None:
-        return encoder(value)
-    if isinstance(value, torch.Tensor):
+    atom = ATOMS.get(kind)
+    if atom is not None:
+        return atom(value)
+    is_sequence = kind is tuple or kind is list
+    if not is_sequence and isinstance(value, torch.Tensor):
         return tensor(value, path)
     if len(path) > MAX_DEPTH:
         return _special("unsupported", f"nested deeper than {MAX_DEPTH}: {_type_name(kind)}")
     if id(value) in around:
         return _special("unsupported", f"{_type_name(kind)} inside itself")
-    if kind is list or kind is tuple:
+    if is_sequence:
         return _sequence(value, tensor, path, around)
     if isinstance(value, Mapping) or dataclasses.is_dataclass(value):
         return _named(value, tensor, path, around)
@@ -119,7 +120,15 @@ def _sequence(
     if len(value) > MAX_ITEMS and not isinstance(value[0], torch.Tensor):
         return _special("unsupported", f"{type(value).__name__} of {len(value)} items")
     around = (*around, id(value))
-    items = [encode(item, tensor, (*path, str(i)), around) for i, item in enumerate(value)]
+    items: list[Any] = []
+    for item in value:  # most are numbers: sizes, dimensions, an index
+        kind = type(item)
+        if kind in PLAIN:
+            items.append(item)
+        elif kind in ATOMS:
+            items.append(ATOMS[kind](item))
+        else:
+            items.append(encode(item, tensor, (*path, str(len(items))), around))
     return items if type(value) is list else {"tuple": items}
 
 
@@ -172,6 +181,13 @@ def _float(value: float) -> Any:
 
 def _int(value: int) -> Any:
     return value if -_INT_BOUND <= value < _INT_BOUND else {"int": str(value)}
+
+
+def _bound(part: Any) -> Any:
+    """An end or the step of a slice."""
+    if part is None:
+        return None
+    return encode(part, lambda tensor, _: _special("tensor", str(tensor.shape)))
 
 
 def _special(kind: str, text: str) -> dict[str, list[str]]:
@@ -227,12 +243,7 @@ ATOMS: dict[type, Callable[[Any], Any]] = {
     float: _float,
     str: lambda value: value[:MAX_TEXT],
     complex: lambda value: {"complex": [_float(value.real), _float(value.imag)]},
-    slice: lambda value: {
-        "slice": [
-            encode(part, lambda tensor, _: _special("tensor", str(tensor.shape)))
-            for part in (value.start, value.stop, value.step)
-        ]
-    },
+    slice: lambda value: {"slice": [*map(_bound, (value.start, value.stop, value.step))]},
     type(...): lambda value: {"ellipsis": True},
     torch.dtype: lambda value: _special("dtype", str(value)),
     torch.device: lambda value: _special("device", str(value)),

@@ -67,29 +67,31 @@ class UserCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if kwargs is None:
-            kwargs = {}
-        if _is_compiling():  # dynamo traces this line: leave no mark in its graph
-            return func(*args, **kwargs)
-        if self.dispatch_depth and self.dispatch_depth > torch._C._len_torch_dispatch_stack():
-            # Inside the handler of a dispatch mode that came by in backward: what a simulated
-            # device, or another tool, does is not the program's call. In forward it is hidden too.
-            return func(*args, **kwargs)
+        if _is_traced():  # dynamo traces this line: leave no mark in its graph
+            return func(*args) if kwargs is None else func(*args, **kwargs)
         try:
             api = self._plans[func]
         except KeyError:
             api = self._plan(func)
         except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
             api = None
-        if api is None or (api.prefix == "Aten" and below_backward()):
-            if self.passes_on:
-                return self.passed_on(func, args, kwargs)
+        if api is None and not self.passes_on:
+            return func(*args) if kwargs is None else func(*args, **kwargs)
+        if kwargs is None:
+            kwargs = {}
+        if _is_compiling():
             return func(*args, **kwargs)
+        if self.dispatch_depth and self.dispatch_depth > torch._C._len_torch_dispatch_stack():
+            # Inside the handler of a dispatch mode that came by in backward: what a simulated
+            # device, or another tool, does is not the program's call. In forward it is hidden too.
+            return func(*args, **kwargs)
+        if api is None or (api.prefix == "Aten" and below_backward()):
+            return self.passed_on(func, args, kwargs)
         return self.called(api, func, args, kwargs)
 
     def passed_on(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A call too small to have a name: a property, a size. There are more of these."""
-        raise NotImplementedError
+        return func(*args, **kwargs)
 
     def _plan(self, func: Any) -> ApiName | None:
         api = self._namer(func)
@@ -186,7 +188,7 @@ class CallMode(UserCalls):
         else:
             if self._spell is not None and api.prefix == "Tensor":
                 api = self._spell(api, func, args, sys._getframe(1))
-            names = tape.select(api, tape.counter.next(api), tape.place.module)
+            names = tape.select(api, tape.counter.next_name(api), tape.place.module)
         if names is None:
             result = _passed(tape, api, func, args, kwargs)
         else:
@@ -220,7 +222,7 @@ class CallMode(UserCalls):
         """Write down, as one call, a compiled part that has begun to run."""
         name = compiled.name_of(run)
         api = ApiName("Compiled", name, name)
-        names = self._tape.select(api, self._tape.counter.next(api), self._tape.place.module)
+        names = self._tape.select(api, self._tape.counter.next_name(api), self._tape.place.module)
         if names is None or not names.wanted:
             return
         call = self._tape.begin(names, run.entry.f_locals.get("args", ()), depth=5)

@@ -275,7 +275,7 @@ class ModuleHooks:
         module, tape = entry.module, self._tape
         kind = type(module)
         api = self._api(path, kind)
-        names = tape.select(api, tape.counter.next(api), path)
+        names = tape.select(api, tape.counter.next_name(api), path)
         if names is None:
             return
         held: dict[str, Any] = {}

@@ -161,12 +161,18 @@ def optimizer_name(class_name: str, qualified: str = "") -> ApiName:
 
 def call_name(api: ApiName, number: int, direction: Direction = "forward") -> str:
     """The full name of the `number`-th call of `api` in its step."""
+    before, after = _name_parts(api, direction)
+    return f"{before}{number}{after}"
+
+
+def _name_parts(api: ApiName, direction: Direction) -> tuple[str, str]:
+    """What stands before and after the number in the name of a call."""
     prefix, name, _ = api
     if prefix == "Module":
-        return f"Module.{name}.{direction}.{number}"
+        return f"Module.{name}.{direction}.", ""
     if prefix == "Optimizer":
-        return f"Optimizer.{name}.{number}"
-    return f"{prefix}.{name}.{number}.{direction}"
+        return f"Optimizer.{name}.", ""
+    return f"{prefix}.{name}.", f".{direction}"
 
 
 def qualified_name(func: object) -> str:
@@ -220,16 +226,23 @@ class Counter:
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str], itertools.count[int]] = {}
-        self._by_api: dict[ApiName, itertools.count[int]] = {}  # the same; several may share one
+        # the same, several may share one, with a forward call's name around its number
+        self._by_api: dict[ApiName, tuple[itertools.count[int], str, str]] = {}
 
     def next(self, api: ApiName) -> int:
         """The number of this call, from 0. Safe in several threads."""
-        count = self._by_api.get(api)
-        if count is None:
-            # setdefault: of two threads that come here at once, both get the one that stays
-            count = self._counts.setdefault((api.prefix, api.api), itertools.count())
-            self._by_api[api] = count
-        return next(count)
+        return next((self._by_api.get(api) or self._new(api))[0])
+
+    def next_name(self, api: ApiName) -> str:
+        """The name of this forward call, which has the next number."""
+        count, before, after = self._by_api.get(api) or self._new(api)
+        return f"{before}{next(count)}{after}"
+
+    def _new(self, api: ApiName) -> tuple[itertools.count[int], str, str]:
+        # setdefault: of two threads that come here at once, both get the one that stays
+        count = self._counts.setdefault((api.prefix, api.api), itertools.count())
+        found = self._by_api[api] = (count, *_name_parts(api, "forward"))
+        return found
 
     def reset(self) -> None:
         """Begin a new step."""

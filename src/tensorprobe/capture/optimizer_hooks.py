@@ -75,7 +75,7 @@ class OptimizerHooks:
         try:
             kind = type(optimizer)
             api = optimizer_name(kind.__name__, f"{kind.__module__}.{kind.__qualname__}.step")
-            names = tape.select(api, tape.counter.next(api), "")
+            names = tape.select(api, tape.counter.next_name(api), "")
             if names is None:
                 return None
             self._names = self._parameter_names()

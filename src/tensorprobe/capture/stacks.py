@@ -85,8 +85,11 @@ class Stacks:
         frame: FrameType | None = sys._getframe(depth + 1)
         key = [base_id]
         first = frame
-        while frame is not None and frame is not base and len(key) < 2 * _MAX_FRAMES:
-            key += (id(frame.f_code), frame.f_lasti)
+        for _ in range(_MAX_FRAMES):
+            if frame is None or frame is base:
+                break
+            key.append(id(frame.f_code))
+            key.append(frame.f_lasti)
             frame = frame.f_back
         if frame is not base:
             key[0] = base_id = 0

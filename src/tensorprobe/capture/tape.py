@@ -33,7 +33,7 @@ from tensorprobe.capture.hidden_state import (
     random_state,
     silently_written,
 )
-from tensorprobe.capture.naming import ApiName, CallNames, Counter, call_name
+from tensorprobe.capture.naming import ApiName, CallNames, Counter
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.stacks import Stacks
@@ -42,7 +42,7 @@ from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig
 from tensorprobe.devices import autocast_dtypes
 from tensorprobe.records import Role
-from tensorprobe.store.lines import CallLine, EndLine, GapLine, StackLine, TensorLine
+from tensorprobe.store.lines import NO_TENSORS, CallLine, EndLine, GapLine, StackLine, TensorLine
 from tensorprobe.store.writer import CaptureWriter
 
 # While it is entered, tensors are read without any function mode or subclass taking notice. It is
@@ -182,9 +182,9 @@ class Tape:
         """Whether this call is wanted. Asked once for every call, in order."""
         return self._everything or self.selection.decide(names)
 
-    def select(self, api: ApiName, number: int, module: str) -> CallNames | None:
+    def select(self, api: ApiName, name: str, module: str) -> CallNames | None:
         """The names of this forward call, if it or its backward is wanted."""
-        names = CallNames(api, call_name(api, number), module)
+        names = CallNames(api, name, module)
         if self._everything or self.selection.decide(names):
             return names
         if self.selection.may_want_backward(names):
@@ -247,7 +247,8 @@ class Tape:
                     line.notes = _state_notes(grad)
                 if named:
                     for section, tensors in named.items():
-                        setattr(line, section, self._named(call, section, tensors))
+                        if held := self._named(call, section, tensors):
+                            setattr(line, section, held)
                 if grad:
                     call.edges = edges = InputEdges(call.inputs)
                     if edges.functions and self._sees_functions:
@@ -300,18 +301,19 @@ class Tape:
                     encoder = self.lines.encoder(call, "output", self.wants_output, outputs, {})
                     tree = encode(result, encoder)
                 line = EndLine(id=call.id, outputs=tree, notes=call.notes)
+                held: dict[str, TensorLine] = {}
                 if mutated:
                     if outputs:
-                        line.buffers = self._written(call, mutated, outputs)
+                        held = self._written(call, mutated, outputs)
                     else:
                         line.outputs = self._arguments_after(call, mutated, outputs)
                         call.notes.append(_OUTPUT_IS_ARGUMENTS)
                 if call.draws is not None:
-                    line.buffers |= self._drawn(call, call.draws)
+                    held |= self._drawn(call, call.draws)
                 for name, tensor in buffers:
-                    line.buffers[name] = self.lines.line(
-                        tensor, call, "buffer", name, self.wants_output
-                    )
+                    held[name] = self.lines.line(tensor, call, "buffer", name, self.wants_output)
+                if held:
+                    line.buffers = held
                 if edges is not None:
                     self._trace(call, edges, outputs, tracer)
                 self.writer.end(line)
@@ -384,7 +386,7 @@ class Tape:
     def save(self, name: str, value: Any) -> None:
         """Write down a value given by hand, as the output of a call of that name."""
         api = ApiName("Saved", name, name)
-        names = self.select(api, self.counter.next(api), self.place.module)
+        names = self.select(api, self.counter.next_name(api), self.place.module)
         if names is None:
             return
         call = self.begin(names, depth=2)
@@ -411,7 +413,7 @@ class Tape:
                 parent="",
                 stack=stack,
                 thread=self.place.thread,
-                parameter_grads=self.lines.named(gradients, call, "parameter_grad"),
+                parameter_grads=self.lines.named(gradients, call, "parameter_grad") or NO_TENSORS,
             )
             if _autocasts() or _graph_task_id() != -1:
                 line.notes = _state_notes(False)
@@ -536,7 +538,7 @@ class Tape:
             self._functions[made] = None
             kind = getattr(type(node), "_forward_cls", type(node))
             api = ApiName("Function", kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
-            names = self.select(api, self.counter.next(api), self.place.module)
+            names = self.select(api, self.counter.next_name(api), self.place.module)
             if names is None:
                 continue
             call = OpenCall(names, self.selection.keep_for(names), self.step)
@@ -706,9 +708,8 @@ def _versions(tensors: list[tuple[torch.Tensor, Path]]) -> list[int]:
 def _has_moved(call: OpenCall) -> bool:
     """Whether a call may have written to an input."""
     try:
-        for (tensor, _), before in zip(call.inputs, call.versions, strict=False):
-            if tensor._version != before:
-                return True
+        if [tensor._version for tensor, _ in call.inputs] != call.versions:
+            return True
     except RuntimeError:  # an inference tensor
         return True
     return call.names.api.prefix == "Distributed"  # collectives write without moving the version

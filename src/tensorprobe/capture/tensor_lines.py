@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from msgspec import Raw
@@ -23,6 +23,9 @@ ONLY: Path = ("0",)  # the path of a result that is one tensor
 # What a line says of a plain tensor, its content excepted: dtype, shape, stride, device, whether it
 # has a gradient; and what is kept of the call.
 _Kind = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device, bool, Keep]
+# The beginning of the lines of one kind of tensor, as `{"tensor": line}`; the form of the content,
+# or -1 where none is wanted; the whole where no content is named.
+_Head = tuple[bytes, int, Raw]
 _TREE = b'{"tensor":'
 _N_TREE = len(_TREE)
 _MAX_KINDS = 10_000  # shapes that are new in every step would fill the table without end
@@ -33,14 +36,6 @@ class HasTensors(Protocol):
 
     names: CallNames
     keep: Keep
-
-
-class _Head(NamedTuple):
-    """The beginning of the lines of one kind of tensor."""
-
-    in_tree: bytes  # as `{"tensor": line}`
-    form: int  # of the content, or -1 where none is wanted
-    without: Raw  # the whole in a tree where no content is named
 
 
 class TensorLines:
@@ -140,7 +135,7 @@ class TensorLines:
         inputs = call.inputs
         seen: dict[int, Path] = {}
         positional: list[Any] = []
-        for arg, path in zip(args, POSITIONS, strict=False):
+        for arg, path in zip(args, POSITIONS):  # noqa: B905 a keyword makes it dear
             kind = type(arg)
             if kind in PLAIN_TENSORS:
                 inputs.append((arg, path))
@@ -159,10 +154,17 @@ class TensorLines:
         for position in range(len(POSITIONS), len(args)):  # torch.stack of a long list by `*`
             encoder = self.encoder(call, "input", wanted, inputs, seen)
             positional.append(encode_tree(args[position], encoder, (str(position),)))
-        if not kwargs:
-            return positional, {}
-        encoder = self.encoder(call, "input", wanted, inputs, seen)
-        return positional, {k: encode_tree(arg, encoder, (k,)) for k, arg in kwargs.items()}
+        keywords: dict[str, Any] = {}
+        for name, arg in kwargs.items():
+            kind = type(arg)
+            if kind in PLAIN:
+                keywords[name] = arg
+            elif kind in ATOMS:
+                keywords[name] = ATOMS[kind](arg)
+            else:
+                encoder = self.encoder(call, "input", wanted, inputs, seen)
+                keywords[name] = encode_tree(arg, encoder, (name,))
+        return positional, keywords
 
     def encoder(
         self,
@@ -208,7 +210,7 @@ class TensorLines:
         if len(self._heads) >= _MAX_KINDS:
             self._heads.clear()
         in_tree = _TREE + line
-        head = self._heads[kind] = _Head(in_tree, form, Raw(in_tree + b"}}"))
+        head = self._heads[kind] = (in_tree, form, Raw(in_tree + b"}}"))
         return head
 
     def _look_up(self, dtype: torch.dtype) -> tuple[str, bool]:

@@ -14,7 +14,7 @@ from tensorprobe.capture.calls import OpenCall
 from tensorprobe.capture.encode import encode, map_tensors
 from tensorprobe.capture.gradients import LEAF, Gradients, Path, trace_call
 from tensorprobe.capture.hidden_state import silently_written, writes_in_place
-from tensorprobe.capture.naming import ApiName, CallNames, call_name
+from tensorprobe.capture.naming import ApiName, CallNames
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.tape import Tape, Tracer
@@ -125,8 +125,8 @@ class WatchTape(Tape):
 
     # Calls
 
-    def select(self, api: ApiName, number: int, module: str) -> CallNames:
-        names = CallNames(api, call_name(api, number), module)
+    def select(self, api: ApiName, name: str, module: str) -> CallNames:
+        names = CallNames(api, name, module)
         return names.but(wanted=self._is_chosen(names))
 
     def _is_chosen(self, names: CallNames) -> bool:
@@ -277,7 +277,7 @@ class WatchTape(Tape):
     def new_function(self, kind: type, depth: int) -> WatchedCall:
         """A call of a custom autograd.Function, of which only the graph node is seen."""
         api = ApiName("Function", kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
-        names = self.select(api, self.counter.next(api), self.place.module)
+        names = self.select(api, self.counter.next_name(api), self.place.module)
         call = WatchedCall(names, "tensors", self.step, thread=self.place.thread)
         call.frames = self._frames_here(depth)
         seen = COMPILED if kind.__name__ == "CompiledFunction" else _BY_NODE

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -22,6 +23,11 @@ class TensorLine(msgspec.Struct, omit_defaults=True, gc=False):
     value: int | None = None
     gap: str | None = None
     same: str | None = None
+
+
+# What most lines have of each section: shared, and left out when they are written. An empty dict
+# would not be.
+NO_TENSORS: Mapping[str, TensorLine] = MappingProxyType({})
 
 
 class StackLine(msgspec.Struct, tag_field="type", tag="stack"):
@@ -44,9 +50,9 @@ class CallLine(msgspec.Struct, tag_field="type", tag="call", omit_defaults=True,
     stack: int | None = None
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    parameters: dict[str, TensorLine] = {}
-    parameter_grads: dict[str, TensorLine] = {}
-    buffers: dict[str, TensorLine] = {}
+    parameters: Mapping[str, TensorLine] = NO_TENSORS
+    parameter_grads: Mapping[str, TensorLine] = NO_TENSORS
+    buffers: Mapping[str, TensorLine] = NO_TENSORS
     notes: list[str] = []
 
 
@@ -60,9 +66,9 @@ class EndLine(msgspec.Struct, tag_field="type", tag="end", omit_defaults=True, k
     args: list[Any] | None = None
     kwargs: dict[str, Any] = {}
     outputs: Any = None
-    parameters: dict[str, TensorLine] = {}
-    parameter_grads: dict[str, TensorLine] = {}
-    buffers: dict[str, TensorLine] = {}
+    parameters: Mapping[str, TensorLine] = NO_TENSORS
+    parameter_grads: Mapping[str, TensorLine] = NO_TENSORS
+    buffers: Mapping[str, TensorLine] = NO_TENSORS
     status: Status = "complete"
     error: str | None = None
     notes: list[str] = []

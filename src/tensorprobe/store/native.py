@@ -7,7 +7,7 @@ Every step folder stands alone, so one can be deleted or sent to a colleague.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -250,15 +250,15 @@ class _StepReader:
         self,
         role: Role,
         group: str,
-        before: dict[str, lines.TensorLine],
-        after: dict[str, lines.TensorLine],
+        before: Mapping[str, lines.TensorLine],
+        after: Mapping[str, lines.TensorLine],
     ) -> None:
         """What the module of the call holds, as seen before and after the call."""
         if before or after:
             self._role = role
             name = self._call_name
             base = name if f".{group}." in name else f"{name}.{group}"
-            for key, tensor in (before | after).items():
+            for key, tensor in {**before, **after}.items():
                 self._tensor(f"{base}.{key}", tensor)
 
     def _tensor(self, name: str, body: lines.TensorLine | dict[str, Any]) -> TensorRecord:

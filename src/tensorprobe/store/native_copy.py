@@ -101,7 +101,8 @@ class _StepWriter:
             notes=list(call.notes),
         )
         for role, (group, field) in _SECTIONS.items():
-            setattr(line, field, self._held(call, role, group))
+            if held := self._held(call, role, group):
+                setattr(line, field, held)
         self._writer.call(line)
         if call.status != "begun":
             outputs = tree.encode(call.outputs, lambda t: self._tensor(call, t))
