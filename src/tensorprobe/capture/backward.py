@@ -61,10 +61,20 @@ class _Followed(msgspec.Struct, eq=False, gc=False):
 
 class NodeBackward(_Followed):
     """Of a call that made one graph node and returned one tensor, as most calls do: that node is
-    entered once and left once in a pass. What `Backward` does of any call, with less."""
+    entered once and left once in a pass. What `Backward` does of any call, with less.
 
-    spots: list[Spot]
+    It is both hooks of the node itself: methods would be two objects more for each call, which
+    live as long as the graph, and have the garbage collector look through all there is.
+    """
+
+    spots: tuple[Spot, ...]
     n_passes: int = 0
+
+    def __call__(self, grads: Gradients, came_in: Gradients | None = None) -> None:
+        if came_in is None:
+            self.incoming(grads)
+        else:
+            self.outgoing(grads)
 
     def incoming(self, grads: Gradients) -> None:
         """Backward has come to the node."""
@@ -104,7 +114,7 @@ class NodeBackward(_Followed):
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             tape.gap(self.name, error)
 
-    def outgoing(self, grads: Gradients, came_in: Gradients) -> None:
+    def outgoing(self, grads: Gradients) -> None:
         """Backward leaves the node."""
         tape = self.tape
         if not tape.recording:
@@ -138,11 +148,11 @@ class ModuleBackward(NodeBackward):
         if around is not None:  # the call that made the output has the same node
             tape.entered = around
 
-    def outgoing(self, grads: Gradients, came_in: Gradients) -> None:
+    def outgoing(self, grads: Gradients) -> None:
         """Backward leaves the node at the input's edge."""
         if (id(self), _graph_task_id()) not in self.tape.running:
             self.incoming(())  # it came by way of a tensor that left the module unseen
-        NodeBackward.outgoing(self, grads, came_in)
+        NodeBackward.outgoing(self, grads)
 
 
 class Backward(_Followed):

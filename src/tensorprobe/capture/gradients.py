@@ -102,7 +102,7 @@ class Way(NamedTuple):
 
     node: Any  # at which backward comes in
     last: Any  # at which it goes out
-    spots: list[Spot]
+    spots: tuple[Spot, ...]
 
 
 class Trace(msgspec.Struct, eq=False):
@@ -224,7 +224,7 @@ _BEFORE_ALL: Path = ()
 _FAR = frozenset(POSITIONS[10:])  # of which the text has another order than the numbers
 
 
-def one_node(output: torch.Tensor, inputs: InputEdges) -> tuple[Any, list[Spot]] | None:
+def one_node(output: torch.Tensor, inputs: InputEdges) -> tuple[Any, tuple[Spot, ...]] | None:
     """The node of a call that made one node and returned one tensor, and where it leads to the
     inputs; None where more than that is to be found, by `trace_call`."""
     node = output.grad_fn
@@ -255,7 +255,7 @@ def one_node(output: torch.Tensor, inputs: InputEdges) -> tuple[Any, list[Spot]]
             return None  # of a list of inputs; twice; not in their order
         last = path
         spots.append((position, path, None))
-    return (node, spots) if spots else None
+    return (node, tuple(spots)) if spots else None  # the garbage collector drops tuples
 
 
 def trace_function(node: Any) -> Trace:
@@ -334,7 +334,7 @@ def trace_module(
             last, spot = sent[0]
             path = spot[1]
             if len(path) == 1 and not (inputs.views and _lost_views(inputs, {path})):
-                return Way(only, last, [spot])
+                return Way(only, last, (spot,))
         trace = Trace({only: [(0, _ONLY, None)]})
     boundary = trace.boundary
     for node, spot in sent:

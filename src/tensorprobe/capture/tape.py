@@ -369,14 +369,14 @@ class Tape:
             if found is not None:
                 node, spots = found
                 backward = NodeBackward(self, call.names, call.keep, call.stack, call.step, spots)
-                node.register_prehook(backward.incoming)
-                node.register_hook(backward.outgoing)
+                node.register_prehook(backward)
+                node.register_hook(backward)
                 return
         trace = tracer(outputs, edges)
         if isinstance(trace, Way):
             short = ModuleBackward(self, call.names, call.keep, call.stack, call.step, trace.spots)
-            trace.node.register_prehook(short.incoming)
-            trace.last.register_hook(short.outgoing)
+            trace.node.register_prehook(short)
+            trace.last.register_hook(short)
             return
         if trace.notes:
             call.notes.extend(trace.notes)

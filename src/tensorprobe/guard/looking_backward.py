@@ -118,7 +118,7 @@ class BackwardLooking(Looking):
             if one is None:
                 self._watch_nodes_later(glance, outputs)
                 return None
-            spots = self._spots[key] = one[1]
+            spots = self._spots[key] = list(one[1])
         node.register_hook(partial(send_later, self, self._noted(glance, OWN_FRAMES), spots))
         return spots
 
