@@ -302,7 +302,7 @@ def test_questions_to_cuda_leave_the_mode_of_the_thread_as_it_was(
             raise RuntimeError("device-side assert")
         return 7
 
-    monkeypatch.setattr(captures, "_exchange_mode", lambda: exchange)
+    monkeypatch.setitem(captures._EXCHANGES, "cuda", lambda: exchange)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     if fails:
         with pytest.raises(RuntimeError, match="device-side assert"):
@@ -310,5 +310,4 @@ def test_questions_to_cuda_leave_the_mode_of_the_thread_as_it_was(
     else:
         assert captures.ask(torch.device("cuda", 0), question) == 7
     assert (asked, mode) == ([2], 0)
-    monkeypatch.setattr(captures, "_exchange_mode", lambda: None)
-    assert captures.ask(torch.device("cpu"), lambda: 8) == 8
+    assert captures.ask(torch.device("cpu"), lambda: mode) == 0

@@ -35,6 +35,7 @@ from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig, format_numbers, from_msprobe_config
 from tensorprobe.devices import check_environment, current_rank, world_size
 from tensorprobe.errors import BadUsage, NothingRecorded, WriteFailed
+from tensorprobe.garbage import rare_searches
 from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.store.claim import run_identity
 from tensorprobe.store.outputs import check_writable
@@ -328,6 +329,7 @@ class Recorder:
 
     def _switch_inside(self, on: bool) -> None:
         if on:
+            rare_searches.begin()
             self._filters = _ignore_compile_warning()
             self._frames_compiled = _frames_compiled()
             self._engine.install()
@@ -338,6 +340,7 @@ class Recorder:
             remove_dispatch_mode(self._op_mode)
         self._engine.remove()
         _restore_warnings(self._filters)
+        rare_searches.end()
 
     # Steps
 

@@ -25,6 +25,7 @@ from tensorprobe.capture.recorder import say
 from tensorprobe.capture.steps import StepOn, StepWatch
 from tensorprobe.devices import block_launches, current_rank
 from tensorprobe.errors import TensorprobeError
+from tensorprobe.garbage import rare_searches
 from tensorprobe.guard.backward_watch import BackwardWatch
 from tensorprobe.guard.failures import Failures
 from tensorprobe.guard.kept import Kept
@@ -139,6 +140,7 @@ class ErrorWatch:
         self._optimizers.install_once()
         self._engine.install()
         self._left = register_module_forward_hook(self._module_left, always_call=True)
+        rare_searches.begin()
         add_function_mode(self._mode)
 
     def leave(self, error: BaseException | None) -> None:
@@ -158,6 +160,7 @@ class ErrorWatch:
 
     def _take_away(self) -> None:
         remove_function_mode(self._mode)
+        rare_searches.end()
         self._left.remove()
         self._engine.remove()
         self._optimizers.remove()

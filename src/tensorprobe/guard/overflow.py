@@ -17,6 +17,7 @@ from tensorprobe.capture.mode_stack import add_function_mode, remove_function_mo
 from tensorprobe.capture.steps import StepOn, StepWatch
 from tensorprobe.devices import current_rank
 from tensorprobe.errors import GuardStopped
+from tensorprobe.garbage import rare_searches
 from tensorprobe.guard.cases import Case
 from tensorprobe.guard.evidence import GuardTape, make_tape, write_repro
 from tensorprobe.guard.findings import Finding
@@ -95,6 +96,7 @@ class OverflowWatch:
         self._modules.install()
         self._optimizers.install_once()
         self._engine.install()
+        rare_searches.begin()
         add_function_mode(self._mode)
         self._sight.begin()
         self._sight.on = True
@@ -106,6 +108,7 @@ class OverflowWatch:
         self._on = False
         self._sight.on = False
         remove_function_mode(self._mode)
+        rare_searches.end()
         self._engine.remove()
         self._optimizers.remove()
         self._modules.remove()

@@ -19,7 +19,7 @@ _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 
 @functools.cache
-def _exchange_mode() -> Callable[[Any], int] | None:
+def _cuda_exchange() -> Callable[[Any], int] | None:
     """CUDA's function that sets the mode of this thread, and gives the one before."""
     major = (torch.version.cuda or "").partition(".")[0]
     try:
@@ -30,9 +30,13 @@ def _exchange_mode() -> Callable[[Any], int] | None:
     return found
 
 
+_EXCHANGES = {"cuda": _cuda_exchange}
+
+
 def ask(device: torch.device, question: Callable[[], _Answer]) -> _Answer:
     """The answer to a question about work of ours on a device, which no capture is to notice."""
-    exchange = _exchange_mode() if device.type == "cuda" else None
+    find = _EXCHANGES.get(device.type)
+    exchange = find() if find is not None else None
     if exchange is None:
         return question()
     with torch.cuda.device(device):  # or it would be made for the first device, in a new thread
