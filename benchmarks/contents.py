@@ -47,9 +47,6 @@ class Landed:
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None:
-        pass
-
 
 class HostPort:
     """A device that is the host."""

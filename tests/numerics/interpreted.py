@@ -24,16 +24,15 @@ CPU = torch.device("cpu")
 
 
 class Landing:
-    """A copy that arrives when it is told to."""
+    """A copy that arrives when it is told to, or is asked for often."""
 
     def __init__(self) -> None:
         self.arrived = False
+        self._asked = 0
 
     def query(self) -> bool:
-        return self.arrived
-
-    def synchronize(self) -> None:
-        self.arrived = True
+        self._asked += 1
+        return self.arrived or self._asked > 5
 
 
 class HostPort:

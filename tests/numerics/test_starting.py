@@ -98,9 +98,6 @@ class Landed:
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None:
-        pass
-
 
 class Device(Summarizer):
     """A summarizer with a device that notes numbers of elements as the bounds."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from tensorprobe.numerics import captures, digest, host, memory, rows, tally, torch_ops
-from tensorprobe.numerics.queue import MAX_AGE_S, Bank, Port, Queue
+from tensorprobe.numerics.queue import MAX_AGE_S, Bank, Port, Queue, await_arrival
 from tensorprobe.numerics.result import Result
 from tensorprobe.numerics.tally import Reader
 
@@ -426,9 +426,7 @@ class TorchBackend:
             batches = list(self._batches)
         for batch in batches:
             try:
-                if batch.event is not None:
-                    # without the lock, which the program takes
-                    captures.ask(self._device, batch.event.synchronize)
+                await_arrival(batch.landed)  # without the lock, which the program takes
             except RuntimeError:  # lost, and not in the way of those that follow
                 with self._lock:
                     self._batches = [other for other in self._batches if other is not batch]

@@ -533,9 +533,6 @@ class _Landing:
     def query(self) -> bool:
         return bool(captures.ask(self._device, self._event.query))
 
-    def synchronize(self) -> None:
-        captures.ask(self._device, self._event.synchronize)
-
 
 class CudaPort:
     """The streams of a CUDA device, as a queue needs them."""
@@ -590,7 +587,7 @@ class CudaPort:
             self._launcher.reduce(bank, self._side.cuda_stream)
             used = len(bank.tickets)
             bank.host[:used].copy_(bank.out[:used], non_blocking=True)
-            landed = torch.cuda.Event(blocking=True)  # a thread waits for it: let it sleep
+            landed = torch.cuda.Event()
             landed.record(self._side)
         return _Landing(landed, self._side.device)
 

@@ -7,6 +7,7 @@ Nothing here waits for the device, `land` excepted.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -25,11 +26,22 @@ ROWS = 1 << 19  # of 96 bytes; the tallies of a large tensor take 528
 MAX_AGE_S = 0.5
 
 
+def await_arrival(has_come: Callable[[], bool]) -> None:
+    """Wait for a device by asking it again and again.
+
+    While one thread waits inside of CUDA's driver, others take longer to start kernels: a recorded
+    call took 89 us instead of 66 (H200).
+    """
+    pause = 0.0005
+    while not has_come():
+        time.sleep(pause)
+        pause = min(2 * pause, 0.005)
+
+
 class Arrival(Protocol):
     """A copy to the host that is under way; torch's events are such."""
 
     def query(self) -> bool: ...
-    def synchronize(self) -> None: ...
 
 
 class Port(Protocol):
@@ -139,9 +151,8 @@ class Queue:
     def land(self) -> None:
         with self._landing_lock:
             for _ in range(len(self._landing)):  # not those that the program sends meanwhile
-                arrival = self._landing[0].arrival
-                if arrival is not None:
-                    arrival.synchronize()
+                bank = self._landing[0]
+                await_arrival(functools.partial(_landed, bank))
                 self._land()
 
     def _send(self) -> None:
