@@ -42,6 +42,13 @@ def test_the_last_one_who_watches_sets_it_back(tmp_path: Path) -> None:
     assert gc.get_threshold() == (700, 10, 11)
 
 
+def test_a_program_that_wants_no_full_searches(tmp_path: Path) -> None:
+    gc.set_threshold(700, 10, 2**31 - 1)
+    with tp.Recorder(tmp_path / "a", log=print):
+        torch.ones(2).relu()
+    assert gc.get_threshold() == (700, 10, 2**31 - 1)
+
+
 def test_what_the_program_sets_meanwhile_stays(tmp_path: Path) -> None:
     with tp.Recorder(tmp_path / "a", log=print):
         torch.ones(2).relu()

@@ -162,6 +162,23 @@ def wait_until(is_so: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def test_a_process_that_the_program_forks_meanwhile_keeps_nobody_waiting(tmp_path: Path) -> None:
+    pairs = make_pairs(tmp_path, 3)
+    workers = Workers(2)
+    assert len(workers.results(pairs, [1] * 3, nothing)) == 3
+    child = os.fork()
+    if child == 0:  # it has all that this process has open
+        time.sleep(30)
+        os._exit(0)
+    try:
+        began = time.monotonic()
+        workers.close()
+        assert time.monotonic() - began < 10
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def test_pieces_are_the_arrays(tmp_path: Path) -> None:
     """More than one piece, and numbers that lie at odd places in the file."""
     x = np.random.default_rng(1).standard_normal(100_000)

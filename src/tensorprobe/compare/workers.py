@@ -44,6 +44,7 @@ class Workers:
         self.for_anything = for_anything  # also for what is sooner measured here
         self._lines: list[_Line] = []
         self._first: subprocess.Popen[bytes] | None = None
+        self._till: socket.socket | None = None  # whose end is theirs
         ends: list[socket.socket] = []
         try:
             for _ in range(n):
@@ -55,7 +56,9 @@ class Workers:
                 self._lines.pop().close()
                 ends.pop().close()
         with suppress(OSError):
-            self._first = _start([end.fileno() for end in ends])
+            self._till, its = socket.socketpair()
+            with its:
+                self._first = _start([end.fileno() for end in ends], its)
         for end in ends:
             end.close()
 
@@ -88,9 +91,12 @@ class Workers:
 
     def end(self) -> None:
         """They have nothing to lose: no need to wait until one has started or is done."""
-        if self._first is not None and self._first.stdin is not None:
+        if self._first is not None:
             self._first.terminate()  # while it imports; later it waits for the next line
-            self._first.stdin.close()
+        if self._till is not None:
+            with suppress(OSError):
+                self._till.shutdown(socket.SHUT_RDWR)  # a process the program forked has it too
+            self._till.close()
         while self._lines:
             self._lines.pop().close()
 
@@ -189,7 +195,7 @@ def _nbytes_up_to(sources: Iterable[str | os.PathLike[str]], enough: int) -> int
     return total
 
 
-def _start(ends: Sequence[int]) -> subprocess.Popen[bytes]:
+def _start(ends: Sequence[int], till: socket.socket) -> subprocess.Popen[bytes]:
     code = (
         f"import sys; sys.path[:] = {sys.path!r}\n"
         "import gc; gc.disable()\n"  # for the imports; serve_all enables it
@@ -199,7 +205,7 @@ def _start(ends: Sequence[int]) -> subprocess.Popen[bytes]:
     )
     return subprocess.Popen(
         [sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
+        stdin=till.fileno(),
         pass_fds=ends,
         env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
     )

@@ -42,6 +42,7 @@ def serve_all(ends: Sequence[int]) -> None:
     gc.freeze()
     gc.enable()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on stdin says when to end
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a program may ignore it, and we inherit that
     children: list[int] = []
     for i, end in enumerate(ends):
         try:
