@@ -179,6 +179,21 @@ def test_a_process_that_the_program_forks_meanwhile_keeps_nobody_waiting(tmp_pat
         os.waitpid(child, 0)
 
 
+def test_a_program_that_ignores_what_becomes_of_its_children() -> None:
+    code = (
+        "import signal, time; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+        "from tensorprobe.compare.workers import Workers\n"
+        "workers = Workers(2); time.sleep(1); workers.close()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{code}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_pieces_are_the_arrays(tmp_path: Path) -> None:
     """More than one piece, and numbers that lie at odd places in the file."""
     x = np.random.default_rng(1).standard_normal(100_000)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tensorprobe as tp
 from tensorprobe.errors import BadUsage
+from tensorprobe.numerics import backends
 from tensorprobe.ptdbg_ascend import PrecisionDebugger, module_dump, module_dump_end
 
 
@@ -52,6 +55,40 @@ def test_steps_have_folders_and_numbers_begin_anew(tmp_path: Path) -> None:
     for ours, theirs in zip(bare.parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
     assert not list(tmp_path.rglob("*.recording-*"))
+
+
+class LateEvent:
+    """A copy from a device that is behind the program."""
+
+    def record(self) -> None:
+        self._since = time.monotonic()
+
+    def query(self) -> bool:
+        return time.monotonic() - self._since > 0.3
+
+
+def test_a_step_that_ends_without_stop_is_written_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(device: torch.device, *, stats: bool, digest: bool) -> backends.TorchBackend:
+        backend = backends.TorchBackend(device, stats=stats, digest=digest)
+        backend._module = SimpleNamespace(Event=LateEvent)
+        return backend
+
+    monkeypatch.setitem(backends._CHOICES, "cpu", late)
+    debugger = PrecisionDebugger(dump_path=tmp_path, hook_name="dump", step=[0, 1])
+    debugger.configure_hook(mode="api_stack", summary_only=True)
+    model = net()
+    debugger.start()
+    for _ in range(3):
+        train(model)
+        debugger.step()
+    debugger.close()
+    first, second = (tmp_path / name for name in folders(tmp_path))
+    assert names(first) == names(second)
+    tensors = [line for line in lines(first) if not line[0].endswith("stack_info") and line[3]]
+    assert tensors
+    assert all(line[5][0] is not None for line in tensors)
 
 
 def test_without_steps_each_is_kept(tmp_path: Path) -> None:
