@@ -8,10 +8,9 @@ import msgspec
 import torch
 
 from tensorprobe.capture.encode import as_arguments, nest_gradients
-from tensorprobe.capture.gradients import Gradients, Path, Spot
+from tensorprobe.capture.gradients import ONLY, Gradients, Path, Spot
 from tensorprobe.capture.naming import CallNames, split_direction, with_direction
 from tensorprobe.capture.quiet import Quiet
-from tensorprobe.capture.tensor_lines import ONLY
 from tensorprobe.records import Keep, Role
 from tensorprobe.store.lines import CallLine, EndLine
 

@@ -94,7 +94,7 @@ class Window:
 Spot = tuple[int, Path, Window | None]
 
 
-_ONLY: Path = ("0",)  # of a result that is one tensor
+ONLY: Path = ("0",)  # the path of a result that is one tensor
 
 
 class Way(NamedTuple):
@@ -335,7 +335,7 @@ def trace_module(
             path = spot[1]
             if len(path) == 1 and not (inputs.views and _lost_views(inputs, {path})):
                 return Way(only, last, (spot,))
-        trace = Trace({only: [(0, _ONLY, None)]})
+        trace = Trace({only: [(0, ONLY, None)]})
     boundary = trace.boundary
     for node, spot in sent:
         boundary.setdefault(node, []).append(spot)
@@ -354,7 +354,7 @@ def only_node(outputs: list[tuple[torch.Tensor, Path]], inputs: InputEdges) -> A
         return None
     output, path = outputs[0]
     node = output.grad_fn
-    if node is None or path != _ONLY or node._sequence_nr() < inputs.start or output.output_nr:
+    if node is None or path != ONLY or node._sequence_nr() < inputs.start or output.output_nr:
         return None
     return None if (node, 0) in inputs.edges or id(output) in inputs.views else node
 

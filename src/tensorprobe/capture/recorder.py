@@ -172,8 +172,7 @@ class Recorder:
         self._optimizers.remove()
         # at L2 the mode sees forward and backward alike: off it goes
         self._switch(mode=False, hooks=False, inside=self._inside_on and self._op_mode is None)
-        assert self._writer is not None
-        self._writer.drain()
+        self.drain()
 
     def drain(self) -> None:
         """Return when all that was recorded so far is in the files."""

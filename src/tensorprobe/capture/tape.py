@@ -15,6 +15,7 @@ from tensorprobe.capture.backward import Backward, ModuleBackward, NodeBackward,
 from tensorprobe.capture.calls import OpenCall
 from tensorprobe.capture.encode import PLAIN_TENSORS, encode, map_tensors, nest
 from tensorprobe.capture.gradients import (
+    ONLY,
     InputEdges,
     LeafListener,
     Path,
@@ -37,7 +38,7 @@ from tensorprobe.capture.naming import ApiName, CallNames, Counter
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.stacks import Stacks
-from tensorprobe.capture.tensor_lines import ONLY, TensorLines
+from tensorprobe.capture.tensor_lines import TensorLines
 from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig
 from tensorprobe.devices import autocast_dtypes

@@ -11,7 +11,7 @@ from msgspec import Raw
 from tensorprobe.capture.calls import OpenCall
 from tensorprobe.capture.encode import ATOMS, PLAIN, PLAIN_TENSORS, POSITIONS, TensorEncoder
 from tensorprobe.capture.encode import encode as encode_tree
-from tensorprobe.capture.gradients import Path
+from tensorprobe.capture.gradients import ONLY, Path
 from tensorprobe.capture.naming import CallNames
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.selection import Selection
@@ -19,7 +19,6 @@ from tensorprobe.capture.values import Values
 from tensorprobe.records import HOST, Keep, Role
 from tensorprobe.store.lines import TensorLine, encode
 
-ONLY: Path = ("0",)  # the path of a result that is one tensor
 # What a line says of a plain tensor, its content excepted: dtype, shape, stride, device, whether it
 # has a gradient; and what is kept of the call.
 _Kind = tuple[torch.dtype, torch.Size, tuple[int, ...], torch.device, bool, Keep]

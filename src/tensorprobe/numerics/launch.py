@@ -270,7 +270,7 @@ class Launcher:
         form = (self._both_runs if digest else self._runs).form(name)
         if form is None:
             return None
-        return self._start_both(form, runs) if digest else self._start_runs(form, runs)
+        return self._start_both(form, runs) if digest else self._start_floats(form, name, runs)
 
     def digest(self, tensor: torch.Tensor, nbytes: int, bank: Bank, slot: int, stream: int) -> None:
         """Digest a contiguous tensor."""
@@ -349,23 +349,9 @@ class Launcher:
             return None
         return Usual(name, itemsize, _TILES[name], MAX_ROWS, 1, start)
 
-    def _start_floats(self, form: Form, name: str) -> Start:
+    def _start_floats(self, form: Form, name: str, runs: tuple[int, ...] = ()) -> Start:
         call, before, after = form
         table_at = self._tables.get(name, self._weights).data_ptr()
-
-        def start(
-            programs: int, stream: int, address: int, count: int, bank: Bank, row: int, slot: int
-        ) -> None:
-            call(
-                programs, 1, 1, stream, *before, address, table_at, bank.rows_at, bank.meta_at,
-                count, row, slot, *after,
-            )  # fmt: skip
-
-        return start
-
-    def _start_runs(self, form: Form, runs: memory.Runs) -> Start:
-        call, before, after = form
-        table_at = self._weights_at
 
         def start(
             programs: int, stream: int, address: int, count: int, bank: Bank, row: int, slot: int
