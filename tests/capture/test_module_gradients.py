@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import tensorprobe as tp
+from recorded import record
 from tensorprobe.capture.encode import map_tensors
 from tensorprobe.records import Capture
 from tiny_models import MODELS
@@ -328,3 +329,17 @@ def test_a_view_written_to_inside_a_module_is_a_gap(tmp_path: Path) -> None:
         Plain(write)(base[0]).sum().backward()
     (gap,) = tp.load(tmp_path / "run").gaps
     assert "input.0 is a view written in place inside" in gap.reason
+
+
+def test_a_gradient_that_lies_where_the_last_one_lay(tmp_path: Path) -> None:
+    """Of two passes in a step, with the gradients let go of in between, both are written down."""
+    model = nn.Linear(3, 2)
+
+    def program() -> None:
+        for _ in range(20):
+            model.zero_grad()
+            model(torch.ones(1, 3)).sum().backward()
+
+    capture = record(tmp_path / "a", program, level="L0", keep="stats")
+    held = [call for call in capture.calls if ".parameters_grad" in call.name]
+    assert [len(call.tensors) for call in held] == [2] * 20

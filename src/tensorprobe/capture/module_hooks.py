@@ -152,7 +152,7 @@ class ModuleHooks:
         self._around: FrameType | None = None  # of the module whose forward we were started in
         # modules called in this step whose parameters may get a gradient
         self._trained: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
-        self._grads_seen: dict[int, tuple[int, int]] = {}
+        self._grads_seen: dict[int, tuple[weakref.ref[torch.Tensor], tuple[int, int]]] = {}
         self._gradients = threading.Lock()
         self._made = MadeNotes()
         self._api: Callable[..., ApiName] = functools.lru_cache(maxsize=20_000)(_api)
@@ -399,8 +399,10 @@ class ModuleHooks:
             if grad is None:
                 continue
             state = _state_of(grad)
-            if seen.get(id(parameter)) != state:
-                seen[id(parameter)] = state
+            known = seen.get(id(parameter))
+            # by itself, too: a new one may lie where the last one lay
+            if known is None or known[0]() is not grad or known[1] != state:
+                seen[id(parameter)] = (weakref.ref(grad), state)
                 fresh.append((name, grad))
         return fresh
 
