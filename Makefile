@@ -4,6 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 JOBS   ?= 2
+# What the module in C++ stands in for is tested without it as well.
+IN_PYTHON := tests/capture tests/numerics/test_starting.py tests/numerics/test_summarizer.py
 
 .PHONY: help setup demo test test-all check clean
 
@@ -15,10 +17,13 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt requirements-dev.txt src/tensorprobe/numerics/tally.c
+NATIVE := $(wildcard src/tensorprobe/native/*.h src/tensorprobe/native/*.cpp)
+
+$(STAMP): pyproject.toml constraints.txt requirements-dev.txt src/tensorprobe/numerics/tally.c $(NATIVE)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[torch]" -r requirements-dev.txt
+	-$(BIN)/python -m tensorprobe.native.build
 	@touch $@
 
 demo: setup
@@ -26,9 +31,11 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "not slow and not gpu"
+	TENSORPROBE_NATIVE=0 $(BIN)/python -m pytest -q -n $(JOBS) -m "not slow and not gpu" $(IN_PYTHON)
 
 test-all: setup
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "not gpu"
+	TENSORPROBE_NATIVE=0 $(BIN)/python -m pytest -q -n $(JOBS) -m "not gpu" $(IN_PYTHON)
 
 check: setup
 	$(BIN)/ruff check .

@@ -13,9 +13,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from recorded import record
+from tensorprobe import native
 from tensorprobe.capture import gradients, tape
 from tensorprobe.records import Capture
 from tiny_models import MODELS
+
+
+@pytest.fixture(autouse=True)
+def in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done in C++ is in tests/native."""
+    monkeypatch.setattr(native, "MODULE", None)
 
 
 def told(capture: Capture) -> list[tuple[Any, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -46,7 +47,7 @@ class _Followed(msgspec.Struct, eq=False, gc=False):
 
     def _wanted_names(self) -> CallNames | None:
         names = CallNames(self.call.api, self.name, self.call.module, "backward")
-        return names if self.tape.wants(names) else None
+        return names if self.tape.everything or self.tape.wants(names) else None
 
     def _notes(self, n_passes: int) -> list[str]:
         """What is special about a pass: that of another step, or not the first."""
@@ -83,7 +84,13 @@ class NodeBackward(_Followed):
         try:
             with _DISABLED():
                 key = (id(self), _graph_task_id())
-                names = self._wanted_names()
+                call = self.call
+                names: CallNames | None
+                if tape.everything and call.name.endswith(".forward"):  # as most, without a frame
+                    name = f"{call.name[:-8]}.backward"
+                    names = CallNames(call.api, name, call.module, "backward")
+                else:
+                    names = self._wanted_names()
                 if names is None:
                     tape.entered = tape.running[key] = None
                     return
@@ -135,23 +142,26 @@ class NodeBackward(_Followed):
             tape.gap(self.name, error)
 
 
-class ModuleBackward(NodeBackward):
-    """Of a module that returned one tensor and sends one gradient to one input, as most do: it is
-    entered at one node, and left at that or another."""
+class WayBackward(NodeBackward):
+    """Of a call that is entered at one node, and left at another."""
+
+    def outgoing(self, grads: Gradients) -> None:
+        """Backward leaves the node at the inputs' edges."""
+        if (id(self), _graph_task_id()) not in self.tape.running:
+            self.incoming(())  # it came by way of a tensor that left the call unseen
+        NodeBackward.outgoing(self, grads)  # `super` takes longer than the call
+
+
+class ModuleBackward(WayBackward):
+    """Of a module that returned one tensor and sends one gradient to one input, as most do."""
 
     def incoming(self, grads: Gradients) -> None:
         """Backward has come to the node of the output."""
         tape = self.tape
         around = tape.entered
-        NodeBackward.incoming(self, grads)  # `super` takes longer than the call
+        NodeBackward.incoming(self, grads)
         if around is not None:  # the call that made the output has the same node
             tape.entered = around
-
-    def outgoing(self, grads: Gradients) -> None:
-        """Backward leaves the node at the input's edge."""
-        if (id(self), _graph_task_id()) not in self.tape.running:
-            self.incoming(())  # it came by way of a tensor that left the module unseen
-        NodeBackward.outgoing(self, grads)
 
 
 class Backward(_Followed):
@@ -162,7 +172,7 @@ class Backward(_Followed):
     aliases: dict[Path, Path]
     n_passes: int = 0
 
-    def incoming(self, spots: list[Spot], grads: Gradients) -> None:
+    def incoming(self, spots: Sequence[Spot], grads: Gradients) -> None:
         """Backward has come to a node of an output."""
         tape = self.tape
         if not tape.recording:
@@ -178,7 +188,20 @@ class Backward(_Followed):
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             tape.gap(self.name, error)
 
-    def outgoing(self, spots: list[Spot], grads: Gradients, came_in: Gradients) -> None:
+    def hook(self, spots: Sequence[Spot]) -> Callable[..., None]:
+        """Either hook of a node, for those who register one that is in Python."""
+
+        def hook(grads: Gradients, came_in: Gradients | None = None) -> None:
+            if came_in is None:
+                self.incoming(spots, grads)
+            else:
+                self.outgoing(spots, grads)
+
+        return hook
+
+    def outgoing(
+        self, spots: Sequence[Spot], grads: Gradients, came_in: Gradients | None = None
+    ) -> None:
         """Backward leaves a node at an input's edge."""
         tape = self.tape
         if not tape.recording:
@@ -266,7 +289,7 @@ class BackwardRun(Run):
     begun: bool = False
     late: bool = False  # a gradient came in after the call was written down
 
-    def receive(self, spots: list[Spot], grads: Gradients) -> None:
+    def receive(self, spots: Sequence[Spot], grads: Gradients) -> None:
         """Gradients of outputs, as they come in."""
         tape = self.tape
         wanted = tape.wants_input
@@ -284,7 +307,7 @@ class BackwardRun(Run):
             self._begin()
         self._count_down()
 
-    def send(self, spots: list[Spot], grads: Gradients) -> None:
+    def send(self, spots: Sequence[Spot], grads: Gradients) -> None:
         """Gradients of inputs, as they go out."""
         if not self.begun:
             self._begin()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import torch
 
-from tensorprobe.capture.gradients import InputEdges, Path
+from tensorprobe.capture.gradients import Path
 from tensorprobe.capture.hidden_state import Draws
 from tensorprobe.capture.naming import CallNames
 from tensorprobe.records import Keep
@@ -21,7 +23,7 @@ class OpenCall(msgspec.Struct, eq=False):
     step: int
     id: int = -1
     stack: int | None = None
-    edges: InputEdges | None = None
+    edges: Any = None  # InputEdges, or their short form in C++
     inputs: list[tuple[torch.Tensor, Path]] = []
     versions: list[int] = []
     writes: frozenset[str] = NOTHING  # arguments written to without moving their version

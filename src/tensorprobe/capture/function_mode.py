@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from tensorprobe.capture import compiled
 from tensorprobe.capture.hidden_state import writes_in_place
-from tensorprobe.capture.naming import ApiName, Namer, is_noise
+from tensorprobe.capture.naming import ApiName, CallNames, Namer, is_noise
 from tensorprobe.capture.spelling import Spelling
 from tensorprobe.capture.steps import optimizers_in_round
 from tensorprobe.capture.tape import Tape
@@ -188,14 +188,27 @@ class CallMode(UserCalls):
         else:
             if self._spell is not None and api.prefix == "Tensor":
                 api = self._spell(api, func, args, sys._getframe(1))
-            names = tape.select(api, tape.counter.next_name(api), tape.place.module)
+            name, module = tape.counter.next_name(api), tape.place.module
+            # as `select`, which would be one frame more
+            names = (
+                CallNames(api, name, module) if tape.everything else tape.select(api, name, module)
+            )
         if names is None:
             result = _passed(tape, api, func, args, kwargs)
         else:
             grad = _is_grad_enabled() and not _interpreter_stack()
             shown = args[:1] if api.api == "__deepcopy__" else args  # the rest is copy's own memo
             call = tape.begin(names, shown, kwargs, depth=2, grad=grad)
-            result = func(*args, **kwargs) if call is None else tape.run(call, func, args, kwargs)
+            if call is None:
+                result = func(*args, **kwargs)
+            else:
+                try:  # as Tape.run, which would be one frame more
+                    result = func(*args, **kwargs)
+                except BaseException as error:
+                    tape.raised(call, error)
+                    raise
+                if api.prefix != "Distributed" or not tape.await_work(call, result):
+                    tape.end(call, result)
         if api.api == SCALER_UPDATE:
             self._on_scaler_update(optimizers_in_round())
         return result

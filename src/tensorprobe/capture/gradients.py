@@ -16,6 +16,7 @@ import msgspec
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from tensorprobe import native
 from tensorprobe.capture.encode import POSITIONS
 
 Path = tuple[str, ...]
@@ -24,6 +25,11 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 LEAF = 2**64 - 1  # sequence number of AccumulateGrad nodes
 _next_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+# Of an input: the tensor, its path, whether it needs a gradient, its node and output number,
+# whether it is a view, and its version then.
+_Note = tuple[torch.Tensor, Path, bool, Any, int, bool, int]
 
 
 class InputEdges:
@@ -43,19 +49,46 @@ class InputEdges:
         for tensor, path in inputs:
             needs_gradient = tensor.requires_grad
             if tensor._is_view() and not tensor.is_inference():
-                view = (tensor, path if needs_gradient else None, tensor._version)
-                self.views.setdefault(id(tensor), view)
-            if not needs_gradient:
-                continue
-            node = tensor.grad_fn
-            if node is None:
-                first = self.leaves.setdefault(id(tensor), (tensor, path))[1]
-            else:
-                first = self.edges.setdefault((node, tensor.output_nr), path)
-                if isinstance(node, BackwardCFunction):
-                    self.functions.append((tensor, node))
-            if first is not path:
-                self.aliases[path] = first
+                self._note_view(tensor, path, needs_gradient, tensor._version)
+            if needs_gradient:
+                node = tensor.grad_fn
+                self._note(tensor, path, node, 0 if node is None else tensor.output_nr)
+
+    @classmethod
+    def noted(cls, start: int, notes: Iterable[_Note]) -> InputEdges:
+        """Of what the short form in C++ noted before the call (`native`)."""
+        self = cls()
+        self.start = start
+        for tensor, path, needs_gradient, node, number, is_view, version in notes:
+            if is_view:
+                self._note_view(tensor, path, needs_gradient, version)
+            if needs_gradient:
+                self._note(tensor, path, node, number)
+        return self
+
+    def _note_view(
+        self, tensor: torch.Tensor, path: Path, needs_gradient: bool, version: int
+    ) -> None:
+        view = (tensor, path if needs_gradient else None, version)
+        self.views.setdefault(id(tensor), view)
+
+    def _note(self, tensor: torch.Tensor, path: Path, node: Any, number: int) -> None:
+        if node is None:
+            first = self.leaves.setdefault(id(tensor), (tensor, path))[1]
+        else:
+            first = self.edges.setdefault((node, number), path)
+            if isinstance(node, BackwardCFunction):
+                self.functions.append((tensor, node))
+        if first is not path:
+            self.aliases[path] = first
+
+    @property
+    def has_leaves(self) -> bool:
+        return bool(self.leaves)
+
+    @property
+    def has_functions(self) -> bool:
+        return bool(self.functions)
 
     def __bool__(self) -> bool:
         return bool(self.edges or self.leaves)
@@ -69,6 +102,19 @@ class InputEdges:
             if leaf is not None and leaf[0] is variable:
                 return leaf[1]
         return path
+
+
+def whole(edges: Any) -> InputEdges:
+    """All there is to tell of InputEdges, or of their short form in C++."""
+    return edges if isinstance(edges, InputEdges) else InputEdges.noted(*edges.notes())
+
+
+def versions_of(inputs: list[tuple[torch.Tensor, Path]]) -> list[int]:
+    """The versions of tensors; -1 of inference tensors, which keep none."""
+    try:
+        return [tensor._version for tensor, _ in inputs]
+    except RuntimeError:
+        return [-1 if tensor.is_inference() else tensor._version for tensor, _ in inputs]
 
 
 class Window:
@@ -100,7 +146,7 @@ ONLY: Path = ("0",)  # the path of a result that is one tensor
 class Way(NamedTuple):
     """The graph of a call that returned one tensor and sends one gradient to one input."""
 
-    node: Any  # at which backward comes in
+    node: Any  # at which backward comes in; None: the edges have both, for their `listen`
     last: Any  # at which it goes out
     spots: tuple[Spot, ...]
 
@@ -180,8 +226,9 @@ def _view_write(view: torch.Tensor, path: Path, inputs: InputEdges, trace: Trace
     return True
 
 
-def trace_call(outputs: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges) -> Trace:
+def trace_call(outputs: Iterable[tuple[torch.Tensor, Path]], inputs: Any) -> Trace:
     """The graph of one operator call; it has no outputs when backward does not pass here."""
+    inputs = whole(inputs)
     trace = Trace()
     output_nodes(outputs, inputs, trace)
     if not trace.outputs:
@@ -299,11 +346,13 @@ class Region(msgspec.Struct, eq=False):
         self.used |= {edge}
 
 
+def new_owners() -> Any:
+    """An empty table of which region a node belongs to, for `trace_module`."""
+    return {} if native.MODULE is None else native.MODULE.Regions()
+
+
 def trace_module(
-    outputs: list[tuple[torch.Tensor, Path]],
-    inputs: InputEdges,
-    owners: dict[int, Region],
-    leaves: bool = True,
+    outputs: list[tuple[torch.Tensor, Path]], inputs: Any, owners: Any, leaves: bool = True
 ) -> Trace | Way:
     """The graph of one module call, in time linear in its nodes however deep modules nest.
 
@@ -312,49 +361,83 @@ def trace_module(
     `leaves` says whether this call, or one around it, was given a leaf: the edges to all others
     (most are parameters) need not be carried outwards.
     """
-    only = only_node(outputs, inputs)
+    trace = Trace()
+    if isinstance(owners, dict):
+        only = only_node(outputs, inputs)
+        if only is not None:
+            own = _walk([only], None, inputs, owners, leaves)
+            sent, used = _sent_to(inputs, own), own.used
+            way = _only_way(inputs, only, sent, used)
+            if way is not None:
+                return way
+    else:  # the same in C++
+        found = owners.only(inputs, outputs[0][0], leaves) if _is_only(outputs) else None
+        if found is not None and len(found) == 1:
+            return Way(None, None, found[0])
+        only = None if found is None else outputs[0][0].grad_fn
+        if found is not None:
+            sent, used = found
     if only is not None:
-        own = _walk([only], None, inputs, owners, leaves)
+        trace.outputs[only] = [(0, ONLY, None)]
     else:
-        trace = Trace()
-        output_nodes(outputs, inputs, trace)
+        output_nodes(outputs, whole(inputs), trace)
         if not trace.outputs:
             return trace
         # No edge of a graph without cycles leads back to its only end.
         ends = trace.output_edges() if len(trace.outputs) > 1 else None
-        own = _walk(list(trace.outputs), ends, inputs, owners, leaves)
+        nodes = list(trace.outputs)
+        if isinstance(owners, dict):
+            own = _walk(nodes, ends, inputs, owners, leaves)
+            sent, used = _sent_to(inputs, own), own.used
+        else:
+            sent, used = owners.walk(inputs, nodes, None if ends is None else list(ends), leaves)
+    boundary = trace.boundary
+    for node, spot in sent:
+        boundary.setdefault(node, []).append(spot)
+    if used:
+        trace.note_shared(trace.output_edges() & set(used))
+    inputs = whole(inputs)
+    if inputs.views:
+        lost = {path for spots in boundary.values() for _, path, _ in spots}
+        trace.gaps.extend(_lost_views(inputs, lost))
+    return trace
+
+
+def _sent_to(inputs: InputEdges, own: Region) -> list[tuple[Any, Spot]]:
+    """The gradients that a module's call sends to its inputs, with the nodes they leave from."""
     edges = inputs.edges
     sent: list[tuple[Any, Spot]] = []
     for _, edge, node, position in own.leaving:
         path = edges.get(edge) or (inputs.find(edge) if inputs.leaves else None)
         if path is not None:
             sent.append((node, (position, path, None)))
-    if only is not None:
-        if len(sent) == 1 and not inputs.aliases and (only, 0) not in own.used:
-            last, spot = sent[0]
-            path = spot[1]
-            if len(path) == 1 and not (inputs.views and _lost_views(inputs, {path})):
-                return Way(only, last, (spot,))
-        trace = Trace({only: [(0, ONLY, None)]})
-    boundary = trace.boundary
-    for node, spot in sent:
-        boundary.setdefault(node, []).append(spot)
-    if own.used:
-        trace.note_shared(trace.output_edges() & own.used)
-    if inputs.views:
-        found = {path for spots in boundary.values() for _, path, _ in spots}
-        trace.gaps.extend(_lost_views(inputs, found))
-    return trace
+    return sent
+
+
+def _only_way(
+    inputs: InputEdges, only: Any, sent: list[tuple[Any, Spot]], used: frozenset[Edge]
+) -> Way | None:
+    if len(sent) != 1 or inputs.aliases or (only, 0) in used:
+        return None
+    last, spot = sent[0]
+    path = spot[1]
+    if len(path) != 1 or (inputs.views and _lost_views(inputs, {path})):
+        return None
+    return Way(only, last, (spot,))
+
+
+def _is_only(outputs: list[tuple[torch.Tensor, Path]]) -> bool:
+    return len(outputs) == 1 and outputs[0][1] == ONLY
 
 
 def only_node(outputs: list[tuple[torch.Tensor, Path]], inputs: InputEdges) -> Any:
     """The node of a call's only result, where that is one tensor made by the call and no view it
     was given; what `output_nodes` finds of any."""
-    if len(outputs) != 1:
+    if not _is_only(outputs):
         return None
-    output, path = outputs[0]
+    output = outputs[0][0]
     node = output.grad_fn
-    if node is None or path != ONLY or node._sequence_nr() < inputs.start or output.output_nr:
+    if node is None or node._sequence_nr() < inputs.start or output.output_nr:
         return None
     return None if (node, 0) in inputs.edges or id(output) in inputs.views else node
 

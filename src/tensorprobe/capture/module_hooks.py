@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 
 from tensorprobe.capture import compiled
 from tensorprobe.capture.calls import OpenCall
-from tensorprobe.capture.gradients import InputEdges, Region, Trace, Way, trace_module
+from tensorprobe.capture.gradients import Trace, Way, new_owners, trace_module
 from tensorprobe.capture.making import MadeNotes, uncalled_parameters, uses_uncalled
 from tensorprobe.capture.mode_stack import enter_missing
 from tensorprobe.capture.naming import ApiName, CallNames, module_name
@@ -124,7 +124,7 @@ class _Entry(msgspec.Struct, eq=False):
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
-        self.owners: dict[int, Region] = {}
+        self.owners = new_owners()
         self.entered_modes: list[Any] = []
 
 
@@ -297,7 +297,7 @@ class ModuleHooks:
             tape.place.parent = names.name
         if call is None:
             return
-        if call.edges is not None and call.edges.leaves:
+        if call.edges is not None and call.edges.has_leaves:
             entry.leaves = True
         if buffers:
             with _DISABLED():
@@ -342,7 +342,7 @@ class ModuleHooks:
             return
         owners, leaves = self._thread.owners, entry.leaves
 
-        def tracer(outputs: Any, inputs: InputEdges) -> Trace | Way:
+        def tracer(outputs: Any, inputs: Any) -> Trace | Way:
             return trace_module(outputs, inputs, owners, leaves)
 
         buffers = self._changed_buffers(entry) if entry.module._buffers else ()

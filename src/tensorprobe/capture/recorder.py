@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tensorprobe import native
 from tensorprobe.capture.dispatch_mode import OpMode
 from tensorprobe.capture.engine import EngineEntry
 from tensorprobe.capture.facts import environment_facts
@@ -279,6 +280,8 @@ class Recorder:
             results=summarizer,
             on_warning=self._log,
         )
+        if native.MODULE is not None:
+            self._writer.write_by(native.MODULE)
         values = Values(self._writer, summarizer, checksums=checksums)
         tape = self._tape = Tape(config, self._selection, self._writer, values, self._counter)
         tape.on_open = self._step_opened

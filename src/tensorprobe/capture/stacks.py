@@ -10,6 +10,8 @@ from types import CodeType, FrameType
 
 import torch
 
+from tensorprobe import native
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OWN = (
@@ -58,6 +60,7 @@ class Stacks:
         # identity is its own only while it lives.
         self._places: dict[tuple[int, int], tuple[CodeType, str | None]] = {}
         self._told: set[int] = set()  # in this step
+        self._walk = _walk if native.MODULE is None else native.MODULE.walk_stack
         self._count = itertools.count(1)
 
     def reset(self) -> None:
@@ -82,23 +85,12 @@ class Stacks:
         """
         if base_id not in self._frames:
             base, base_id = None, 0
-        frame: FrameType | None = sys._getframe(depth + 1)
-        key = [base_id]
-        first = frame
-        for _ in range(_MAX_FRAMES):
-            if frame is None or frame is base:
-                break
-            key.append(id(frame.f_code))
-            key.append(frame.f_lasti)
-            frame = frame.f_back
-        if frame is not base:
-            key[0] = base_id = 0
-        whole = tuple(key)
-        number = self._ids.get(whole)
+        key = self._walk(depth + 1, base, base_id, _MAX_FRAMES)
+        number = self._ids.get(key)
         if number is None:
-            number = self._ids[whole] = next(self._count)
-            below = self._frames.get(base_id, [])
-            self._frames[number] = self._render(first, len(key) // 2) + below
+            number = self._ids[key] = next(self._count)
+            below = self._frames.get(key[0], [])
+            self._frames[number] = self._render(sys._getframe(depth + 1), len(key) // 2) + below
         if number not in self._told:
             self._told.add(number)
             self._new(number, self._frames[number])
@@ -117,6 +109,21 @@ class Stacks:
             frame = frame.f_back
             count -= 1
         return lines
+
+
+def _walk(depth: int, base: FrameType | None, base_id: int, most: int) -> StackKey:
+    """The key of the stack `depth` frames above the caller, up to `base`; 0 stands for all."""
+    frame: FrameType | None = sys._getframe(depth + 1)
+    key = [base_id]
+    for _ in range(most):
+        if frame is None or frame is base:
+            break
+        key.append(id(frame.f_code))
+        key.append(frame.f_lasti)
+        frame = frame.f_back
+    if frame is not base:
+        key[0] = 0
+    return tuple(key)
 
 
 def is_hidden(file: str) -> bool:

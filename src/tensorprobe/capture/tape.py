@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from tensorprobe.capture.backward import Backward, ModuleBackward, NodeBackward, Run
+from tensorprobe import native
+from tensorprobe.capture.backward import Backward, ModuleBackward, NodeBackward, Run, WayBackward
 from tensorprobe.capture.calls import OpenCall
 from tensorprobe.capture.encode import PLAIN_TENSORS, encode, map_tensors, nest
 from tensorprobe.capture.gradients import (
@@ -19,6 +20,7 @@ from tensorprobe.capture.gradients import (
     InputEdges,
     LeafListener,
     Path,
+    Spot,
     Trace,
     Way,
     listen,
@@ -26,6 +28,8 @@ from tensorprobe.capture.gradients import (
     trace_call,
     trace_function,
     trace_saved,
+    versions_of,
+    whole,
 )
 from tensorprobe.capture.hidden_state import (
     WRITES_STATISTICS,
@@ -49,6 +53,7 @@ from tensorprobe.store.writer import CaptureWriter
 # While it is entered, tensors are read without any function mode or subclass taking notice. It is
 # all that most calls need; where something is computed, Quiet.
 _DISABLED = torch._C.DisableTorchFunction
+Tensors = list[tuple[torch.Tensor, Path]]
 # Reads the graph of a call that has ended: of an operator's, or of a module's.
 Tracer = Callable[[list[tuple[torch.Tensor, Path]], InputEdges], Trace | Way]
 # What an asynchronous collective returns; torch without distributed has none.
@@ -63,6 +68,7 @@ _NOTHING: list[tuple[torch.Tensor, Path]] = []
 _autocasts = torch._C._is_any_autocast_enabled
 _graph_task_id = torch._C._current_graph_task_id
 _NO_ALIASES: dict[Path, Path] = {}  # of most calls: they are many, and live until backward
+_OUTPUT_SPOTS: tuple[Spot, ...] = ((0, ONLY, None),)
 _IN_BACKWARD = "inside backward"
 _OUTPUT_IS_ARGUMENTS = "outputs are the arguments after the call"
 
@@ -120,13 +126,17 @@ class Tape:
         self._leaf_listeners: list[LeafListener] = []
         self._pending_work: list[tuple[OpenCall, list[Any], list[tuple[torch.Tensor, Path]]]] = []
         self.lines = TensorLines(selection, values)
+        swift = native.MODULE
+        self._versions_of: Callable[[Tensors], list[int]]
+        self._versions_of = versions_of if swift is None else swift.versions
+        self._note_edges: Callable[[Tensors], Any] = InputEdges if swift is None else swift.Edges
         self._keep = config.keep if not config.keep_tensors else None  # of every call
         self._sees_functions = config.level in ("L1", "mix")
         self.wants_input = selection.wants_side("input")
         self.wants_output = selection.wants_side("output")
         self._forward = selection.wants_direction("forward")
         self._backward = selection.wants_direction("backward")
-        self._everything = selection.everything and self._forward and self._backward
+        self.everything = selection.everything and self._forward and self._backward
 
     @property
     def n_steps(self) -> int:
@@ -181,12 +191,12 @@ class Tape:
 
     def wants(self, names: CallNames) -> bool:
         """Whether this call is wanted. Asked once for every call, in order."""
-        return self._everything or self.selection.decide(names)
+        return self.everything or self.selection.decide(names)
 
     def select(self, api: ApiName, name: str, module: str) -> CallNames | None:
         """The names of this forward call, if it or its backward is wanted."""
         names = CallNames(api, name, module)
-        if self._everything or self.selection.decide(names):
+        if self.everything or self.selection.decide(names):
             return names
         if self.selection.may_want_backward(names):
             return names.but(wanted=False)
@@ -228,10 +238,7 @@ class Tape:
                     call.writes = writes
                     self._forget_arguments(writes, args, kwargs)
                 positional, keywords = self.lines.arguments(call, args, kwargs, self.wants_input)
-                try:
-                    call.versions = [tensor._version for tensor, _ in call.inputs]
-                except RuntimeError:  # inference tensors keep none
-                    call.versions = _versions(call.inputs)
+                call.versions = self._versions_of(call.inputs)
                 line = CallLine(
                     id=0,
                     name=names.name,
@@ -251,9 +258,9 @@ class Tape:
                         if held := self._named(call, section, tensors):
                             setattr(line, section, held)
                 if grad:
-                    call.edges = edges = InputEdges(call.inputs)
-                    if edges.functions and self._sees_functions:
-                        self._record_functions(edges.functions)
+                    call.edges = edges = self._note_edges(call.inputs)
+                    if self._sees_functions and edges.has_functions:
+                        self._record_functions(whole(edges).functions)
                 if call.keep == "tensors" and (may_draw(names.api) if random is None else random):
                     with Quiet():
                         call.draws = random_state(args, kwargs)
@@ -288,7 +295,11 @@ class Tape:
         try:
             outputs: list[tuple[torch.Tensor, Path]] = []
             with _DISABLED():
-                mutated = self._mutated(call) if call.writes or _has_moved(call) else _NOTHING
+                moved = self._versions_of(call.inputs) != call.versions
+                if moved or call.writes or call.names.api.prefix == "Distributed":
+                    mutated = self._mutated(call)  # collectives write without moving the version
+                else:
+                    mutated = _NOTHING
                 edges = call.edges if self._backward else None
                 if call.id < 0:  # no line: only its backward is wanted
                     map_tensors(result, lambda tensor, path: outputs.append((tensor, path or ONLY)))
@@ -342,9 +353,9 @@ class Tape:
         with _DISABLED():
             for name, arg in (*zip(map(str, range(len(args))), args, strict=True), *kwargs.items()):
                 encode(arg, note, (name,))
-            call.versions = _versions(call.inputs)
+            call.versions = self._versions_of(call.inputs)
             if grad:
-                call.edges = InputEdges(call.inputs)
+                call.edges = self._note_edges(call.inputs)
         return call
 
     def _drawn(self, call: OpenCall, draws: Draws) -> dict[str, TensorLine]:
@@ -358,31 +369,49 @@ class Tape:
     def _trace(
         self,
         call: OpenCall,
-        edges: InputEdges,
+        edges: Any,
         outputs: list[tuple[torch.Tensor, Path]],
         tracer: Tracer,
     ) -> None:
         if tracer is trace_call and len(outputs) == 1:
             output = outputs[0][0]
-            if output.grad_fn is None and not edges.leaves:
+            if not edges.has_leaves and not output.requires_grad:
                 return  # what most calls without a gradient come to
-            found = one_node(output, edges)
-            if found is not None:
+            if not isinstance(edges, InputEdges):
+                exits = edges.exits_of(output)
+                if exits is not None:
+                    if len(exits) > 1:
+                        self._listen(call, edges, len(exits))
+                        return
+                    kind = NodeBackward if edges.is_one_node else WayBackward
+                    edges.listen(kind(self, call.names, call.keep, call.stack, call.step, exits[0]))
+                    return
+            elif (found := one_node(output, edges)) is not None:
                 node, spots = found
-                backward = NodeBackward(self, call.names, call.keep, call.stack, call.step, spots)
-                node.register_prehook(backward)
-                node.register_hook(backward)
+                short = NodeBackward(self, call.names, call.keep, call.stack, call.step, spots)
+                node.register_prehook(short)
+                node.register_hook(short)
                 return
         trace = tracer(outputs, edges)
         if isinstance(trace, Way):
-            short = ModuleBackward(self, call.names, call.keep, call.stack, call.step, trace.spots)
-            trace.node.register_prehook(short)
-            trace.last.register_hook(short)
+            way = ModuleBackward(self, call.names, call.keep, call.stack, call.step, trace.spots)
+            if trace.node is None:
+                edges.listen(way)
+            else:
+                trace.node.register_prehook(way)
+                trace.last.register_hook(way)
             return
         if trace.notes:
             call.notes.extend(trace.notes)
         if trace.outputs:
-            self._follow(call, trace, edges.aliases)
+            self._follow(call, trace, whole(edges).aliases)
+
+    def _listen(self, call: OpenCall, edges: Any, n_exits: int) -> None:
+        """Listen to the backward of a call that is left at several nodes, found in C++."""
+        backward = Backward(
+            self, call.names, call.keep, call.stack, call.step, {}, 1 + n_exits, _NO_ALIASES
+        )
+        edges.listen(backward, _OUTPUT_SPOTS)
 
     def save(self, name: str, value: Any) -> None:
         """Write down a value given by hand, as the output of a call of that name."""
@@ -474,7 +503,7 @@ class Tape:
             for tensor, _ in call.inputs:
                 self._values.forget(tensor)
             return call.inputs
-        versions = _versions(call.inputs)
+        versions = self._versions_of(call.inputs)
         found = [
             item
             for item, before, after in zip(call.inputs, call.versions, versions, strict=True)
@@ -699,21 +728,6 @@ def _works_in(result: Any) -> list[Any]:
     if isinstance(items[-1], torch.ScriptObject):
         return [torch.distributed.Work.unbox(items[-1])]
     return list(items) if all(isinstance(item, _WORK) for item in items) else []
-
-
-def _versions(tensors: list[tuple[torch.Tensor, Path]]) -> list[int]:
-    """The versions of tensors, of which some may be inference tensors: they keep none."""
-    return [-1 if tensor.is_inference() else tensor._version for tensor, _ in tensors]
-
-
-def _has_moved(call: OpenCall) -> bool:
-    """Whether a call may have written to an input."""
-    try:
-        if [tensor._version for tensor, _ in call.inputs] != call.versions:
-            return True
-    except RuntimeError:  # an inference tensor
-        return True
-    return call.names.api.prefix == "Distributed"  # collectives write without moving the version
 
 
 def _error_text(error: BaseException) -> str:

@@ -8,8 +8,16 @@ from typing import Any, Protocol
 import torch
 from msgspec import Raw
 
+from tensorprobe import native
 from tensorprobe.capture.calls import OpenCall
-from tensorprobe.capture.encode import ATOMS, PLAIN, PLAIN_TENSORS, POSITIONS, TensorEncoder
+from tensorprobe.capture.encode import (
+    ATOMS,
+    MAX_TEXT,
+    PLAIN,
+    PLAIN_TENSORS,
+    POSITIONS,
+    TensorEncoder,
+)
 from tensorprobe.capture.encode import encode as encode_tree
 from tensorprobe.capture.gradients import ONLY, Path
 from tensorprobe.capture.naming import CallNames
@@ -45,6 +53,14 @@ class TensorLines:
         self._values = values
         self._dtypes: dict[torch.dtype, tuple[str, bool]] = {}  # name, and whether it is wanted
         self._heads: dict[_Kind, _Head] = {}
+        self.encoded, self.arguments = self._encoded, self._arguments
+        if values is not None and values.contents is not None:
+            # the same in C++, which asks here for what is not plain
+            lines = native.MODULE.Lines(
+                values.contents, Raw, self._head, self._encoded, self.repeated, self.encoder,
+                encode_tree, ATOMS, POSITIONS, MAX_TEXT,
+            )  # fmt: skip
+            self.encoded, self.arguments = lines.encoded, lines.arguments
 
     def line(
         self,
@@ -87,7 +103,7 @@ class TensorLines:
         line.value = self._values.of(tensor, form, call, role, label, "tensors")
         return line
 
-    def encoded(
+    def _encoded(
         self,
         tensor: torch.Tensor,
         call: HasTensors,
@@ -105,8 +121,7 @@ class TensorLines:
         keep = call.keep
         if type(tensor) in PLAIN_TENSORS:
             try:
-                kind = (tensor.dtype, tensor.shape, tensor.stride(), tensor.device, grad, keep)
-                head = self._heads.get(kind) or self._new_head(kind, tensor)
+                head = self._head(tensor, grad, keep)
             except (RuntimeError, NotImplementedError):
                 pass  # sparse tensors have no strides, nested ones not even a shape
             else:
@@ -127,7 +142,7 @@ class TensorLines:
         line.same = f"{role}.{'.'.join(first)}"
         return {"tensor": line}
 
-    def arguments(
+    def _arguments(
         self, call: OpenCall, args: Sequence[Any], kwargs: Mapping[str, Any], wanted: bool
     ) -> tuple[list[Any], dict[str, Any]]:
         """The trees of a call's arguments, whose tensors are added to `call.inputs`."""
@@ -199,6 +214,10 @@ class TensorLines:
             # without the tree around it
             lines[name] = Raw(bytes(part)[_N_TREE:-1]) if type(part) is Raw else part["tensor"]
         return lines
+
+    def _head(self, tensor: torch.Tensor, grad: bool, keep: Keep) -> _Head:
+        kind = (tensor.dtype, tensor.shape, tensor.stride(), tensor.device, grad, keep)
+        return self._heads.get(kind) or self._new_head(kind, tensor)
 
     def _new_head(self, kind: _Kind, tensor: torch.Tensor) -> _Head:
         dtype, shape, stride, device, grad, keep = kind

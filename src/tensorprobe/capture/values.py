@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tensorprobe import native
 from tensorprobe.capture.naming import CallNames
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.transfer import Transfer
@@ -73,6 +74,16 @@ class Values:
         self._new_forms = itertools.count()
         self._ids = itertools.count(1)
         self._new_marks = itertools.count(1)
+        self.of, self.forget = self._of, self._forget
+        # The same in C++: of plain tensors it knows the storages and numbers by itself.
+        self.contents: Any = None
+        if native.MODULE is not None:
+            submit = None if checksums else summarizer.submit
+            self.contents = native.MODULE.Contents(
+                self._of, self._forget, self._new, submit, writer.value
+            )
+            self.contents.begin_step(self._ids)
+            self.of, self.forget = self.contents.of, self.contents.forget
 
     def begin_step(self) -> None:
         """Start numbering afresh: a step can be read, or deleted, without the others."""
@@ -81,8 +92,10 @@ class Values:
         self._held.clear()
         self.nbytes = 0
         self._ids = itertools.count(1)
+        if self.contents is not None:
+            self.contents.begin_step(self._ids)
 
-    def forget(self, tensor: torch.Tensor) -> None:
+    def _forget(self, tensor: torch.Tensor) -> None:
         """The content of this tensor's storage was changed by something that moves no version."""
         with contextlib.suppress(NotImplementedError, RuntimeError):  # no storage: never known
             self._marks.pop(tensor.untyped_storage()._cdata, None)
@@ -108,7 +121,7 @@ class Values:
             self._forms.clear()
         return self._forms.setdefault(form, next(self._new_forms))
 
-    def of(
+    def _of(
         self,
         tensor: torch.Tensor,
         form: int,

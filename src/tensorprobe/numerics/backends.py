@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from tensorprobe import native
 from tensorprobe.numerics import captures, digest, host, memory, rows, tally, torch_ops
-from tensorprobe.numerics.queue import MAX_AGE_S, Bank, Port, Queue, await_arrival
+from tensorprobe.numerics.queue import MAX_AGE_S, ROWS, SLOTS, Bank, Port, Queue, await_arrival
 from tensorprobe.numerics.result import Result
 from tensorprobe.numerics.tally import Reader
 
@@ -154,8 +155,16 @@ class KernelBackend:
         self._refused: dict[str, str] = {}  # dtype: why; not tried again, which takes seconds
         self._plans: dict[int | None, _Plan] = {}  # by form
         self._usual: dict[torch.dtype, Usual] = {}  # how to `start`, once its kernel is compiled
+        self.start = self._start
+        self._starter: Any = None
+        if native.MODULE is not None:  # the same in C++, of forms whose plan it knows
+            asks = getattr(port, "asks", port.usual_stream)
+            self._starter = native.MODULE.Starter(
+                self._queue, asks, Result, self._start, SLOTS, ROWS
+            )
+            self.start = self._starter.start
 
-    def start(self, tensor: torch.Tensor, form: int | None = None) -> Result | None:
+    def _start(self, tensor: torch.Tensor, form: int | None = None) -> Result | None:
         """Start on a tensor as most are; None for one that needs the closer look of `submit`.
 
         Its type is torch's own, and no function mode is on. `form` as for `Summarizer.submit`.
@@ -176,12 +185,12 @@ class KernelBackend:
         stream = self._usual_stream()
         if stream is None or not address or address & 15:
             return None
-        name, begin, n_rows, units, count, repeat, nbytes = plan
+        name, start, n_rows, units, count, repeat, nbytes = plan
         queue, result = self._queue, Result()
         queue.acquire()  # half of what `with` takes
         try:
             bank, slot, row = queue.place(n_rows, stream)
-            begin(n_rows, stream, address, units, bank, row, slot)
+            start.begin(n_rows, stream, address, units, bank, row, slot)
             # Does not hold the tensor, which must go when the program lets it go.
             bank.tickets[slot] = (result, name, count, repeat, nbytes)
         except self._failures as error:
@@ -227,8 +236,19 @@ class KernelBackend:
 
     def _remember(self, form: int, plan: _Plan) -> None:
         if len(self._plans) >= MAX_FORMS:
-            self._plans.clear()
+            self._forget_plans()
         self._plans[form] = plan
+        if self._starter is not None:
+            name, start, n_rows, units, *ticket = plan
+            self._starter.know(
+                form, n_rows, start.call, start.before, start.given, start.after, units,
+                (name, *ticket),
+            )  # fmt: skip
+
+    def _forget_plans(self) -> None:
+        self._plans.clear()
+        if self._starter is not None:
+            self._starter.forget()
 
     def submit(self, result: Result, tensor: torch.Tensor, name: str) -> None:
         if not memory.is_there(tensor):
@@ -287,7 +307,7 @@ class KernelBackend:
     def _refuse(self, name: str, dtype: torch.dtype, error: Exception) -> None:
         self._refused[name] = _first_line(error)
         self._usual.pop(dtype, None)
-        self._plans.clear()
+        self._forget_plans()
 
     def _use_spare(self, result: Result, tensor: torch.Tensor, name: str) -> None:
         reason = self._refused[name]

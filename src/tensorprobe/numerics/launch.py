@@ -178,14 +178,26 @@ def _needs_no_scratch(run: Any) -> bool:
     return not any(asked)
 
 
-Start = Callable[[int, int, int, int, Bank, int, int], None]
+class Start(NamedTuple):
+    """How a compiled kernel starts: `call(programs, 1, 1, stream, *before, *given, *after)`.
+
+    In `given` are numbers, and the names of what differs from one tensor to the next: its address
+    and units, row and slot, and a bank's addresses. `begin` does it, given programs, stream,
+    address, units, bank, row and slot.
+    """
+
+    begin: Callable[[int, int, int, int, Bank, int, int], None]
+    call: Callable[..., object]
+    before: tuple[object, ...]
+    given: tuple[int | str, ...]
+    after: tuple[object, ...]
 
 
 class Usual(NamedTuple):
     """How the kernel of a dtype starts on a tensor that is contiguous and aligned to 16 bytes.
 
     It has less than 2**31 elements, whole units of them. Each program takes tiles, of which the
-    first starts a row; `start` is given programs, stream, address, units, bank, row and slot.
+    first starts a row.
     """
 
     dtype: str
@@ -257,7 +269,7 @@ class Launcher:
         """Tally `count` elements of a tensor that `takes_runs` says yes to."""
         start = self.start_runs(name, runs, digest=False)
         if start is not None:
-            start(programs, stream, tensor.data_ptr(), count, bank, row, slot)
+            start.begin(programs, stream, tensor.data_ptr(), count, bank, row, slot)
             return
         read, kind = READS[name]
         self._runs.compile_and_start(
@@ -314,7 +326,7 @@ class Launcher:
         words = nbytes // 8
         start = self.start_runs(name, runs, digest=True)
         if start is not None:
-            start(programs, stream, tensor.data_ptr(), words, bank, row, slot)
+            start.begin(programs, stream, tensor.data_ptr(), words, bank, row, slot)
             return
         read, kind = READS[name]
         self._both_runs.compile_and_start(
@@ -361,7 +373,10 @@ class Launcher:
                 count, *runs, row, slot, *after,
             )  # fmt: skip
 
-        return start
+        bank_at = ("rows_at", "meta_at")
+        given: tuple[int | str, ...]
+        given = ("address", table_at, *bank_at, "units", *runs, "row", "slot")
+        return Start(start, call, before, given, after)
 
     def _start_integers(self, form: Form) -> Start:
         call, before, after = form
@@ -374,7 +389,8 @@ class Launcher:
                 count, row, slot, *after,
             )  # fmt: skip
 
-        return start
+        given = ("address", "rows_at", "meta_at", "units", "row", "slot")
+        return Start(start, call, before, given, after)
 
     def _start_both(self, form: Form, runs: tuple[int, ...] = ()) -> Start:
         call, before, after = form
@@ -388,7 +404,10 @@ class Launcher:
                 bank.meta_at, bank.digests_at, words, *runs, row, slot, *after,
             )  # fmt: skip
 
-        return start
+        bank_at = ("rows_at", "meta_at", "digests_at")
+        given: tuple[int | str, ...]
+        given = ("address", "address", weights_at, *bank_at, "units", *runs, "row", "slot")
+        return Start(start, call, before, given, after)
 
     def reduce(self, bank: Bank, stream: int) -> None:
         """Make one row of the rows of each slot."""
@@ -528,6 +547,8 @@ class CudaPort:
         self._device_now: Callable[[], int] = torch._C._cuda_getDevice
         self._is_capturing: Callable[[], bool] = torch._C._cuda_isCurrentStreamCapturing
         self._stream_now: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        # what `usual_stream` asks, for those who do it in C++
+        self.asks = (self._index, self._device_now, self._stream_now, self._is_capturing)
         self._launcher = launcher
         self._side = torch.cuda.Stream(device)
         self._uploaded = torch.cuda.Event()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -102,14 +102,18 @@ class ClosedLine(msgspec.Struct, tag_field="type", tag="closed"):
 
 Line = StackLine | CallLine | EndLine | ValueLine | GapLine | ClosedLine
 _encoder = msgspec.json.Encoder()
-_encode_lines = _encoder.encode_lines
 decode = msgspec.json.Decoder(Line).decode
+
+
+# Of lines in a list (of anything else msgspec 0.22 keeps the iterator); raises where `encode` would
+# write text that is not UTF-8 otherwise.
+encode_now: Callable[[list[Any]], bytes] = _encoder.encode_lines
 
 
 def encode(line: Line | TensorLine) -> bytes:
     """One line with its newline."""
     try:
-        return _encode_lines([line])  # a list: of anything else msgspec 0.22 keeps the iterator
+        return encode_now([line])
     except UnicodeEncodeError:  # a lone surrogate, as in a file name that is not UTF-8
         return _encoder.encode(speakable(msgspec.to_builtins(line))) + b"\n"
 

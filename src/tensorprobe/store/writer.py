@@ -29,6 +29,7 @@ from tensorprobe.store.lines import (
     ValueLine,
     encode,
     encode_lines,
+    encode_now,
     pack_summary,
 )
 from tensorprobe.store.shard import SHARD_NBYTES, Bytes, Place, Shards
@@ -268,6 +269,12 @@ class CaptureWriter:
         self._begun_steps.discard(step)
         self._put(self._last_step, _Drop(step))
 
+    def write_by(self, native: Any) -> None:
+        """Have `call` and `end` done by the module of that name, as a rule."""
+        if not self._flush_each:
+            log = native.Log(self, encode_now, self.call, self.end)
+            self.call, self.end = log.call, log.end  # type: ignore[method-assign]
+
     def call(self, line: CallLine) -> None:
         """Write that a call is about to run."""
         step = self._step
@@ -462,10 +469,14 @@ class CaptureWriter:
                 written += os.write(step.log_fd, text[written:])
             self.nbytes_written += written
         except OSError as error:
-            self._log_broken = True
-            self._failed(error)
-            with contextlib.suppress(OSError):  # leave whole lines only
-                os.ftruncate(step.log_fd, os.fstat(step.log_fd).st_size - written)
+            self._break_log(step, error, written)
+
+    def _break_log(self, step: _Step, error: OSError, written: int) -> None:
+        """Write to the log no more; so much was written of what could not be."""
+        self._log_broken = True
+        self._failed(error)
+        with contextlib.suppress(OSError):  # leave whole lines only
+            os.ftruncate(step.log_fd, os.fstat(step.log_fd).st_size - written)
 
     def _append_gap(self, step: _Step, gap: GapLine) -> None:
         with self._log_lock:

@@ -1,0 +1,188 @@
+// Writing the lines of calls: what `CaptureWriter.call` and `end` of store/writer.py do as a rule.
+#pragma once
+
+#include <unistd.h>
+
+#include <cerrno>
+#include <string>
+
+#include "python.h"
+
+namespace tensorprobe {
+
+class Log {
+ public:
+  // `encode` makes text of a list of lines. `call` and `end` are the writer's own methods, for what
+  // is not as a rule: text that is not UTF-8, a log that cannot be written to, a step that ended.
+  Log(Ref writer, Ref encode, Ref call, Ref end)
+      : writer_(std::move(writer)),
+        encode_(std::move(encode)),
+        call_(std::move(call)),
+        end_(std::move(end)) {}
+
+  PyObject* call(PyObject* line) {
+    TORCH_CHECK(writer_, APART);
+    Ref step = attribute(writer_, step_);
+    if (step.get() == Py_None) Py_RETURN_NONE;
+    Ref text = encoded(line);
+    if (!text || is_unusual(step)) return PyObject_CallOneArg(call_.get(), line);
+    Ref lines = attribute(step, lines_);
+    if (PyList_Append(lines.get(), text.get()) < 0) return nullptr;
+    const Held held(attribute(writer_, lock_));
+    count(step, n_calls_, 1);
+    if (!write(step, lines)) return nullptr;
+    Py_RETURN_NONE;
+  }
+
+  PyObject* end(PyObject* line) {
+    TORCH_CHECK(writer_, APART);
+    Ref step = attribute(writer_, step_);
+    if (step.get() == Py_None) Py_RETURN_NONE;
+    Ref text = encoded(line);
+    if (!text || is_unusual(step)) return PyObject_CallOneArg(end_.get(), line);
+    Ref lines = attribute(step, lines_);
+    if (PyList_Append(lines.get(), text.get()) < 0) return nullptr;
+    Ref asleep = attribute(writer_, asleep_);
+    if (asleep.get() == Py_True) {
+      return PyObject_CallMethodNoArgs(writer_.get(), wake_.get());
+    }
+    Py_RETURN_NONE;
+  }
+
+  int traverse(visitproc visit, void* arg) const {
+    for (const Ref* ref : {&writer_, &encode_, &call_, &end_}) {
+      if (int stop = ref->visit(visit, arg)) return stop;
+    }
+    return 0;
+  }
+  void let_go() { writer_ = encode_ = call_ = end_ = Ref(); }
+
+ private:
+  static Ref name(const char* text) { return Ref::steal(PyUnicode_InternFromString(text)); }
+
+  static Ref called(PyObject* result) {
+    if (result == nullptr) throw python_error();
+    return Ref::steal(result);
+  }
+
+  static Ref attribute(const Ref& object, const Ref& name) {
+    return called(PyObject_GetAttr(object.get(), name.get()));
+  }
+
+  // A lock of Python's, held.
+  class Held {
+   public:
+    explicit Held(Ref lock) : lock_(std::move(lock)) {
+      static PyObject* const acquire = PyUnicode_InternFromString("acquire");
+      called(PyObject_CallMethodNoArgs(lock_.get(), acquire));
+    }
+    ~Held() {
+      static PyObject* const release = PyUnicode_InternFromString("release");
+      PyObject *type, *value, *trace;
+      PyErr_Fetch(&type, &value, &trace);
+      Ref done = Ref::steal(PyObject_CallMethodNoArgs(lock_.get(), release));
+      PyErr_Restore(type, value, trace);
+    }
+
+   private:
+    Ref lock_;
+  };
+
+  // Nothing where it cannot be, which the writer's own method says.
+  Ref encoded(PyObject* line) const {
+    Ref list = called(PyList_New(1));
+    PyList_SET_ITEM(list.get(), 0, Py_NewRef(line));
+    Ref text = Ref::steal(PyObject_CallOneArg(encode_.get(), list.get()));
+    if (text) return text;
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) throw python_error();
+    PyErr_Clear();
+    return Ref();
+  }
+
+  bool is_unusual(const Ref& step) const {
+    Ref broken = attribute(writer_, broken_), closed = attribute(step, closed_);
+    return broken.get() != Py_False || closed.get() != Py_False;
+  }
+
+  static void count(const Ref& object, const Ref& name, Py_ssize_t more) {
+    Ref before = attribute(object, name);
+    Ref added = called(PyLong_FromSsize_t(more));
+    Ref after = called(PyNumber_Add(before.get(), added.get()));
+    if (PyObject_SetAttr(object.get(), name.get(), after.get()) < 0) throw python_error();
+  }
+
+  // Writes the lines that wait. The log's lock is held.
+  bool write(const Ref& step, const Ref& lines) {
+    std::string text;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(lines.get()); ++i) {
+      PyObject* part = PyList_GET_ITEM(lines.get(), i);
+      if (!PyBytes_Check(part)) {
+        PyErr_SetString(PyExc_TypeError, "a line is not bytes");
+        return false;
+      }
+      text.append(PyBytes_AS_STRING(part), PyBytes_GET_SIZE(part));
+    }
+    if (PyList_SetSlice(lines.get(), 0, PyList_GET_SIZE(lines.get()), nullptr) < 0) return false;
+    if (is_unusual(step)) return true;  // while the lock was waited for
+    Ref number = attribute(step, log_fd_);
+    const long file = PyLong_AsLong(number.get());
+    if (file == -1 && PyErr_Occurred()) return false;
+    size_t written = 0;
+    Raised raised;
+    while (written < text.size()) {
+      ssize_t some;
+      Py_BEGIN_ALLOW_THREADS
+      some = ::write(static_cast<int>(file), text.data() + written, text.size() - written);
+      Py_END_ALLOW_THREADS
+      if (some >= 0) {
+        written += some;
+      } else if (errno != EINTR) {
+        PyErr_SetFromErrno(PyExc_OSError);
+        fail(step, written);
+        return raised.none_left();
+      } else if (PyErr_CheckSignals() < 0) {  // as os.write: the rest of the line goes first
+        raised.take();
+      }
+    }
+    count(writer_, nbytes_written_, static_cast<Py_ssize_t>(written));
+    return raised.none_left();
+  }
+
+  // What a signal's handler raised while a line was written.
+  class Raised {
+   public:
+    void take() {
+      PyObject *type, *value, *trace;
+      PyErr_Fetch(&type, &value, &trace);
+      type_ = Ref::steal(type), value_ = Ref::steal(value), trace_ = Ref::steal(trace);
+    }
+    bool none_left() {  // or it is raised now
+      if (!type_) return true;
+      PyErr_Restore(type_.release(), value_.release(), trace_.release());
+      return false;
+    }
+
+   private:
+    Ref type_, value_, trace_;
+  };
+
+  // Hand the error that is set to the writer, which writes no more.
+  void fail(const Ref& step, size_t written) {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    Ref held_type = Ref::steal(type), error = Ref::steal(value), held_trace = Ref::steal(trace);
+    Ref count = called(PyLong_FromSize_t(written));
+    Ref done = called(PyObject_CallMethodObjArgs(writer_.get(), break_.get(), step.get(),
+                                                 error.get(), count.get(), nullptr));
+  }
+
+  Ref writer_, encode_, call_, end_;
+  const Ref step_ = name("_step"), lines_ = name("lines"), lock_ = name("_log_lock"),
+            n_calls_ = name("n_calls"),
+            asleep_ = name("_asleep"), wake_ = name("_wake"), broken_ = name("_log_broken"),
+            closed_ = name("closed"), log_fd_ = name("log_fd"), break_ = name("_break_log"),
+            nbytes_written_ = name("nbytes_written");
+};
+
+}  // namespace tensorprobe

@@ -1,0 +1,456 @@
+// The module `tensorprobe_native`: parts of the recorder of which every call needs some, against
+// the insides of torch. Each does what a class in Python does, for the tensors that most are; the
+// docs (design.md) say which. Built by build.py for one version of torch and Python.
+
+#include <memory>
+
+#include "contents.h"
+#include "lines.h"
+#include "log.h"
+#include "regions.h"
+#include "stack.h"
+#include "start.h"
+
+namespace tensorprobe {
+namespace {
+
+// A Python object around one of C++.
+template <typename Held>
+struct Box {
+  PyObject_HEAD
+  Held* held;
+};
+
+template <typename Held>
+Held& in(PyObject* self) {
+  return *reinterpret_cast<Box<Held>*>(self)->held;
+}
+
+template <typename Held>
+PyObject* boxed(PyTypeObject* type, std::unique_ptr<Held> held) {
+  PyObject* self = type->tp_alloc(type, 0);
+  if (self != nullptr) reinterpret_cast<Box<Held>*>(self)->held = held.release();
+  return self;
+}
+
+template <typename Held>
+void unbox(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  if (PyType_IS_GC(type)) PyObject_GC_UnTrack(self);
+  delete reinterpret_cast<Box<Held>*>(self)->held;
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+template <typename Held>
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  Held* held = reinterpret_cast<Box<Held>*>(self)->held;
+  return held == nullptr ? 0 : held->traverse(visit, arg);
+}
+
+template <typename Held>
+int clear(PyObject* self) {
+  Held* held = reinterpret_cast<Box<Held>*>(self)->held;
+  if (held != nullptr) held->let_go();
+  return 0;
+}
+
+bool takes(const char* name, Py_ssize_t count, Py_ssize_t least, Py_ssize_t most) {
+  if (count >= least && count <= most) return true;
+  PyErr_Format(PyExc_TypeError, "%s takes %zd to %zd arguments, not %zd", name, least, most, count);
+  return false;
+}
+
+using Arguments = PyObject* const*;
+
+// -- Contents --------------------------------------------------------------------------------
+
+PyObject* new_contents(PyTypeObject* type, PyObject* args, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    PyObject *otherwise, *forget, *make, *submit, *value;
+    if (!PyArg_ParseTuple(args, "OOOOO", &otherwise, &forget, &make, &submit, &value)) {
+      return nullptr;
+    }
+    return boxed(type, std::make_unique<Contents>(Ref::borrow(otherwise), Ref::borrow(forget),
+                                                  Ref::borrow(make), Ref::borrow(submit),
+                                                  Ref::borrow(value)));
+  });
+}
+
+PyObject* contents_of(PyObject* self, Arguments args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (!takes("of", count, 6, 6)) return nullptr;
+    return in<Contents>(self).of(args[0], args[1], args[2], args[3], args[4], args[5]);
+  });
+}
+
+PyObject* contents_forget(PyObject* self, PyObject* tensor) {
+  return guarded([&] { return in<Contents>(self).forget(tensor); });
+}
+
+PyObject* contents_begin(PyObject* self, PyObject* ids) {
+  return guarded([&]() -> PyObject* {
+    in<Contents>(self).begin(ids);
+    Py_RETURN_NONE;
+  });
+}
+
+PyMethodDef contents_methods[] = {
+    {"of", reinterpret_cast<PyCFunction>(contents_of), METH_FASTCALL, nullptr},
+    {"forget", contents_forget, METH_O, nullptr},
+    {"begin_step", contents_begin, METH_O, nullptr},
+    {nullptr}};
+
+PyType_Slot contents_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_contents)},
+                                {Py_tp_dealloc, reinterpret_cast<void*>(unbox<Contents>)},
+                                {Py_tp_traverse, reinterpret_cast<void*>(traverse<Contents>)},
+                                {Py_tp_clear, reinterpret_cast<void*>(clear<Contents>)},
+                                {Py_tp_methods, contents_methods},
+                                {0, nullptr}};
+
+PyType_Spec contents_spec = {"tensorprobe_native.Contents", sizeof(Box<Contents>), 0,
+                             Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, contents_slots};
+PyTypeObject* contents_type = nullptr;
+
+// -- Lines -----------------------------------------------------------------------------------
+
+PyObject* new_lines(PyTypeObject* type, PyObject* args, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    PyObject *contents, *raw, *head, *encoded, *repeated, *encoder, *tree, *atoms, *positions;
+    Py_ssize_t max_text;
+    if (!PyArg_ParseTuple(args, "O!OOOOOOO!O!n", contents_type, &contents, &raw, &head, &encoded,
+                          &repeated, &encoder, &tree, &PyDict_Type, &atoms, &PyList_Type,
+                          &positions, &max_text)) {
+      return nullptr;
+    }
+    Callbacks callbacks{Ref::borrow(raw),      Ref::borrow(head),    Ref::borrow(encoded),
+                        Ref::borrow(repeated), Ref::borrow(encoder), Ref::borrow(tree),
+                        Ref::borrow(atoms),    Ref::borrow(positions), max_text};
+    return boxed(type, std::make_unique<Lines>(Ref::borrow(contents), in<Contents>(contents),
+                                               std::move(callbacks)));
+  });
+}
+
+PyObject* lines_encoded(PyObject* self, Arguments args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (!takes("encoded", count, 5, 6)) return nullptr;
+    PyObject* grad = count > 5 ? args[5] : Py_None;
+    return in<Lines>(self).encoded(args[0], args[1], args[2], args[3], args[4], grad);
+  });
+}
+
+PyObject* lines_arguments(PyObject* self, Arguments args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (!takes("arguments", count, 4, 4)) return nullptr;
+    if (!PyDict_Check(args[2])) {
+      PyErr_SetString(PyExc_TypeError, "keyword arguments come as a dict");
+      return nullptr;
+    }
+    return in<Lines>(self).arguments(args[0], args[1], args[2], args[3]);
+  });
+}
+
+PyMethodDef lines_methods[] = {
+    {"encoded", reinterpret_cast<PyCFunction>(lines_encoded), METH_FASTCALL, nullptr},
+    {"arguments", reinterpret_cast<PyCFunction>(lines_arguments), METH_FASTCALL, nullptr},
+    {nullptr}};
+
+PyType_Slot lines_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_lines)},
+                             {Py_tp_dealloc, reinterpret_cast<void*>(unbox<Lines>)},
+                             {Py_tp_traverse, reinterpret_cast<void*>(traverse<Lines>)},
+                             {Py_tp_clear, reinterpret_cast<void*>(clear<Lines>)},
+                             {Py_tp_methods, lines_methods},
+                             {0, nullptr}};
+
+PyType_Spec lines_spec = {"tensorprobe_native.Lines", sizeof(Box<Lines>), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, lines_slots};
+
+// -- Starter ---------------------------------------------------------------------------------
+
+PyObject* new_starter(PyTypeObject* type, PyObject* args, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    PyObject *queue, *usual_stream, *new_result, *otherwise;
+    Py_ssize_t slots;
+    long long rows;
+    if (!PyArg_ParseTuple(args, "OOOOnL", &queue, &usual_stream, &new_result, &otherwise, &slots,
+                          &rows)) {
+      return nullptr;
+    }
+    const bool asks = PyTuple_CheckExact(usual_stream);
+    if (asks && PyTuple_GET_SIZE(usual_stream) != 4) {
+      PyErr_SetString(PyExc_TypeError, "CUDA is asked by four");
+      return nullptr;
+    }
+    return boxed(type, std::make_unique<Starter>(Ref::borrow(queue), Ref::borrow(usual_stream),
+                                                 Ref::borrow(new_result), Ref::borrow(otherwise),
+                                                 slots, rows));
+  });
+}
+
+PyObject* starter_know(PyObject* self, PyObject* args) {
+  return guarded([&]() -> PyObject* {
+    PyObject *form, *call, *before, *given, *after, *units, *ticket;
+    long long programs;
+    if (!PyArg_ParseTuple(args, "O!LOO!O!O!OO!", &PyLong_Type, &form, &programs, &call,
+                          &PyTuple_Type, &before, &PyTuple_Type, &given, &PyTuple_Type, &after,
+                          &units, &PyTuple_Type, &ticket)) {
+      return nullptr;
+    }
+    Starter& starter = in<Starter>(self);
+    if (!starter.know(form, programs, call, before, given, after, units, ticket)) return nullptr;
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* starter_forget(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    in<Starter>(self).forget();
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* starter_start(PyObject* self, Arguments args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (!takes("start", count, 1, 2)) return nullptr;
+    if (!is_own_type(args[0])) {
+      PyErr_SetString(PyExc_TypeError, "a tensor of torch's own type");
+      return nullptr;
+    }
+    return in<Starter>(self).start(args[0], count > 1 ? args[1] : Py_None);
+  });
+}
+
+PyMethodDef starter_methods[] = {
+    {"start", reinterpret_cast<PyCFunction>(starter_start), METH_FASTCALL, nullptr},
+    {"know", starter_know, METH_VARARGS, nullptr},
+    {"forget", starter_forget, METH_NOARGS, nullptr},
+    {nullptr}};
+
+PyType_Slot starter_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_starter)},
+                               {Py_tp_dealloc, reinterpret_cast<void*>(unbox<Starter>)},
+                               {Py_tp_traverse, reinterpret_cast<void*>(traverse<Starter>)},
+                               {Py_tp_clear, reinterpret_cast<void*>(clear<Starter>)},
+                               {Py_tp_methods, starter_methods},
+                               {0, nullptr}};
+
+PyType_Spec starter_spec = {"tensorprobe_native.Starter", sizeof(Box<Starter>), 0,
+                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, starter_slots};
+
+// -- Log -------------------------------------------------------------------------------------
+
+PyObject* new_log(PyTypeObject* type, PyObject* args, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    PyObject *writer, *encode, *call, *end;
+    if (!PyArg_ParseTuple(args, "OOOO", &writer, &encode, &call, &end)) return nullptr;
+    return boxed(type, std::make_unique<Log>(Ref::borrow(writer), Ref::borrow(encode),
+                                             Ref::borrow(call), Ref::borrow(end)));
+  });
+}
+
+PyObject* log_call(PyObject* self, PyObject* line) {
+  return guarded([&] { return in<Log>(self).call(line); });
+}
+
+PyObject* log_end(PyObject* self, PyObject* line) {
+  return guarded([&] { return in<Log>(self).end(line); });
+}
+
+PyMethodDef log_methods[] = {{"call", log_call, METH_O, nullptr},
+                             {"end", log_end, METH_O, nullptr},
+                             {nullptr}};
+
+PyType_Slot log_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_log)},
+                           {Py_tp_dealloc, reinterpret_cast<void*>(unbox<Log>)},
+                           {Py_tp_traverse, reinterpret_cast<void*>(traverse<Log>)},
+                           {Py_tp_clear, reinterpret_cast<void*>(clear<Log>)},
+                           {Py_tp_methods, log_methods},
+                           {0, nullptr}};
+
+PyType_Spec log_spec = {"tensorprobe_native.Log", sizeof(Box<Log>), 0,
+                        Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, log_slots};
+
+// -- Edges -----------------------------------------------------------------------------------
+
+bool are_inputs(PyObject* inputs) {  // a list of (tensor, path)
+  if (!PyList_CheckExact(inputs)) return false;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(inputs); ++i) {
+    PyObject* item = PyList_GET_ITEM(inputs, i);
+    if (!PyTuple_CheckExact(item) || PyTuple_GET_SIZE(item) != 2) return false;
+    if (!PyTuple_CheckExact(PyTuple_GET_ITEM(item, 1))) return false;
+  }
+  return true;
+}
+
+PyObject* new_edges(PyTypeObject* type, PyObject* args, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    PyObject* inputs;
+    if (!PyArg_ParseTuple(args, "O", &inputs)) return nullptr;
+    if (!are_inputs(inputs)) {
+      PyErr_SetString(PyExc_TypeError, "inputs are a list of tensors and paths");
+      return nullptr;
+    }
+    return boxed(type, std::make_unique<Edges>(inputs));
+  });
+}
+
+PyObject* edges_exits_of(PyObject* self, PyObject* output) {
+  return guarded([&] { return in<Edges>(self).exits_of(output); });
+}
+
+PyObject* edges_listen(PyObject* self, Arguments args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (!takes("listen", count, 1, 2)) return nullptr;
+    in<Edges>(self).listen(args[0], count > 1 ? args[1] : Py_None);
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* edges_notes(PyObject* self, PyObject*) {
+  return guarded([&] { return in<Edges>(self).notes(); });
+}
+
+PyObject* edges_functions(PyObject* self, void*) {
+  return guarded([&] { return PyBool_FromLong(in<Edges>(self).has_functions()); });
+}
+
+PyObject* edges_is_one_node(PyObject* self, void*) {
+  return guarded([&] { return PyBool_FromLong(in<Edges>(self).is_one_node()); });
+}
+
+PyObject* edges_leaves(PyObject* self, void*) {
+  return guarded([&] { return PyBool_FromLong(in<Edges>(self).has_leaves()); });
+}
+
+PyMethodDef edges_methods[] = {
+    {"exits_of", edges_exits_of, METH_O, nullptr},
+    {"listen", reinterpret_cast<PyCFunction>(edges_listen), METH_FASTCALL, nullptr},
+    {"notes", edges_notes, METH_NOARGS, nullptr},
+    {nullptr}};
+PyGetSetDef edges_attributes[] = {{"has_functions", edges_functions, nullptr, nullptr, nullptr},
+                                  {"has_leaves", edges_leaves, nullptr, nullptr, nullptr},
+                                  {"is_one_node", edges_is_one_node, nullptr, nullptr, nullptr},
+                                  {nullptr}};
+
+PyType_Slot edges_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_edges)},
+                             {Py_tp_dealloc, reinterpret_cast<void*>(unbox<Edges>)},
+                             {Py_tp_methods, edges_methods},
+                             {Py_tp_getset, edges_attributes},
+                             {0, nullptr}};
+
+PyType_Spec edges_spec = {"tensorprobe_native.Edges", sizeof(Box<Edges>), 0, Py_TPFLAGS_DEFAULT,
+                          edges_slots};
+PyTypeObject* edges_type = nullptr;
+
+// -- Regions ---------------------------------------------------------------------------------
+
+PyObject* new_regions(PyTypeObject* type, PyObject*, PyObject*) {
+  return guarded([&] { return boxed(type, std::make_unique<Regions>()); });
+}
+
+PyObject* regions_only(PyObject* self, PyObject* args) {
+  return guarded([&]() -> PyObject* {
+    PyObject *edges, *output;
+    int leaves;
+    if (!PyArg_ParseTuple(args, "O!Op", edges_type, &edges, &output, &leaves)) return nullptr;
+    return in<Regions>(self).only(in<Edges>(edges), output, leaves);
+  });
+}
+
+PyObject* regions_walk(PyObject* self, PyObject* args) {
+  return guarded([&]() -> PyObject* {
+    PyObject *edges, *nodes, *ends;
+    int leaves;
+    if (!PyArg_ParseTuple(args, "O!O!Op", edges_type, &edges, &PyList_Type, &nodes, &ends,
+                          &leaves)) {
+      return nullptr;
+    }
+    if (ends != Py_None && !PyList_Check(ends)) {
+      PyErr_SetString(PyExc_TypeError, "edges come as a list");
+      return nullptr;
+    }
+    return in<Regions>(self).walk_from(in<Edges>(edges), nodes, ends, leaves);
+  });
+}
+
+PyObject* regions_clear(PyObject* self, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    in<Regions>(self).clear();
+    Py_RETURN_NONE;
+  });
+}
+
+PyMethodDef regions_methods[] = {{"only", regions_only, METH_VARARGS, nullptr},
+                                 {"walk", regions_walk, METH_VARARGS, nullptr},
+                                 {"clear", regions_clear, METH_NOARGS, nullptr},
+                                 {nullptr}};
+
+PyType_Slot regions_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_regions)},
+                               {Py_tp_dealloc, reinterpret_cast<void*>(unbox<Regions>)},
+                               {Py_tp_methods, regions_methods},
+                               {0, nullptr}};
+
+PyType_Spec regions_spec = {"tensorprobe_native.Regions", sizeof(Box<Regions>), 0,
+                            Py_TPFLAGS_DEFAULT, regions_slots};
+
+// -- Versions --------------------------------------------------------------------------------
+
+PyObject* versions(PyObject*, PyObject* inputs) {
+  return guarded([&]() -> PyObject* {
+    if (!are_inputs(inputs)) {
+      PyErr_SetString(PyExc_TypeError, "inputs are a list of tensors and paths");
+      return nullptr;
+    }
+    const Py_ssize_t count = PyList_GET_SIZE(inputs);
+    Ref found = Ref::steal(PyList_New(count));
+    if (!found) return nullptr;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      PyObject* version = PyLong_FromLongLong(version_of(PyList_GET_ITEM(inputs, i)));
+      if (version == nullptr) return nullptr;
+      PyList_SET_ITEM(found.get(), i, version);
+    }
+    return found.release();
+  });
+}
+
+PyObject* walk_stack(PyObject*, Arguments args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (!takes("walk_stack", count, 4, 4)) return nullptr;
+    const long depth = PyLong_AsLong(args[0]), most = PyLong_AsLong(args[3]);
+    if (PyErr_Occurred()) return nullptr;
+    return tensorprobe::walk_stack(depth, args[1], args[2], most);
+  });
+}
+
+PyMethodDef functions[] = {
+    {"versions", versions, METH_O, nullptr},
+    {"walk_stack", reinterpret_cast<PyCFunction>(walk_stack), METH_FASTCALL, nullptr},
+    {nullptr}};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "tensorprobe_native", nullptr, -1, functions};
+
+bool add_type(PyObject* module, const char* name, PyType_Spec& spec, PyTypeObject** kept) {
+  PyObject* type = PyType_FromSpec(&spec);
+  if (type == nullptr) return false;
+  if (kept != nullptr) *kept = reinterpret_cast<PyTypeObject*>(type);
+  return PyModule_AddObjectRef(module, name, type) == 0;
+}
+
+}  // namespace
+}  // namespace tensorprobe
+
+PyMODINIT_FUNC PyInit_tensorprobe_native() {
+  using namespace tensorprobe;
+  PyObject* module = PyModule_Create(&definition);
+  if (module == nullptr) return nullptr;
+  if (!add_type(module, "Contents", contents_spec, &contents_type) ||
+      !add_type(module, "Lines", lines_spec, nullptr) ||
+      !add_type(module, "Log", log_spec, nullptr) ||
+      !add_type(module, "Starter", starter_spec, nullptr) ||
+      !add_type(module, "Edges", edges_spec, &edges_type) ||
+      !add_type(module, "Regions", regions_spec, nullptr)) {
+    Py_DECREF(module);
+    return nullptr;
+  }
+  return module;
+}

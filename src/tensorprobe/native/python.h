@@ -1,0 +1,87 @@
+// What every part needs: Python's objects without leaks, and the tensors inside of them.
+#pragma once
+
+#include <Python.h>
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <utility>
+
+namespace tensorprobe {
+
+// A reference that is let go of; the interpreter is held wherever one is made or goes.
+class Ref {
+ public:
+  Ref() = default;
+  Ref(const Ref& other) : object_(other.object_) { Py_XINCREF(object_); }
+  Ref(Ref&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  Ref& operator=(Ref other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
+  ~Ref() { Py_XDECREF(object_); }
+
+  static Ref steal(PyObject* object) {
+    Ref ref;
+    ref.object_ = object;
+    return ref;
+  }
+  static Ref borrow(PyObject* object) {
+    Py_XINCREF(object);
+    return steal(object);
+  }
+
+  int visit(visitproc visit, void* arg) const { return object_ ? visit(object_, arg) : 0; }
+  PyObject* get() const { return object_; }
+  PyObject* release() { return std::exchange(object_, nullptr); }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  PyObject* object_ = nullptr;
+};
+
+// Python's names for what C++ throws at it; every function that Python calls goes through here.
+template <typename Body>
+PyObject* guarded(Body body) noexcept {
+  try {
+    return body();
+  } catch (python_error& error) {
+    error.restore();
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+// Of an object whose references the garbage collector has dropped.
+constexpr const char* APART = "it is taken apart";
+
+inline bool is_own_type(PyObject* object) {  // torch's own, not a subclass
+  return THPVariable_CheckExact(object);
+}
+
+inline bool is_tensor(PyObject* object) {  // not what only says so, as a mock does
+  return PyType_IsSubtype(Py_TYPE(object), reinterpret_cast<PyTypeObject*>(THPVariableClass));
+}
+
+inline const at::Tensor& tensor_in(PyObject* object) { return THPVariable_Unpack(object); }
+
+// Whether a tensor is its strided memory, a version, and nothing else: no view of other numbers
+// (negated, conjugated), no wrapper, not sparse, nested, without memory, or without a version.
+inline bool is_plain(const at::TensorImpl& tensor) {
+  constexpr int backends = static_cast<int>(c10::BackendComponent::EndOfBackendKeys);
+  static const uint64_t usual =
+      (c10::DispatchKeySet(c10::DispatchKey::Dense) |
+       c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView) | c10::autograd_dispatch_keyset |
+       c10::autocast_dispatch_keyset)
+          .raw_repr() >> backends;
+  const uint64_t kinds = tensor.key_set().raw_repr() >> backends;
+  return !(kinds & ~usual) && tensor.layout() == c10::kStrided && !tensor.device().is_meta() &&
+         tensor.version_counter().enabled() && !tensor.has_symbolic_sizes_strides() &&
+         tensor.has_storage();
+}
+
+}  // namespace tensorprobe

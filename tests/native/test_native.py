@@ -1,0 +1,598 @@
+"""The parts of the recorder in C++ write what those in Python write, byte for byte."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tensorprobe as tp
+from tensorprobe import native
+from tensorprobe.native import build
+from tensorprobe.store.lines import CallLine, EndLine
+from tensorprobe.store.writer import CaptureWriter
+from tiny_models import MODELS
+
+needs_module = pytest.mark.skipif(
+    native.MODULE is None, reason="not built: python -m tensorprobe.native.build"
+)
+
+
+def logs(folder: Path, program: Callable[[], Any], **options: Any) -> list[list[bytes]]:
+    """The lines of two steps, the same program in both: those of calls as they come, and then those
+    of values, some of which come through another thread."""
+    with tp.Recorder(folder, **options) as rec:
+        for _ in range(2):
+            torch.manual_seed(0)
+            program()
+            rec.step()
+    logs = [path.read_bytes().splitlines() for path in sorted(folder.rglob("calls.jsonl"))]
+    value = b'{"type":"value"'
+    return [
+        [line for line in log if not line.startswith(value)]
+        + sorted(line for line in log if line.startswith(value))
+        for log in logs
+    ]
+
+
+def both_ways(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, program: Callable[[], Any], **options: Any
+) -> None:
+    """Record by C++ and by Python; both wrote something, and the same."""
+    program()  # what is made once, and lives on, is there in both
+    found = []
+    for name, module in (("swift", native.MODULE), ("plain", None)):  # from one line: stacks
+        with monkeypatch.context() as patch:
+            patch.setattr(native, "MODULE", module)
+            found.append(logs(folder / name, program, **options))
+    swift, plain = found
+    assert len(plain) == 2
+    for ours, theirs in zip(swift, plain, strict=True):
+        assert len(theirs) > 5
+        assert ours == theirs
+
+
+def _training(name: str) -> Callable[[], None]:
+    model, loss = MODELS[name]()
+
+    def run() -> None:
+        model.zero_grad()
+        loss(model).backward()
+
+    return run
+
+
+@needs_module
+@pytest.mark.parametrize("keep", ["structure", "stats", "digest", "tensors"])
+@pytest.mark.parametrize("level", ["L0", "L1", "mix", "L2"])
+def test_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, keep: str) -> None:
+    both_ways(tmp_path, monkeypatch, _training("llama"), level=level, keep=keep)
+
+
+@needs_module
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["L0", "mix"])
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_every_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, level: str
+) -> None:
+    both_ways(tmp_path, monkeypatch, _training(name), level=level, keep="stats")
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+class Own(Tensor):
+    """A subclass that changes nothing."""
+
+
+class Split(nn.Module):
+    """Several results, of which one is used inside, and an input that is handed through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first = self.inner(x)
+        return first, first * 2 + self.inner(first), mask
+
+
+SPLIT = Split()
+
+
+def graphs() -> None:
+    """Ways through the graph: one node and many, inputs twice, results that are views of inputs."""
+    SPLIT.zero_grad()
+    x = torch.randn(4, 4, requires_grad=True)
+    w = torch.randn(4, 4, requires_grad=True)
+    y = F.linear(x, w) + F.linear(x.unsqueeze(0), w, w[0])[0]
+    y = torch.addcmul(y, y, w) * y
+    y = torch.cat([y, x, y]).view(3, 4, 4).unbind()[1] + torch.stack([x, w]).sum(0)
+    y = Square.apply(y).clone()
+    y[1:] *= 2
+    y[0].mul_(3)
+    values, _ = y.sort()
+    first, second, mask = SPLIT(values, values > 0)
+    z = torch.where(mask, first, second)
+    z.register_hook(lambda grad: grad * 2)
+    loss = z.square().mean() + checkpoint(lambda v: v.sin().sum(), z, use_reentrant=False)
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    grad.sum().backward(retain_graph=True)
+    loss.backward()
+
+
+def odd_tensors() -> None:
+    """Tensors that are not plain memory, and values that are no tensors."""
+    x = torch.randn(4, 4)
+    c = torch.complex(x, x).conj()
+    with torch.inference_mode():
+        torch.relu(x).add_(1)
+    c.imag.sin()  # negated, and conjugated
+    torch.abs(c)
+    torch.relu(torch.empty(3, device="meta"))
+    torch.mm(x.to_sparse(), x)
+    torch.relu(x.as_subclass(Own)).sum()
+    torch.vmap(torch.sin)(x)
+    torch.func.grad(lambda v: v.sin().sum())(x)
+    x.data.mul_(2)
+    torch.relu(x)
+    torch.full((2,), float("inf")).clamp(min=-1, max=float("nan"))
+    torch.add(x, x, alpha=3)
+    x[1:, None, ...].expand(3, 3, 4).sum((0, 1), keepdim=True, dtype=torch.float64)
+    torch.einsum("ij,jk->ik", x, x.T)
+    x.to(torch.bfloat16).float().masked_fill(x > 0, 2**62).topk(2)
+
+
+def in_threads() -> None:
+    """Backward in another thread, and the graph freed there."""
+    x = torch.randn(4, 4, requires_grad=True)
+    loss = [(x * 2).sin().sum()]
+    thread = threading.Thread(target=lambda: loss.pop().backward(), name="beside")
+    thread.start()
+    thread.join()
+
+
+@needs_module
+@pytest.mark.filterwarnings("ignore:.*(lazy|sparse|Sparse)")
+@pytest.mark.parametrize("level", ["L0", "L1", "mix", "L2"])
+@pytest.mark.parametrize("program", [graphs, odd_tensors, in_threads])
+def test_what_is_not_usual(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: Callable[[], None], level: str
+) -> None:
+    if level == "L0" and program is not graphs:
+        pytest.skip("no module")
+    keep = "structure" if level == "L2" else "stats"  # it has what is in memory nobody wrote to
+    both_ways(tmp_path, monkeypatch, program, level=level, keep=keep)
+
+
+@needs_module
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"directions": ["backward"]},
+        {"sides": ["output"]},
+        {"apis": ["*linear*", "*cat*"]},
+        {"flush": "call"},
+        {"keep": "tensors", "digests": "crc32"},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_of_a_selection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    both_ways(tmp_path, monkeypatch, graphs, **{"level": "mix", "keep": "stats", **options})
+
+
+@needs_module
+def test_an_error_in_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            raise ValueError("planted")
+
+    def program() -> None:
+        x = torch.randn(4, 4, requires_grad=True)
+        with pytest.raises(RuntimeError):
+            torch.mm(x, torch.randn(3, 3))
+        with pytest.raises(ValueError, match="planted"):
+            (Fails.apply(x * 2) * 3).sum().backward()
+
+    both_ways(tmp_path, monkeypatch, program, level="L1", keep="stats")
+
+
+class Normed(nn.Module):
+    """Its last node is that of a call whose inputs are not in the order of its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + x.relu())
+
+
+class Hooked(nn.Module):
+    """Registers a hook of its own on the node of its result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.exp()
+        y.grad_fn.register_prehook(lambda grads: None)  # type: ignore[union-attr]
+        return y
+
+
+NORMED, HOOKED = Normed(), Hooked()
+
+
+def beside_hooks_of_python() -> None:
+    NORMED.zero_grad()
+    x = torch.ones(2, 4, requires_grad=True)
+    y = HOOKED(NORMED(x * 1))
+    y.grad_fn.register_prehook(lambda grads: (grads[0] * 3,))
+    y.sum().backward()
+
+
+@needs_module
+@pytest.mark.parametrize("level", ["L0", "L1", "mix"])
+def test_hooks_come_in_the_order_in_which_they_were_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    both_ways(tmp_path, monkeypatch, beside_hooks_of_python, level=level, keep="stats")
+
+
+COMPILED = """
+import sys, torch
+from torch._dynamo import compiled_autograd
+import tensorprobe as tp
+model = torch.nn.Linear(4, 3)
+with tp.Recorder(sys.argv[1], level="L1", keep="structure"):
+    loss = model(torch.randn(2, 4, requires_grad=True)).sum().sin()
+    with compiled_autograd._enable(lambda graph: graph):
+        loss.backward()
+assert model.weight.grad is not None
+"""
+
+
+@needs_module
+def test_compiled_autograd_takes_the_hooks(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED, str(tmp_path / "a")], capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+COLLECTED = """
+import gc, sys, torch
+from torch import nn
+import tensorprobe as tp
+small = nn.Linear(2, 2)
+class Finalized:
+    def __init__(self): self.itself = self
+    def __del__(self): small(torch.ones(1, 2))
+class Long(nn.Module):
+    def forward(self, a, b):
+        c = a * b
+        for _ in range(50): c = c * a + b
+        Finalized(); gc.enable()
+        return c
+model = Long()
+with tp.Recorder(sys.argv[1], level="L0", keep="structure"):
+    x, y = torch.randn(4, requires_grad=True), torch.randn(4, requires_grad=True)
+    for threshold in range(20, 400, 4):
+        gc.collect(); gc.disable(); gc.set_threshold(threshold)
+        model(x * 1, y * 1).sum().backward()
+"""
+
+
+@needs_module
+def test_a_finalizer_that_calls_a_module_while_a_graph_is_told(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECTED, str(tmp_path / "a")], capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@needs_module
+def test_a_step_that_is_closed_while_a_call_waits_for_the_log(tmp_path: Path) -> None:
+    """Its file's number may be that of a file of the program's by then."""
+    writer = CaptureWriter(tmp_path / "a", 0, "run", {}, {})
+    writer.write_by(native.MODULE)
+    writer.begin_step(0)
+    step = writer._step
+    assert step is not None
+    own = os.open(tmp_path / "own", os.O_RDWR | os.O_CREAT)
+    thread = threading.Thread(target=lambda: writer.call(CallLine(id=0, name="a", op="b")))
+    with writer._log_lock:
+        thread.start()
+        while not step.lines:
+            time.sleep(0.01)
+        time.sleep(0.1)  # it waits for the lock now
+        step.closed = True
+        log, step.log_fd = step.log_fd, own
+    thread.join()
+    assert os.fstat(own).st_size == 0
+    assert writer.error is None
+    step.log_fd, step.closed = log, False
+    os.close(own)
+    writer.close()
+
+
+@needs_module
+def test_what_only_passes_for_a_tensor(tmp_path: Path) -> None:
+    fake = mock.Mock(spec=Tensor)
+    assert isinstance(fake, Tensor)
+    assert native.MODULE.versions([(fake, ("0",)), (torch.ones(2), ("1",))]) == [-1, 0]
+    edges = native.MODULE.Edges([(fake, ("0",))])
+    assert edges.exits_of(fake) is None
+    assert edges.notes()[1] == []
+
+
+@needs_module
+def test_wrong_arguments_are_errors_of_python() -> None:
+    module = native.MODULE
+    for wrong in (None, [1], [(1, 2)], [(torch.ones(1), "0")]):
+        with pytest.raises(TypeError):
+            module.Edges(wrong)
+        with pytest.raises(TypeError):
+            module.versions(wrong)
+    with pytest.raises(TypeError):
+        module.Contents(1)
+    with pytest.raises(RuntimeError, match="nothing was found"):
+        module.Edges([]).listen(lambda *grads: None)
+    with pytest.raises(RuntimeError, match="not a node"):
+        module.Regions().walk(module.Edges([]), [1], None, True)
+
+
+def contents_by(make: Callable[..., int]) -> Any:
+    """Contents that have their numbers from `make`, plain or not."""
+    return native.MODULE.Contents(make, lambda tensor: None, make, None, None)
+
+
+@needs_module
+def test_memory_given_out_again_is_another_content() -> None:
+    """An allocator that hands the same memory out must not bring old numbers back."""
+    made = iter(range(1, 10_000))
+    contents = contents_by(lambda *content: next(made))
+    numbers, addresses = [], []
+    for _ in range(100):
+        tensor = torch.ones(1000)
+        addresses.append(tensor.data_ptr())
+        numbers.append(contents.of(tensor, 7, None, "input", "0", "stats"))
+        assert contents.of(tensor, 7, None, "input", "0", "stats") == numbers[-1]
+        del tensor
+    assert len(set(addresses)) < 100
+    assert len(set(numbers)) == 100
+
+
+@needs_module
+def test_what_changes_a_content() -> None:
+    made = iter(range(1, 100))
+    contents = contents_by(lambda *content: next(made))
+
+    def number(tensor: Tensor, form: int = 7) -> int:
+        found: int = contents.of(tensor, form, None, "input", "0", "stats")
+        return found
+
+    x = torch.ones(4, 4)
+    first = number(x)
+    assert number(x.view(4, 4)) == first
+    assert number(x.detach()) == first
+    assert number(x, form=8) != first
+    assert number(x[1:]) != first
+    assert number(torch._neg_view(x)) not in (first, number(torch._neg_view(x)))
+    x.add_(1)
+    second = number(x)
+    assert second != first
+    contents.forget(x)
+    assert number(x) not in (first, second)
+    contents.forget(torch.ones(2).to_sparse())  # has no storage: never known
+    with torch.inference_mode():
+        y = torch.ones(2)
+        assert number(y) != number(y)  # it has no version
+
+
+@needs_module
+def test_a_recorder_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Neither objects, nor memory that no collector sees: hooks, edges, contents."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def steps(count: int) -> None:
+        with tp.Recorder(tmp_path / "a", level="mix", keep="stats") as rec:
+            for _ in range(count):
+                model(torch.randn(4, 8)).sum().backward()
+                rec.step()
+        gc.collect()
+
+    steps(100)
+    steps(200)
+    before, objects = resident(), len(gc.get_objects())
+    steps(600)
+    assert resident() - before < 12 << 20
+    assert len(gc.get_objects()) - objects < 2000
+    kinds = [type(o) for o in gc.get_objects() if type(o).__module__ == native.NAME]
+    assert len(kinds) == len(set(kinds))  # the last recorder's
+
+
+@needs_module
+def test_a_full_disk_ends_the_log_and_not_the_program(tmp_path: Path) -> None:
+    writer = CaptureWriter(tmp_path / "a", 0, "run", {}, {})
+    writer.write_by(native.MODULE)
+    writer.begin_step(0)
+    assert writer._step is not None
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, writer._step.log_fd)
+    os.close(full)
+    writer.call(CallLine(id=0, name="a", op="b"))
+    assert isinstance(writer.error, OSError)
+    writer.call(CallLine(id=1, name="a", op="b"))
+    writer.end(EndLine(id=1))
+    writer.close()
+
+
+@needs_module
+def test_text_that_is_not_for_utf8(tmp_path: Path) -> None:
+    writer = CaptureWriter(tmp_path / "a", 0, "run", {}, {})
+    writer.write_by(native.MODULE)
+    writer.call(CallLine(id=0, name="before a step", op="b"))
+    writer.begin_step(0)
+    writer.call(CallLine(id=0, name="a\udcff", op="b"))
+    writer.end(EndLine(id=0, outputs=object()))  # msgspec cannot write it
+    assert (writer.n_calls, writer.n_gaps) == (1, 1)
+    writer.close()
+    (log,) = tmp_path.rglob("calls.jsonl")
+    first, gap, *_ = log.read_text().splitlines()
+    assert r'"name":"a\\udcff"' in first
+    assert "end of call 0" in gap
+
+
+@needs_module
+def test_ctrl_c_while_a_line_is_written(tmp_path: Path) -> None:
+    """It comes after the line, which is whole."""
+    writer = CaptureWriter(tmp_path / "a", 0, "run", {}, {})
+    writer.write_by(native.MODULE)
+    writer.begin_step(0)
+    assert writer._step is not None
+    read_end, write_end = os.pipe()
+    os.dup2(write_end, writer._step.log_fd)
+    got: list[bytes] = []
+
+    def interrupt() -> None:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        got.append(os.read(read_end, 1 << 22))
+        while not got[-1].endswith(b"\n"):
+            got.append(os.read(read_end, 1 << 22))
+
+    def write() -> None:
+        writer.call(CallLine(id=0, name="x" * (1 << 20), op="b"))
+        time.sleep(5)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            write()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        thread.join()
+    assert b"".join(got).count(b"x") >= 1 << 20
+    assert not writer._log_lock._is_owned()  # type: ignore[attr-defined]
+    os.close(write_end)
+    os.close(read_end)
+    writer.close()
+
+
+# Loading and building
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The one place where the module may lie."""
+    path = tmp_path / "folder" / "module.so"
+    monkeypatch.setattr(native, "places", lambda: [path])
+    monkeypatch.setattr(build, "places", lambda: [path])
+    return path
+
+
+def test_without_a_module_the_recorder_is_in_python(elsewhere: Path) -> None:
+    assert native.load() is None
+    elsewhere.parent.mkdir()
+    elsewhere.write_bytes(b"no library")
+    assert native.load() is None
+
+
+def test_it_can_be_switched_off() -> None:
+    code = "import tensorprobe.native as n; print(n.MODULE)"
+    environ = {**os.environ, native.SWITCH: "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "None\n"
+
+
+def test_it_is_of_one_torch_and_of_these_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, cache = native.places()
+    assert here.parent == native.FOLDER
+    assert here.name == cache.name
+    assert f"-{torch.__version__}-" in here.name
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    assert native.places()[0].name != here.name
+
+
+def test_nobodys_home(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's user may have no entry in passwd; folders may be closed to it."""
+    monkeypatch.undo()
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", mock.Mock(side_effect=KeyError("no such user")))
+    assert len(native.places()) == 2
+    native.load()
+
+
+def test_building_leaves_the_modules_of_others(tmp_path: Path) -> None:
+    target = tmp_path / "tensorprobe_native-2.13.0-bbbb.cpython-311-x86_64-linux-gnu.so"
+    stale = target.with_name(target.name.replace("bbbb", "aaaa"))
+    others = [stale.name.replace("2.13.0", "2.11.0"), stale.name.replace("311", "312")]
+    for name in (target.name, stale.name, *others):
+        (tmp_path / name).touch()
+    build._remove_others(target)
+    assert {path.name for path in tmp_path.iterdir()} == {target.name, *others}
+
+
+def test_no_compiler(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -O3")
+    assert build.main() == "the recorder stays in Python: no-such-compiler: no such compiler"
+    monkeypatch.setenv("CXX", 'c++ "')
+    assert "CXX=" in str(build.main())
+    assert capsys.readouterr().out == ""
+    assert not elsewhere.exists()
+
+
+def test_an_error_of_the_compiler_is_one_line(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "SOURCE", elsewhere.parent / "nothing.cpp")
+    said = str(build.main())
+    assert said.startswith("the recorder stays in Python: ")
+    assert "\n" not in said
+
+
+def test_a_folder_that_cannot_be_written_to(
+    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere.parent.write_text("a file where the folder should be")
+    assert "folder" in str(build.main())
