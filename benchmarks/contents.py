@@ -3,8 +3,8 @@
     python benchmarks/contents.py [--digest] [--contents 1000] [--repeats 50]
 
 CPU tensors pose as those of a device, and a function in C that does nothing as Triton's. What is
-left is what surrounds the start of a kernel: knowing the storage (`mark`), starting (`start`, in
-the program's thread), completing the results of a bank that landed (`land`), writing the lines
+left is what surrounds the start of a kernel: finding that the content is new and starting (`start`,
+in the program's thread), completing the results of a bank that landed (`land`), writing the lines
 (`write`, both in the thread that writes). Microseconds a content, the least of many repeats.
 """
 
@@ -105,8 +105,7 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, float]:
 
     for _ in range(args.repeats):
         values.begin_step()
-        timed("mark", lambda: [values._mark(tensor.untyped_storage()) for tensor in tensors])
-        timed("start", lambda: [values._new(tensor, name, False, form) for tensor in tensors])
+        timed("start", lambda: [values.of(tensor, form, *name, "stats") for tensor in tensors])
         timed("land", source.wait)
         timed("write", writer._write_ready)
         assert not writer._waiting
