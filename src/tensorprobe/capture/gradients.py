@@ -172,9 +172,9 @@ class Trace(msgspec.Struct, eq=False):
 
     def note_shared(self, shared: set[Edge]) -> None:
         """These outputs have users inside the call as well."""
-        for node, number in shared:
-            for spot_number, path, window in self.outputs[node]:
-                if spot_number == number and window is None:
+        for node, spots in self.outputs.items():  # in their order: a set has one of chance
+            for number, path, window in spots:
+                if window is None and (node, number) in shared:
                     self.notes.append(
                         f"output.{'.'.join(path)} is also used inside: its gradient includes that"
                     )
