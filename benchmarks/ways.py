@@ -81,7 +81,7 @@ def main() -> None:
     print("| level | keep | no tool, ms | way | alone | least | in a row | least |")
     print("|---|---|---|---|---|---|---|---|")
     for row in args.rows:
-        level, keep = row.split(":")
+        level, _, keep = row.partition(":")
         bare: list[tuple[float, float]] = []
         found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
         for _ in range(ROUNDS):

@@ -47,7 +47,7 @@ class _Followed(msgspec.Struct, eq=False, gc=False):
 
     def _wanted_names(self) -> CallNames | None:
         names = CallNames(self.call.api, self.name, self.call.module, "backward")
-        return names if self.tape.everything or self.tape.wants(names) else None
+        return names if self.tape.wants(names) else None
 
     def _notes(self, n_passes: int) -> list[str]:
         """What is special about a pass: that of another step, or not the first."""
