@@ -108,7 +108,7 @@ class Compiling:
         self._forms = forms
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def start(*arguments: Any, num_warps: int, **constants: Any) -> Compiled:
+        def start(*arguments: Any, num_warps: int, maxnreg: int, **constants: Any) -> Compiled:
             self._kernel[grid](*arguments, **constants)
             self._forms.append(Compiled(self._kernel, arguments, constants))
             return self._forms[-1]

@@ -25,6 +25,9 @@ LANES = 256  # threads of a program that tallies floats
 BLOCK = 2048  # elements that a program takes at once elsewhere
 MAX_ROWS = 528  # programs a tensor is spread over: four fill a multiprocessor of an H100
 WARPS = 8
+# So many registers let four programs of LANES threads run on a multiprocessor at once; the compiler
+# would take more for float16, and let three.
+_OPTIONS = {} if torch.version.hip else {"maxnreg": 64}
 
 # How each dtype is handed to a kernel, and what the kernel makes of it.
 READS: dict[str, tuple[tl.dtype, int]] = {
@@ -139,7 +142,9 @@ class Kernel:
     ) -> None:
         """Let Triton find out what it depends on, and keep the compiled form."""
         constants = {**constants, **self._constants}
-        compiled = self._function[(programs,)](*arguments, **constants, num_warps=self._warps)
+        compiled = self._function[(programs,)](
+            *arguments, **constants, num_warps=self._warps, **_OPTIONS
+        )
         if compiled is not None and _starts_directly():
             self._compiled[key] = _form_of(compiled, tuple(constants.values()))
 

@@ -80,9 +80,14 @@ def _store_finite(to, low, high, total, square, zeros):
 
 
 @triton.jit
-def _values(x, table, at, inside, MASKED: tl.constexpr, KIND: tl.constexpr, narrow: tl.constexpr):
+def _values(x, table, at, inside, KIND: tl.constexpr, narrow: tl.constexpr):
     """The elements at these places as `narrow`, 0 outside."""
-    raw = tl.load(x + at, mask=inside, other=0) if MASKED else tl.load(x + at)
+    return _numbers(tl.load(x + at, mask=inside, other=0), table, KIND, narrow)
+
+
+@triton.jit
+def _numbers(raw, table, KIND: tl.constexpr, narrow: tl.constexpr):
+    """What was read, as `narrow`."""
     if KIND == _TABLE:
         return tl.load(table + raw.to(tl.int32))
     if KIND == _BFLOAT16:
@@ -129,6 +134,27 @@ def _place(at, run, n1, n2, s0, s1, s2, RUNS: tl.constexpr, UNIT: tl.constexpr):
 
 
 @triton.jit
+def _tile(
+    x, table, index, run, n1, n2, s0, s1, s2,
+    KIND: tl.constexpr, VECTOR: tl.constexpr, RUNS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """What the elements of the whole tile of this number give to the tallies, each for itself.
+
+    Zeros are counted as floats, two instructions each; of integers the compiler makes masks and
+    counts their bits, in three and more.
+    """
+    vector = tl.arange(0, LANES)
+    if RUNS:
+        vector = _place(index * LANES + vector, run, n1, n2, s0, s1, s2, RUNS, VECTOR)
+    else:  # one sum in 64 bits for all lanes
+        x += index * (LANES * VECTOR)
+    raw = tl.load(x + (vector[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]))
+    value = _numbers(raw, table, KIND, tl.float32)
+    wide = value.to(tl.float64)
+    return value, value, wide, wide * wide, (value == 0.0).to(tl.float32)
+
+
+@triton.jit
 def _tally(
     x, table, rows, meta, n, run, n1, n2, s0, s1, s2, row, slot,
     KIND: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, RUNS: tl.constexpr,
@@ -154,20 +180,25 @@ def _tally(
         high = tl.full([LANES], float("-inf"), tl.float32)
         total = tl.zeros([LANES], tl.float64)
         square = tl.zeros([LANES], tl.float64)
-        zeros = tl.zeros([LANES], tl.int32)
+        zeros = tl.zeros([LANES], tl.float32)
         tile: tl.constexpr = LANES * VECTOR
         lane = tl.arange(0, LANES)
-        beside = tl.arange(0, VECTOR)[None, :]
         whole = n // tile
-        for index in range(pid, whole, programs):
-            vector = _place(index * LANES + lane, run, n1, n2, s0, s1, s2, RUNS, VECTOR)
-            at = vector[:, None] * VECTOR + beside
-            value = _values(x, table, at, True, False, KIND, tl.float32)
-            wide = value.to(tl.float64)
+        # Two tiles at a time, joined at once: else their loads would wait for each other.
+        pairs = tl.maximum(tl.cdiv(whole - programs - pid, 2 * programs), 0)
+        for pair in range(pairs):
+            index = pid + pair * 2 * programs
+            one = _tile(x, table, index, run, n1, n2, s0, s1, s2, KIND, VECTOR, RUNS, LANES)
+            index += programs
+            two = _tile(x, table, index, run, n1, n2, s0, s1, s2, KIND, VECTOR, RUNS, LANES)
             # All at once: a pass of Triton 3.6 fails on a sum that stands alone in a loop.
-            tallies = (value, value, wide, wide * wide, (value == 0.0).to(tl.int32))
             low, high, total, square, zeros = _merge(
-                low, high, total, square, zeros, *tl.reduce(tallies, 1, _merge)
+                low, high, total, square, zeros, *tl.reduce(_merge(*one, *two), 1, _merge)
+            )
+        for index in range(pid + pairs * 2 * programs, whole, programs):
+            one = _tile(x, table, index, run, n1, n2, s0, s1, s2, KIND, VECTOR, RUNS, LANES)
+            low, high, total, square, zeros = _merge(
+                low, high, total, square, zeros, *tl.reduce(one, 1, _merge)
             )
         tallies = (low, high, total, square, zeros.to(tl.int64))
         low, high, total, square, zeros = tl.reduce(tallies, 0, _merge)
@@ -175,7 +206,7 @@ def _tally(
             for start in range(whole * tile, n, LANES):
                 inside = start + lane < n
                 at = _place(start + lane, run, n1, n2, s0, s1, s2, RUNS, 1)
-                value = _values(x, table, at, inside, True, KIND, tl.float32)
+                value = _values(x, table, at, inside, KIND, tl.float32)
                 wide = tl.where(inside, value, 0.0).to(tl.float64)
                 tallies = (
                     tl.where(inside, value, float("inf")),
@@ -239,7 +270,7 @@ def _tally_with_care(
                 size = tl.maximum(tl.abs(re), tl.abs(im))
             else:
                 place = _place(at, run, n1, n2, s0, s1, s2, RUNS, 1)
-                value = _values(x, table, place, inside, True, KIND, narrow)
+                value = _values(x, table, place, inside, KIND, narrow)
                 nan = inside & (value != value)
                 inf = inside & (tl.abs(value) == float("inf"))
                 finite = inside & (~nan) & (~inf)
@@ -403,7 +434,7 @@ def _flag_with_care(
         for part in range(parts):
             at = (index + part) * LANES + lane
             inside = at < n
-            value = tl.where(inside, _values(x, table, at, inside, True, KIND, narrow), 0.0)
+            value = tl.where(inside, _values(x, table, at, inside, KIND, narrow), 0.0)
             nan = value != value
             plus = value == float("inf")
             minus = value == float("-inf")
@@ -482,7 +513,7 @@ def _digest_and_tally(word, weight, inside, KIND: tl.constexpr, UNIT: tl.constex
     low = tl.where(inside, value, float("inf"))
     high = tl.where(inside, value, float("-inf"))
     square = wide * wide
-    zeros = (inside & (value == 0.0)).to(tl.int32)
+    zeros = (inside & (value == 0.0)).to(tl.float32)
     for k in tl.static_range(1, 8 // UNIT):
         value = _element(word, k, KIND, UNIT)
         more = tl.where(inside, value, 0.0).to(tl.float64)
@@ -490,8 +521,26 @@ def _digest_and_tally(word, weight, inside, KIND: tl.constexpr, UNIT: tl.constex
         high = tl.maximum(high, tl.where(inside, value, float("-inf")))
         wide += more
         square += more * more
-        zeros += (inside & (value == 0.0)).to(tl.int32)
+        zeros += (inside & (value == 0.0)).to(tl.float32)
     return mixed, low, high, wide, square, zeros
+
+
+@triton.jit
+def _pairs(
+    x, weights, chunk, start, run, n1, n2, s0, s1, s2,
+    UNIT: tl.constexpr, RUNS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Pairs of words of a chunk, one a lane, from its word `start` on; and their weights."""
+    pair = tl.arange(0, LANES)
+    at = pair[:, None] * 2 + tl.arange(0, 2)[None, :]
+    weight = tl.load(weights + start + at)
+    if RUNS:
+        pair += chunk * (_CHUNK_WORDS // 2) + start // 2
+        pair = _place(pair, run, n1, n2, s0, s1, s2, RUNS, 16 // UNIT)
+        at = pair[:, None] * 2 + tl.arange(0, 2)[None, :]
+    else:
+        x += chunk * _CHUNK_WORDS + start
+    return tl.load(x + at), weight
 
 
 @triton.jit(do_not_specialize=["words", "row", "slot"])
@@ -530,28 +579,34 @@ def _digest_and_tally_all(
     tile: tl.constexpr = 2 * LANES
     per_pair: tl.constexpr = 16 // UNIT
     lane = tl.arange(0, LANES)
-    beside = tl.arange(0, 2)[None, :]
     low = tl.full([LANES], float("inf"), tl.float32)
     high = tl.full([LANES], float("-inf"), tl.float32)
     total = tl.zeros([LANES], tl.float64)
     square = tl.zeros([LANES], tl.float64)
-    zeros = tl.zeros([LANES], tl.int64)
+    zeros = tl.zeros([LANES], tl.float32)
     mixed = tl.zeros([], tl.int64)
     whole = words // _CHUNK_WORDS
     for chunk in range(pid, whole, programs):
         sums = tl.zeros([LANES], tl.int64)
-        for start in range(0, _CHUNK_WORDS, tile):
-            pair = chunk * (_CHUNK_WORDS // 2) + start // 2 + lane
-            pair = _place(pair, run, n1, n2, s0, s1, s2, RUNS, per_pair)
-            word = tl.load(x + pair[:, None] * 2 + beside)
-            weight = tl.load(weights + start + lane[:, None] * 2 + beside)
-            tallies = _digest_and_tally(word, weight, True, KIND, UNIT)
+        for start in range(0, _CHUNK_WORDS, 2 * tile):
+            one, by_one = _pairs(
+                x, weights, chunk, start, run, n1, n2, s0, s1, s2, UNIT, RUNS, LANES
+            )
+            two, by_two = _pairs(
+                x, weights, chunk, start + tile, run, n1, n2, s0, s1, s2, UNIT, RUNS, LANES
+            )
+            tallies = _digest_and_tally(one, by_one, True, KIND, UNIT)
+            sums, low, high, total, square, zeros = _merge_digested(
+                sums, low, high, total, square, zeros, *tl.reduce(tallies, 1, _merge_digested)
+            )
+            tallies = _digest_and_tally(two, by_two, True, KIND, UNIT)
             sums, low, high, total, square, zeros = _merge_digested(
                 sums, low, high, total, square, zeros, *tl.reduce(tallies, 1, _merge_digested)
             )
         number = tl.zeros([], tl.int64) + chunk + 1  # a Python number, where it is interpreted
         mixed += _fmix(tl.sum(sums, 0) + number * _GOLD)
-    low, high, total, square, zeros = tl.reduce((low, high, total, square, zeros), 0, _merge)
+    lanes = (low, high, total, square, zeros.to(tl.float64))
+    low, high, total, square, zeros = tl.reduce(lanes, 0, _merge)
     first = whole * _CHUNK_WORDS
     if (pid == whole % programs) & (first < words):
         sums = tl.zeros([], tl.int64)
@@ -571,7 +626,7 @@ def _digest_and_tally_all(
         mixed += _fmix(sums + number * _GOLD)
     tl.atomic_add(digests + slot, mixed)
     if total - total == 0.0:
-        _store_finite(to, low, high, total, square, zeros)
+        _store_finite(to, low, high, total, square, zeros.to(tl.int64))
     else:
         per_word: tl.constexpr = 8 // UNIT
         _tally_with_care(
