@@ -166,36 +166,42 @@ inline bool is_function(const Node& node) {
 // The graph just before a call, as `capture.gradients.InputEdges`, of which it is the short form.
 class Edges {
  public:
+  Edges() : start_(at::sequence_number::peek()) {}
+
   // `inputs` is a list of (tensor, path).
-  explicit Edges(PyObject* inputs) : start_(at::sequence_number::peek()) {
+  explicit Edges(PyObject* inputs) : Edges() {
     const Py_ssize_t count = PyList_GET_SIZE(inputs);
     inputs_.reserve(count);
     for (Py_ssize_t i = 0; i < count; ++i) {
       PyObject* item = PyList_GET_ITEM(inputs, i);
-      PyObject* object = PyTuple_GET_ITEM(item, 0);
-      if (!is_tensor(object)) continue;
-      const at::Tensor& tensor = tensor_in(object);
-      Input input{Ref::borrow(item), tensor.unsafeGetTensorImpl()};
-      input.needs = tensor.requires_grad();
-      input.is_view = tensor.is_view() && !tensor.is_inference();
-      if (input.is_view) input.version = tensor._version();
-      if (input.needs) {
-        input.node = tensor.grad_fn();
-        if (input.node) {
-          input.number = tensor.output_nr();
-          has_functions_ = has_functions_ || is_function(*input.node);
-        } else {
-          has_leaves_ = true;
-        }
-        for (const Input& other : inputs_) {
-          if (other.needs && other.node.get() == input.node.get() &&
-              other.number == input.number && (input.node || other.impl == input.impl)) {
-            has_aliases_ = true;
-          }
+      add(PyTuple_GET_ITEM(item, 0), PyTuple_GET_ITEM(item, 1));
+    }
+  }
+
+  // Note one more input.
+  void add(PyObject* object, PyObject* path) {
+    if (!is_tensor(object)) return;
+    const at::Tensor& tensor = tensor_in(object);
+    Input input{Ref::borrow(object), Ref::borrow(path), tensor.unsafeGetTensorImpl()};
+    input.needs = tensor.requires_grad();
+    input.is_view = tensor.is_view() && !tensor.is_inference();
+    if (input.is_view) input.version = tensor._version();
+    if (input.needs) {
+      input.node = tensor.grad_fn();
+      if (input.node) {
+        input.number = tensor.output_nr();
+        has_functions_ = has_functions_ || is_function(*input.node);
+      } else {
+        has_leaves_ = true;
+      }
+      for (const Input& other : inputs_) {
+        if (other.needs && other.node.get() == input.node.get() &&
+            other.number == input.number && (input.node || other.impl == input.impl)) {
+          has_aliases_ = true;
         }
       }
-      inputs_.push_back(std::move(input));
     }
+    inputs_.push_back(std::move(input));
   }
 
   bool has_functions() const { return has_functions_; }
@@ -327,7 +333,7 @@ class Edges {
       const bool leads_here = input.node ? input.node == edge.function &&
                                                input.number == edge.input_nr
                                          : input.impl == leaf;
-      if (leads_here) return PyTuple_GET_ITEM(input.item.get(), 1);
+      if (leads_here) return input.path.get();
     }
     return nullptr;
   }
@@ -344,7 +350,7 @@ class Edges {
   // Whether a view was written to in the call, and is not the input at `path`.
   bool lost_views(PyObject* path) const {
     for (const Input& input : inputs_) {
-      if (!input.is_view || !input.needs || PyTuple_GET_ITEM(input.item.get(), 1) == path) continue;
+      if (!input.is_view || !input.needs || input.path.get() == path) continue;
       if (input.impl->version_counter().current_version() != input.version) return true;
     }
     return false;
@@ -363,9 +369,8 @@ class Edges {
                             : Ref::borrow(Py_None);
       if (!node) return nullptr;
       PyObject* note = Py_BuildValue(
-          "(OOOOIOI)", PyTuple_GET_ITEM(input.item.get(), 0), PyTuple_GET_ITEM(input.item.get(), 1),
-          input.needs ? Py_True : Py_False, node.get(), input.number,
-          input.is_view ? Py_True : Py_False, input.version);
+          "(OOOOIOI)", input.tensor.get(), input.path.get(), input.needs ? Py_True : Py_False,
+          node.get(), input.number, input.is_view ? Py_True : Py_False, input.version);
       if (note == nullptr) return nullptr;
       PyList_SET_ITEM(list.get(), i, note);
     }
@@ -374,7 +379,7 @@ class Edges {
 
  private:
   struct Input {
-    Ref item;  // (tensor, path)
+    Ref tensor, path;
     const at::TensorImpl* impl;
     NodePtr node;  // none of a leaf
     uint32_t number = 0;

@@ -49,6 +49,36 @@ class Log {
     Py_RETURN_NONE;
   }
 
+  // The line of a call that is text already, with its newline.
+  bool call_text(const std::string& text) {
+    TORCH_CHECK(writer_, APART);
+    Ref step = attribute(writer_, step_);
+    if (step.get() == Py_None) return true;
+    const Held held(attribute(writer_, lock_));
+    count(step, n_calls_, 1);
+    return write(step, attribute(step, lines_), &text);
+  }
+
+  // The same of the end of a call; `make_line` gives the line itself, for what is not as a rule.
+  template <typename MakeLine>
+  bool end_text(const std::string& text, MakeLine make_line) {
+    TORCH_CHECK(writer_, APART);
+    Ref step = attribute(writer_, step_);
+    if (step.get() == Py_None) return true;
+    if (is_unusual(step)) {
+      Ref line = make_line();
+      if (!line) return false;
+      return static_cast<bool>(Ref::steal(PyObject_CallOneArg(end_.get(), line.get())));
+    }
+    Ref lines = attribute(step, lines_);
+    Ref bytes = called(PyBytes_FromStringAndSize(text.data(), text.size()));
+    if (PyList_Append(lines.get(), bytes.get()) < 0) return false;
+    Ref asleep = attribute(writer_, asleep_);
+    if (asleep.get() != Py_True) return true;
+    return static_cast<bool>(
+        Ref::steal(PyObject_CallMethodNoArgs(writer_.get(), wake_.get())));
+  }
+
   int traverse(visitproc visit, void* arg) const {
     for (const Ref* ref : {&writer_, &encode_, &call_, &end_}) {
       if (int stop = ref->visit(visit, arg)) return stop;
@@ -111,8 +141,8 @@ class Log {
     if (PyObject_SetAttr(object.get(), name.get(), after.get()) < 0) throw python_error();
   }
 
-  // Writes the lines that wait. The log's lock is held.
-  bool write(const Ref& step, const Ref& lines) {
+  // Writes the lines that wait, and then the `last`. The log's lock is held.
+  bool write(const Ref& step, const Ref& lines, const std::string* last = nullptr) {
     std::string text;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(lines.get()); ++i) {
       PyObject* part = PyList_GET_ITEM(lines.get(), i);
@@ -122,6 +152,7 @@ class Log {
       }
       text.append(PyBytes_AS_STRING(part), PyBytes_GET_SIZE(part));
     }
+    if (last != nullptr) text += *last;
     if (PyList_SetSlice(lines.get(), 0, PyList_GET_SIZE(lines.get()), nullptr) < 0) return false;
     if (is_unusual(step)) return true;  // while the lock was waited for
     Ref number = attribute(step, log_fd_);

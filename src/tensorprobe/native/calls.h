@@ -1,0 +1,774 @@
+// A recorded torch call from the function mode to its lines: what `capture.function_mode.CallMode`
+// and `capture.tape.Tape` do of plain calls, those that most are.
+#pragma once
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Layout.h>
+#include <torch/csrc/MemoryFormat.h>
+#include <torch/csrc/Size.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <charconv>
+
+#include "graph.h"
+#include "lines.h"
+#include "log.h"
+#include "stack.h"
+#include "text.h"
+
+// Of ATen/functorch/DynamicLayer.h, which asks for headers that torch does not bring along.
+namespace at::functorch {
+struct DynamicLayer;
+TORCH_API const std::vector<DynamicLayer>& getDynamicLayerStack();
+}  // namespace at::functorch
+
+namespace tensorprobe {
+
+// Python's side of it: `capture.plain_calls` says what each is.
+struct Recording {
+  Ref tape, lines, log, plans, describe, counter, place, keep;
+  Ref stacks, known_stacks, stack_frames, told_stacks;
+  Ref compiler, state_notes, encode, positions, only_path, output_spots, no_aliases;
+  Ref open_call, call_names, end_line, raw, one_node, one_way, any_way;
+  bool wants_input = false, wants_output = false;
+};
+
+// While there is one, tensors are read without any function mode or subclass taking notice.
+class FunctionsOff {
+ public:
+  FunctionsOff() : before_(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
+    at::impl::PythonTorchFunctionTLS::set_disabled_state(
+        at::impl::TorchFunctionDisabledState::ALL_DISABLED);
+  }
+  ~FunctionsOff() { at::impl::PythonTorchFunctionTLS::set_disabled_state(before_); }
+  FunctionsOff(const FunctionsOff&) = delete;
+  FunctionsOff& operator=(const FunctionsOff&) = delete;
+
+ private:
+  const at::impl::TorchFunctionDisabledState before_;
+};
+
+class Calls {
+ public:
+  using BoxEdges = PyObject* (*)(std::unique_ptr<Edges>);
+
+  Calls(Recording python, Lines& lines, Log& log, BoxEdges box_edges)
+      : python_(std::move(python)), lines_(lines), log_(log), box_edges_(box_edges),
+        spell_(python_.encode) {}
+
+  // Make a call and record it; `not_plain` where Python is to do all of it, and nothing was done.
+  PyObject* call(PyObject* mode, PyObject* func, PyObject* args, PyObject* kwargs,
+                 PyObject* not_plain) {
+    if (kwargs == Py_None) kwargs = nullptr;
+    if (!python_.tape || !is_known_kind(func) || !PyTuple_CheckExact(args) ||
+        (kwargs != nullptr && !PyDict_CheckExact(kwargs))) {
+      return Py_NewRef(not_plain);
+    }
+    const Ref found = plan_of(mode, func);
+    if (!found) return nullptr;
+    if (found.get() == Py_None) return PyObject_Call(func, args, kwargs);  // it has no name
+    Open open;
+    Ref place;
+    bool is_plain = false;
+    if (!attempt([&] { is_plain = looks_plain(mode, found.get(), args, kwargs, open, place); })) {
+      if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
+      PyErr_Clear();  // it comes again in Python
+    }
+    if (!is_plain) return Py_NewRef(not_plain);
+    open.number = next_number(open.api->api.get());
+    const bool begun = attempt([&] { begin(open, place.get(), args, kwargs); });
+    if (!begun && !gap(open)) return nullptr;
+    Ref result = Ref::steal(PyObject_Call(func, args, kwargs));
+    if (!begun) return result.release();
+    if (!result) return raised(open);
+    bool is_written = false;
+    const bool ended = attempt([&] { is_written = end(open, result.get()); });
+    if (!ended && !end_failed(open)) return nullptr;
+    if (ended && !is_written && !end_in_python(open, result.get())) return nullptr;
+    return result.release();
+  }
+
+  int traverse(visitproc visit, void* arg) const {
+    const Recording& p = python_;
+    for (const Ref* ref : {&p.tape, &p.lines, &p.log, &p.plans, &p.describe, &p.counter, &p.place,
+                           &p.stacks, &p.known_stacks, &p.stack_frames, &p.told_stacks}) {
+      if (int stop = ref->visit(visit, arg)) return stop;
+    }
+    return 0;
+  }
+  void let_go() {
+    apis_.clear();
+    const Recording gone = std::exchange(python_, Recording());
+  }
+
+ private:
+  // What is the same of all calls of an API.
+  struct Api {
+    Ref api;  // ApiName, known by its address, so held
+    bool is_plain = false;
+    std::string before, after;            // around the number, in a call's name
+    std::string text_before, text_after;  // likewise in its line, up to the op
+    bool is_ascii = false;
+    Ref before_object, after_object;
+  };
+
+  struct Input {
+    Ref tensor, path;
+    int64_t version;
+  };
+
+  // As `capture.calls.OpenCall`, which Python is given where it has to go on.
+  struct Open {
+    std::shared_ptr<const Api> api;
+    long long number = 0;
+    Ref step, module, parent, thread, stack;
+    long long id = -1;
+    bool grad = false;
+    std::vector<Input> inputs;
+    std::unique_ptr<Edges> own_edges;
+    Ref edges_object;  // has them, once Python knows of them
+    Edges* edges = nullptr;
+    Ref names;
+  };
+
+  // Where in the arguments a value is.
+  struct Spot {
+    const Spot* around;
+    PyObject* name;   // of a keyword, or
+    Py_ssize_t index;  // of a position
+  };
+
+  static constexpr Py_ssize_t MAX_ITEMS = 64;
+  static constexpr int MAX_DEPTH = 4;
+  static constexpr size_t MAX_APIS = 20'000;
+
+  // -- Python's objects ----------------------------------------------------------------------
+
+  static PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
+
+  static Ref got(PyObject* result) {
+    if (result == nullptr) throw python_error();
+    return Ref::steal(result);
+  }
+  static Ref attribute(const Ref& object, PyObject* name) {
+    return got(PyObject_GetAttr(object.get(), name));
+  }
+
+  // Whether a body came to its end; if not, Python's error is set.
+  template <typename Body>
+  static bool attempt(Body body) noexcept {
+    return guarded([&]() -> PyObject* {
+             body();
+             return Py_None;
+           }) != nullptr;
+  }
+
+  // Whether asking for its hash, and whether it is equal, runs no Python.
+  static bool is_known_kind(PyObject* func) {
+    const PyTypeObject* type = Py_TYPE(func);
+    return type == &PyCFunction_Type || type == &PyMethodDescr_Type || type == &PyFunction_Type ||
+           type == &_PyMethodWrapper_Type || type == &PyWrapperDescr_Type;
+  }
+
+  // The error that is set, taken away.
+  static Ref taken() {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    if (trace != nullptr) PyException_SetTraceback(value, trace);
+    Py_XDECREF(type);
+    Py_XDECREF(trace);
+    return Ref::steal(value);
+  }
+
+  // The ApiName of a function's calls, None where they have none. Worked out here: a function goes
+  // the same way from its first call on, and stacks from inside of it have the same frames.
+  Ref plan_of(PyObject* mode, PyObject* func) const {
+    static PyObject* const method = name("_plan");
+    Ref found = Ref::borrow(PyDict_GetItemWithError(python_.plans.get(), func));
+    if (found || PyErr_Occurred()) return found;
+    return Ref::steal(PyObject_CallMethodOneArg(mode, method, func));
+  }
+
+  // -- Before anything is done ---------------------------------------------------------------
+
+  bool looks_plain(PyObject* mode, PyObject* found, PyObject* args, PyObject* kwargs, Open& open,
+                   Ref& place) {
+    static PyObject* const dispatch_depth = name("dispatch_depth");
+    static PyObject* const recording = name("recording");
+    static PyObject* const only = name("only");
+    static PyObject* const is_open = name("is_open");
+    static PyObject* const pending = name("_pending_work");
+    static PyObject* const step = name("step");
+    static PyObject* const dict = name("__dict__");
+    static PyObject* const module = name("module");
+    static PyObject* const parent = name("parent");
+    static PyObject* const thread = name("thread");
+    if (is_compiling() || compiled_may_run() || !at::functorch::getDynamicLayerStack().empty()) {
+      return false;
+    }
+    Ref depth = got(PyObject_GetAttr(mode, dispatch_depth));
+    if (!PyLong_CheckExact(depth.get()) || PyLong_AsLong(depth.get()) != 0) return false;
+    const Ref& tape = python_.tape;
+    if (attribute(tape, recording).get() != Py_True || attribute(tape, only).get() != Py_None ||
+        attribute(tape, is_open).get() != Py_True) {
+      return false;
+    }
+    Ref work = attribute(tape, pending);
+    if (!PyList_CheckExact(work.get()) || PyList_GET_SIZE(work.get())) return false;
+    if (!are_plain(args, kwargs)) return false;
+    open.api = api_of(found);
+    if (!open.api->is_plain) return false;
+    place = attribute(python_.place, dict);
+    open.module = Ref::borrow(PyDict_GetItemWithError(place.get(), module));
+    open.parent = Ref::borrow(PyDict_GetItemWithError(place.get(), parent));
+    open.thread = Ref::borrow(PyDict_GetItemWithError(place.get(), thread));
+    if (!open.module || !open.parent || !open.thread) {
+      if (PyErr_Occurred()) throw python_error();
+      return false;
+    }
+    if (!is_text(open.module) || !is_text(open.thread)) return false;
+    if (open.parent.get() != Py_None && !is_text(open.parent)) return false;
+    open.step = attribute(tape, step);
+    open.grad = c10::GradMode::is_enabled();
+    return true;
+  }
+
+  static bool is_text(const Ref& object) {  // that UTF-8 can carry
+    return PyUnicode_CheckExact(object.get()) && PyUnicode_IS_ASCII(object.get());
+  }
+
+  bool is_compiling() const {  // as torch.compiler.is_compiling
+    static PyObject* const flag = name("_is_compiling_flag");
+    PyObject* found = PyDict_GetItemWithError(python_.compiler.get(), flag);
+    if (found == nullptr && PyErr_Occurred()) throw python_error();
+    return found != Py_False;
+  }
+
+  static bool compiled_may_run() {  // as `capture.compiled.may_run`
+    static PyObject* const module = name("torch._dynamo.convert_frame");
+    static PyObject* const counter = name("FRAME_COUNTER");
+    PyObject* found = PyDict_GetItemWithError(PyImport_GetModuleDict(), module);
+    if (found == nullptr) {
+      if (PyErr_Occurred()) throw python_error();
+      return false;
+    }
+    Ref count = got(PyObject_GetAttr(found, counter));
+    return !PyLong_CheckExact(count.get()) || PyLong_AsLong(count.get()) != 0;
+  }
+
+  std::shared_ptr<const Api> api_of(PyObject* found) {
+    auto known = apis_.find(found);
+    if (known != apis_.end()) return known->second;
+    auto api = std::make_shared<Api>();
+    api->api = Ref::borrow(found);
+    Ref described = got(PyObject_CallOneArg(python_.describe.get(), found));
+    if (described.get() != Py_None) {
+      PyObject *before, *after, *op;
+      if (!PyArg_ParseTuple(described.get(), "UUU", &before, &after, &op)) throw python_error();
+      api->before_object = Ref::borrow(before), api->after_object = Ref::borrow(after);
+      api->text_before = ",\"name\":" + spell_.quoted(before);
+      api->text_before.pop_back();  // the quote: the number follows
+      api->text_after = spell_.quoted(after).substr(1) + ",\"op\":" + spell_.quoted(op);
+      api->is_ascii = PyUnicode_IS_ASCII(before) && PyUnicode_IS_ASCII(after);
+      api->before = utf8(before), api->after = utf8(after);
+      api->is_plain = true;
+    }
+    if (apis_.size() >= MAX_APIS) apis_.clear();
+    apis_[found] = api;
+    return api;
+  }
+
+  static std::string utf8(PyObject* text) {
+    Py_ssize_t size;
+    const char* data = PyUnicode_AsUTF8AndSize(text, &size);
+    if (data == nullptr) throw python_error();
+    return std::string(data, size);
+  }
+
+  bool are_plain(PyObject* args, PyObject* kwargs) const {
+    const Py_ssize_t count = PyTuple_GET_SIZE(args);
+    if (count > MAX_ITEMS) return false;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      if (!is_plain_value(PyTuple_GET_ITEM(args, i), 0)) return false;
+    }
+    if (kwargs == nullptr) return true;
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    while (PyDict_Next(kwargs, &at, &key, &value)) {
+      if (!Spell::is_simple(key) || !is_plain_value(value, 0)) return false;
+    }
+    return true;
+  }
+
+  static bool is_plain_value(PyObject* value, int depth) {
+    if (is_own_type(value)) return is_plain(*tensor_in(value).unsafeGetTensorImpl());
+    if (value == Py_None || PyBool_Check(value) || PyFloat_CheckExact(value)) return true;
+    if (PyLong_CheckExact(value)) return is_small(value);
+    if (PyUnicode_CheckExact(value)) {
+      return PyUnicode_IS_ASCII(value) && PyUnicode_GET_LENGTH(value) <= 1000;
+    }
+    if (PyTuple_CheckExact(value) || PyList_CheckExact(value)) {
+      const Py_ssize_t count = Py_SIZE(value);
+      if (depth >= MAX_DEPTH || count > MAX_ITEMS) return false;
+      PyObject** items = PySequence_Fast_ITEMS(value);
+      for (Py_ssize_t i = 0; i < count; ++i) {
+        if (!is_plain_value(items[i], depth + 1)) return false;
+      }
+      return true;
+    }
+    if (THPSize_Check(value)) {
+      for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
+        if (!is_small(PyTuple_GET_ITEM(value, i))) return false;
+      }
+      return true;
+    }
+    if (PySlice_Check(value)) {
+      auto* slice = reinterpret_cast<PySliceObject*>(value);
+      for (PyObject* part : {slice->start, slice->stop, slice->step}) {
+        if (part != Py_None && !is_small(part)) return false;
+      }
+      return true;
+    }
+    return value == Py_Ellipsis || THPDtype_Check(value) || THPDevice_Check(value) ||
+           THPLayout_Check(value) || THPMemoryFormat_Check(value);
+  }
+
+  static bool is_small(PyObject* value) {  // a number that is written as it is
+    if (!PyLong_CheckExact(value)) return false;
+    int overflow = 0;
+    PyLong_AsLongLongAndOverflow(value, &overflow);
+    return !overflow;
+  }
+
+  // -- The beginning -------------------------------------------------------------------------
+
+  // As `capture.naming.Counter.next_name`.
+  long long next_number(PyObject* api) const {
+    static PyObject* const by_api = name("_by_api");
+    static PyObject* const make = name("_new");
+    Ref counts = attribute(python_.counter, by_api);
+    Ref known = Ref::borrow(PyDict_GetItemWithError(counts.get(), api));
+    if (!known) {
+      if (PyErr_Occurred()) throw python_error();
+      known = got(PyObject_CallMethodOneArg(python_.counter.get(), make, api));
+    }
+    return next_of(PyTuple_GetItem(known.get(), 0));
+  }
+
+  static long long next_of(PyObject* count) {
+    Ref number = got(PyIter_Next(count));
+    const long long value = PyLong_AsLongLong(number.get());
+    if (value == -1 && PyErr_Occurred()) throw python_error();
+    return value;
+  }
+
+  // As `Tape.begin`.
+  void begin(Open& open, PyObject* place, PyObject* args, PyObject* kwargs) {
+    static PyObject* const ids = name("ids");
+    static PyObject* const record_functions = name("_record_functions_of");
+    open.stack = python_.stacks.get() == Py_None ? Ref::borrow(Py_None) : stack_number(place);
+    const FunctionsOff off;
+    std::string arguments;
+    append_arguments(open, args, kwargs, arguments);
+    for (Input& input : open.inputs) input.version = version_in(input.tensor);
+    std::string notes;
+    if (has_state_notes()) {
+      PyObject* grad = open.grad ? Py_True : Py_False;
+      Ref said = got(PyObject_CallOneArg(python_.state_notes.get(), grad));
+      if (PyObject_IsTrue(said.get()) == 1) notes = ",\"notes\":" + spell_.json(said.get());
+    }
+    if (open.grad) {
+      open.own_edges = std::make_unique<Edges>();
+      open.edges = open.own_edges.get();
+      for (const Input& input : open.inputs) open.edges->add(input.tensor.get(), input.path.get());
+      if (open.edges->has_functions()) {
+        PyObject* edges = edges_object(open).get();
+        got(PyObject_CallMethodOneArg(python_.tape.get(), record_functions, edges));
+      }
+    }
+    open.id = next_of(attribute(python_.tape, ids).get());
+    std::string line;
+    line.reserve(arguments.size() + notes.size() + 400);
+    line += "{\"type\":\"call\",\"id\":";
+    append_number(line, open.id);
+    line += open.api->text_before;
+    append_number(line, open.number);
+    line += open.api->text_after;
+    static PyObject* const main_thread = name("MainThread");
+    if (PyUnicode_GET_LENGTH(open.module.get())) {
+      line.append(",\"module\":").append(module_text_.of(spell_, open.module));
+    }
+    if (open.thread.get() != main_thread) {  // as msgspec: it is the default itself
+      line.append(",\"thread\":").append(spell_.quoted(open.thread.get()));
+    }
+    if (open.parent.get() != Py_None) {
+      line.append(",\"parent\":").append(parent_text_.of(spell_, open.parent));
+    }
+    if (open.stack.get() != Py_None) {
+      line += ",\"stack\":";
+      append_number(line, PyLong_AsLongLong(open.stack.get()));
+    }
+    line.append(arguments).append(notes).append("}\n");
+    if (!log_.call_text(line)) throw python_error();
+  }
+
+  static void append_number(std::string& text, long long number) {
+    char digits[24];
+    const auto end = std::to_chars(digits, digits + sizeof digits, number).ptr;
+    text.append(digits, end - digits);
+  }
+
+  static bool has_state_notes() {  // a little more often than `_state_notes` has any
+    const auto off = c10::impl::tls_local_dispatch_key_set().excluded_;
+    return !(c10::autocast_dispatch_keyset - off).empty() ||
+           torch::autograd::get_current_graph_task_id() != -1;
+  }
+
+  static int64_t version_in(const Ref& tensor) {
+    const auto& counter = tensor_in(tensor.get()).unsafeGetTensorImpl()->version_counter();
+    return counter.enabled() ? static_cast<int64_t>(counter.current_version()) : -1;
+  }
+
+  // As `Stacks.current`, of the program's own frame: the mode's is the one this is called from.
+  Ref stack_number(PyObject* place) const {
+    static PyObject* const frame = name("frame");
+    static PyObject* const stack = name("stack");
+    static PyObject* const current = name("current");
+    static PyObject* const one = PyLong_FromLong(1);
+    static PyObject* const zero = PyLong_FromLong(0);
+    Ref base = Ref::borrow(PyDict_GetItemWithError(place, frame));
+    Ref base_id = Ref::borrow(PyDict_GetItemWithError(place, stack));
+    if (!base || !base_id) {
+      PyErr_SetString(PyExc_RuntimeError, "a thread has no place");
+      throw python_error();
+    }
+    const int known = PyDict_Contains(python_.stack_frames.get(), base_id.get());
+    if (known < 0) throw python_error();
+    PyObject* from = known ? base.get() : Py_None;
+    Ref key = got(walk_stack(1, from, known ? base_id.get() : zero, MAX_FRAMES));
+    Ref number = Ref::borrow(PyDict_GetItemWithError(python_.known_stacks.get(), key.get()));
+    if (!number && PyErr_Occurred()) throw python_error();
+    const int told = number ? PySet_Contains(python_.told_stacks.get(), number.get()) : 0;
+    if (told < 0) throw python_error();
+    if (told) return number;
+    return got(PyObject_CallMethodObjArgs(python_.stacks.get(), current, one, base.get(),
+                                          base_id.get(), nullptr));
+  }
+
+  // -- Arguments -----------------------------------------------------------------------------
+
+  void append_arguments(Open& open, PyObject* args, PyObject* kwargs, std::string& text) {
+    const Py_ssize_t count = PyTuple_GET_SIZE(args);
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      text += i ? "," : ",\"args\":[";
+      append_value(open, PyTuple_GET_ITEM(args, i), {nullptr, nullptr, i}, text);
+    }
+    if (count) text += "]";
+    if (kwargs == nullptr || !PyDict_GET_SIZE(kwargs)) return;
+    std::vector<std::pair<Ref, Ref>> given;  // held: Python may come by the dict meanwhile
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    while (PyDict_Next(kwargs, &at, &key, &value)) {
+      given.emplace_back(Ref::borrow(key), Ref::borrow(value));
+    }
+    for (size_t i = 0; i < given.size(); ++i) {
+      const auto& [name, argument] = given[i];
+      text += i ? "," : ",\"kwargs\":{";
+      text.append(spell_.quoted(name.get())).append(":");
+      append_value(open, argument.get(), {nullptr, name.get(), 0}, text);
+    }
+    text += "}";
+  }
+
+  void append_value(Open& open, PyObject* value, const Spot& spot, std::string& text) {
+    if (is_own_type(value)) {
+      append_tensor(open, value, spot, text);
+    } else if (PyTuple_CheckExact(value)) {
+      text += "{\"tuple\":";
+      append_items(open, value, spot, text);
+      text += "}";
+    } else if (PyList_CheckExact(value)) {
+      append_items(open, value, spot, text);
+    } else {
+      append_atom(value, text);
+    }
+  }
+
+  void append_items(Open& open, PyObject* sequence, const Spot& spot, std::string& text) {
+    text += "[";
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence); ++i) {
+      Ref item = Ref::borrow(PySequence_Fast_GET_ITEM(sequence, i));
+      if (i) text += ",";
+      append_value(open, item.get(), {&spot, nullptr, i}, text);
+    }
+    text += "]";
+  }
+
+  void append_tensor(Open& open, PyObject* tensor, const Spot& spot, std::string& text) {
+    static PyObject* const input = name("input");
+    Ref path = path_of(spot);
+    std::string same;
+    for (const Input& other : open.inputs) {
+      if (other.tensor.get() != tensor) continue;
+      same = "input";
+      for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(other.path.get()); ++i) {
+        same.append(".").append(utf8(PyTuple_GET_ITEM(other.path.get(), i)));
+      }
+      break;
+    }
+    open.inputs.push_back({Ref::borrow(tensor), path, 0});
+    const bool grad = tensor_in(tensor).requires_grad();
+    if (!lines_.append(tensor, grad, input, path.get(), python_.wants_input, python_.keep.get(),
+                       same.empty() ? nullptr : &same, text)) {
+      throw python_error();
+    }
+  }
+
+  Ref path_of(const Spot& spot) const {
+    if (spot.around == nullptr && spot.name == nullptr) {
+      return Ref::borrow(PyList_GetItem(python_.positions.get(), spot.index));
+    }
+    Py_ssize_t depth = 0;
+    for (const Spot* at = &spot; at != nullptr; at = at->around) ++depth;
+    Ref path = got(PyTuple_New(depth));
+    for (const Spot* at = &spot; at != nullptr; at = at->around) {
+      PyObject* part = at->name != nullptr ? Py_NewRef(at->name)
+                                           : PyUnicode_FromFormat("%zd", at->index);
+      if (part == nullptr) throw python_error();
+      PyTuple_SET_ITEM(path.get(), --depth, part);
+    }
+    return path;
+  }
+
+  // Of a value without parts that `is_plain_value`.
+  void append_atom(PyObject* value, std::string& text) {
+    if (value == Py_None) {
+      text += "null";
+    } else if (PyBool_Check(value)) {
+      text += value == Py_True ? "true" : "false";
+    } else if (PyLong_CheckExact(value)) {
+      append_number(text, PyLong_AsLongLong(value));
+    } else if (PyFloat_CheckExact(value)) {
+      text += spell_.number(PyFloat_AS_DOUBLE(value));
+    } else if (PyUnicode_CheckExact(value)) {
+      text += spell_.quoted(value);
+    } else if (THPSize_Check(value)) {
+      text += "{\"tuple\":[";
+      for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
+        if (i) text += ",";
+        append_number(text, PyLong_AsLongLong(PyTuple_GET_ITEM(value, i)));
+      }
+      text += "]}";
+    } else if (PySlice_Check(value)) {
+      auto* slice = reinterpret_cast<PySliceObject*>(value);
+      text += "{\"slice\":[";
+      append_atom(slice->start, text);
+      text += ",";
+      append_atom(slice->stop, text);
+      text += ",";
+      append_atom(slice->step, text);
+      text += "]}";
+    } else if (value == Py_Ellipsis) {
+      text += "{\"ellipsis\":true}";
+    } else if (THPDevice_Check(value)) {
+      const std::string device = reinterpret_cast<THPDevice*>(value)->device.str();
+      text.append("{\"special\":[\"device\",\"").append(device).append("\"]}");
+    } else {
+      text += word(value);
+    }
+    if (PyErr_Occurred()) throw python_error();
+  }
+
+  // Of a dtype and its like, of which there is one of each kind for ever.
+  const std::string& word(PyObject* value) {
+    auto known = words_.find(value);
+    if (known != words_.end()) return known->second.second;
+    const char* kind = THPDtype_Check(value)    ? "dtype"
+                       : THPLayout_Check(value) ? "layout"
+                                                : "memory_format";
+    Ref said = got(PyObject_Str(value));
+    const std::string text =
+        "{\"special\":[\"" + std::string(kind) + "\"," + spell_.quoted(said.get()) + "]}";
+    return words_.emplace(value, std::make_pair(Ref::borrow(value), text)).first->second.second;
+  }
+
+  // -- The end -------------------------------------------------------------------------------
+
+  // As `Tape.end`. False where there is more to it, and nothing was done.
+  bool end(Open& open, PyObject* result) {
+    static PyObject* const output = name("output");
+    const FunctionsOff off;
+    for (const Input& input : open.inputs) {
+      if (version_in(input.tensor) != input.version) return false;
+    }
+    std::string line = "{\"type\":\"end\",\"id\":";
+    append_number(line, open.id);
+    const size_t without = line.size();
+    Ref exits;
+    if (is_own_type(result)) {
+      const at::Tensor& tensor = tensor_in(result);
+      if (!is_plain(*tensor.unsafeGetTensorImpl())) return false;
+      if (open.edges != nullptr && (open.edges->has_leaves() || tensor.requires_grad())) {
+        exits = got(open.edges->exits_of(result));
+        if (exits.get() == Py_None) return false;
+      }
+      line += ",\"outputs\":";
+      if (!lines_.append(result, tensor.requires_grad(), output, python_.only_path.get(),
+                         python_.wants_output, python_.keep.get(), nullptr, line)) {
+        throw python_error();
+      }
+    } else if (PyBool_Check(result) || PyFloat_CheckExact(result) || is_small(result)) {
+      line += ",\"outputs\":";
+      append_atom(result, line);
+    } else if (result != Py_None) {
+      return false;
+    }
+    if (exits) listen(open, exits.get());
+    const std::string outputs =
+        line.size() == without ? "null" : line.substr(without + std::strlen(",\"outputs\":"));
+    line += "}\n";
+    if (!log_.end_text(line, [&] { return end_line(open, outputs); })) throw python_error();
+    return true;
+  }
+
+  // As `Tape._trace`, of what was found by `exits_of`.
+  void listen(Open& open, PyObject* exits) {
+    const Ref& names = names_of(open);
+    PyObject* step = open.step.get();
+    const Py_ssize_t count = PyTuple_GET_SIZE(exits);
+    if (count == 1) {
+      PyObject* kind = open.edges->is_one_node() ? python_.one_node.get() : python_.one_way.get();
+      PyObject* given[] = {python_.tape.get(), names.get(), python_.keep.get(), open.stack.get(),
+                           step, PyTuple_GET_ITEM(exits, 0)};
+      Ref backward = got(PyObject_Vectorcall(kind, given, 6, nullptr));
+      open.edges->listen(backward.get(), Py_None);
+      return;
+    }
+    Ref nothing = got(PyDict_New()), n_nodes = got(PyLong_FromSsize_t(1 + count));
+    PyObject* given[] = {python_.tape.get(), names.get(), python_.keep.get(), open.stack.get(),
+                         step, nothing.get(), n_nodes.get(), python_.no_aliases.get()};
+    Ref backward = got(PyObject_Vectorcall(python_.any_way.get(), given, 8, nullptr));
+    open.edges->listen(backward.get(), python_.output_spots.get());
+  }
+
+  // -- What Python goes on with --------------------------------------------------------------
+
+  Ref name_of(const Open& open) const {
+    const Api& api = *open.api;
+    if (api.is_ascii) {
+      std::string text = api.before;
+      append_number(text, open.number);
+      text += api.after;
+      Ref name = got(PyUnicode_New(text.size(), 127));
+      memcpy(PyUnicode_1BYTE_DATA(name.get()), text.data(), text.size());
+      return name;
+    }
+    return got(PyUnicode_FromFormat("%U%lld%U", api.before_object.get(), open.number,
+                                    api.after_object.get()));
+  }
+
+  const Ref& names_of(Open& open) const {
+    if (!open.names) {
+      Ref name = name_of(open);
+      PyObject* given[] = {open.api->api.get(), name.get(), open.module.get()};
+      open.names = got(PyObject_Vectorcall(python_.call_names.get(), given, 3, nullptr));
+    }
+    return open.names;
+  }
+
+  const Ref& edges_object(Open& open) const {
+    if (!open.edges_object) {
+      open.edges_object = got(box_edges_(std::move(open.own_edges)));
+    }
+    return open.edges_object;
+  }
+
+  Ref open_call(Open& open) const {
+    Ref inputs = got(PyList_New(0)), versions = got(PyList_New(0));
+    for (const Input& input : open.inputs) {
+      Ref item = got(PyTuple_Pack(2, input.tensor.get(), input.path.get()));
+      Ref version = got(PyLong_FromLongLong(input.version));
+      if (PyList_Append(inputs.get(), item.get()) < 0) throw python_error();
+      if (PyList_Append(versions.get(), version.get()) < 0) throw python_error();
+    }
+    Ref id = got(PyLong_FromLongLong(open.id));
+    PyObject* edges = open.edges == nullptr ? Py_None : edges_object(open).get();
+    PyObject* given[] = {names_of(open).get(), python_.keep.get(), open.step.get(), id.get(),
+                         open.stack.get(),     edges,              inputs.get(),    versions.get()};
+    return got(PyObject_Vectorcall(python_.open_call.get(), given, 8, nullptr));
+  }
+
+  Ref end_line(const Open& open, const std::string& outputs) const {
+    Ref bytes = got(PyBytes_FromStringAndSize(outputs.data(), outputs.size()));
+    Ref tree = got(PyObject_CallOneArg(python_.raw.get(), bytes.get()));
+    Ref given = got(Py_BuildValue("{s:L,s:O}", "id", open.id, "outputs", tree.get()));
+    Ref nothing = got(PyTuple_New(0));
+    return got(PyObject_Call(python_.end_line.get(), nothing.get(), given.get()));
+  }
+
+  // What was raised becomes a gap, and the call is made without a record; false where it is no
+  // trouble of recording (Ctrl-C), and goes on.
+  bool gap(const Open& open) const {
+    static PyObject* const method = name("gap");
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return false;
+    Ref error = taken();
+    return attempt([&] {
+      Ref name = name_of(open);
+      got(PyObject_CallMethodObjArgs(python_.tape.get(), method, name.get(), error.get(), nullptr));
+    });
+  }
+
+  bool end_failed(Open& open) const {
+    static PyObject* const method = name("_end_failed");
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return false;
+    Ref error = taken();
+    return attempt([&] {
+      Ref call = open_call(open);
+      got(PyObject_CallMethodObjArgs(python_.tape.get(), method, call.get(), error.get(), nullptr));
+    });
+  }
+
+  // Write down that the call has raised what is set, which goes on.
+  PyObject* raised(Open& open) const {
+    static PyObject* const method = name("raised");
+    Ref error = taken();
+    const bool written = attempt([&] {
+      Ref call = open_call(open);
+      got(PyObject_CallMethodObjArgs(python_.tape.get(), method, call.get(), error.get(), nullptr));
+    });
+    if (!written) {  // it goes on instead, as from an `except` of Python
+      Ref other = taken();
+      PyException_SetContext(other.get(), error.release());
+      error = std::move(other);
+    }
+    PyErr_Restore(Py_NewRef(reinterpret_cast<PyObject*>(Py_TYPE(error.get()))),
+                  Py_NewRef(error.get()), PyException_GetTraceback(error.get()));
+    return nullptr;
+  }
+
+  bool end_in_python(Open& open, PyObject* result) const {
+    static PyObject* const method = name("end");
+    return attempt([&] {
+      Ref call = open_call(open);
+      got(PyObject_CallMethodObjArgs(python_.tape.get(), method, call.get(), result, nullptr));
+    });
+  }
+
+  static constexpr long MAX_FRAMES = 200;
+
+  Recording python_;
+  Lines& lines_;
+  Log& log_;
+  BoxEdges box_edges_;
+  Spell spell_;
+  Spoken module_text_, parent_text_;
+  std::unordered_map<PyObject*, std::shared_ptr<const Api>> apis_;
+  std::unordered_map<PyObject*, std::pair<Ref, std::string>> words_;
+};
+
+}  // namespace tensorprobe
