@@ -441,7 +441,7 @@ class Tape:
             if not isinstance(edges, InputEdges):
                 exits = edges.exits_of(output)
                 if exits is not None:
-                    if len(exits) > 1:
+                    if len(exits) > 1 or edges.is_nested:
                         self._listen(call, edges, len(exits))
                         return
                     kind = NodeBackward if edges.is_one_node else WayBackward

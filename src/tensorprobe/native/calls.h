@@ -603,20 +603,29 @@ class Calls {
   bool end(Open& open, PyObject* result) {
     static PyObject* const output = name("output");
     const FunctionsOff off;
+    bool is_mutated = false;
     for (const Input& input : open.inputs) {
-      if (version_in(input.tensor) != input.version) return false;
+      if (version_in(input.tensor) == input.version) continue;
+      if (input.tensor.get() != result) return false;  // it shows beside what is returned
+      is_mutated = true;
     }
     std::string line = "{\"type\":\"end\",\"id\":";
     append_number(line, open.id);
     const size_t without = line.size();
+    const char* notes = "";
     Ref exits;
     if (is_own_type(result)) {
       const at::Tensor& tensor = tensor_in(result);
       if (!is_plain(*tensor.unsafeGetTensorImpl())) return false;
       if (open.edges != nullptr && (open.edges->has_leaves() || tensor.requires_grad())) {
-        exits = got(open.edges->exits_of(result));
-        if (exits.get() == Py_None) return false;
+        if (open.edges->is_handed_through(result)) {
+          notes = ",\"notes\":[\"output.0 is handed through\"]";
+        } else if (tensor.grad_fn()) {
+          exits = got(open.edges->exits_of(result));
+          if (exits.get() == Py_None) return false;
+        }
       }
+      if (is_mutated) lines_.forget(result);
       line += ",\"outputs\":";
       if (!lines_.append(result, tensor.requires_grad(), output, python_.only_path.get(),
                          python_.wants_output, python_.keep.get(), nullptr, line)) {
@@ -631,7 +640,7 @@ class Calls {
     if (exits) listen(open, exits.get());
     const std::string outputs =
         line.size() == without ? "null" : line.substr(without + std::strlen(",\"outputs\":"));
-    line += "}\n";
+    line.append(notes).append("}\n");
     if (!log_.end_text(line, [&] { return end_line(open, outputs); })) throw python_error();
     return true;
   }
@@ -641,7 +650,7 @@ class Calls {
     const Ref& names = names_of(open);
     PyObject* step = open.step.get();
     const Py_ssize_t count = PyTuple_GET_SIZE(exits);
-    if (count == 1) {
+    if (count == 1 && !open.edges->is_nested()) {
       PyObject* kind = open.edges->is_one_node() ? python_.one_node.get() : python_.one_way.get();
       PyObject* given[] = {python_.tape.get(), names.get(), python_.keep.get(), open.stack.get(),
                            step, PyTuple_GET_ITEM(exits, 0)};

@@ -209,13 +209,15 @@ class Edges {
 
   // What is to be found of a call that returned one tensor, whose node it is entered at in
   // backward: the spots of each node that it is left at, for `listen` to have them tell of it.
-  // None where there is more to it, which `trace_call` finds.
+  // None where there is more to it, which `trace_call` finds. Where it `is_nested`, or left at
+  // several nodes, it is for a `Backward`.
   PyObject* exits_of(PyObject* object) {
     const NodePtr first = own_node(object);
     if (!first || has_aliases_) Py_RETURN_NONE;
     std::vector<Exit> exits;
     std::vector<PyObject*> paths;
     std::vector<NodePtr> todo{first}, seen{first};
+    is_nested_ = false;
     while (!todo.empty()) {
       const NodePtr node = std::move(todo.back());
       todo.pop_back();
@@ -226,8 +228,8 @@ class Edges {
         if (!edge.function) continue;
         PyObject* path = find(edge);
         if (path != nullptr) {
-          // of a list of inputs; or used twice, so that gradients add up
-          if (PyTuple_GET_SIZE(path) != 1) Py_RETURN_NONE;
+          if (PyTuple_GET_SIZE(path) != 1) is_nested_ = true;  // of a list of inputs
+          // used twice, so that gradients add up
           if (std::find(paths.begin(), paths.end(), path) != paths.end()) Py_RETURN_NONE;
           paths.push_back(path);
           exit.positions.push_back(position);
@@ -243,8 +245,25 @@ class Edges {
       if (!exit.paths.empty()) exits.push_back(std::move(exit));
     }
     if (exits.empty()) Py_RETURN_NONE;
-    if (exits.size() == 1 && !are_in_order(exits[0].paths)) Py_RETURN_NONE;
+    if (exits.size() == 1 && !is_nested_ && !are_in_order(exits[0].paths)) Py_RETURN_NONE;
     return ways(first, std::move(exits));
+  }
+
+  // Whether a gradient goes to a tensor inside of a list of inputs, as found by `exits_of`.
+  bool is_nested() const { return is_nested_; }
+
+  // Whether the call did no more than to hand this tensor on, as `output_nodes` notes it.
+  bool is_handed_through(PyObject* object) const {
+    const at::Tensor& output = tensor_in(object);
+    const NodePtr node = output.grad_fn();
+    for (const Input& input : inputs_) {
+      if (!input.needs || input.node != node) continue;
+      if (node ? input.number == output.output_nr()
+               : input.impl == output.unsafeGetTensorImpl()) {
+        return true;
+      }
+    }
+    return node && node->sequence_nr() < start_;
   }
 
   // The node that the call made for this tensor; none where it only hands it on, or wrote to a
@@ -408,6 +427,7 @@ class Edges {
   bool has_functions_ = false;
   bool has_leaves_ = false;
   bool has_aliases_ = false;
+  bool is_nested_ = false;
   NodePtr first_;
   std::vector<Exit> exits_;
 };

@@ -78,6 +78,12 @@ class Lines {
     return true;
   }
 
+  // As `Values.forget`.
+  void forget(PyObject* tensor) {
+    TORCH_CHECK(contents_object_, APART);
+    if (!Ref::steal(contents_.forget(tensor))) throw python_error();
+  }
+
   bool is_nameless(PyObject* keep) const { return contents_object_ && contents_.is_nameless(keep); }
 
   // The trees of a call's arguments as (positional, keywords); tensors are added to call.inputs.

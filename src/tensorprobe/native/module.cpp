@@ -321,6 +321,10 @@ PyObject* edges_is_one_node(PyObject* self, void*) {
   return guarded([&] { return PyBool_FromLong(in<Edges>(self).is_one_node()); });
 }
 
+PyObject* edges_is_nested(PyObject* self, void*) {
+  return guarded([&] { return PyBool_FromLong(in<Edges>(self).is_nested()); });
+}
+
 PyObject* edges_leaves(PyObject* self, void*) {
   return guarded([&] { return PyBool_FromLong(in<Edges>(self).has_leaves()); });
 }
@@ -332,6 +336,7 @@ PyMethodDef edges_methods[] = {
     {nullptr}};
 PyGetSetDef edges_attributes[] = {{"has_functions", edges_functions, nullptr, nullptr, nullptr},
                                   {"has_leaves", edges_leaves, nullptr, nullptr, nullptr},
+                                  {"is_nested", edges_is_nested, nullptr, nullptr, nullptr},
                                   {"is_one_node", edges_is_one_node, nullptr, nullptr, nullptr},
                                   {nullptr}};
 
