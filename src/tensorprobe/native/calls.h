@@ -58,7 +58,7 @@ class Calls {
 
   Calls(Recording python, Lines& lines, Log& log, BoxEdges box_edges)
       : python_(std::move(python)), lines_(lines), log_(log), box_edges_(box_edges),
-        spell_(python_.encode) {}
+        spell_(python_.encode), tape_(python_.tape.get()), counter_(python_.counter.get()) {}
 
   // Make a call and record it; `not_plain` where Python is to do all of it, and nothing was done.
   PyObject* call(PyObject* mode, PyObject* func, PyObject* args, PyObject* kwargs,
@@ -98,10 +98,12 @@ class Calls {
                            &p.stacks, &p.known_stacks, &p.stack_frames, &p.told_stacks}) {
       if (int stop = ref->visit(visit, arg)) return stop;
     }
-    return 0;
+    if (int stop = tape_.visit(visit, arg)) return stop;
+    return counter_.visit(visit, arg);
   }
   void let_go() {
     apis_.clear();
+    tape_ = counter_ = Fields();
     const Recording gone = std::exchange(python_, Recording());
   }
 
@@ -211,14 +213,13 @@ class Calls {
     if (is_compiling() || compiled_may_run() || !at::functorch::getDynamicLayerStack().empty()) {
       return false;
     }
-    Ref depth = got(PyObject_GetAttr(mode, dispatch_depth));
+    Ref depth = Fields(mode).get(dispatch_depth);
     if (!PyLong_CheckExact(depth.get()) || PyLong_AsLong(depth.get()) != 0) return false;
-    const Ref& tape = python_.tape;
-    if (attribute(tape, recording).get() != Py_True || attribute(tape, only).get() != Py_None ||
-        attribute(tape, is_open).get() != Py_True) {
+    if (tape_.get(recording).get() != Py_True || tape_.get(only).get() != Py_None ||
+        tape_.get(is_open).get() != Py_True) {
       return false;
     }
-    Ref work = attribute(tape, pending);
+    Ref work = tape_.get(pending);
     if (!PyList_CheckExact(work.get()) || PyList_GET_SIZE(work.get())) return false;
     if (!are_plain(args, kwargs)) return false;
     open.api = api_of(found);
@@ -233,7 +234,7 @@ class Calls {
     }
     if (!is_text(open.module) || !is_text(open.thread)) return false;
     if (open.parent.get() != Py_None && !is_text(open.parent)) return false;
-    open.step = attribute(tape, step);
+    open.step = tape_.get(step);
     open.grad = c10::GradMode::is_enabled();
     return true;
   }
@@ -257,7 +258,7 @@ class Calls {
       if (PyErr_Occurred()) throw python_error();
       return false;
     }
-    Ref count = got(PyObject_GetAttr(found, counter));
+    Ref count = Fields(found).get(counter);
     return !PyLong_CheckExact(count.get()) || PyLong_AsLong(count.get()) != 0;
   }
 
@@ -351,7 +352,7 @@ class Calls {
   long long next_number(PyObject* api) const {
     static PyObject* const by_api = name("_by_api");
     static PyObject* const make = name("_new");
-    Ref counts = attribute(python_.counter, by_api);
+    Ref counts = counter_.get(by_api);
     Ref known = Ref::borrow(PyDict_GetItemWithError(counts.get(), api));
     if (!known) {
       if (PyErr_Occurred()) throw python_error();
@@ -374,6 +375,7 @@ class Calls {
     open.stack = python_.stacks.get() == Py_None ? Ref::borrow(Py_None) : stack_number(place);
     const FunctionsOff off;
     std::string arguments;
+    arguments.reserve(600);
     append_arguments(open, args, kwargs, arguments);
     for (Input& input : open.inputs) input.version = version_in(input.tensor);
     std::string notes;
@@ -391,7 +393,7 @@ class Calls {
         got(PyObject_CallMethodOneArg(python_.tape.get(), record_functions, edges));
       }
     }
-    open.id = next_of(attribute(python_.tape, ids).get());
+    open.id = next_of(tape_.get(ids).get());
     std::string line;
     line.reserve(arguments.size() + notes.size() + 400);
     line += "{\"type\":\"call\",\"id\":";
@@ -609,7 +611,9 @@ class Calls {
       if (input.tensor.get() != result) return false;  // it shows beside what is returned
       is_mutated = true;
     }
-    std::string line = "{\"type\":\"end\",\"id\":";
+    std::string line;
+    line.reserve(300);
+    line += "{\"type\":\"end\",\"id\":";
     append_number(line, open.id);
     const size_t without = line.size();
     const char* notes = "";
@@ -638,10 +642,13 @@ class Calls {
       return false;
     }
     if (exits) listen(open, exits.get());
-    const std::string outputs =
-        line.size() == without ? "null" : line.substr(without + std::strlen(",\"outputs\":"));
+    const size_t with = line.size();
     line.append(notes).append("}\n");
-    if (!log_.end_text(line, [&] { return end_line(open, outputs); })) throw python_error();
+    const bool written = log_.end_text(line, [&] {
+      const size_t start = without + std::strlen(",\"outputs\":");
+      return end_line(open, with == without ? "null" : line.substr(start, with - start));
+    });
+    if (!written) throw python_error();
     return true;
   }
 
@@ -775,6 +782,7 @@ class Calls {
   Log& log_;
   BoxEdges box_edges_;
   Spell spell_;
+  Fields tape_, counter_;
   Spoken module_text_, parent_text_;
   std::unordered_map<PyObject*, std::shared_ptr<const Api>> apis_;
   std::unordered_map<PyObject*, std::pair<Ref, std::string>> words_;

@@ -16,33 +16,38 @@ class Log {
   // is not as a rule: text that is not UTF-8, a log that cannot be written to, a step that ended.
   Log(Ref writer, Ref encode, Ref call, Ref end)
       : writer_(std::move(writer)),
+        fields_(writer_.get()),
         encode_(std::move(encode)),
         call_(std::move(call)),
-        end_(std::move(end)) {}
+        end_(std::move(end)) {
+    Ref lock = fields_.get(lock_.get());
+    acquire_ = called(PyObject_GetAttrString(lock.get(), "acquire"));
+    release_ = called(PyObject_GetAttrString(lock.get(), "release"));
+  }
 
   PyObject* call(PyObject* line) {
     TORCH_CHECK(writer_, APART);
-    Ref step = attribute(writer_, step_);
+    Ref step = fields_.get(step_.get());
     if (step.get() == Py_None) Py_RETURN_NONE;
     Ref text = encoded(line);
     if (!text || is_unusual(step)) return PyObject_CallOneArg(call_.get(), line);
-    Ref lines = attribute(step, lines_);
+    Ref lines = Fields(step.get()).get(lines_.get());
     if (PyList_Append(lines.get(), text.get()) < 0) return nullptr;
-    const Held held(attribute(writer_, lock_));
-    count(step, n_calls_, 1);
+    const Held held(acquire_, release_);
+    count(Fields(step.get()), n_calls_, 1);
     if (!write(step, lines)) return nullptr;
     Py_RETURN_NONE;
   }
 
   PyObject* end(PyObject* line) {
     TORCH_CHECK(writer_, APART);
-    Ref step = attribute(writer_, step_);
+    Ref step = fields_.get(step_.get());
     if (step.get() == Py_None) Py_RETURN_NONE;
     Ref text = encoded(line);
     if (!text || is_unusual(step)) return PyObject_CallOneArg(end_.get(), line);
-    Ref lines = attribute(step, lines_);
+    Ref lines = Fields(step.get()).get(lines_.get());
     if (PyList_Append(lines.get(), text.get()) < 0) return nullptr;
-    Ref asleep = attribute(writer_, asleep_);
+    Ref asleep = fields_.get(asleep_.get());
     if (asleep.get() == Py_True) {
       return PyObject_CallMethodNoArgs(writer_.get(), wake_.get());
     }
@@ -52,28 +57,29 @@ class Log {
   // The line of a call that is text already, with its newline.
   bool call_text(const std::string& text) {
     TORCH_CHECK(writer_, APART);
-    Ref step = attribute(writer_, step_);
+    Ref step = fields_.get(step_.get());
     if (step.get() == Py_None) return true;
-    const Held held(attribute(writer_, lock_));
-    count(step, n_calls_, 1);
-    return write(step, attribute(step, lines_), &text);
+    const Held held(acquire_, release_);
+    const Fields fields(step.get());
+    count(fields, n_calls_, 1);
+    return write(step, fields.get(lines_.get()), &text);
   }
 
   // The same of the end of a call; `make_line` gives the line itself, for what is not as a rule.
   template <typename MakeLine>
   bool end_text(const std::string& text, MakeLine make_line) {
     TORCH_CHECK(writer_, APART);
-    Ref step = attribute(writer_, step_);
+    Ref step = fields_.get(step_.get());
     if (step.get() == Py_None) return true;
     if (is_unusual(step)) {
       Ref line = make_line();
       if (!line) return false;
       return static_cast<bool>(Ref::steal(PyObject_CallOneArg(end_.get(), line.get())));
     }
-    Ref lines = attribute(step, lines_);
+    Ref lines = Fields(step.get()).get(lines_.get());
     Ref bytes = called(PyBytes_FromStringAndSize(text.data(), text.size()));
     if (PyList_Append(lines.get(), bytes.get()) < 0) return false;
-    Ref asleep = attribute(writer_, asleep_);
+    Ref asleep = fields_.get(asleep_.get());
     if (asleep.get() != Py_True) return true;
     return static_cast<bool>(
         Ref::steal(PyObject_CallMethodNoArgs(writer_.get(), wake_.get())));
@@ -83,9 +89,12 @@ class Log {
     for (const Ref* ref : {&writer_, &encode_, &call_, &end_}) {
       if (int stop = ref->visit(visit, arg)) return stop;
     }
-    return 0;
+    return fields_.visit(visit, arg);
   }
-  void let_go() { writer_ = encode_ = call_ = end_ = Ref(); }
+  void let_go() {
+    writer_ = encode_ = call_ = end_ = Ref();
+    fields_ = Fields();
+  }
 
  private:
   static Ref name(const char* text) { return Ref::steal(PyUnicode_InternFromString(text)); }
@@ -95,27 +104,21 @@ class Log {
     return Ref::steal(result);
   }
 
-  static Ref attribute(const Ref& object, const Ref& name) {
-    return called(PyObject_GetAttr(object.get(), name.get()));
-  }
-
   // A lock of Python's, held.
   class Held {
    public:
-    explicit Held(Ref lock) : lock_(std::move(lock)) {
-      static PyObject* const acquire = PyUnicode_InternFromString("acquire");
-      called(PyObject_CallMethodNoArgs(lock_.get(), acquire));
+    Held(const Ref& acquire, Ref release) : release_(std::move(release)) {
+      called(PyObject_CallNoArgs(acquire.get()));
     }
     ~Held() {
-      static PyObject* const release = PyUnicode_InternFromString("release");
       PyObject *type, *value, *trace;
       PyErr_Fetch(&type, &value, &trace);
-      Ref done = Ref::steal(PyObject_CallMethodNoArgs(lock_.get(), release));
+      Ref done = Ref::steal(PyObject_CallNoArgs(release_.get()));
       PyErr_Restore(type, value, trace);
     }
 
    private:
-    Ref lock_;
+    Ref release_;
   };
 
   // Nothing where it cannot be, which the writer's own method says.
@@ -130,15 +133,15 @@ class Log {
   }
 
   bool is_unusual(const Ref& step) const {
-    Ref broken = attribute(writer_, broken_), closed = attribute(step, closed_);
-    return broken.get() != Py_False || closed.get() != Py_False;
+    return fields_.get(broken_.get()).get() != Py_False ||
+           Fields(step.get()).get(closed_.get()).get() != Py_False;
   }
 
-  static void count(const Ref& object, const Ref& name, Py_ssize_t more) {
-    Ref before = attribute(object, name);
+  static void count(const Fields& fields, const Ref& name, Py_ssize_t more) {
+    Ref before = fields.get(name.get());
     Ref added = called(PyLong_FromSsize_t(more));
     Ref after = called(PyNumber_Add(before.get(), added.get()));
-    if (PyObject_SetAttr(object.get(), name.get(), after.get()) < 0) throw python_error();
+    fields.set(name.get(), after.get());
   }
 
   // Writes the lines that wait, and then the `last`. The log's lock is held.
@@ -155,7 +158,7 @@ class Log {
     if (last != nullptr) text += *last;
     if (PyList_SetSlice(lines.get(), 0, PyList_GET_SIZE(lines.get()), nullptr) < 0) return false;
     if (is_unusual(step)) return true;  // while the lock was waited for
-    Ref number = attribute(step, log_fd_);
+    Ref number = Fields(step.get()).get(log_fd_.get());
     const long file = PyLong_AsLong(number.get());
     if (file == -1 && PyErr_Occurred()) return false;
     size_t written = 0;
@@ -175,7 +178,7 @@ class Log {
         raised.take();
       }
     }
-    count(writer_, nbytes_written_, static_cast<Py_ssize_t>(written));
+    count(fields_, nbytes_written_, static_cast<Py_ssize_t>(written));
     return raised.none_left();
   }
 
@@ -208,12 +211,14 @@ class Log {
                                                  error.get(), count.get(), nullptr));
   }
 
-  Ref writer_, encode_, call_, end_;
   const Ref step_ = name("_step"), lines_ = name("lines"), lock_ = name("_log_lock"),
             n_calls_ = name("n_calls"),
             asleep_ = name("_asleep"), wake_ = name("_wake"), broken_ = name("_log_broken"),
             closed_ = name("closed"), log_fd_ = name("log_fd"), break_ = name("_break_log"),
             nbytes_written_ = name("nbytes_written");
+  Ref writer_;
+  Fields fields_;  // the writer's
+  Ref encode_, call_, end_, acquire_, release_;
 };
 
 }  // namespace tensorprobe
