@@ -13,7 +13,14 @@ from msgspec import Raw
 from torch.autograd.function import BackwardCFunction
 
 from tensorprobe import native
-from tensorprobe.capture.backward import Backward, ModuleBackward, NodeBackward, Run, WayBackward
+from tensorprobe.capture.backward import (
+    Backward,
+    ModuleBackward,
+    NodeBackward,
+    NodeRun,
+    Run,
+    WayBackward,
+)
 from tensorprobe.capture.calls import OpenCall
 from tensorprobe.capture.encode import PLAIN_TENSORS, POSITIONS, encode, map_tensors, nest
 from tensorprobe.capture.gradients import (
@@ -256,6 +263,7 @@ class Tape:
             one_node=NodeBackward,
             one_way=WayBackward,
             any_way=Backward,
+            node_run=NodeRun,
             wants_input=self.wants_input,
             wants_output=self.wants_output,
         ).call

@@ -14,7 +14,7 @@
 
 #include <charconv>
 
-#include "graph.h"
+#include "following.h"
 #include "lines.h"
 #include "log.h"
 #include "stack.h"
@@ -33,7 +33,7 @@ struct Recording {
   Ref tape, lines, log, plans, describe, counter, place, keep;
   Ref stacks, known_stacks, stack_frames, told_stacks;
   Ref compiler, state_notes, encode, positions, only_path, output_spots, no_aliases;
-  Ref open_call, call_names, end_line, raw, one_node, one_way, any_way;
+  Ref open_call, call_names, end_line, raw, one_node, one_way, any_way, node_run;
   bool wants_input = false, wants_output = false;
 };
 
@@ -52,7 +52,7 @@ class FunctionsOff {
   const at::impl::TorchFunctionDisabledState before_;
 };
 
-class Calls {
+class Calls : public Follower {
  public:
   using BoxEdges = PyObject* (*)(std::unique_ptr<Edges>);
 
@@ -61,7 +61,8 @@ class Calls {
         spell_(python_.encode), tape_(python_.tape.get()), counter_(python_.counter.get()) {}
 
   // Make a call and record it; `not_plain` where Python is to do all of it, and nothing was done.
-  PyObject* call(PyObject* mode, PyObject* func, PyObject* args, PyObject* kwargs,
+  // `self` is the object of Python that has this.
+  PyObject* call(PyObject* self, PyObject* mode, PyObject* func, PyObject* args, PyObject* kwargs,
                  PyObject* not_plain) {
     if (kwargs == Py_None) kwargs = nullptr;
     if (!python_.tape || !is_known_kind(func) || !PyTuple_CheckExact(args) ||
@@ -72,6 +73,7 @@ class Calls {
     if (!found) return nullptr;
     if (found.get() == Py_None) return PyObject_Call(func, args, kwargs);  // it has no name
     Open open;
+    open.owner = self;
     Ref place;
     bool is_plain = false;
     if (!attempt([&] { is_plain = looks_plain(mode, found.get(), args, kwargs, open, place); })) {
@@ -108,16 +110,6 @@ class Calls {
   }
 
  private:
-  // What is the same of all calls of an API.
-  struct Api {
-    Ref api;  // ApiName, known by its address, so held
-    bool is_plain = false;
-    std::string before, after;            // around the number, in a call's name
-    std::string text_before, text_after;  // likewise in its line, up to the op
-    bool is_ascii = false;
-    Ref before_object, after_object;
-  };
-
   struct Input {
     Ref tensor, path;
     int64_t version;
@@ -125,6 +117,7 @@ class Calls {
 
   // As `capture.calls.OpenCall`, which Python is given where it has to go on.
   struct Open {
+    PyObject* owner = nullptr;
     std::shared_ptr<const Api> api;
     long long number = 0;
     Ref step, module, parent, thread, stack;
@@ -206,10 +199,8 @@ class Calls {
     static PyObject* const is_open = name("is_open");
     static PyObject* const pending = name("_pending_work");
     static PyObject* const step = name("step");
-    static PyObject* const dict = name("__dict__");
     static PyObject* const module = name("module");
     static PyObject* const parent = name("parent");
-    static PyObject* const thread = name("thread");
     if (is_compiling() || compiled_may_run() || !at::functorch::getDynamicLayerStack().empty()) {
       return false;
     }
@@ -224,10 +215,10 @@ class Calls {
     if (!are_plain(args, kwargs)) return false;
     open.api = api_of(found);
     if (!open.api->is_plain) return false;
-    place = attribute(python_.place, dict);
+    place = place_dict();
     open.module = Ref::borrow(PyDict_GetItemWithError(place.get(), module));
     open.parent = Ref::borrow(PyDict_GetItemWithError(place.get(), parent));
-    open.thread = Ref::borrow(PyDict_GetItemWithError(place.get(), thread));
+    open.thread = Ref::borrow(PyDict_GetItemWithError(place.get(), thread_name()));
     if (!open.module || !open.parent || !open.thread) {
       if (PyErr_Occurred()) throw python_error();
       return false;
@@ -271,12 +262,14 @@ class Calls {
     if (described.get() != Py_None) {
       PyObject *before, *after, *op;
       if (!PyArg_ParseTuple(described.get(), "UUU", &before, &after, &op)) throw python_error();
-      api->before_object = Ref::borrow(before), api->after_object = Ref::borrow(after);
+      api->before = Ref::borrow(before), api->after = Ref::borrow(after);
       api->text_before = ",\"name\":" + spell_.quoted(before);
       api->text_before.pop_back();  // the quote: the number follows
       api->text_after = spell_.quoted(after).substr(1) + ",\"op\":" + spell_.quoted(op);
-      api->is_ascii = PyUnicode_IS_ASCII(before) && PyUnicode_IS_ASCII(after);
-      api->before = utf8(before), api->after = utf8(after);
+      api->is_ascii = PyUnicode_IS_COMPACT_ASCII(before) && PyUnicode_IS_COMPACT_ASCII(after);
+      if (PyUnicode_CompareWithASCIIString(after, ".forward") == 0) {
+        api->text_backward = ".backward\",\"op\":" + spell_.quoted(op);
+      }
       api->is_plain = true;
     }
     if (apis_.size() >= MAX_APIS) apis_.clear();
@@ -617,7 +610,7 @@ class Calls {
     append_number(line, open.id);
     const size_t without = line.size();
     const char* notes = "";
-    Ref exits;
+    bool is_followed = false;
     if (is_own_type(result)) {
       const at::Tensor& tensor = tensor_in(result);
       if (!is_plain(*tensor.unsafeGetTensorImpl())) return false;
@@ -625,8 +618,8 @@ class Calls {
         if (open.edges->is_handed_through(result)) {
           notes = ",\"notes\":[\"output.0 is handed through\"]";
         } else if (tensor.grad_fn()) {
-          exits = got(open.edges->exits_of(result));
-          if (exits.get() == Py_None) return false;
+          is_followed = open.edges->find_exits(result);
+          if (!is_followed) return false;
         }
       }
       if (is_mutated) lines_.forget(result);
@@ -641,52 +634,247 @@ class Calls {
     } else if (result != Py_None) {
       return false;
     }
-    if (exits) listen(open, exits.get());
+    if (is_followed) listen(open);
     const size_t with = line.size();
     line.append(notes).append("}\n");
     const bool written = log_.end_text(line, [&] {
       const size_t start = without + std::strlen(",\"outputs\":");
-      return end_line(open, with == without ? "null" : line.substr(start, with - start));
+      return end_line(open.id, with == without ? "null" : line.substr(start, with - start));
     });
     if (!written) throw python_error();
     return true;
   }
 
-  // As `Tape._trace`, of what was found by `exits_of`.
-  void listen(Open& open, PyObject* exits) {
+  // As `Tape._trace`, of what was found by `find_exits`.
+  void listen(Open& open) {
+    const std::vector<Exit>& exits = open.edges->exits();
+    if (exits.size() == 1 && !open.edges->is_nested() && !open.api->text_backward.empty()) {
+      open.edges->listen(std::make_shared<Followed>(
+          Ref::borrow(open.owner), *this, open.api, open.number, open.module, open.stack,
+          open.step, exits[0], !open.edges->is_one_node()));
+      return;
+    }
     const Ref& names = names_of(open);
-    PyObject* step = open.step.get();
-    const Py_ssize_t count = PyTuple_GET_SIZE(exits);
-    if (count == 1 && !open.edges->is_nested()) {
+    PyObject* common[] = {python_.tape.get(), names.get(), python_.keep.get(), open.stack.get(),
+                          open.step.get()};
+    if (exits.size() == 1 && !open.edges->is_nested()) {
       PyObject* kind = open.edges->is_one_node() ? python_.one_node.get() : python_.one_way.get();
-      PyObject* given[] = {python_.tape.get(), names.get(), python_.keep.get(), open.stack.get(),
-                           step, PyTuple_GET_ITEM(exits, 0)};
+      Ref spots = exits[0].spots();
+      PyObject* given[] = {common[0], common[1], common[2], common[3], common[4], spots.get()};
       Ref backward = got(PyObject_Vectorcall(kind, given, 6, nullptr));
       open.edges->listen(backward.get(), Py_None);
       return;
     }
-    Ref nothing = got(PyDict_New()), n_nodes = got(PyLong_FromSsize_t(1 + count));
-    PyObject* given[] = {python_.tape.get(), names.get(), python_.keep.get(), open.stack.get(),
-                         step, nothing.get(), n_nodes.get(), python_.no_aliases.get()};
+    Ref nothing = got(PyDict_New()), n_nodes = got(PyLong_FromSize_t(1 + exits.size()));
+    PyObject* given[] = {common[0], common[1],     common[2],     common[3],
+                         common[4], nothing.get(), n_nodes.get(), python_.no_aliases.get()};
     Ref backward = got(PyObject_Vectorcall(python_.any_way.get(), given, 8, nullptr));
     open.edges->listen(backward.get(), python_.output_spots.get());
   }
 
+  // -- Backward ------------------------------------------------------------------------------
+
+  // As `NodeBackward.incoming`.
+  bool entered(Followed& call, const variable_list& grads) override {
+    static PyObject* const recording = name("recording");
+    static PyObject* const is_open = name("is_open");
+    static PyObject* const step = name("step");
+    if (!python_.tape || tape_.get(recording).get() != Py_True) return true;
+    if (call.n_passes || tape_.get(is_open).get() != Py_True) return false;
+    Ref now = tape_.get(step);
+    const int same = PyObject_RichCompareBool(now.get(), call.step.get(), Py_EQ);
+    if (same < 0) throw python_error();
+    Ref thread = Ref::borrow(PyDict_GetItemWithError(place_dict().get(), thread_name()));
+    if (!same || !thread || !is_text(thread)) return false;
+    if (!attempt([&] { enter(call, thread, grads); })) gap_of_backward(call);
+    return true;
+  }
+
+  // As `NodeBackward.outgoing`, and `WayBackward.outgoing`. Not of what was entered in Python.
+  bool left(Followed& call, const variable_list& grads) override {
+    static PyObject* const recording = name("recording");
+    if (!python_.tape) return true;
+    Ref key = key_of(call);
+    Ref run = popped(key);
+    if (!run) {
+      if (call.is_in_python()) return false;
+      if (tape_.get(recording).get() != Py_True) return true;
+      if (call.is_way) {  // it came by way of a tensor that left the call unseen
+        if (!entered(call, {})) return false;
+        run = popped(key);
+      }
+    }
+    if (tape_.get(recording).get() != Py_True) return true;
+    if (!attempt([&] { leave(call, run, grads); })) gap_of_backward(call);
+    return true;
+  }
+
+  Ref backward_of(const Followed& call) override {
+    TORCH_CHECK(python_.tape, APART);
+    PyObject* kind = call.is_way ? python_.one_way.get() : python_.one_node.get();
+    Ref name = name_of(*call.api, call.number);
+    PyObject* parts[] = {call.api->api.get(), name.get(), call.module.get()};
+    Ref names = got(PyObject_Vectorcall(python_.call_names.get(), parts, 3, nullptr));
+    Exit exit{NodePtr(), call.positions, {}};
+    for (const Ref& path : call.paths) exit.paths.push_back(path.get());
+    Ref spots = exit.spots(), n_passes = got(PyLong_FromLong(call.n_passes));
+    PyObject* given[] = {python_.tape.get(), names.get(),     python_.keep.get(), call.stack.get(),
+                         call.step.get(),    spots.get(), n_passes.get()};
+    return got(PyObject_Vectorcall(kind, given, 7, nullptr));
+  }
+
+  static PyObject* thread_name() {
+    static PyObject* const thread = name("thread");
+    return thread;
+  }
+
+  Ref place_dict() const {
+    static PyObject* const dict = name("__dict__");
+    return attribute(python_.place, dict);
+  }
+
+  static Ref key_of(const Followed& call) {
+    return got(Py_BuildValue("(Ni)", PyLong_FromVoidPtr(const_cast<Followed*>(&call)),
+                             torch::autograd::get_current_graph_task_id()));
+  }
+
+  Ref running() const {
+    static PyObject* const running = name("running");
+    return tape_.get(running);
+  }
+
+  // The pass that is under way, which is over.
+  Ref popped(const Ref& key) const {
+    Ref passes = running();
+    Ref run = Ref::borrow(PyDict_GetItemWithError(passes.get(), key.get()));
+    if (!run && PyErr_Occurred()) throw python_error();
+    if (run && PyDict_DelItem(passes.get(), key.get()) < 0) throw python_error();
+    return run;
+  }
+
+  void enter(Followed& call, const Ref& thread, const variable_list& grads) {
+    static PyObject* const backward = name("backward");
+    static PyObject* const entered = name("entered");
+    static PyObject* const ids = name("ids");
+    static PyObject* const input = name("input");
+    static PyObject* const main_thread = name("MainThread");
+    const FunctionsOff off;
+    const Api& api = *call.api;
+    Ref key = key_of(call), name = backward_name(call);
+    PyObject* parts[] = {api.api.get(), name.get(), call.module.get(), backward};
+    Ref names = got(PyObject_Vectorcall(python_.call_names.get(), parts, 4, nullptr));
+    ++call.n_passes;
+    Ref number = got(PyIter_Next(tape_.get(ids).get()));
+    PyObject* given[] = {python_.tape.get(), key.get(), names.get(), python_.keep.get(),
+                         number.get()};
+    Ref run = got(PyObject_Vectorcall(python_.node_run.get(), given, 5, nullptr));
+    if (PyDict_SetItem(running().get(), key.get(), run.get()) < 0) throw python_error();
+    tape_.set(entered, run.get());
+    std::string line;
+    line.reserve(500);
+    line += "{\"type\":\"call\",\"id\":";
+    append_number(line, PyLong_AsLongLong(number.get()));
+    line += api.text_before;
+    append_number(line, call.number);
+    line += api.text_backward;
+    if (PyUnicode_GET_LENGTH(call.module.get())) {
+      line.append(",\"module\":").append(spell_.quoted(call.module.get()));
+    }
+    line += ",\"direction\":\"backward\"";
+    if (thread.get() != main_thread) {
+      line.append(",\"thread\":").append(spell_.quoted(thread.get()));
+    }
+    if (call.stack.get() != Py_None) {
+      line += ",\"stack\":";
+      append_number(line, PyLong_AsLongLong(call.stack.get()));
+    }
+    if (!grads.empty()) {
+      line += ",\"args\":[";
+      append_gradient(run, grads[0], input, python_.only_path.get(), python_.wants_input, line);
+      line += "]";
+    }
+    line += "}\n";
+    if (!log_.call_text(line)) throw python_error();
+  }
+
+  void leave(Followed& call, const Ref& run, const variable_list& grads) {
+    static PyObject* const entered = name("entered");
+    static PyObject* const id = name("id");
+    static PyObject* const output = name("output");
+    tape_.set(entered, Py_None);
+    if (!run || run.get() == Py_None) return;
+    const FunctionsOff off;
+    Ref number = attribute(run, id);
+    std::string outputs = "{\"dict\":[";
+    outputs.reserve(400);
+    for (size_t i = 0; i < call.paths.size(); ++i) {
+      PyObject* path = call.paths[i].get();
+      outputs.append(i ? ",[" : "[").append(spell_.quoted(PyTuple_GET_ITEM(path, 0))).append(",");
+      append_gradient(run, grads.at(call.positions[i]), output, path, python_.wants_output,
+                      outputs);
+      outputs += "]";
+    }
+    outputs += "]}";
+    std::string line = "{\"type\":\"end\",\"id\":";
+    const long long value = PyLong_AsLongLong(number.get());
+    append_number(line, value);
+    line.append(",\"outputs\":").append(outputs).append("}\n");
+    if (!log_.end_text(line, [&] { return end_line(value, outputs); })) throw python_error();
+  }
+
+  void append_gradient(const Ref& run, const at::Tensor& grad, PyObject* role, PyObject* path,
+                       bool wanted, std::string& text) {
+    if (!grad.defined()) {
+      text += "null";
+      return;
+    }
+    Ref object = got(THPVariable_Wrap(grad));
+    if (is_own_type(object.get()) && is_plain(*grad.unsafeGetTensorImpl())) {
+      if (!lines_.append(object.get(), false, role, path, wanted, python_.keep.get(), nullptr,
+                         text)) {
+        throw python_error();
+      }
+      return;
+    }
+    Ref tree = got(lines_.encoded(object.get(), run.get(), role, path,
+                                  wanted ? Py_True : Py_False, Py_False));
+    text += spell_.json(tree.get());
+  }
+
+  Ref backward_name(const Followed& call) const {
+    static PyObject* const backward = name(".backward");
+    return joined(*call.api, call.number, backward);
+  }
+
+  void gap_of_backward(const Followed& call) const {
+    static PyObject* const method = name("gap");
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) throw python_error();
+    Ref error = taken();
+    Ref name = backward_name(call);
+    got(PyObject_CallMethodObjArgs(python_.tape.get(), method, name.get(), error.get(), nullptr));
+  }
+
   // -- What Python goes on with --------------------------------------------------------------
 
-  Ref name_of(const Open& open) const {
-    const Api& api = *open.api;
-    if (api.is_ascii) {
-      std::string text = api.before;
-      append_number(text, open.number);
-      text += api.after;
-      Ref name = got(PyUnicode_New(text.size(), 127));
-      memcpy(PyUnicode_1BYTE_DATA(name.get()), text.data(), text.size());
-      return name;
+  static Ref joined(const Api& api, long long number, PyObject* after) {
+    if (!api.is_ascii) {
+      return got(PyUnicode_FromFormat("%U%lld%U", api.before.get(), number, after));
     }
-    return got(PyUnicode_FromFormat("%U%lld%U", api.before_object.get(), open.number,
-                                    api.after_object.get()));
+    char digits[24];
+    const size_t n = std::to_chars(digits, digits + sizeof digits, number).ptr - digits;
+    const size_t before_n = PyUnicode_GET_LENGTH(api.before.get());
+    const size_t after_n = PyUnicode_GET_LENGTH(after);
+    Ref name = got(PyUnicode_New(before_n + n + after_n, 127));
+    auto* data = PyUnicode_1BYTE_DATA(name.get());
+    memcpy(data, PyUnicode_1BYTE_DATA(api.before.get()), before_n);
+    memcpy(data + before_n, digits, n);
+    memcpy(data + before_n + n, PyUnicode_1BYTE_DATA(after), after_n);
+    return name;
   }
+  static Ref name_of(const Api& api, long long number) {
+    return joined(api, number, api.after.get());
+  }
+  static Ref name_of(const Open& open) { return name_of(*open.api, open.number); }
 
   const Ref& names_of(Open& open) const {
     if (!open.names) {
@@ -719,10 +907,10 @@ class Calls {
     return got(PyObject_Vectorcall(python_.open_call.get(), given, 8, nullptr));
   }
 
-  Ref end_line(const Open& open, const std::string& outputs) const {
+  Ref end_line(long long id, const std::string& outputs) const {
     Ref bytes = got(PyBytes_FromStringAndSize(outputs.data(), outputs.size()));
     Ref tree = got(PyObject_CallOneArg(python_.raw.get(), bytes.get()));
-    Ref given = got(Py_BuildValue("{s:L,s:O}", "id", open.id, "outputs", tree.get()));
+    Ref given = got(Py_BuildValue("{s:L,s:O}", "id", id, "outputs", tree.get()));
     Ref nothing = got(PyTuple_New(0));
     return got(PyObject_Call(python_.end_line.get(), nothing.get(), given.get()));
   }

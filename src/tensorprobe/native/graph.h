@@ -53,7 +53,7 @@ class Listener {
         spots_(std::move(spots)),
         positions_(std::move(positions)) {}
 
-  ~Listener() {  // in whatever thread the graph is freed
+  virtual ~Listener() {  // in whatever thread the graph is freed
     if (!Py_IsInitialized()) {
       backward_.release();  // Python has gone, and its objects with it
       spots_.release();
@@ -63,20 +63,20 @@ class Listener {
     backward_ = spots_ = Ref();
   }
 
-  void incoming(const variable_list& grads) const {
+  virtual void incoming(const variable_list& grads) {
     static PyObject* const method = PyUnicode_InternFromString("incoming");
     static const std::vector<size_t> first{0};
     call(method, grads, grads.empty() ? 0 : 1, first);
   }
 
-  void outgoing(const variable_list& grads) const {
+  virtual void outgoing(const variable_list& grads) {
     static PyObject* const method = PyUnicode_InternFromString("outgoing");
     const size_t count = positions_.empty() ? 0 : positions_.back() + 1;
     call(method, grads, count, positions_);
   }
 
   // `backward` may be called as a hook of Python.
-  Ref python_hook() const {
+  virtual Ref python_hook() {
     Ref hook = Ref::borrow(backward_.get());
     if (spots_) hook = Ref::steal(PyObject_CallMethod(hook.get(), "hook", "(O)", spots_.get()));
     if (!hook) throw python_error();
@@ -84,10 +84,13 @@ class Listener {
   }
 
   // For compiled autograd, which takes hooks of Python.
-  c10::SafePyObject as_hook() const {
+  c10::SafePyObject as_hook() {
     pybind11::gil_scoped_acquire gil;
     return c10::SafePyObject(python_hook().release(), getPyInterpreter());
   }
+
+ protected:
+  Ref backward_;
 
  private:
   // The method, given as many gradients; those that it does not look at are None.
@@ -109,7 +112,7 @@ class Listener {
     if (!done) throw python_error();
   }
 
-  Ref backward_, spots_;
+  Ref spots_;
   std::vector<size_t> positions_;  // in order
 };
 
@@ -212,8 +215,19 @@ class Edges {
   // None where there is more to it, which `trace_call` finds. Where it `is_nested`, or left at
   // several nodes, it is for a `Backward`.
   PyObject* exits_of(PyObject* object) {
+    if (!find_exits(object)) Py_RETURN_NONE;
+    Ref all = Ref::steal(PyTuple_New(exits_.size()));
+    if (!all) return nullptr;
+    for (size_t i = 0; i < exits_.size(); ++i) {
+      PyTuple_SET_ITEM(all.get(), i, exits_[i].spots().release());
+    }
+    return all.release();
+  }
+
+  // The same without telling of it.
+  bool find_exits(PyObject* object) {
     const NodePtr first = own_node(object);
-    if (!first || has_aliases_) Py_RETURN_NONE;
+    if (!first || has_aliases_) return false;
     std::vector<Exit> exits;
     std::vector<PyObject*> paths;
     std::vector<NodePtr> todo{first}, seen{first};
@@ -230,7 +244,7 @@ class Edges {
         if (path != nullptr) {
           if (PyTuple_GET_SIZE(path) != 1) is_nested_ = true;  // of a list of inputs
           // used twice, so that gradients add up
-          if (std::find(paths.begin(), paths.end(), path) != paths.end()) Py_RETURN_NONE;
+          if (std::find(paths.begin(), paths.end(), path) != paths.end()) return false;
           paths.push_back(path);
           exit.positions.push_back(position);
           exit.paths.push_back(path);
@@ -244,10 +258,14 @@ class Edges {
       }
       if (!exit.paths.empty()) exits.push_back(std::move(exit));
     }
-    if (exits.empty()) Py_RETURN_NONE;
-    if (exits.size() == 1 && !is_nested_ && !are_in_order(exits[0].paths)) Py_RETURN_NONE;
-    return ways(first, std::move(exits));
+    if (exits.empty()) return false;
+    if (exits.size() == 1 && !is_nested_ && !are_in_order(exits[0].paths)) return false;
+    first_ = first;
+    exits_ = std::move(exits);
+    return true;
   }
+
+  const std::vector<Exit>& exits() const { return exits_; }
 
   // Whether a gradient goes to a tensor inside of a list of inputs, as found by `exits_of`.
   bool is_nested() const { return is_nested_; }
@@ -300,19 +318,24 @@ class Edges {
   // given.
   void listen(PyObject* backward, PyObject* output_spots) {
     TORCH_CHECK(first_, "nothing was found");
-    const NodePtr first = std::exchange(first_, NodePtr());
-    const std::vector<Exit> exits = std::exchange(exits_, {});
     const bool told = output_spots != Py_None;
     auto listener = std::make_shared<Listener>(Ref::borrow(backward),
                                                told ? Ref::borrow(output_spots) : Ref(),
-                                               told ? std::vector<size_t>{} : exits[0].positions);
+                                               told ? std::vector<size_t>{} : exits_[0].positions);
+    listen(std::move(listener), told ? backward : nullptr);
+  }
+
+  // Have them tell a listener; where a `backward` is given, each exit has one of its own for it.
+  void listen(std::shared_ptr<Listener> listener, PyObject* backward = nullptr) {
+    const NodePtr first = std::exchange(first_, NodePtr());
+    const std::vector<Exit> exits = std::exchange(exits_, {});
     if (has_python_hooks(first->pre_hooks(), "N5torch8autograd17PyFunctionPreHookE")) {
       registered(torch::autograd::registerFunctionPreHook(*first, listener->python_hook().get()));
     } else {
       first->add_pre_hook(std::make_unique<Incoming>(listener));
     }
     for (const Exit& exit : exits) {
-      if (told) {
+      if (backward != nullptr) {
         listener =
             std::make_shared<Listener>(Ref::borrow(backward), exit.spots(), exit.positions);
       }

@@ -450,6 +450,7 @@ PyObject* new_calls(PyTypeObject* type, PyObject*, PyObject* parts) {
     python.one_node = part(parts, "one_node");
     python.one_way = part(parts, "one_way");
     python.any_way = part(parts, "any_way");
+    python.node_run = part(parts, "node_run");
     python.wants_input = part(parts, "wants_input").get() == Py_True;
     python.wants_output = part(parts, "wants_output").get() == Py_True;
     Lines& lines = in<Lines>(python.lines.get());
@@ -465,7 +466,7 @@ PyObject* new_calls(PyTypeObject* type, PyObject*, PyObject* parts) {
 PyObject* calls_call(PyObject* self, Arguments args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
     if (!takes("call", count, 4, 4)) return nullptr;
-    return in<Calls>(self).call(args[0], args[1], args[2], args[3], not_plain);
+    return in<Calls>(self).call(self, args[0], args[1], args[2], args[3], not_plain);
   });
 }
 
