@@ -81,7 +81,7 @@ class Calls : public Follower {
       PyErr_Clear();  // it comes again in Python
     }
     if (!is_plain) return Py_NewRef(not_plain);
-    open.number = next_number(open.api->api.get());
+    open.number = next_number(*open.api);
     const bool begun = attempt([&] { begin(open, place.get(), args, kwargs); });
     if (!begun && !gap(open)) return nullptr;
     Ref result = Ref::steal(PyObject_Call(func, args, kwargs));
@@ -342,16 +342,24 @@ class Calls : public Follower {
   // -- The beginning -------------------------------------------------------------------------
 
   // As `capture.naming.Counter.next_name`.
-  long long next_number(PyObject* api) const {
+  long long next_number(const Api& api) const {
     static PyObject* const by_api = name("_by_api");
     static PyObject* const make = name("_new");
-    Ref counts = counter_.get(by_api);
-    Ref known = Ref::borrow(PyDict_GetItemWithError(counts.get(), api));
-    if (!known) {
-      if (PyErr_Occurred()) throw python_error();
-      known = got(PyObject_CallMethodOneArg(python_.counter.get(), make, api));
+    Ref counts = counter_.get(by_api);  // another with every step
+    if (counts.get() != api.counts.get()) {
+      Ref known = Ref::borrow(PyDict_GetItemWithError(counts.get(), api.api.get()));
+      if (!known) {
+        if (PyErr_Occurred()) throw python_error();
+        known = got(PyObject_CallMethodOneArg(python_.counter.get(), make, api.api.get()));
+        counts = Ref();  // it may be in another by now
+      }
+      const Ref count = Ref::borrow(PyTuple_GetItem(known.get(), 0));
+      if (!count) throw python_error();
+      api.count = count, api.counts = counts;
+      return next_of(count.get());
     }
-    return next_of(PyTuple_GetItem(known.get(), 0));
+    const Ref count = api.count;
+    return next_of(count.get());
   }
 
   static long long next_of(PyObject* count) {
@@ -369,6 +377,7 @@ class Calls : public Follower {
     const FunctionsOff off;
     std::string arguments;
     arguments.reserve(600);
+    open.inputs.reserve(4);
     append_arguments(open, args, kwargs, arguments);
     for (Input& input : open.inputs) input.version = version_in(input.tensor);
     std::string notes;
@@ -380,6 +389,7 @@ class Calls : public Follower {
     if (open.grad) {
       open.own_edges = std::make_unique<Edges>();
       open.edges = open.own_edges.get();
+      open.edges->expect(open.inputs.size());
       for (const Input& input : open.inputs) open.edges->add(input.tensor.get(), input.path.get());
       if (open.edges->has_functions()) {
         PyObject* edges = edges_object(open).get();

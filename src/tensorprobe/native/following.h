@@ -18,6 +18,7 @@ struct Api {
   Ref before, after;                    // around the number, in a call's name
   std::string text_before, text_after;  // likewise in its line, up to the op
   std::string text_backward;            // that of its backward
+  mutable Ref counts, count;            // what gives numbers now, and what it is in
 };
 
 class Followed;

@@ -181,6 +181,8 @@ class Edges {
     }
   }
 
+  void expect(size_t count) { inputs_.reserve(count); }
+
   // Note one more input.
   void add(PyObject* object, PyObject* path) {
     if (!is_tensor(object)) return;

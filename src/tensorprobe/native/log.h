@@ -139,14 +139,16 @@ class Log {
 
   static void count(const Fields& fields, const Ref& name, Py_ssize_t more) {
     Ref before = fields.get(name.get());
-    Ref added = called(PyLong_FromSsize_t(more));
-    Ref after = called(PyNumber_Add(before.get(), added.get()));
+    const long long value = PyLong_AsLongLong(before.get());
+    if (value == -1 && PyErr_Occurred()) throw python_error();
+    Ref after = called(PyLong_FromLongLong(value + more));
     fields.set(name.get(), after.get());
   }
 
   // Writes the lines that wait, and then the `last`. The log's lock is held.
   bool write(const Ref& step, const Ref& lines, const std::string* last = nullptr) {
     std::string text;
+    text.reserve(1500);
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(lines.get()); ++i) {
       PyObject* part = PyList_GET_ITEM(lines.get(), i);
       if (!PyBytes_Check(part)) {
