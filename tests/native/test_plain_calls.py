@@ -1,4 +1,4 @@
-"""Torch calls that are recorded in C++ from the mode to their lines, and what stands in their way."""
+"""Torch calls recorded in C++, from the mode to their lines, and what stands in their way."""
 
 from __future__ import annotations
 
