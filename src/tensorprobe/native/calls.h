@@ -440,7 +440,7 @@ class Calls : public Follower {
   }
 
   // As `Stacks.current`, of the program's own frame: the mode's is the one this is called from.
-  Ref stack_number(PyObject* place) const {
+  Ref stack_number(PyObject* place) {
     static PyObject* const frame = name("frame");
     static PyObject* const stack = name("stack");
     static PyObject* const current = name("current");
@@ -460,9 +460,40 @@ class Calls : public Follower {
     if (!number && PyErr_Occurred()) throw python_error();
     const int told = number ? PySet_Contains(python_.told_stacks.get(), number.get()) : 0;
     if (told < 0) throw python_error();
-    if (told) return number;
+    if (told || (number && tell_again(number))) return number;
     return got(PyObject_CallMethodObjArgs(python_.stacks.get(), current, one, base.get(),
                                           base_id.get(), nullptr));
+  }
+
+  // Every step is told its stacks: one that an earlier step was told is the same text.
+  bool tell_again(const Ref& number) {
+    Ref line = stack_line(number);
+    if (!line || !log_.wait(line)) return false;
+    if (PySet_Add(python_.told_stacks.get(), number.get()) < 0) throw python_error();
+    return true;
+  }
+
+  Ref stack_line(const Ref& number) {
+    const long long id = PyLong_AsLongLong(number.get());
+    auto known = stack_lines_.find(id);
+    if (known != stack_lines_.end()) return known->second;
+    const Ref frames = Ref::borrow(PyDict_GetItemWithError(python_.stack_frames.get(),
+                                                           number.get()));
+    Ref line;
+    const bool is_made = frames && attempt([&] {
+      std::string text = "{\"type\":\"stack\",\"id\":";
+      append_number(text, id);
+      text.append(",\"frames\":").append(spell_.json(frames.get())).append("}\n");
+      line = got(PyBytes_FromStringAndSize(text.data(), text.size()));
+    });
+    if (!is_made) {  // a file whose name is not UTF-8
+      if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) throw python_error();
+      PyErr_Clear();
+      return Ref();
+    }
+    if (stack_lines_.size() >= MAX_STACKS) stack_lines_.clear();
+    stack_lines_[id] = line;
+    return line;
   }
 
   // -- Arguments -----------------------------------------------------------------------------
@@ -974,6 +1005,7 @@ class Calls : public Follower {
   }
 
   static constexpr long MAX_FRAMES = 200;
+  static constexpr size_t MAX_STACKS = 5'000;
 
   Recording python_;
   Lines& lines_;
@@ -984,6 +1016,7 @@ class Calls : public Follower {
   Spoken module_text_, parent_text_;
   std::unordered_map<PyObject*, std::shared_ptr<const Api>> apis_;
   std::unordered_map<PyObject*, std::pair<Ref, std::string>> words_;
+  std::unordered_map<long long, Ref> stack_lines_;  // by the stack's number
 };
 
 }  // namespace tensorprobe

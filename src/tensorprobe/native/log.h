@@ -76,13 +76,18 @@ class Log {
       if (!line) return false;
       return static_cast<bool>(Ref::steal(PyObject_CallOneArg(end_.get(), line.get())));
     }
-    Ref lines = Fields(step.get()).get(lines_.get());
-    Ref bytes = called(PyBytes_FromStringAndSize(text.data(), text.size()));
-    if (PyList_Append(lines.get(), bytes.get()) < 0) return false;
-    Ref asleep = fields_.get(asleep_.get());
-    if (asleep.get() != Py_True) return true;
-    return static_cast<bool>(
-        Ref::steal(PyObject_CallMethodNoArgs(writer_.get(), wake_.get())));
+    add(step, called(PyBytes_FromStringAndSize(text.data(), text.size())));
+    return true;
+  }
+
+  // Let a line wait for the next write; false where something is not as a rule, and it does not.
+  bool wait(const Ref& bytes) {
+    TORCH_CHECK(writer_, APART);
+    Ref step = fields_.get(step_.get());
+    if (step.get() == Py_None) return true;
+    if (is_unusual(step)) return false;
+    add(step, bytes);
+    return true;
   }
 
   int traverse(visitproc visit, void* arg) const {
@@ -120,6 +125,14 @@ class Log {
    private:
     Ref release_;
   };
+
+  void add(const Ref& step, const Ref& bytes) {
+    Ref lines = Fields(step.get()).get(lines_.get());
+    if (PyList_Append(lines.get(), bytes.get()) < 0) throw python_error();
+    if (fields_.get(asleep_.get()).get() == Py_True) {
+      called(PyObject_CallMethodNoArgs(writer_.get(), wake_.get()));
+    }
+  }
 
   // Nothing where it cannot be, which the writer's own method says.
   Ref encoded(PyObject* line) const {
