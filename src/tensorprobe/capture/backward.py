@@ -97,7 +97,7 @@ class NodeBackward(_Followed):
                 if not tape.is_open:
                     tape.open_step()
                 self.n_passes = n_passes = self.n_passes + 1
-                run = _NodeRun(tape, key, names, self.keep, next(tape.ids))
+                run = NodeRun(tape, key, names, self.keep, next(tape.ids))
                 tape.entered = tape.running[key] = run
                 args: list[Any] = [*grads[:1]]
                 if args and args[0] is not None:
@@ -257,7 +257,7 @@ class Run(msgspec.Struct, eq=False, gc=False):
         raise NotImplementedError
 
 
-class _NodeRun(Run):
+class NodeRun(Run):
     """A pass through a call that is entered once and left once, and over then."""
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -10,15 +11,18 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from tensorprobe import native
 from tensorprobe.capture import compiled
-from tensorprobe.capture.hidden_state import writes_in_place
-from tensorprobe.capture.naming import ApiName, CallNames, Namer, is_noise
+from tensorprobe.capture.hidden_state import WRITES_STATISTICS, writes_in_place
+from tensorprobe.capture.naming import ApiName, CallNames, Namer, is_noise, name_parts
 from tensorprobe.capture.spelling import Spelling
 from tensorprobe.capture.steps import optimizers_in_round
 from tensorprobe.capture.tape import Tape
 
 # Calls that tell the recorder something even where calls are not recorded.
 SCALER_UPDATE = "_amp_update_scale_"
+# What a call in C++ comes to where Python is to do all of it.
+_NOT_PLAIN: Any = None if native.MODULE is None else native.MODULE.NOT_PLAIN
 _is_grad_enabled = torch.is_grad_enabled
 _interpreter_stack = torch._C._functorch.peek_interpreter_stack
 _is_compiling = torch.compiler.is_compiling
@@ -59,6 +63,7 @@ class UserCalls(TorchFunctionMode):
         self._plans: dict[Any, ApiName | None] = {}
         self.dispatch_depth = 0  # dispatch modes on the stack while backward runs
         self.passes_on = False  # whether `passed_on` is to be asked
+        self.swift: Any = None  # as `Tape.plain_calls` says
 
     def called(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A call: make it, and return what it returns."""
@@ -69,6 +74,10 @@ class UserCalls(TorchFunctionMode):
     ) -> Any:
         if _is_traced():  # dynamo traces this line: leave no mark in its graph
             return func(*args) if kwargs is None else func(*args, **kwargs)
+        if self.swift is not None:  # most calls are recorded in C++
+            result = self.swift(self, func, args, kwargs)
+            if result is not _NOT_PLAIN:
+                return result
         try:
             api = self._plans[func]
         except KeyError:
@@ -159,6 +168,16 @@ def _passed(tape: Tape, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: 
     return result
 
 
+def _describe_plain(api: ApiName, *, spells: bool) -> tuple[str, str, str] | None:
+    """What the calls of an API are named, around their number, and its op; None where `CallMode`
+    does something more of them."""
+    if api.prefix in ("Aten", "Distributed") or api.api in ("__deepcopy__", SCALER_UPDATE):
+        return None
+    if api.op in WRITES_STATISTICS or (spells and api.prefix == "Tensor"):
+        return None
+    return (*name_parts(api, "forward"), api.op)
+
+
 class CallMode(UserCalls):
     """Records each call."""
 
@@ -176,6 +195,9 @@ class CallMode(UserCalls):
         self._on_scaler_update = on_scaler_update
         self._runs = compiled.Runs()
         self._spell = Spelling(__file__) if tape.config.operators == "dunder" else None
+        if not self.passes_on:
+            describe = functools.partial(_describe_plain, spells=self._spell is not None)
+            self.swift = tape.plain_calls(self._plans, describe)
 
     def called(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         tape = self._tape

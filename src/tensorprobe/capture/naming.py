@@ -161,11 +161,11 @@ def optimizer_name(class_name: str, qualified: str = "") -> ApiName:
 
 def call_name(api: ApiName, number: int, direction: Direction = "forward") -> str:
     """The full name of the `number`-th call of `api` in its step."""
-    before, after = _name_parts(api, direction)
+    before, after = name_parts(api, direction)
     return f"{before}{number}{after}"
 
 
-def _name_parts(api: ApiName, direction: Direction) -> tuple[str, str]:
+def name_parts(api: ApiName, direction: Direction) -> tuple[str, str]:
     """What stands before and after the number in the name of a call."""
     prefix, name, _ = api
     if prefix == "Module":
@@ -241,7 +241,7 @@ class Counter:
     def _new(self, api: ApiName) -> tuple[itertools.count[int], str, str]:
         # setdefault: of two threads that come here at once, both get the one that stays
         count = self._counts.setdefault((api.prefix, api.api), itertools.count())
-        found = self._by_api[api] = (count, *_name_parts(api, "forward"))
+        found = self._by_api[api] = (count, *name_parts(api, "forward"))
         return found
 
     def reset(self) -> None:

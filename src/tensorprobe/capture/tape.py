@@ -9,12 +9,20 @@ from types import FrameType
 from typing import Any
 
 import torch
+from msgspec import Raw
 from torch.autograd.function import BackwardCFunction
 
 from tensorprobe import native
-from tensorprobe.capture.backward import Backward, ModuleBackward, NodeBackward, Run, WayBackward
+from tensorprobe.capture.backward import (
+    Backward,
+    ModuleBackward,
+    NodeBackward,
+    NodeRun,
+    Run,
+    WayBackward,
+)
 from tensorprobe.capture.calls import OpenCall
-from tensorprobe.capture.encode import PLAIN_TENSORS, encode, map_tensors, nest
+from tensorprobe.capture.encode import PLAIN_TENSORS, POSITIONS, encode, map_tensors, nest
 from tensorprobe.capture.gradients import (
     ONLY,
     InputEdges,
@@ -47,7 +55,15 @@ from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig
 from tensorprobe.devices import autocast_dtypes
 from tensorprobe.records import Role
-from tensorprobe.store.lines import NO_TENSORS, CallLine, EndLine, GapLine, StackLine, TensorLine
+from tensorprobe.store.lines import (
+    NO_TENSORS,
+    CallLine,
+    EndLine,
+    GapLine,
+    StackLine,
+    TensorLine,
+    encode_now,
+)
 from tensorprobe.store.writer import CaptureWriter
 
 # While it is entered, tensors are read without any function mode or subclass taking notice. It is
@@ -202,6 +218,56 @@ class Tape:
             return names.but(wanted=False)
         return None
 
+    def plain_calls(
+        self,
+        plans: dict[Any, ApiName | None],
+        describe: Callable[[ApiName], tuple[str, str, str] | None],
+    ) -> Any:
+        """What makes and records a call in C++, `(mode, func, args, kwargs)`, or gives NOT_PLAIN of
+        `native.MODULE` and has done nothing. None where there is none: not every call is
+        recorded, or contents are kept by the names of their calls.
+
+        `plans` has the names of functions. `describe` says what the calls of an API are named,
+        around their number, and its op; None where none is plain.
+        """
+        lines, log, keep = self.lines.native, self.writer.log, self._keep
+        if lines is None or log is None or keep in (None, "tensors") or not self._values.nameless:
+            return None
+        if not self.everything or type(self) is not Tape or not self._sees_functions:
+            return None
+        ids, frames, told = self._stacks.tables()
+        return native.MODULE.Calls(
+            tape=self,
+            lines=lines,
+            log=log,
+            plans=plans,
+            describe=describe,
+            counter=self.counter,
+            place=self.place,
+            keep=keep,
+            stacks=self._stacks if self.config.stacks else None,
+            known_stacks=ids,
+            stack_frames=frames,
+            told_stacks=told,
+            compiler=vars(torch.compiler),
+            state_notes=_state_notes,
+            encode=encode_now,
+            positions=POSITIONS,
+            only_path=ONLY,
+            output_spots=_OUTPUT_SPOTS,
+            no_aliases=_NO_ALIASES,
+            open_call=OpenCall,
+            call_names=CallNames,
+            end_line=EndLine,
+            raw=Raw,
+            one_node=NodeBackward,
+            one_way=WayBackward,
+            any_way=Backward,
+            node_run=NodeRun,
+            wants_input=self.wants_input,
+            wants_output=self.wants_output,
+        ).call
+
     def begin(
         self,
         names: CallNames,
@@ -260,7 +326,7 @@ class Tape:
                 if grad:
                     call.edges = edges = self._note_edges(call.inputs)
                     if self._sees_functions and edges.has_functions:
-                        self._record_functions(whole(edges).functions)
+                        self._record_functions_of(edges)
                 if call.keep == "tensors" and (may_draw(names.api) if random is None else random):
                     with Quiet():
                         call.draws = random_state(args, kwargs)
@@ -330,9 +396,12 @@ class Tape:
                     self._trace(call, edges, outputs, tracer)
                 self.writer.end(line)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            self.gap(call.names.name, error)
-            if call.written:
-                self.writer.end(EndLine(id=call.id, notes=["what it returned is not recorded"]))
+            self._end_failed(call, error)
+
+    def _end_failed(self, call: OpenCall, error: Exception) -> None:
+        self.gap(call.names.name, error)
+        if call.written:
+            self.writer.end(EndLine(id=call.id, notes=["what it returned is not recorded"]))
 
     def _forget_arguments(
         self, names: frozenset[str], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -380,7 +449,7 @@ class Tape:
             if not isinstance(edges, InputEdges):
                 exits = edges.exits_of(output)
                 if exits is not None:
-                    if len(exits) > 1:
+                    if len(exits) > 1 or edges.is_nested:
                         self._listen(call, edges, len(exits))
                         return
                     kind = NodeBackward if edges.is_one_node else WayBackward
@@ -556,6 +625,9 @@ class Tape:
         for reason in trace.gaps:
             self.gap(backward.name, reason)
         self._leaf_listeners += listen(trace, backward.incoming, backward.outgoing)
+
+    def _record_functions_of(self, edges: Any) -> None:
+        self._record_functions(whole(edges).functions)
 
     def _record_functions(self, functions: list[tuple[torch.Tensor, Any]]) -> None:
         """Custom autograd.Functions: `apply` is no torch call, but their node is in the graph."""

@@ -54,9 +54,10 @@ class TensorLines:
         self._dtypes: dict[torch.dtype, tuple[str, bool]] = {}  # name, and whether it is wanted
         self._heads: dict[_Kind, _Head] = {}
         self.encoded, self.arguments = self._encoded, self._arguments
+        self.native: Any = None
         if values is not None and values.contents is not None:
             # the same in C++, which asks here for what is not plain
-            lines = native.MODULE.Lines(
+            self.native = lines = native.MODULE.Lines(
                 values.contents, Raw, self._head, self._encoded, self.repeated, self.encoder,
                 encode_tree, ATOMS, POSITIONS, MAX_TEXT,
             )  # fmt: skip

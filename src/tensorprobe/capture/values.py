@@ -77,6 +77,7 @@ class Values:
         self.of, self.forget = self._of, self._forget
         # The same in C++: of plain tensors it knows the storages and numbers by itself.
         self.contents: Any = None
+        self.nameless = not checksums  # statistics are all that is made, and nobody asks whose
         if native.MODULE is not None:
             submit = None if checksums else summarizer.submit
             self.contents = native.MODULE.Contents(

@@ -1,6 +1,7 @@
 // Contents that have a number: what `capture.values.Values` does of plain tensors.
 #pragma once
 
+#include <string>
 #include <unordered_map>
 
 #include "python.h"
@@ -50,6 +51,27 @@ class Contents {
       PyObject* arguments[] = {tensor, form, call, role, label, keep};
       return PyObject_Vectorcall(otherwise_.get(), arguments, 6, nullptr);
     }
+    return of_plain(tensor, form, call, role, label, keep);
+  }
+
+  // Whether a content needs no more than statistics: nobody asks whose it is.
+  bool is_nameless(PyObject* keep) const {
+    return submit_ && submit_.get() != Py_None && !is_tensors(keep);
+  }
+
+  // Writes the number at the end of a text; nobody asks whose content it is.
+  bool append_number(PyObject* tensor, PyObject* form, PyObject* role, PyObject* label,
+                     PyObject* keep, std::string& text) {
+    Ref number = Ref::steal(of(tensor, form, Py_None, role, label, keep));
+    if (!number) return false;
+    const long long value = PyLong_AsLongLong(number.get());
+    if (value == -1 && PyErr_Occurred()) return false;
+    text += std::to_string(value);
+    return true;
+  }
+
+  PyObject* of_plain(PyObject* tensor, PyObject* form, PyObject* call, PyObject* role,
+                     PyObject* label, PyObject* keep) {
     const View view = view_of(*tensor_in(tensor).unsafeGetTensorImpl(), form);
     auto found = numbers_.find(view);
     if (found != numbers_.end()) return PyLong_FromLongLong(found->second);

@@ -53,7 +53,7 @@ class Listener {
         spots_(std::move(spots)),
         positions_(std::move(positions)) {}
 
-  ~Listener() {  // in whatever thread the graph is freed
+  virtual ~Listener() {  // in whatever thread the graph is freed
     if (!Py_IsInitialized()) {
       backward_.release();  // Python has gone, and its objects with it
       spots_.release();
@@ -63,20 +63,20 @@ class Listener {
     backward_ = spots_ = Ref();
   }
 
-  void incoming(const variable_list& grads) const {
+  virtual void incoming(const variable_list& grads) {
     static PyObject* const method = PyUnicode_InternFromString("incoming");
     static const std::vector<size_t> first{0};
     call(method, grads, grads.empty() ? 0 : 1, first);
   }
 
-  void outgoing(const variable_list& grads) const {
+  virtual void outgoing(const variable_list& grads) {
     static PyObject* const method = PyUnicode_InternFromString("outgoing");
     const size_t count = positions_.empty() ? 0 : positions_.back() + 1;
     call(method, grads, count, positions_);
   }
 
   // `backward` may be called as a hook of Python.
-  Ref python_hook() const {
+  virtual Ref python_hook() {
     Ref hook = Ref::borrow(backward_.get());
     if (spots_) hook = Ref::steal(PyObject_CallMethod(hook.get(), "hook", "(O)", spots_.get()));
     if (!hook) throw python_error();
@@ -84,10 +84,13 @@ class Listener {
   }
 
   // For compiled autograd, which takes hooks of Python.
-  c10::SafePyObject as_hook() const {
+  c10::SafePyObject as_hook() {
     pybind11::gil_scoped_acquire gil;
     return c10::SafePyObject(python_hook().release(), getPyInterpreter());
   }
+
+ protected:
+  Ref backward_;
 
  private:
   // The method, given as many gradients; those that it does not look at are None.
@@ -109,7 +112,7 @@ class Listener {
     if (!done) throw python_error();
   }
 
-  Ref backward_, spots_;
+  Ref spots_;
   std::vector<size_t> positions_;  // in order
 };
 
@@ -166,36 +169,44 @@ inline bool is_function(const Node& node) {
 // The graph just before a call, as `capture.gradients.InputEdges`, of which it is the short form.
 class Edges {
  public:
+  Edges() : start_(at::sequence_number::peek()) {}
+
   // `inputs` is a list of (tensor, path).
-  explicit Edges(PyObject* inputs) : start_(at::sequence_number::peek()) {
+  explicit Edges(PyObject* inputs) : Edges() {
     const Py_ssize_t count = PyList_GET_SIZE(inputs);
     inputs_.reserve(count);
     for (Py_ssize_t i = 0; i < count; ++i) {
       PyObject* item = PyList_GET_ITEM(inputs, i);
-      PyObject* object = PyTuple_GET_ITEM(item, 0);
-      if (!is_tensor(object)) continue;
-      const at::Tensor& tensor = tensor_in(object);
-      Input input{Ref::borrow(item), tensor.unsafeGetTensorImpl()};
-      input.needs = tensor.requires_grad();
-      input.is_view = tensor.is_view() && !tensor.is_inference();
-      if (input.is_view) input.version = tensor._version();
-      if (input.needs) {
-        input.node = tensor.grad_fn();
-        if (input.node) {
-          input.number = tensor.output_nr();
-          has_functions_ = has_functions_ || is_function(*input.node);
-        } else {
-          has_leaves_ = true;
-        }
-        for (const Input& other : inputs_) {
-          if (other.needs && other.node.get() == input.node.get() &&
-              other.number == input.number && (input.node || other.impl == input.impl)) {
-            has_aliases_ = true;
-          }
+      add(PyTuple_GET_ITEM(item, 0), PyTuple_GET_ITEM(item, 1));
+    }
+  }
+
+  void expect(size_t count) { inputs_.reserve(count); }
+
+  // Note one more input.
+  void add(PyObject* object, PyObject* path) {
+    if (!is_tensor(object)) return;
+    const at::Tensor& tensor = tensor_in(object);
+    Input input{Ref::borrow(object), Ref::borrow(path), tensor.unsafeGetTensorImpl()};
+    input.needs = tensor.requires_grad();
+    input.is_view = tensor.is_view() && !tensor.is_inference();
+    if (input.is_view) input.version = tensor._version();
+    if (input.needs) {
+      input.node = tensor.grad_fn();
+      if (input.node) {
+        input.number = tensor.output_nr();
+        has_functions_ = has_functions_ || is_function(*input.node);
+      } else {
+        has_leaves_ = true;
+      }
+      for (const Input& other : inputs_) {
+        if (other.needs && other.node.get() == input.node.get() &&
+            other.number == input.number && (input.node || other.impl == input.impl)) {
+          has_aliases_ = true;
         }
       }
-      inputs_.push_back(std::move(input));
     }
+    inputs_.push_back(std::move(input));
   }
 
   bool has_functions() const { return has_functions_; }
@@ -203,13 +214,26 @@ class Edges {
 
   // What is to be found of a call that returned one tensor, whose node it is entered at in
   // backward: the spots of each node that it is left at, for `listen` to have them tell of it.
-  // None where there is more to it, which `trace_call` finds.
+  // None where there is more to it, which `trace_call` finds. Where it `is_nested`, or left at
+  // several nodes, it is for a `Backward`.
   PyObject* exits_of(PyObject* object) {
+    if (!find_exits(object)) Py_RETURN_NONE;
+    Ref all = Ref::steal(PyTuple_New(exits_.size()));
+    if (!all) return nullptr;
+    for (size_t i = 0; i < exits_.size(); ++i) {
+      PyTuple_SET_ITEM(all.get(), i, exits_[i].spots().release());
+    }
+    return all.release();
+  }
+
+  // The same without telling of it.
+  bool find_exits(PyObject* object) {
     const NodePtr first = own_node(object);
-    if (!first || has_aliases_) Py_RETURN_NONE;
+    if (!first || has_aliases_) return false;
     std::vector<Exit> exits;
     std::vector<PyObject*> paths;
     std::vector<NodePtr> todo{first}, seen{first};
+    is_nested_ = false;
     while (!todo.empty()) {
       const NodePtr node = std::move(todo.back());
       todo.pop_back();
@@ -220,9 +244,9 @@ class Edges {
         if (!edge.function) continue;
         PyObject* path = find(edge);
         if (path != nullptr) {
-          // of a list of inputs; or used twice, so that gradients add up
-          if (PyTuple_GET_SIZE(path) != 1) Py_RETURN_NONE;
-          if (std::find(paths.begin(), paths.end(), path) != paths.end()) Py_RETURN_NONE;
+          if (PyTuple_GET_SIZE(path) != 1) is_nested_ = true;  // of a list of inputs
+          // used twice, so that gradients add up
+          if (std::find(paths.begin(), paths.end(), path) != paths.end()) return false;
           paths.push_back(path);
           exit.positions.push_back(position);
           exit.paths.push_back(path);
@@ -236,9 +260,30 @@ class Edges {
       }
       if (!exit.paths.empty()) exits.push_back(std::move(exit));
     }
-    if (exits.empty()) Py_RETURN_NONE;
-    if (exits.size() == 1 && !are_in_order(exits[0].paths)) Py_RETURN_NONE;
-    return ways(first, std::move(exits));
+    if (exits.empty()) return false;
+    if (exits.size() == 1 && !is_nested_ && !are_in_order(exits[0].paths)) return false;
+    first_ = first;
+    exits_ = std::move(exits);
+    return true;
+  }
+
+  const std::vector<Exit>& exits() const { return exits_; }
+
+  // Whether a gradient goes to a tensor inside of a list of inputs, as found by `exits_of`.
+  bool is_nested() const { return is_nested_; }
+
+  // Whether the call did no more than to hand this tensor on, as `output_nodes` notes it.
+  bool is_handed_through(PyObject* object) const {
+    const at::Tensor& output = tensor_in(object);
+    const NodePtr node = output.grad_fn();
+    for (const Input& input : inputs_) {
+      if (!input.needs || input.node != node) continue;
+      if (node ? input.number == output.output_nr()
+               : input.impl == output.unsafeGetTensorImpl()) {
+        return true;
+      }
+    }
+    return node && node->sequence_nr() < start_;
   }
 
   // The node that the call made for this tensor; none where it only hands it on, or wrote to a
@@ -275,19 +320,24 @@ class Edges {
   // given.
   void listen(PyObject* backward, PyObject* output_spots) {
     TORCH_CHECK(first_, "nothing was found");
-    const NodePtr first = std::exchange(first_, NodePtr());
-    const std::vector<Exit> exits = std::exchange(exits_, {});
     const bool told = output_spots != Py_None;
     auto listener = std::make_shared<Listener>(Ref::borrow(backward),
                                                told ? Ref::borrow(output_spots) : Ref(),
-                                               told ? std::vector<size_t>{} : exits[0].positions);
+                                               told ? std::vector<size_t>{} : exits_[0].positions);
+    listen(std::move(listener), told ? backward : nullptr);
+  }
+
+  // Have them tell a listener; where a `backward` is given, each exit has one of its own for it.
+  void listen(std::shared_ptr<Listener> listener, PyObject* backward = nullptr) {
+    const NodePtr first = std::exchange(first_, NodePtr());
+    const std::vector<Exit> exits = std::exchange(exits_, {});
     if (has_python_hooks(first->pre_hooks(), "N5torch8autograd17PyFunctionPreHookE")) {
       registered(torch::autograd::registerFunctionPreHook(*first, listener->python_hook().get()));
     } else {
       first->add_pre_hook(std::make_unique<Incoming>(listener));
     }
     for (const Exit& exit : exits) {
-      if (told) {
+      if (backward != nullptr) {
         listener =
             std::make_shared<Listener>(Ref::borrow(backward), exit.spots(), exit.positions);
       }
@@ -327,7 +377,7 @@ class Edges {
       const bool leads_here = input.node ? input.node == edge.function &&
                                                input.number == edge.input_nr
                                          : input.impl == leaf;
-      if (leads_here) return PyTuple_GET_ITEM(input.item.get(), 1);
+      if (leads_here) return input.path.get();
     }
     return nullptr;
   }
@@ -344,7 +394,7 @@ class Edges {
   // Whether a view was written to in the call, and is not the input at `path`.
   bool lost_views(PyObject* path) const {
     for (const Input& input : inputs_) {
-      if (!input.is_view || !input.needs || PyTuple_GET_ITEM(input.item.get(), 1) == path) continue;
+      if (!input.is_view || !input.needs || input.path.get() == path) continue;
       if (input.impl->version_counter().current_version() != input.version) return true;
     }
     return false;
@@ -363,9 +413,8 @@ class Edges {
                             : Ref::borrow(Py_None);
       if (!node) return nullptr;
       PyObject* note = Py_BuildValue(
-          "(OOOOIOI)", PyTuple_GET_ITEM(input.item.get(), 0), PyTuple_GET_ITEM(input.item.get(), 1),
-          input.needs ? Py_True : Py_False, node.get(), input.number,
-          input.is_view ? Py_True : Py_False, input.version);
+          "(OOOOIOI)", input.tensor.get(), input.path.get(), input.needs ? Py_True : Py_False,
+          node.get(), input.number, input.is_view ? Py_True : Py_False, input.version);
       if (note == nullptr) return nullptr;
       PyList_SET_ITEM(list.get(), i, note);
     }
@@ -374,7 +423,7 @@ class Edges {
 
  private:
   struct Input {
-    Ref item;  // (tensor, path)
+    Ref tensor, path;
     const at::TensorImpl* impl;
     NodePtr node;  // none of a leaf
     uint32_t number = 0;
@@ -403,6 +452,7 @@ class Edges {
   bool has_functions_ = false;
   bool has_leaves_ = false;
   bool has_aliases_ = false;
+  bool is_nested_ = false;
   NodePtr first_;
   std::vector<Exit> exits_;
 };

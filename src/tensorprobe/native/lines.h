@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
@@ -53,6 +54,37 @@ class Lines {
     if (!number) return nullptr;
     return with_value(head->beginning, number.get());
   }
+
+  // Write the same of a plain tensor at the end of a text; `same` is the label of an equal one.
+  // Only where contents are nameless.
+  bool append(PyObject* object, bool grad, PyObject* role, PyObject* label, bool wanted,
+              PyObject* keep, const std::string* same, std::string& text) {
+    TORCH_CHECK(contents_object_, APART);
+    const std::shared_ptr<const Head> head = head_of(object, tensor_in(object), grad, keep);
+    if (head == nullptr) return false;
+    const bool has_value = head->form && wanted;
+    const size_t start = text.size();
+    text.append(head->beginning, 0,
+                head->beginning.size() - (has_value ? 0 : std::strlen(VALUE)));
+    if (same != nullptr) {  // `TensorLines.line` leaves out what is usual
+      const size_t usual = text.find(HOST, start);
+      if (usual != std::string::npos) text.erase(usual, std::strlen(HOST));
+    }
+    if (has_value && !contents_.append_number(object, head->form.get(), role, label, keep, text)) {
+      return false;
+    }
+    if (same != nullptr) text.append(",\"same\":\"").append(*same).append("\"");
+    text += "}}";
+    return true;
+  }
+
+  // As `Values.forget`.
+  void forget(PyObject* tensor) {
+    TORCH_CHECK(contents_object_, APART);
+    if (!Ref::steal(contents_.forget(tensor))) throw python_error();
+  }
+
+  bool is_nameless(PyObject* keep) const { return contents_object_ && contents_.is_nameless(keep); }
 
   // The trees of a call's arguments as (positional, keywords); tensors are added to call.inputs.
   PyObject* arguments(PyObject* call, PyObject* args, PyObject* kwargs, PyObject* wanted) {
@@ -125,6 +157,8 @@ class Lines {
   };
 
   static constexpr size_t MAX_KINDS = 10'000;
+  static constexpr const char* VALUE = ",\"value\":";
+  static constexpr const char* HOST = ",\"device\":\"cpu\"";
 
   PyObject* slowly(PyObject* tensor, PyObject* call, PyObject* role, PyObject* label,
                    PyObject* wanted, PyObject* grad) {
@@ -169,7 +203,7 @@ class Lines {
     ++n_heads_;
     const std::string start(PyBytes_AS_STRING(beginning), PyBytes_GET_SIZE(beginning));
     auto head = std::make_shared<const Head>(
-        Head{kind, start + ",\"value\":", number < 0 ? Ref() : Ref::borrow(form),
+        Head{kind, start + VALUE, number < 0 ? Ref() : Ref::borrow(form),
              Ref::borrow(without), Ref::borrow(keep)});
     heads_[hash].push_back(head);
     return head;

@@ -16,46 +16,90 @@ class Log {
   // is not as a rule: text that is not UTF-8, a log that cannot be written to, a step that ended.
   Log(Ref writer, Ref encode, Ref call, Ref end)
       : writer_(std::move(writer)),
+        fields_(writer_.get()),
         encode_(std::move(encode)),
         call_(std::move(call)),
-        end_(std::move(end)) {}
+        end_(std::move(end)) {
+    Ref lock = fields_.get(lock_.get());
+    acquire_ = called(PyObject_GetAttrString(lock.get(), "acquire"));
+    release_ = called(PyObject_GetAttrString(lock.get(), "release"));
+  }
 
   PyObject* call(PyObject* line) {
     TORCH_CHECK(writer_, APART);
-    Ref step = attribute(writer_, step_);
+    Ref step = fields_.get(step_.get());
     if (step.get() == Py_None) Py_RETURN_NONE;
     Ref text = encoded(line);
     if (!text || is_unusual(step)) return PyObject_CallOneArg(call_.get(), line);
-    Ref lines = attribute(step, lines_);
+    Ref lines = Fields(step.get()).get(lines_.get());
     if (PyList_Append(lines.get(), text.get()) < 0) return nullptr;
-    const Held held(attribute(writer_, lock_));
-    count(step, n_calls_, 1);
+    const Held held(acquire_, release_);
+    count(Fields(step.get()), n_calls_, 1);
     if (!write(step, lines)) return nullptr;
     Py_RETURN_NONE;
   }
 
   PyObject* end(PyObject* line) {
     TORCH_CHECK(writer_, APART);
-    Ref step = attribute(writer_, step_);
+    Ref step = fields_.get(step_.get());
     if (step.get() == Py_None) Py_RETURN_NONE;
     Ref text = encoded(line);
     if (!text || is_unusual(step)) return PyObject_CallOneArg(end_.get(), line);
-    Ref lines = attribute(step, lines_);
+    Ref lines = Fields(step.get()).get(lines_.get());
     if (PyList_Append(lines.get(), text.get()) < 0) return nullptr;
-    Ref asleep = attribute(writer_, asleep_);
+    Ref asleep = fields_.get(asleep_.get());
     if (asleep.get() == Py_True) {
       return PyObject_CallMethodNoArgs(writer_.get(), wake_.get());
     }
     Py_RETURN_NONE;
   }
 
+  // The line of a call that is text already, with its newline.
+  bool call_text(const std::string& text) {
+    TORCH_CHECK(writer_, APART);
+    Ref step = fields_.get(step_.get());
+    if (step.get() == Py_None) return true;
+    const Held held(acquire_, release_);
+    const Fields fields(step.get());
+    count(fields, n_calls_, 1);
+    return write(step, fields.get(lines_.get()), &text);
+  }
+
+  // The same of the end of a call; `make_line` gives the line itself, for what is not as a rule.
+  template <typename MakeLine>
+  bool end_text(const std::string& text, MakeLine make_line) {
+    TORCH_CHECK(writer_, APART);
+    Ref step = fields_.get(step_.get());
+    if (step.get() == Py_None) return true;
+    if (is_unusual(step)) {
+      Ref line = make_line();
+      if (!line) return false;
+      return static_cast<bool>(Ref::steal(PyObject_CallOneArg(end_.get(), line.get())));
+    }
+    add(step, called(PyBytes_FromStringAndSize(text.data(), text.size())));
+    return true;
+  }
+
+  // Let a line wait for the next write; false where something is not as a rule, and it does not.
+  bool wait(const Ref& bytes) {
+    TORCH_CHECK(writer_, APART);
+    Ref step = fields_.get(step_.get());
+    if (step.get() == Py_None) return true;
+    if (is_unusual(step)) return false;
+    add(step, bytes);
+    return true;
+  }
+
   int traverse(visitproc visit, void* arg) const {
     for (const Ref* ref : {&writer_, &encode_, &call_, &end_}) {
       if (int stop = ref->visit(visit, arg)) return stop;
     }
-    return 0;
+    return fields_.visit(visit, arg);
   }
-  void let_go() { writer_ = encode_ = call_ = end_ = Ref(); }
+  void let_go() {
+    writer_ = encode_ = call_ = end_ = Ref();
+    fields_ = Fields();
+  }
 
  private:
   static Ref name(const char* text) { return Ref::steal(PyUnicode_InternFromString(text)); }
@@ -65,28 +109,30 @@ class Log {
     return Ref::steal(result);
   }
 
-  static Ref attribute(const Ref& object, const Ref& name) {
-    return called(PyObject_GetAttr(object.get(), name.get()));
-  }
-
   // A lock of Python's, held.
   class Held {
    public:
-    explicit Held(Ref lock) : lock_(std::move(lock)) {
-      static PyObject* const acquire = PyUnicode_InternFromString("acquire");
-      called(PyObject_CallMethodNoArgs(lock_.get(), acquire));
+    Held(const Ref& acquire, Ref release) : release_(std::move(release)) {
+      called(PyObject_CallNoArgs(acquire.get()));
     }
     ~Held() {
-      static PyObject* const release = PyUnicode_InternFromString("release");
       PyObject *type, *value, *trace;
       PyErr_Fetch(&type, &value, &trace);
-      Ref done = Ref::steal(PyObject_CallMethodNoArgs(lock_.get(), release));
+      Ref done = Ref::steal(PyObject_CallNoArgs(release_.get()));
       PyErr_Restore(type, value, trace);
     }
 
    private:
-    Ref lock_;
+    Ref release_;
   };
+
+  void add(const Ref& step, const Ref& bytes) {
+    Ref lines = Fields(step.get()).get(lines_.get());
+    if (PyList_Append(lines.get(), bytes.get()) < 0) throw python_error();
+    if (fields_.get(asleep_.get()).get() == Py_True) {
+      called(PyObject_CallMethodNoArgs(writer_.get(), wake_.get()));
+    }
+  }
 
   // Nothing where it cannot be, which the writer's own method says.
   Ref encoded(PyObject* line) const {
@@ -100,20 +146,22 @@ class Log {
   }
 
   bool is_unusual(const Ref& step) const {
-    Ref broken = attribute(writer_, broken_), closed = attribute(step, closed_);
-    return broken.get() != Py_False || closed.get() != Py_False;
+    return fields_.get(broken_.get()).get() != Py_False ||
+           Fields(step.get()).get(closed_.get()).get() != Py_False;
   }
 
-  static void count(const Ref& object, const Ref& name, Py_ssize_t more) {
-    Ref before = attribute(object, name);
-    Ref added = called(PyLong_FromSsize_t(more));
-    Ref after = called(PyNumber_Add(before.get(), added.get()));
-    if (PyObject_SetAttr(object.get(), name.get(), after.get()) < 0) throw python_error();
+  static void count(const Fields& fields, const Ref& name, Py_ssize_t more) {
+    Ref before = fields.get(name.get());
+    const long long value = PyLong_AsLongLong(before.get());
+    if (value == -1 && PyErr_Occurred()) throw python_error();
+    Ref after = called(PyLong_FromLongLong(value + more));
+    fields.set(name.get(), after.get());
   }
 
-  // Writes the lines that wait. The log's lock is held.
-  bool write(const Ref& step, const Ref& lines) {
+  // Writes the lines that wait, and then the `last`. The log's lock is held.
+  bool write(const Ref& step, const Ref& lines, const std::string* last = nullptr) {
     std::string text;
+    text.reserve(1500);
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(lines.get()); ++i) {
       PyObject* part = PyList_GET_ITEM(lines.get(), i);
       if (!PyBytes_Check(part)) {
@@ -122,9 +170,10 @@ class Log {
       }
       text.append(PyBytes_AS_STRING(part), PyBytes_GET_SIZE(part));
     }
+    if (last != nullptr) text += *last;
     if (PyList_SetSlice(lines.get(), 0, PyList_GET_SIZE(lines.get()), nullptr) < 0) return false;
     if (is_unusual(step)) return true;  // while the lock was waited for
-    Ref number = attribute(step, log_fd_);
+    Ref number = Fields(step.get()).get(log_fd_.get());
     const long file = PyLong_AsLong(number.get());
     if (file == -1 && PyErr_Occurred()) return false;
     size_t written = 0;
@@ -144,7 +193,7 @@ class Log {
         raised.take();
       }
     }
-    count(writer_, nbytes_written_, static_cast<Py_ssize_t>(written));
+    count(fields_, nbytes_written_, static_cast<Py_ssize_t>(written));
     return raised.none_left();
   }
 
@@ -177,12 +226,14 @@ class Log {
                                                  error.get(), count.get(), nullptr));
   }
 
-  Ref writer_, encode_, call_, end_;
   const Ref step_ = name("_step"), lines_ = name("lines"), lock_ = name("_log_lock"),
             n_calls_ = name("n_calls"),
             asleep_ = name("_asleep"), wake_ = name("_wake"), broken_ = name("_log_broken"),
             closed_ = name("closed"), log_fd_ = name("log_fd"), break_ = name("_break_log"),
             nbytes_written_ = name("nbytes_written");
+  Ref writer_;
+  Fields fields_;  // the writer's
+  Ref encode_, call_, end_, acquire_, release_;
 };
 
 }  // namespace tensorprobe

@@ -4,6 +4,7 @@
 
 #include <memory>
 
+#include "calls.h"
 #include "contents.h"
 #include "lines.h"
 #include "log.h"
@@ -165,6 +166,7 @@ PyType_Slot lines_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_lines)},
 
 PyType_Spec lines_spec = {"tensorprobe_native.Lines", sizeof(Box<Lines>), 0,
                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, lines_slots};
+PyTypeObject* lines_type = nullptr;
 
 // -- Starter ---------------------------------------------------------------------------------
 
@@ -269,6 +271,7 @@ PyType_Slot log_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_log)},
 
 PyType_Spec log_spec = {"tensorprobe_native.Log", sizeof(Box<Log>), 0,
                         Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, log_slots};
+PyTypeObject* log_type = nullptr;
 
 // -- Edges -----------------------------------------------------------------------------------
 
@@ -318,6 +321,10 @@ PyObject* edges_is_one_node(PyObject* self, void*) {
   return guarded([&] { return PyBool_FromLong(in<Edges>(self).is_one_node()); });
 }
 
+PyObject* edges_is_nested(PyObject* self, void*) {
+  return guarded([&] { return PyBool_FromLong(in<Edges>(self).is_nested()); });
+}
+
 PyObject* edges_leaves(PyObject* self, void*) {
   return guarded([&] { return PyBool_FromLong(in<Edges>(self).has_leaves()); });
 }
@@ -329,6 +336,7 @@ PyMethodDef edges_methods[] = {
     {nullptr}};
 PyGetSetDef edges_attributes[] = {{"has_functions", edges_functions, nullptr, nullptr, nullptr},
                                   {"has_leaves", edges_leaves, nullptr, nullptr, nullptr},
+                                  {"is_nested", edges_is_nested, nullptr, nullptr, nullptr},
                                   {"is_one_node", edges_is_one_node, nullptr, nullptr, nullptr},
                                   {nullptr}};
 
@@ -393,6 +401,88 @@ PyType_Slot regions_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_regions)}
 PyType_Spec regions_spec = {"tensorprobe_native.Regions", sizeof(Box<Regions>), 0,
                             Py_TPFLAGS_DEFAULT, regions_slots};
 
+// -- Calls -----------------------------------------------------------------------------------
+
+PyObject* not_plain = nullptr;  // what stands for "Python is to do it"
+
+PyObject* boxed_edges(std::unique_ptr<Edges> edges) { return boxed(edges_type, std::move(edges)); }
+
+// One of the things that Calls is made of; of a type, where one is given.
+Ref part(PyObject* parts, const char* name, PyTypeObject* type = nullptr) {
+  PyObject* found = PyDict_GetItemString(parts, name);
+  if (found == nullptr || (type != nullptr && !PyObject_TypeCheck(found, type))) {
+    PyErr_Format(PyExc_TypeError, "%s is missing, or not what it should be", name);
+    throw python_error();
+  }
+  return Ref::borrow(found);
+}
+
+PyObject* new_calls(PyTypeObject* type, PyObject*, PyObject* parts) {
+  return guarded([&]() -> PyObject* {
+    if (parts == nullptr) {
+      PyErr_SetString(PyExc_TypeError, "what records calls is given by name");
+      return nullptr;
+    }
+    Recording python;
+    python.tape = part(parts, "tape");
+    python.lines = part(parts, "lines", lines_type);
+    python.log = part(parts, "log", log_type);
+    python.plans = part(parts, "plans", &PyDict_Type);
+    python.describe = part(parts, "describe");
+    python.counter = part(parts, "counter");
+    python.place = part(parts, "place");
+    python.keep = part(parts, "keep", &PyUnicode_Type);
+    python.stacks = part(parts, "stacks");
+    python.known_stacks = part(parts, "known_stacks", &PyDict_Type);
+    python.stack_frames = part(parts, "stack_frames", &PyDict_Type);
+    python.told_stacks = part(parts, "told_stacks", &PySet_Type);
+    python.compiler = part(parts, "compiler", &PyDict_Type);
+    python.state_notes = part(parts, "state_notes");
+    python.encode = part(parts, "encode");
+    python.positions = part(parts, "positions", &PyList_Type);
+    python.only_path = part(parts, "only_path", &PyTuple_Type);
+    python.output_spots = part(parts, "output_spots", &PyTuple_Type);
+    python.no_aliases = part(parts, "no_aliases", &PyDict_Type);
+    python.open_call = part(parts, "open_call");
+    python.call_names = part(parts, "call_names");
+    python.end_line = part(parts, "end_line");
+    python.raw = part(parts, "raw");
+    python.one_node = part(parts, "one_node");
+    python.one_way = part(parts, "one_way");
+    python.any_way = part(parts, "any_way");
+    python.node_run = part(parts, "node_run");
+    python.wants_input = part(parts, "wants_input").get() == Py_True;
+    python.wants_output = part(parts, "wants_output").get() == Py_True;
+    Lines& lines = in<Lines>(python.lines.get());
+    Log& log = in<Log>(python.log.get());
+    if (!lines.is_nameless(python.keep.get())) {
+      PyErr_SetString(PyExc_ValueError, "contents are kept by name");
+      return nullptr;
+    }
+    return boxed(type, std::make_unique<Calls>(std::move(python), lines, log, boxed_edges));
+  });
+}
+
+PyObject* calls_call(PyObject* self, Arguments args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (!takes("call", count, 4, 4)) return nullptr;
+    return in<Calls>(self).call(self, args[0], args[1], args[2], args[3], not_plain);
+  });
+}
+
+PyMethodDef calls_methods[] = {
+    {"call", reinterpret_cast<PyCFunction>(calls_call), METH_FASTCALL, nullptr}, {nullptr}};
+
+PyType_Slot calls_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_calls)},
+                             {Py_tp_dealloc, reinterpret_cast<void*>(unbox<Calls>)},
+                             {Py_tp_traverse, reinterpret_cast<void*>(traverse<Calls>)},
+                             {Py_tp_clear, reinterpret_cast<void*>(clear<Calls>)},
+                             {Py_tp_methods, calls_methods},
+                             {0, nullptr}};
+
+PyType_Spec calls_spec = {"tensorprobe_native.Calls", sizeof(Box<Calls>), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, calls_slots};
+
 // -- Versions --------------------------------------------------------------------------------
 
 PyObject* versions(PyObject*, PyObject* inputs) {
@@ -444,11 +534,17 @@ PyMODINIT_FUNC PyInit_tensorprobe_native() {
   PyObject* module = PyModule_Create(&definition);
   if (module == nullptr) return nullptr;
   if (!add_type(module, "Contents", contents_spec, &contents_type) ||
-      !add_type(module, "Lines", lines_spec, nullptr) ||
-      !add_type(module, "Log", log_spec, nullptr) ||
+      !add_type(module, "Lines", lines_spec, &lines_type) ||
+      !add_type(module, "Log", log_spec, &log_type) ||
       !add_type(module, "Starter", starter_spec, nullptr) ||
       !add_type(module, "Edges", edges_spec, &edges_type) ||
+      !add_type(module, "Calls", calls_spec, nullptr) ||
       !add_type(module, "Regions", regions_spec, nullptr)) {
+    Py_DECREF(module);
+    return nullptr;
+  }
+  not_plain = PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&PyBaseObject_Type));
+  if (not_plain == nullptr || PyModule_AddObjectRef(module, "NOT_PLAIN", not_plain) < 0) {
     Py_DECREF(module);
     return nullptr;
   }

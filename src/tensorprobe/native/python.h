@@ -56,6 +56,32 @@ PyObject* guarded(Body body) noexcept {
   return nullptr;
 }
 
+// The attributes that an object of Python has itself, read and set where they are: of classes whose
+// attributes are no properties. The object may change them as ever.
+class Fields {
+ public:
+  Fields() = default;
+  explicit Fields(PyObject* object) : dict_(Ref::steal(PyObject_GenericGetDict(object, nullptr))) {
+    if (!dict_) throw python_error();
+  }
+
+  Ref get(PyObject* name) const {
+    PyObject* found = PyDict_GetItemWithError(dict_.get(), name);
+    if (found == nullptr) {
+      if (!PyErr_Occurred()) PyErr_SetObject(PyExc_AttributeError, name);
+      throw python_error();
+    }
+    return Ref::borrow(found);
+  }
+  void set(PyObject* name, PyObject* value) const {
+    if (PyDict_SetItem(dict_.get(), name, value) < 0) throw python_error();
+  }
+  int visit(visitproc visit, void* arg) const { return dict_.visit(visit, arg); }
+
+ private:
+  Ref dict_;
+};
+
 // Of an object whose references the garbage collector has dropped.
 constexpr const char* APART = "it is taken apart";
 

@@ -205,6 +205,7 @@ class CaptureWriter:
         self._waiting: deque[_Value] = deque()  # in the order of their coming
         self._result_error: str | None = None
         self._beside: Beside[Bytes, str] = Beside()
+        self.log: Any = None  # where `write_by` has it
         self._thread: threading.Thread | None = None
 
     @property
@@ -272,7 +273,7 @@ class CaptureWriter:
     def write_by(self, native: Any) -> None:
         """Have `call` and `end` done by the module of that name, as a rule."""
         if not self._flush_each:
-            log = native.Log(self, encode_now, self.call, self.end)
+            self.log = log = native.Log(self, encode_now, self.call, self.end)
             self.call, self.end = log.call, log.end  # type: ignore[method-assign]
 
     def call(self, line: CallLine) -> None:

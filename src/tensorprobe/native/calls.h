@@ -1,0 +1,1022 @@
+// A recorded torch call from the function mode to its lines: what `capture.function_mode.CallMode`
+// and `capture.tape.Tape` do of plain calls, those that most are.
+#pragma once
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Layout.h>
+#include <torch/csrc/MemoryFormat.h>
+#include <torch/csrc/Size.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <charconv>
+
+#include "following.h"
+#include "lines.h"
+#include "log.h"
+#include "stack.h"
+#include "text.h"
+
+// Of ATen/functorch/DynamicLayer.h, which asks for headers that torch does not bring along.
+namespace at::functorch {
+struct DynamicLayer;
+TORCH_API const std::vector<DynamicLayer>& getDynamicLayerStack();
+}  // namespace at::functorch
+
+namespace tensorprobe {
+
+// Python's side of it: `capture.plain_calls` says what each is.
+struct Recording {
+  Ref tape, lines, log, plans, describe, counter, place, keep;
+  Ref stacks, known_stacks, stack_frames, told_stacks;
+  Ref compiler, state_notes, encode, positions, only_path, output_spots, no_aliases;
+  Ref open_call, call_names, end_line, raw, one_node, one_way, any_way, node_run;
+  bool wants_input = false, wants_output = false;
+};
+
+// While there is one, tensors are read without any function mode or subclass taking notice.
+class FunctionsOff {
+ public:
+  FunctionsOff() : before_(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
+    at::impl::PythonTorchFunctionTLS::set_disabled_state(
+        at::impl::TorchFunctionDisabledState::ALL_DISABLED);
+  }
+  ~FunctionsOff() { at::impl::PythonTorchFunctionTLS::set_disabled_state(before_); }
+  FunctionsOff(const FunctionsOff&) = delete;
+  FunctionsOff& operator=(const FunctionsOff&) = delete;
+
+ private:
+  const at::impl::TorchFunctionDisabledState before_;
+};
+
+class Calls : public Follower {
+ public:
+  using BoxEdges = PyObject* (*)(std::unique_ptr<Edges>);
+
+  Calls(Recording python, Lines& lines, Log& log, BoxEdges box_edges)
+      : python_(std::move(python)), lines_(lines), log_(log), box_edges_(box_edges),
+        spell_(python_.encode), tape_(python_.tape.get()), counter_(python_.counter.get()) {}
+
+  // Make a call and record it; `not_plain` where Python is to do all of it, and nothing was done.
+  // `self` is the object of Python that has this.
+  PyObject* call(PyObject* self, PyObject* mode, PyObject* func, PyObject* args, PyObject* kwargs,
+                 PyObject* not_plain) {
+    if (kwargs == Py_None) kwargs = nullptr;
+    if (!python_.tape || !is_known_kind(func) || !PyTuple_CheckExact(args) ||
+        (kwargs != nullptr && !PyDict_CheckExact(kwargs))) {
+      return Py_NewRef(not_plain);
+    }
+    const Ref found = plan_of(mode, func);
+    if (!found) return nullptr;
+    if (found.get() == Py_None) return PyObject_Call(func, args, kwargs);  // it has no name
+    Open open;
+    open.owner = self;
+    Ref place;
+    bool is_plain = false;
+    if (!attempt([&] { is_plain = looks_plain(mode, found.get(), args, kwargs, open, place); })) {
+      if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
+      PyErr_Clear();  // it comes again in Python
+    }
+    if (!is_plain) return Py_NewRef(not_plain);
+    open.number = next_number(*open.api);
+    const bool begun = attempt([&] { begin(open, place.get(), args, kwargs); });
+    if (!begun && !gap(open)) return nullptr;
+    Ref result = Ref::steal(PyObject_Call(func, args, kwargs));
+    if (!begun) return result.release();
+    if (!result) return raised(open);
+    bool is_written = false;
+    const bool ended = attempt([&] { is_written = end(open, result.get()); });
+    if (!ended && !end_failed(open)) return nullptr;
+    if (ended && !is_written && !end_in_python(open, result.get())) return nullptr;
+    return result.release();
+  }
+
+  int traverse(visitproc visit, void* arg) const {
+    const Recording& p = python_;
+    for (const Ref* ref : {&p.tape, &p.lines, &p.log, &p.plans, &p.describe, &p.counter, &p.place,
+                           &p.stacks, &p.known_stacks, &p.stack_frames, &p.told_stacks}) {
+      if (int stop = ref->visit(visit, arg)) return stop;
+    }
+    if (int stop = tape_.visit(visit, arg)) return stop;
+    return counter_.visit(visit, arg);
+  }
+  void let_go() {
+    apis_.clear();
+    tape_ = counter_ = Fields();
+    const Recording gone = std::exchange(python_, Recording());
+  }
+
+ private:
+  struct Input {
+    Ref tensor, path;
+    int64_t version;
+  };
+
+  // As `capture.calls.OpenCall`, which Python is given where it has to go on.
+  struct Open {
+    PyObject* owner = nullptr;
+    std::shared_ptr<const Api> api;
+    long long number = 0;
+    Ref step, module, parent, thread, stack;
+    long long id = -1;
+    bool grad = false;
+    std::vector<Input> inputs;
+    std::unique_ptr<Edges> own_edges;
+    Ref edges_object;  // has them, once Python knows of them
+    Edges* edges = nullptr;
+    Ref names;
+  };
+
+  // Where in the arguments a value is.
+  struct Spot {
+    const Spot* around;
+    PyObject* name;   // of a keyword, or
+    Py_ssize_t index;  // of a position
+  };
+
+  static constexpr Py_ssize_t MAX_ITEMS = 64;
+  static constexpr int MAX_DEPTH = 4;
+  static constexpr size_t MAX_APIS = 20'000;
+
+  // -- Python's objects ----------------------------------------------------------------------
+
+  static PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
+
+  static Ref got(PyObject* result) {
+    if (result == nullptr) throw python_error();
+    return Ref::steal(result);
+  }
+  static Ref attribute(const Ref& object, PyObject* name) {
+    return got(PyObject_GetAttr(object.get(), name));
+  }
+
+  // Whether a body came to its end; if not, Python's error is set.
+  template <typename Body>
+  static bool attempt(Body body) noexcept {
+    return guarded([&]() -> PyObject* {
+             body();
+             return Py_None;
+           }) != nullptr;
+  }
+
+  // Whether asking for its hash, and whether it is equal, runs no Python.
+  static bool is_known_kind(PyObject* func) {
+    const PyTypeObject* type = Py_TYPE(func);
+    return type == &PyCFunction_Type || type == &PyMethodDescr_Type || type == &PyFunction_Type ||
+           type == &_PyMethodWrapper_Type || type == &PyWrapperDescr_Type;
+  }
+
+  // The error that is set, taken away.
+  static Ref taken() {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    if (trace != nullptr) PyException_SetTraceback(value, trace);
+    Py_XDECREF(type);
+    Py_XDECREF(trace);
+    return Ref::steal(value);
+  }
+
+  // The ApiName of a function's calls, None where they have none. Worked out here: a function goes
+  // the same way from its first call on, and stacks from inside of it have the same frames.
+  Ref plan_of(PyObject* mode, PyObject* func) const {
+    static PyObject* const method = name("_plan");
+    Ref found = Ref::borrow(PyDict_GetItemWithError(python_.plans.get(), func));
+    if (found || PyErr_Occurred()) return found;
+    return Ref::steal(PyObject_CallMethodOneArg(mode, method, func));
+  }
+
+  // -- Before anything is done ---------------------------------------------------------------
+
+  bool looks_plain(PyObject* mode, PyObject* found, PyObject* args, PyObject* kwargs, Open& open,
+                   Ref& place) {
+    static PyObject* const dispatch_depth = name("dispatch_depth");
+    static PyObject* const recording = name("recording");
+    static PyObject* const only = name("only");
+    static PyObject* const is_open = name("is_open");
+    static PyObject* const pending = name("_pending_work");
+    static PyObject* const step = name("step");
+    static PyObject* const module = name("module");
+    static PyObject* const parent = name("parent");
+    if (is_compiling() || compiled_may_run() || !at::functorch::getDynamicLayerStack().empty()) {
+      return false;
+    }
+    Ref depth = Fields(mode).get(dispatch_depth);
+    if (!PyLong_CheckExact(depth.get()) || PyLong_AsLong(depth.get()) != 0) return false;
+    if (tape_.get(recording).get() != Py_True || tape_.get(only).get() != Py_None ||
+        tape_.get(is_open).get() != Py_True) {
+      return false;
+    }
+    Ref work = tape_.get(pending);
+    if (!PyList_CheckExact(work.get()) || PyList_GET_SIZE(work.get())) return false;
+    if (!are_plain(args, kwargs)) return false;
+    open.api = api_of(found);
+    if (!open.api->is_plain) return false;
+    place = place_dict();
+    open.module = Ref::borrow(PyDict_GetItemWithError(place.get(), module));
+    open.parent = Ref::borrow(PyDict_GetItemWithError(place.get(), parent));
+    open.thread = Ref::borrow(PyDict_GetItemWithError(place.get(), thread_name()));
+    if (!open.module || !open.parent || !open.thread) {
+      if (PyErr_Occurred()) throw python_error();
+      return false;
+    }
+    if (!is_text(open.module) || !is_text(open.thread)) return false;
+    if (open.parent.get() != Py_None && !is_text(open.parent)) return false;
+    open.step = tape_.get(step);
+    open.grad = c10::GradMode::is_enabled();
+    return true;
+  }
+
+  static bool is_text(const Ref& object) {  // that UTF-8 can carry
+    return PyUnicode_CheckExact(object.get()) && PyUnicode_IS_ASCII(object.get());
+  }
+
+  bool is_compiling() const {  // as torch.compiler.is_compiling
+    static PyObject* const flag = name("_is_compiling_flag");
+    PyObject* found = PyDict_GetItemWithError(python_.compiler.get(), flag);
+    if (found == nullptr && PyErr_Occurred()) throw python_error();
+    return found != Py_False;
+  }
+
+  static bool compiled_may_run() {  // as `capture.compiled.may_run`
+    static PyObject* const module = name("torch._dynamo.convert_frame");
+    static PyObject* const counter = name("FRAME_COUNTER");
+    PyObject* found = PyDict_GetItemWithError(PyImport_GetModuleDict(), module);
+    if (found == nullptr) {
+      if (PyErr_Occurred()) throw python_error();
+      return false;
+    }
+    Ref count = Fields(found).get(counter);
+    return !PyLong_CheckExact(count.get()) || PyLong_AsLong(count.get()) != 0;
+  }
+
+  std::shared_ptr<const Api> api_of(PyObject* found) {
+    auto known = apis_.find(found);
+    if (known != apis_.end()) return known->second;
+    auto api = std::make_shared<Api>();
+    api->api = Ref::borrow(found);
+    Ref described = got(PyObject_CallOneArg(python_.describe.get(), found));
+    if (described.get() != Py_None) {
+      PyObject *before, *after, *op;
+      if (!PyArg_ParseTuple(described.get(), "UUU", &before, &after, &op)) throw python_error();
+      api->before = Ref::borrow(before), api->after = Ref::borrow(after);
+      api->text_before = ",\"name\":" + spell_.quoted(before);
+      api->text_before.pop_back();  // the quote: the number follows
+      api->text_after = spell_.quoted(after).substr(1) + ",\"op\":" + spell_.quoted(op);
+      api->is_ascii = PyUnicode_IS_COMPACT_ASCII(before) && PyUnicode_IS_COMPACT_ASCII(after);
+      if (PyUnicode_CompareWithASCIIString(after, ".forward") == 0) {
+        api->text_backward = ".backward\",\"op\":" + spell_.quoted(op);
+      }
+      api->is_plain = true;
+    }
+    if (apis_.size() >= MAX_APIS) apis_.clear();
+    apis_[found] = api;
+    return api;
+  }
+
+  static std::string utf8(PyObject* text) {
+    Py_ssize_t size;
+    const char* data = PyUnicode_AsUTF8AndSize(text, &size);
+    if (data == nullptr) throw python_error();
+    return std::string(data, size);
+  }
+
+  bool are_plain(PyObject* args, PyObject* kwargs) const {
+    const Py_ssize_t count = PyTuple_GET_SIZE(args);
+    if (count > MAX_ITEMS) return false;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      if (!is_plain_value(PyTuple_GET_ITEM(args, i), 0)) return false;
+    }
+    if (kwargs == nullptr) return true;
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    while (PyDict_Next(kwargs, &at, &key, &value)) {
+      if (!Spell::is_simple(key) || !is_plain_value(value, 0)) return false;
+    }
+    return true;
+  }
+
+  static bool is_plain_value(PyObject* value, int depth) {
+    if (is_own_type(value)) return is_plain(*tensor_in(value).unsafeGetTensorImpl());
+    if (value == Py_None || PyBool_Check(value) || PyFloat_CheckExact(value)) return true;
+    if (PyLong_CheckExact(value)) return is_small(value);
+    if (PyUnicode_CheckExact(value)) {
+      return PyUnicode_IS_ASCII(value) && PyUnicode_GET_LENGTH(value) <= 1000;
+    }
+    if (PyTuple_CheckExact(value) || PyList_CheckExact(value)) {
+      const Py_ssize_t count = Py_SIZE(value);
+      if (depth >= MAX_DEPTH || count > MAX_ITEMS) return false;
+      PyObject** items = PySequence_Fast_ITEMS(value);
+      for (Py_ssize_t i = 0; i < count; ++i) {
+        if (!is_plain_value(items[i], depth + 1)) return false;
+      }
+      return true;
+    }
+    if (THPSize_Check(value)) {
+      for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
+        if (!is_small(PyTuple_GET_ITEM(value, i))) return false;
+      }
+      return true;
+    }
+    if (PySlice_Check(value)) {
+      auto* slice = reinterpret_cast<PySliceObject*>(value);
+      for (PyObject* part : {slice->start, slice->stop, slice->step}) {
+        if (part != Py_None && !is_small(part)) return false;
+      }
+      return true;
+    }
+    return value == Py_Ellipsis || THPDtype_Check(value) || THPDevice_Check(value) ||
+           THPLayout_Check(value) || THPMemoryFormat_Check(value);
+  }
+
+  static bool is_small(PyObject* value) {  // a number that is written as it is
+    if (!PyLong_CheckExact(value)) return false;
+    int overflow = 0;
+    PyLong_AsLongLongAndOverflow(value, &overflow);
+    return !overflow;
+  }
+
+  // -- The beginning -------------------------------------------------------------------------
+
+  // As `capture.naming.Counter.next_name`.
+  long long next_number(const Api& api) const {
+    static PyObject* const by_api = name("_by_api");
+    static PyObject* const make = name("_new");
+    Ref counts = counter_.get(by_api);  // another with every step
+    if (counts.get() != api.counts.get()) {
+      Ref known = Ref::borrow(PyDict_GetItemWithError(counts.get(), api.api.get()));
+      if (!known) {
+        if (PyErr_Occurred()) throw python_error();
+        known = got(PyObject_CallMethodOneArg(python_.counter.get(), make, api.api.get()));
+        counts = Ref();  // it may be in another by now
+      }
+      const Ref count = Ref::borrow(PyTuple_GetItem(known.get(), 0));
+      if (!count) throw python_error();
+      api.count = count, api.counts = counts;
+      return next_of(count.get());
+    }
+    const Ref count = api.count;
+    return next_of(count.get());
+  }
+
+  static long long next_of(PyObject* count) {
+    Ref number = got(PyIter_Next(count));
+    const long long value = PyLong_AsLongLong(number.get());
+    if (value == -1 && PyErr_Occurred()) throw python_error();
+    return value;
+  }
+
+  // As `Tape.begin`.
+  void begin(Open& open, PyObject* place, PyObject* args, PyObject* kwargs) {
+    static PyObject* const ids = name("ids");
+    static PyObject* const record_functions = name("_record_functions_of");
+    open.stack = python_.stacks.get() == Py_None ? Ref::borrow(Py_None) : stack_number(place);
+    const FunctionsOff off;
+    std::string arguments;
+    arguments.reserve(600);
+    open.inputs.reserve(4);
+    append_arguments(open, args, kwargs, arguments);
+    for (Input& input : open.inputs) input.version = version_in(input.tensor);
+    std::string notes;
+    if (has_state_notes()) {
+      PyObject* grad = open.grad ? Py_True : Py_False;
+      Ref said = got(PyObject_CallOneArg(python_.state_notes.get(), grad));
+      if (PyObject_IsTrue(said.get()) == 1) notes = ",\"notes\":" + spell_.json(said.get());
+    }
+    if (open.grad) {
+      open.own_edges = std::make_unique<Edges>();
+      open.edges = open.own_edges.get();
+      open.edges->expect(open.inputs.size());
+      for (const Input& input : open.inputs) open.edges->add(input.tensor.get(), input.path.get());
+      if (open.edges->has_functions()) {
+        PyObject* edges = edges_object(open).get();
+        got(PyObject_CallMethodOneArg(python_.tape.get(), record_functions, edges));
+      }
+    }
+    open.id = next_of(tape_.get(ids).get());
+    std::string line;
+    line.reserve(arguments.size() + notes.size() + 400);
+    line += "{\"type\":\"call\",\"id\":";
+    append_number(line, open.id);
+    line += open.api->text_before;
+    append_number(line, open.number);
+    line += open.api->text_after;
+    static PyObject* const main_thread = name("MainThread");
+    if (PyUnicode_GET_LENGTH(open.module.get())) {
+      line.append(",\"module\":").append(module_text_.of(spell_, open.module));
+    }
+    if (open.thread.get() != main_thread) {  // as msgspec: it is the default itself
+      line.append(",\"thread\":").append(spell_.quoted(open.thread.get()));
+    }
+    if (open.parent.get() != Py_None) {
+      line.append(",\"parent\":").append(parent_text_.of(spell_, open.parent));
+    }
+    if (open.stack.get() != Py_None) {
+      line += ",\"stack\":";
+      append_number(line, PyLong_AsLongLong(open.stack.get()));
+    }
+    line.append(arguments).append(notes).append("}\n");
+    if (!log_.call_text(line)) throw python_error();
+  }
+
+  static void append_number(std::string& text, long long number) {
+    char digits[24];
+    const auto end = std::to_chars(digits, digits + sizeof digits, number).ptr;
+    text.append(digits, end - digits);
+  }
+
+  static bool has_state_notes() {  // a little more often than `_state_notes` has any
+    const auto off = c10::impl::tls_local_dispatch_key_set().excluded_;
+    return !(c10::autocast_dispatch_keyset - off).empty() ||
+           torch::autograd::get_current_graph_task_id() != -1;
+  }
+
+  static int64_t version_in(const Ref& tensor) {
+    const auto& counter = tensor_in(tensor.get()).unsafeGetTensorImpl()->version_counter();
+    return counter.enabled() ? static_cast<int64_t>(counter.current_version()) : -1;
+  }
+
+  // As `Stacks.current`, of the program's own frame: the mode's is the one this is called from.
+  Ref stack_number(PyObject* place) {
+    static PyObject* const frame = name("frame");
+    static PyObject* const stack = name("stack");
+    static PyObject* const current = name("current");
+    static PyObject* const one = PyLong_FromLong(1);
+    static PyObject* const zero = PyLong_FromLong(0);
+    Ref base = Ref::borrow(PyDict_GetItemWithError(place, frame));
+    Ref base_id = Ref::borrow(PyDict_GetItemWithError(place, stack));
+    if (!base || !base_id) {
+      PyErr_SetString(PyExc_RuntimeError, "a thread has no place");
+      throw python_error();
+    }
+    const int known = PyDict_Contains(python_.stack_frames.get(), base_id.get());
+    if (known < 0) throw python_error();
+    PyObject* from = known ? base.get() : Py_None;
+    Ref key = got(walk_stack(1, from, known ? base_id.get() : zero, MAX_FRAMES));
+    Ref number = Ref::borrow(PyDict_GetItemWithError(python_.known_stacks.get(), key.get()));
+    if (!number && PyErr_Occurred()) throw python_error();
+    const int told = number ? PySet_Contains(python_.told_stacks.get(), number.get()) : 0;
+    if (told < 0) throw python_error();
+    if (told || (number && tell_again(number))) return number;
+    return got(PyObject_CallMethodObjArgs(python_.stacks.get(), current, one, base.get(),
+                                          base_id.get(), nullptr));
+  }
+
+  // Every step is told its stacks: one that an earlier step was told is the same text.
+  bool tell_again(const Ref& number) {
+    Ref line = stack_line(number);
+    if (!line || !log_.wait(line)) return false;
+    if (PySet_Add(python_.told_stacks.get(), number.get()) < 0) throw python_error();
+    return true;
+  }
+
+  Ref stack_line(const Ref& number) {
+    const long long id = PyLong_AsLongLong(number.get());
+    auto known = stack_lines_.find(id);
+    if (known != stack_lines_.end()) return known->second;
+    const Ref frames = Ref::borrow(PyDict_GetItemWithError(python_.stack_frames.get(),
+                                                           number.get()));
+    Ref line;
+    const bool is_made = frames && attempt([&] {
+      std::string text = "{\"type\":\"stack\",\"id\":";
+      append_number(text, id);
+      text.append(",\"frames\":").append(spell_.json(frames.get())).append("}\n");
+      line = got(PyBytes_FromStringAndSize(text.data(), text.size()));
+    });
+    if (!is_made) {  // a file whose name is not UTF-8
+      if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) throw python_error();
+      PyErr_Clear();
+      return Ref();
+    }
+    if (stack_lines_.size() >= MAX_STACKS) stack_lines_.clear();
+    stack_lines_[id] = line;
+    return line;
+  }
+
+  // -- Arguments -----------------------------------------------------------------------------
+
+  void append_arguments(Open& open, PyObject* args, PyObject* kwargs, std::string& text) {
+    const Py_ssize_t count = PyTuple_GET_SIZE(args);
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      text += i ? "," : ",\"args\":[";
+      append_value(open, PyTuple_GET_ITEM(args, i), {nullptr, nullptr, i}, text);
+    }
+    if (count) text += "]";
+    if (kwargs == nullptr || !PyDict_GET_SIZE(kwargs)) return;
+    std::vector<std::pair<Ref, Ref>> given;  // held: Python may come by the dict meanwhile
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    while (PyDict_Next(kwargs, &at, &key, &value)) {
+      given.emplace_back(Ref::borrow(key), Ref::borrow(value));
+    }
+    for (size_t i = 0; i < given.size(); ++i) {
+      const auto& [name, argument] = given[i];
+      text += i ? "," : ",\"kwargs\":{";
+      text.append(spell_.quoted(name.get())).append(":");
+      append_value(open, argument.get(), {nullptr, name.get(), 0}, text);
+    }
+    text += "}";
+  }
+
+  void append_value(Open& open, PyObject* value, const Spot& spot, std::string& text) {
+    if (is_own_type(value)) {
+      append_tensor(open, value, spot, text);
+    } else if (PyTuple_CheckExact(value)) {
+      text += "{\"tuple\":";
+      append_items(open, value, spot, text);
+      text += "}";
+    } else if (PyList_CheckExact(value)) {
+      append_items(open, value, spot, text);
+    } else {
+      append_atom(value, text);
+    }
+  }
+
+  void append_items(Open& open, PyObject* sequence, const Spot& spot, std::string& text) {
+    text += "[";
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(sequence); ++i) {
+      Ref item = Ref::borrow(PySequence_Fast_GET_ITEM(sequence, i));
+      if (i) text += ",";
+      append_value(open, item.get(), {&spot, nullptr, i}, text);
+    }
+    text += "]";
+  }
+
+  void append_tensor(Open& open, PyObject* tensor, const Spot& spot, std::string& text) {
+    static PyObject* const input = name("input");
+    Ref path = path_of(spot);
+    std::string same;
+    for (const Input& other : open.inputs) {
+      if (other.tensor.get() != tensor) continue;
+      same = "input";
+      for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(other.path.get()); ++i) {
+        same.append(".").append(utf8(PyTuple_GET_ITEM(other.path.get(), i)));
+      }
+      break;
+    }
+    open.inputs.push_back({Ref::borrow(tensor), path, 0});
+    const bool grad = tensor_in(tensor).requires_grad();
+    if (!lines_.append(tensor, grad, input, path.get(), python_.wants_input, python_.keep.get(),
+                       same.empty() ? nullptr : &same, text)) {
+      throw python_error();
+    }
+  }
+
+  Ref path_of(const Spot& spot) const {
+    if (spot.around == nullptr && spot.name == nullptr) {
+      return Ref::borrow(PyList_GetItem(python_.positions.get(), spot.index));
+    }
+    Py_ssize_t depth = 0;
+    for (const Spot* at = &spot; at != nullptr; at = at->around) ++depth;
+    Ref path = got(PyTuple_New(depth));
+    for (const Spot* at = &spot; at != nullptr; at = at->around) {
+      PyObject* part = at->name != nullptr ? Py_NewRef(at->name)
+                                           : PyUnicode_FromFormat("%zd", at->index);
+      if (part == nullptr) throw python_error();
+      PyTuple_SET_ITEM(path.get(), --depth, part);
+    }
+    return path;
+  }
+
+  // Of a value without parts that `is_plain_value`.
+  void append_atom(PyObject* value, std::string& text) {
+    if (value == Py_None) {
+      text += "null";
+    } else if (PyBool_Check(value)) {
+      text += value == Py_True ? "true" : "false";
+    } else if (PyLong_CheckExact(value)) {
+      append_number(text, PyLong_AsLongLong(value));
+    } else if (PyFloat_CheckExact(value)) {
+      text += spell_.number(PyFloat_AS_DOUBLE(value));
+    } else if (PyUnicode_CheckExact(value)) {
+      text += spell_.quoted(value);
+    } else if (THPSize_Check(value)) {
+      text += "{\"tuple\":[";
+      for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(value); ++i) {
+        if (i) text += ",";
+        append_number(text, PyLong_AsLongLong(PyTuple_GET_ITEM(value, i)));
+      }
+      text += "]}";
+    } else if (PySlice_Check(value)) {
+      auto* slice = reinterpret_cast<PySliceObject*>(value);
+      text += "{\"slice\":[";
+      append_atom(slice->start, text);
+      text += ",";
+      append_atom(slice->stop, text);
+      text += ",";
+      append_atom(slice->step, text);
+      text += "]}";
+    } else if (value == Py_Ellipsis) {
+      text += "{\"ellipsis\":true}";
+    } else if (THPDevice_Check(value)) {
+      const std::string device = reinterpret_cast<THPDevice*>(value)->device.str();
+      text.append("{\"special\":[\"device\",\"").append(device).append("\"]}");
+    } else {
+      text += word(value);
+    }
+    if (PyErr_Occurred()) throw python_error();
+  }
+
+  // Of a dtype and its like, of which there is one of each kind for ever.
+  const std::string& word(PyObject* value) {
+    auto known = words_.find(value);
+    if (known != words_.end()) return known->second.second;
+    const char* kind = THPDtype_Check(value)    ? "dtype"
+                       : THPLayout_Check(value) ? "layout"
+                                                : "memory_format";
+    Ref said = got(PyObject_Str(value));
+    const std::string text =
+        "{\"special\":[\"" + std::string(kind) + "\"," + spell_.quoted(said.get()) + "]}";
+    return words_.emplace(value, std::make_pair(Ref::borrow(value), text)).first->second.second;
+  }
+
+  // -- The end -------------------------------------------------------------------------------
+
+  // As `Tape.end`. False where there is more to it, and nothing was done.
+  bool end(Open& open, PyObject* result) {
+    static PyObject* const output = name("output");
+    const FunctionsOff off;
+    bool is_mutated = false;
+    for (const Input& input : open.inputs) {
+      if (version_in(input.tensor) == input.version) continue;
+      if (input.tensor.get() != result) return false;  // it shows beside what is returned
+      is_mutated = true;
+    }
+    std::string line;
+    line.reserve(300);
+    line += "{\"type\":\"end\",\"id\":";
+    append_number(line, open.id);
+    const size_t without = line.size();
+    const char* notes = "";
+    bool is_followed = false;
+    if (is_own_type(result)) {
+      const at::Tensor& tensor = tensor_in(result);
+      if (!is_plain(*tensor.unsafeGetTensorImpl())) return false;
+      if (open.edges != nullptr && (open.edges->has_leaves() || tensor.requires_grad())) {
+        if (open.edges->is_handed_through(result)) {
+          notes = ",\"notes\":[\"output.0 is handed through\"]";
+        } else if (tensor.grad_fn()) {
+          is_followed = open.edges->find_exits(result);
+          if (!is_followed) return false;
+        }
+      }
+      if (is_mutated) lines_.forget(result);
+      line += ",\"outputs\":";
+      if (!lines_.append(result, tensor.requires_grad(), output, python_.only_path.get(),
+                         python_.wants_output, python_.keep.get(), nullptr, line)) {
+        throw python_error();
+      }
+    } else if (PyBool_Check(result) || PyFloat_CheckExact(result) || is_small(result)) {
+      line += ",\"outputs\":";
+      append_atom(result, line);
+    } else if (result != Py_None) {
+      return false;
+    }
+    if (is_followed) listen(open);
+    const size_t with = line.size();
+    line.append(notes).append("}\n");
+    const bool written = log_.end_text(line, [&] {
+      const size_t start = without + std::strlen(",\"outputs\":");
+      return end_line(open.id, with == without ? "null" : line.substr(start, with - start));
+    });
+    if (!written) throw python_error();
+    return true;
+  }
+
+  // As `Tape._trace`, of what was found by `find_exits`.
+  void listen(Open& open) {
+    const std::vector<Exit>& exits = open.edges->exits();
+    if (exits.size() == 1 && !open.edges->is_nested() && !open.api->text_backward.empty()) {
+      open.edges->listen(std::make_shared<Followed>(
+          Ref::borrow(open.owner), *this, open.api, open.number, open.module, open.stack,
+          open.step, exits[0], !open.edges->is_one_node()));
+      return;
+    }
+    const Ref& names = names_of(open);
+    PyObject* common[] = {python_.tape.get(), names.get(), python_.keep.get(), open.stack.get(),
+                          open.step.get()};
+    if (exits.size() == 1 && !open.edges->is_nested()) {
+      PyObject* kind = open.edges->is_one_node() ? python_.one_node.get() : python_.one_way.get();
+      Ref spots = exits[0].spots();
+      PyObject* given[] = {common[0], common[1], common[2], common[3], common[4], spots.get()};
+      Ref backward = got(PyObject_Vectorcall(kind, given, 6, nullptr));
+      open.edges->listen(backward.get(), Py_None);
+      return;
+    }
+    Ref nothing = got(PyDict_New()), n_nodes = got(PyLong_FromSize_t(1 + exits.size()));
+    PyObject* given[] = {common[0], common[1],     common[2],     common[3],
+                         common[4], nothing.get(), n_nodes.get(), python_.no_aliases.get()};
+    Ref backward = got(PyObject_Vectorcall(python_.any_way.get(), given, 8, nullptr));
+    open.edges->listen(backward.get(), python_.output_spots.get());
+  }
+
+  // -- Backward ------------------------------------------------------------------------------
+
+  // As `NodeBackward.incoming`.
+  bool entered(Followed& call, const variable_list& grads) override {
+    static PyObject* const recording = name("recording");
+    static PyObject* const is_open = name("is_open");
+    static PyObject* const step = name("step");
+    if (!python_.tape || tape_.get(recording).get() != Py_True) return true;
+    if (call.n_passes || tape_.get(is_open).get() != Py_True) return false;
+    Ref now = tape_.get(step);
+    const int same = PyObject_RichCompareBool(now.get(), call.step.get(), Py_EQ);
+    if (same < 0) throw python_error();
+    Ref thread = Ref::borrow(PyDict_GetItemWithError(place_dict().get(), thread_name()));
+    if (!same || !thread || !is_text(thread)) return false;
+    if (!attempt([&] { enter(call, thread, grads); })) gap_of_backward(call);
+    return true;
+  }
+
+  // As `NodeBackward.outgoing`, and `WayBackward.outgoing`. Not of what was entered in Python.
+  bool left(Followed& call, const variable_list& grads) override {
+    static PyObject* const recording = name("recording");
+    if (!python_.tape) return true;
+    Ref key = key_of(call);
+    Ref run = popped(key);
+    if (!run) {
+      if (call.is_in_python()) return false;
+      if (tape_.get(recording).get() != Py_True) return true;
+      if (call.is_way) {  // it came by way of a tensor that left the call unseen
+        if (!entered(call, {})) return false;
+        run = popped(key);
+      }
+    }
+    if (tape_.get(recording).get() != Py_True) return true;
+    if (!attempt([&] { leave(call, run, grads); })) gap_of_backward(call);
+    return true;
+  }
+
+  Ref backward_of(const Followed& call) override {
+    TORCH_CHECK(python_.tape, APART);
+    PyObject* kind = call.is_way ? python_.one_way.get() : python_.one_node.get();
+    Ref name = name_of(*call.api, call.number);
+    PyObject* parts[] = {call.api->api.get(), name.get(), call.module.get()};
+    Ref names = got(PyObject_Vectorcall(python_.call_names.get(), parts, 3, nullptr));
+    Exit exit{NodePtr(), call.positions, {}};
+    for (const Ref& path : call.paths) exit.paths.push_back(path.get());
+    Ref spots = exit.spots(), n_passes = got(PyLong_FromLong(call.n_passes));
+    PyObject* given[] = {python_.tape.get(), names.get(),     python_.keep.get(), call.stack.get(),
+                         call.step.get(),    spots.get(), n_passes.get()};
+    return got(PyObject_Vectorcall(kind, given, 7, nullptr));
+  }
+
+  static PyObject* thread_name() {
+    static PyObject* const thread = name("thread");
+    return thread;
+  }
+
+  Ref place_dict() const {
+    static PyObject* const dict = name("__dict__");
+    return attribute(python_.place, dict);
+  }
+
+  static Ref key_of(const Followed& call) {
+    return got(Py_BuildValue("(Ni)", PyLong_FromVoidPtr(const_cast<Followed*>(&call)),
+                             torch::autograd::get_current_graph_task_id()));
+  }
+
+  Ref running() const {
+    static PyObject* const running = name("running");
+    return tape_.get(running);
+  }
+
+  // The pass that is under way, which is over.
+  Ref popped(const Ref& key) const {
+    Ref passes = running();
+    Ref run = Ref::borrow(PyDict_GetItemWithError(passes.get(), key.get()));
+    if (!run && PyErr_Occurred()) throw python_error();
+    if (run && PyDict_DelItem(passes.get(), key.get()) < 0) throw python_error();
+    return run;
+  }
+
+  void enter(Followed& call, const Ref& thread, const variable_list& grads) {
+    static PyObject* const backward = name("backward");
+    static PyObject* const entered = name("entered");
+    static PyObject* const ids = name("ids");
+    static PyObject* const input = name("input");
+    static PyObject* const main_thread = name("MainThread");
+    const FunctionsOff off;
+    const Api& api = *call.api;
+    Ref key = key_of(call), name = backward_name(call);
+    PyObject* parts[] = {api.api.get(), name.get(), call.module.get(), backward};
+    Ref names = got(PyObject_Vectorcall(python_.call_names.get(), parts, 4, nullptr));
+    ++call.n_passes;
+    Ref number = got(PyIter_Next(tape_.get(ids).get()));
+    PyObject* given[] = {python_.tape.get(), key.get(), names.get(), python_.keep.get(),
+                         number.get()};
+    Ref run = got(PyObject_Vectorcall(python_.node_run.get(), given, 5, nullptr));
+    if (PyDict_SetItem(running().get(), key.get(), run.get()) < 0) throw python_error();
+    tape_.set(entered, run.get());
+    std::string line;
+    line.reserve(500);
+    line += "{\"type\":\"call\",\"id\":";
+    append_number(line, PyLong_AsLongLong(number.get()));
+    line += api.text_before;
+    append_number(line, call.number);
+    line += api.text_backward;
+    if (PyUnicode_GET_LENGTH(call.module.get())) {
+      line.append(",\"module\":").append(spell_.quoted(call.module.get()));
+    }
+    line += ",\"direction\":\"backward\"";
+    if (thread.get() != main_thread) {
+      line.append(",\"thread\":").append(spell_.quoted(thread.get()));
+    }
+    if (call.stack.get() != Py_None) {
+      line += ",\"stack\":";
+      append_number(line, PyLong_AsLongLong(call.stack.get()));
+    }
+    if (!grads.empty()) {
+      line += ",\"args\":[";
+      append_gradient(run, grads[0], input, python_.only_path.get(), python_.wants_input, line);
+      line += "]";
+    }
+    line += "}\n";
+    if (!log_.call_text(line)) throw python_error();
+  }
+
+  void leave(Followed& call, const Ref& run, const variable_list& grads) {
+    static PyObject* const entered = name("entered");
+    static PyObject* const id = name("id");
+    static PyObject* const output = name("output");
+    tape_.set(entered, Py_None);
+    if (!run || run.get() == Py_None) return;
+    const FunctionsOff off;
+    Ref number = attribute(run, id);
+    std::string outputs = "{\"dict\":[";
+    outputs.reserve(400);
+    for (size_t i = 0; i < call.paths.size(); ++i) {
+      PyObject* path = call.paths[i].get();
+      outputs.append(i ? ",[" : "[").append(spell_.quoted(PyTuple_GET_ITEM(path, 0))).append(",");
+      append_gradient(run, grads.at(call.positions[i]), output, path, python_.wants_output,
+                      outputs);
+      outputs += "]";
+    }
+    outputs += "]}";
+    std::string line = "{\"type\":\"end\",\"id\":";
+    const long long value = PyLong_AsLongLong(number.get());
+    append_number(line, value);
+    line.append(",\"outputs\":").append(outputs).append("}\n");
+    if (!log_.end_text(line, [&] { return end_line(value, outputs); })) throw python_error();
+  }
+
+  void append_gradient(const Ref& run, const at::Tensor& grad, PyObject* role, PyObject* path,
+                       bool wanted, std::string& text) {
+    if (!grad.defined()) {
+      text += "null";
+      return;
+    }
+    Ref object = got(THPVariable_Wrap(grad));
+    if (is_own_type(object.get()) && is_plain(*grad.unsafeGetTensorImpl())) {
+      if (!lines_.append(object.get(), false, role, path, wanted, python_.keep.get(), nullptr,
+                         text)) {
+        throw python_error();
+      }
+      return;
+    }
+    Ref tree = got(lines_.encoded(object.get(), run.get(), role, path,
+                                  wanted ? Py_True : Py_False, Py_False));
+    text += spell_.json(tree.get());
+  }
+
+  Ref backward_name(const Followed& call) const {
+    static PyObject* const backward = name(".backward");
+    return joined(*call.api, call.number, backward);
+  }
+
+  void gap_of_backward(const Followed& call) const {
+    static PyObject* const method = name("gap");
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) throw python_error();
+    Ref error = taken();
+    Ref name = backward_name(call);
+    got(PyObject_CallMethodObjArgs(python_.tape.get(), method, name.get(), error.get(), nullptr));
+  }
+
+  // -- What Python goes on with --------------------------------------------------------------
+
+  static Ref joined(const Api& api, long long number, PyObject* after) {
+    if (!api.is_ascii) {
+      return got(PyUnicode_FromFormat("%U%lld%U", api.before.get(), number, after));
+    }
+    char digits[24];
+    const size_t n = std::to_chars(digits, digits + sizeof digits, number).ptr - digits;
+    const size_t before_n = PyUnicode_GET_LENGTH(api.before.get());
+    const size_t after_n = PyUnicode_GET_LENGTH(after);
+    Ref name = got(PyUnicode_New(before_n + n + after_n, 127));
+    auto* data = PyUnicode_1BYTE_DATA(name.get());
+    memcpy(data, PyUnicode_1BYTE_DATA(api.before.get()), before_n);
+    memcpy(data + before_n, digits, n);
+    memcpy(data + before_n + n, PyUnicode_1BYTE_DATA(after), after_n);
+    return name;
+  }
+  static Ref name_of(const Api& api, long long number) {
+    return joined(api, number, api.after.get());
+  }
+  static Ref name_of(const Open& open) { return name_of(*open.api, open.number); }
+
+  const Ref& names_of(Open& open) const {
+    if (!open.names) {
+      Ref name = name_of(open);
+      PyObject* given[] = {open.api->api.get(), name.get(), open.module.get()};
+      open.names = got(PyObject_Vectorcall(python_.call_names.get(), given, 3, nullptr));
+    }
+    return open.names;
+  }
+
+  const Ref& edges_object(Open& open) const {
+    if (!open.edges_object) {
+      open.edges_object = got(box_edges_(std::move(open.own_edges)));
+    }
+    return open.edges_object;
+  }
+
+  Ref open_call(Open& open) const {
+    Ref inputs = got(PyList_New(0)), versions = got(PyList_New(0));
+    for (const Input& input : open.inputs) {
+      Ref item = got(PyTuple_Pack(2, input.tensor.get(), input.path.get()));
+      Ref version = got(PyLong_FromLongLong(input.version));
+      if (PyList_Append(inputs.get(), item.get()) < 0) throw python_error();
+      if (PyList_Append(versions.get(), version.get()) < 0) throw python_error();
+    }
+    Ref id = got(PyLong_FromLongLong(open.id));
+    PyObject* edges = open.edges == nullptr ? Py_None : edges_object(open).get();
+    PyObject* given[] = {names_of(open).get(), python_.keep.get(), open.step.get(), id.get(),
+                         open.stack.get(),     edges,              inputs.get(),    versions.get()};
+    return got(PyObject_Vectorcall(python_.open_call.get(), given, 8, nullptr));
+  }
+
+  Ref end_line(long long id, const std::string& outputs) const {
+    Ref bytes = got(PyBytes_FromStringAndSize(outputs.data(), outputs.size()));
+    Ref tree = got(PyObject_CallOneArg(python_.raw.get(), bytes.get()));
+    Ref given = got(Py_BuildValue("{s:L,s:O}", "id", id, "outputs", tree.get()));
+    Ref nothing = got(PyTuple_New(0));
+    return got(PyObject_Call(python_.end_line.get(), nothing.get(), given.get()));
+  }
+
+  // What was raised becomes a gap, and the call is made without a record; false where it is no
+  // trouble of recording (Ctrl-C), and goes on.
+  bool gap(const Open& open) const {
+    static PyObject* const method = name("gap");
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return false;
+    Ref error = taken();
+    return attempt([&] {
+      Ref name = name_of(open);
+      got(PyObject_CallMethodObjArgs(python_.tape.get(), method, name.get(), error.get(), nullptr));
+    });
+  }
+
+  bool end_failed(Open& open) const {
+    static PyObject* const method = name("_end_failed");
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return false;
+    Ref error = taken();
+    return attempt([&] {
+      Ref call = open_call(open);
+      got(PyObject_CallMethodObjArgs(python_.tape.get(), method, call.get(), error.get(), nullptr));
+    });
+  }
+
+  // Write down that the call has raised what is set, which goes on.
+  PyObject* raised(Open& open) const {
+    static PyObject* const method = name("raised");
+    Ref error = taken();
+    const bool written = attempt([&] {
+      Ref call = open_call(open);
+      got(PyObject_CallMethodObjArgs(python_.tape.get(), method, call.get(), error.get(), nullptr));
+    });
+    if (!written) {  // it goes on instead, as from an `except` of Python
+      Ref other = taken();
+      PyException_SetContext(other.get(), error.release());
+      error = std::move(other);
+    }
+    PyErr_Restore(Py_NewRef(reinterpret_cast<PyObject*>(Py_TYPE(error.get()))),
+                  Py_NewRef(error.get()), PyException_GetTraceback(error.get()));
+    return nullptr;
+  }
+
+  bool end_in_python(Open& open, PyObject* result) const {
+    static PyObject* const method = name("end");
+    return attempt([&] {
+      Ref call = open_call(open);
+      got(PyObject_CallMethodObjArgs(python_.tape.get(), method, call.get(), result, nullptr));
+    });
+  }
+
+  static constexpr long MAX_FRAMES = 200;
+  static constexpr size_t MAX_STACKS = 5'000;
+
+  Recording python_;
+  Lines& lines_;
+  Log& log_;
+  BoxEdges box_edges_;
+  Spell spell_;
+  Fields tape_, counter_;
+  Spoken module_text_, parent_text_;
+  std::unordered_map<PyObject*, std::shared_ptr<const Api>> apis_;
+  std::unordered_map<PyObject*, std::pair<Ref, std::string>> words_;
+  std::unordered_map<long long, Ref> stack_lines_;  // by the stack's number
+};
+
+}  // namespace tensorprobe
