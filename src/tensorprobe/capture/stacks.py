@@ -63,6 +63,10 @@ class Stacks:
         self._walk = _walk if native.MODULE is None else native.MODULE.walk_stack
         self._count = itertools.count(1)
 
+    def tables(self) -> tuple[dict[StackKey, int], dict[int, list[str]], set[int]]:
+        """The numbers of stacks, their frames, and those told in this step; they stay the same."""
+        return self._ids, self._frames, self._told
+
     def reset(self) -> None:
         """A step of its own begins: it is told all its stacks."""
         self._told.clear()

@@ -54,6 +54,7 @@ class TensorLines:
         self._dtypes: dict[torch.dtype, tuple[str, bool]] = {}  # name, and whether it is wanted
         self._heads: dict[_Kind, _Head] = {}
         self.encoded, self.arguments = self._encoded, self._arguments
+        self.swift_named: Any = None  # as `named`, with whether their contents are wanted
         if values is not None and values.contents is not None:
             # the same in C++, which asks here for what is not plain
             lines = native.MODULE.Lines(
@@ -61,6 +62,7 @@ class TensorLines:
                 encode_tree, ATOMS, POSITIONS, MAX_TEXT,
             )  # fmt: skip
             self.encoded, self.arguments = lines.encoded, lines.arguments
+            self.swift_named = lines.named
 
     def line(
         self,
@@ -208,6 +210,9 @@ class TensorLines:
     ) -> dict[str, Any]:
         """The lines of tensors that a call has by name."""
         wanted = self._selection.wants_side(role)
+        if self.swift_named is not None:
+            found: dict[str, Any] = self.swift_named(tensors, call, role, wanted)
+            return found
         lines: dict[str, Any] = {}
         for name, tensor in tensors:
             part = self.encoded(tensor, call, role, name, wanted)

@@ -352,6 +352,10 @@ class Edges {
 
   uint64_t start() const { return start_; }
   bool has_aliases() const { return has_aliases_; }
+  bool has_views() const {
+    return std::any_of(inputs_.begin(), inputs_.end(),
+                       [](const Input& input) { return input.is_view; });
+  }
 
   // All that was noted: (start, [(tensor, path, needs, node, number, is view, version)]).
   PyObject* notes() const {

@@ -92,6 +92,23 @@ class Lines {
     return PyTuple_Pack(2, positional.get(), keywords.get());
   }
 
+  // The lines of tensors, [(name, tensor)], that a call has by name: {name: line}.
+  PyObject* named(PyObject* tensors, PyObject* call, PyObject* role, PyObject* wanted) {
+    TORCH_CHECK(contents_object_, APART);
+    Ref given = Ref::steal(PySequence_Fast(tensors, "tensors"));
+    Ref lines = Ref::steal(PyDict_New());
+    if (!given || !lines) return nullptr;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(given.get()); ++i) {
+      const Ref pair = Ref::borrow(PySequence_Fast_GET_ITEM(given.get(), i));
+      PyObject *name, *tensor;
+      if (!PyArg_ParseTuple(pair.get(), "OO", &name, &tensor)) return nullptr;
+      const Ref part = Ref::steal(encoded(tensor, call, role, name, wanted, Py_None));
+      const Ref line = part ? out_of_tree(part) : Ref();
+      if (!line || PyDict_SetItem(lines.get(), name, line.get()) < 0) return nullptr;
+    }
+    return lines.release();
+  }
+
   int traverse(visitproc visit, void* arg) const {
     const Ref* held[] = {&contents_object_, &python_.head,    &python_.encoded,
                          &python_.repeated, &python_.encoder, &python_.tree};
@@ -185,6 +202,21 @@ class Lines {
     memcpy(PyBytes_AS_STRING(line.get()), start.data(), start.size());
     memcpy(PyBytes_AS_STRING(line.get()) + start.size(), digits, length);
     return PyObject_CallOneArg(python_.raw.get(), line.get());
+  }
+
+  // The line of a tensor without the tree around it, `{"tensor":` and `}`.
+  Ref out_of_tree(const Ref& part) const {
+    static PyObject* const key = PyUnicode_InternFromString("tensor");
+    constexpr Py_ssize_t before = 10, after = 1;
+    if (reinterpret_cast<PyObject*>(Py_TYPE(part.get())) != python_.raw.get()) {
+      return Ref::steal(PyObject_GetItem(part.get(), key));
+    }
+    Py_buffer text;
+    if (PyObject_GetBuffer(part.get(), &text, PyBUF_SIMPLE) < 0) return Ref();
+    const Ref line = Ref::steal(PyBytes_FromStringAndSize(
+        static_cast<const char*>(text.buf) + before, text.len - before - after));
+    PyBuffer_Release(&text);
+    return line ? Ref::steal(PyObject_CallOneArg(python_.raw.get(), line.get())) : Ref();
   }
 
   PyObject* argument(Side& side, PyObject* value, PyObject* path) {

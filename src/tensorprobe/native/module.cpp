@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "contents.h"
+#include "hooks.h"
 #include "lines.h"
 #include "log.h"
 #include "regions.h"
@@ -151,9 +152,17 @@ PyObject* lines_arguments(PyObject* self, Arguments args, Py_ssize_t count) {
   });
 }
 
+PyObject* lines_named(PyObject* self, Arguments args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (!takes("named", count, 4, 4)) return nullptr;
+    return in<Lines>(self).named(args[0], args[1], args[2], args[3]);
+  });
+}
+
 PyMethodDef lines_methods[] = {
     {"encoded", reinterpret_cast<PyCFunction>(lines_encoded), METH_FASTCALL, nullptr},
     {"arguments", reinterpret_cast<PyCFunction>(lines_arguments), METH_FASTCALL, nullptr},
+    {"named", reinterpret_cast<PyCFunction>(lines_named), METH_FASTCALL, nullptr},
     {nullptr}};
 
 PyType_Slot lines_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_lines)},
@@ -322,12 +331,22 @@ PyObject* edges_leaves(PyObject* self, void*) {
   return guarded([&] { return PyBool_FromLong(in<Edges>(self).has_leaves()); });
 }
 
+PyObject* edges_aliases(PyObject* self, void*) {
+  return guarded([&] { return PyBool_FromLong(in<Edges>(self).has_aliases()); });
+}
+
+PyObject* edges_views(PyObject* self, void*) {
+  return guarded([&] { return PyBool_FromLong(in<Edges>(self).has_views()); });
+}
+
 PyMethodDef edges_methods[] = {
     {"exits_of", edges_exits_of, METH_O, nullptr},
     {"listen", reinterpret_cast<PyCFunction>(edges_listen), METH_FASTCALL, nullptr},
     {"notes", edges_notes, METH_NOARGS, nullptr},
     {nullptr}};
-PyGetSetDef edges_attributes[] = {{"has_functions", edges_functions, nullptr, nullptr, nullptr},
+PyGetSetDef edges_attributes[] = {{"has_aliases", edges_aliases, nullptr, nullptr, nullptr},
+                                  {"has_views", edges_views, nullptr, nullptr, nullptr},
+                                  {"has_functions", edges_functions, nullptr, nullptr, nullptr},
                                   {"has_leaves", edges_leaves, nullptr, nullptr, nullptr},
                                   {"is_one_node", edges_is_one_node, nullptr, nullptr, nullptr},
                                   {nullptr}};
@@ -393,6 +412,105 @@ PyType_Slot regions_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_regions)}
 PyType_Spec regions_spec = {"tensorprobe_native.Regions", sizeof(Box<Regions>), 0,
                             Py_TPFLAGS_DEFAULT, regions_slots};
 
+// -- Hooks -----------------------------------------------------------------------------------
+
+// One of the things that hooks are made of; of a type, where one is given.
+Ref given(PyObject* parts, const char* name, PyTypeObject* type = nullptr) {
+  PyObject* found = PyDict_GetItemString(parts, name);
+  if (found == nullptr || (type != nullptr && !PyObject_TypeCheck(found, type))) {
+    PyErr_Format(PyExc_TypeError, "%s is missing, or not what it should be", name);
+    throw python_error();
+  }
+  return Ref::borrow(found);
+}
+
+PyObject* new_hooks(PyTypeObject* type, PyObject*, PyObject* parts) {
+  return guarded([&]() -> PyObject* {
+    if (parts == nullptr) {
+      PyErr_SetString(PyExc_TypeError, "what follows modules is given by name");
+      return nullptr;
+    }
+    const auto is_true = [&](const char* name) { return given(parts, name).get() == Py_True; };
+    ModuleCalls python;
+    python.hooks = given(parts, "hooks");
+    python.tape = given(parts, "tape");
+    python.place = given(parts, "place");
+    python.thread = given(parts, "thread");
+    python.trained = given(parts, "trained", &PyDict_Type);
+    python.compiler = given(parts, "compiler", &PyDict_Type);
+    python.call_impl = given(parts, "call_impl", &PyCode_Type);
+    python.entered = given(parts, "entered");
+    python.left = given(parts, "left");
+    python.describe = given(parts, "describe");
+    python.failed = given(parts, "failed");
+    python.note_buffers = given(parts, "note_buffers");
+    python.entry = given(parts, "entry", &PyType_Type);
+    python.call_names = given(parts, "call_names");
+    python.records = is_true("records");
+    python.stacks = is_true("stacks");
+    python.keep = given(parts, "keep");
+    if (python.keep.get() != Py_None) {
+      python.lines = given(parts, "lines");
+      python.named = given(parts, "named");
+      python.versions = given(parts, "versions");
+      python.edges = given(parts, "edges");
+      python.writer = given(parts, "writer");
+      python.open_call = given(parts, "open_call");
+      python.call_line = given(parts, "call_line");
+      python.end_line = given(parts, "end_line");
+      python.way = given(parts, "way");
+      python.is_autocast = given(parts, "is_autocast");
+      python.graph_task = given(parts, "graph_task");
+      python.state_notes = given(parts, "state_notes");
+      python.functions_of = given(parts, "functions_of");
+      python.encode = given(parts, "encode");
+      python.traced = given(parts, "traced");
+      python.end_failed = given(parts, "end_failed");
+      python.stack_numbers = given(parts, "stack_numbers");
+      python.known_stacks = given(parts, "known_stacks", &PyDict_Type);
+      python.stack_frames = given(parts, "stack_frames", &PyDict_Type);
+      python.told_stacks = given(parts, "told_stacks", &PySet_Type);
+      python.only_path = given(parts, "only_path", &PyTuple_Type);
+      python.wants_input = given(parts, "wants_input", &PyBool_Type);
+      python.wants_output = given(parts, "wants_output", &PyBool_Type);
+      python.wants_parameters = given(parts, "wants_parameters", &PyBool_Type);
+      python.config_stacks = is_true("config_stacks");
+      python.backward = is_true("backward");
+      python.sees_functions = is_true("sees_functions");
+    }
+    return boxed(type, std::make_unique<Hooks>(std::move(python)));
+  });
+}
+
+PyObject* hooks_enter(PyObject* self, Arguments args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (!takes("enter", count, 2, 2)) return nullptr;
+    return in<Hooks>(self).enter(args[0], args[1]);
+  });
+}
+
+PyObject* hooks_leave(PyObject* self, Arguments args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (!takes("leave", count, 3, 3)) return nullptr;
+    return in<Hooks>(self).leave(args[0], args[1], args[2]);
+  });
+}
+
+PyMethodDef hooks_methods[] = {
+    {"enter", reinterpret_cast<PyCFunction>(hooks_enter), METH_FASTCALL, nullptr},
+    {"leave", reinterpret_cast<PyCFunction>(hooks_leave), METH_FASTCALL, nullptr},
+    {nullptr}};
+
+PyType_Slot hooks_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_hooks)},
+                             {Py_tp_dealloc, reinterpret_cast<void*>(unbox<Hooks>)},
+                             {Py_tp_traverse, reinterpret_cast<void*>(traverse<Hooks>)},
+                             {Py_tp_clear, reinterpret_cast<void*>(clear<Hooks>)},
+                             {Py_tp_methods, hooks_methods},
+                             {0, nullptr}};
+
+PyType_Spec hooks_spec = {"tensorprobe_native.Hooks", sizeof(Box<Hooks>), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, hooks_slots};
+
 // -- Versions --------------------------------------------------------------------------------
 
 PyObject* versions(PyObject*, PyObject* inputs) {
@@ -448,6 +566,7 @@ PyMODINIT_FUNC PyInit_tensorprobe_native() {
       !add_type(module, "Log", log_spec, nullptr) ||
       !add_type(module, "Starter", starter_spec, nullptr) ||
       !add_type(module, "Edges", edges_spec, &edges_type) ||
+      !add_type(module, "Hooks", hooks_spec, nullptr) ||
       !add_type(module, "Regions", regions_spec, nullptr)) {
     Py_DECREF(module);
     return nullptr;
