@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 
 from tensorprobe import native
 from tensorprobe.capture import compiled
-from tensorprobe.capture.backward import ModuleBackward
+from tensorprobe.capture.backward import Backward, ModuleBackward
 from tensorprobe.capture.calls import OpenCall
 from tensorprobe.capture.encode import encode
 from tensorprobe.capture.gradients import (
@@ -39,7 +39,7 @@ from tensorprobe.capture.gradients import (
 from tensorprobe.capture.hidden_state import WRITES_STATISTICS
 from tensorprobe.capture.making import MadeNotes, uncalled_parameters, uses_uncalled
 from tensorprobe.capture.mode_stack import enter_missing
-from tensorprobe.capture.naming import ApiName, CallNames, module_name
+from tensorprobe.capture.naming import ApiName, CallNames, _name_parts, module_name
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.tape import Tape, _state_notes
 from tensorprobe.store.lines import CallLine, EndLine
@@ -416,6 +416,9 @@ class ModuleHooks:
                 "call_line": CallLine,
                 "end_line": EndLine,
                 "way": ModuleBackward,
+                "ways": Backward,
+                "output_spots": ((0, ONLY, None),),
+                "no_aliases": {},
                 "is_autocast": torch._C._is_any_autocast_enabled,
                 "graph_task": torch._C._current_graph_task_id,
                 "state_notes": _state_notes,
@@ -424,6 +427,7 @@ class ModuleHooks:
                 "traced": self._traced,
                 "end_failed": self._end_failed,
                 "stack_numbers": tape._stacks.current,
+                "new_stack": tape._write_stack,
                 "known_stacks": known_stacks,
                 "stack_frames": stack_frames,
                 "told_stacks": told_stacks,
@@ -450,6 +454,7 @@ class ModuleHooks:
             note_buffers=_note_buffers,
             entry=_Entry,
             call_names=CallNames,
+            count=itertools.count,
             records=self._record,
             stacks=self._stacks,
             **parts,
@@ -468,7 +473,8 @@ class ModuleHooks:
         api = self._api(known[1], kind)
         if getattr(kind, "_compiled_call_impl", None) or api.op in WRITES_STATISTICS:
             return None
-        return (*known, api, self._made.told(module) if self._record else None)
+        counted_as, around = (api.prefix, api.api), _name_parts(api, "forward")
+        return (*known, api, counted_as, *around, self._made.told(module))
 
     def _functions_of(self, edges: Any) -> None:
         self._tape._record_functions(whole(edges).functions)

@@ -263,10 +263,15 @@ class Edges {
     for (size_t i = 0; i < exits.size(); ++i) {
       PyTuple_SET_ITEM(all.get(), i, exits[i].spots().release());
     }
-    first_ = first;
-    exits_ = std::move(exits);
+    keep(first, std::move(exits));
     return all.release();
   }
+
+  void keep(const NodePtr& first, std::vector<Exit> exits) {
+    first_ = first;
+    exits_ = std::move(exits);
+  }
+  const std::vector<Exit>& exits() const { return exits_; }
 
   // Whether the call that was found has one node, at which it is entered and left.
   bool is_one_node() const { return exits_.size() == 1 && exits_[0].node == first_; }
@@ -278,6 +283,7 @@ class Edges {
     const NodePtr first = std::exchange(first_, NodePtr());
     const std::vector<Exit> exits = std::exchange(exits_, {});
     const bool told = output_spots != Py_None;
+    TORCH_CHECK(told || !exits.empty(), "it is left nowhere");
     auto listener = std::make_shared<Listener>(Ref::borrow(backward),
                                                told ? Ref::borrow(output_spots) : Ref(),
                                                told ? std::vector<size_t>{} : exits[0].positions);
@@ -341,10 +347,12 @@ class Edges {
     return false;
   }
 
-  // Whether a view was written to in the call, and is not the input at `path`.
-  bool lost_views(PyObject* path) const {
+  // Whether a view was written to in the call, and is not one of the inputs at `paths`.
+  bool lost_views(const std::vector<PyObject*>& paths) const {
     for (const Input& input : inputs_) {
-      if (!input.is_view || !input.needs || PyTuple_GET_ITEM(input.item.get(), 1) == path) continue;
+      if (!input.is_view || !input.needs) continue;
+      PyObject* path = PyTuple_GET_ITEM(input.item.get(), 1);
+      if (std::find(paths.begin(), paths.end(), path) != paths.end()) continue;
       if (input.impl->version_counter().current_version() != input.version) return true;
     }
     return false;

@@ -24,12 +24,13 @@ struct ModuleCalls {
   Ref hooks, tape, place, thread, trained;
   Ref compiler, call_impl;
   Ref entered, left, describe, failed, note_buffers;
-  Ref entry, call_names;
+  Ref entry, call_names, count;
   bool records = false, stacks = false;
   // Of calls that are written down here, and not by `Tape.begin`; `keep` is None where none is.
-  Ref keep, lines, named, versions, edges, writer, open_call, call_line, end_line, way;
+  Ref keep, lines, named, versions, edges, writer, open_call, call_line, end_line;
+  Ref way, ways, output_spots, no_aliases;
   Ref is_autocast, graph_task, state_notes, functions_of, encode, traced, end_failed;
-  Ref stack_numbers, known_stacks, stack_frames, told_stacks, only_path;
+  Ref stack_numbers, new_stack, known_stacks, stack_frames, told_stacks, only_path;
   Ref wants_input, wants_output, wants_parameters;
   bool config_stacks = false, backward = false, sees_functions = false;
 };
@@ -97,7 +98,7 @@ class Hooks {
     for (const Ref* ref :
          {&p.hooks, &p.tape, &p.place, &p.thread, &p.trained, &p.entered, &p.left, &p.describe,
           &p.failed, &p.note_buffers, &p.lines, &p.named, &p.writer, &p.functions_of, &p.traced,
-          &p.end_failed, &p.stack_numbers, &p.known_stacks, &p.stack_frames, &p.told_stacks}) {
+          &p.end_failed, &p.stack_numbers, &p.new_stack, &p.known_stacks, &p.stack_frames, &p.told_stacks}) {
       if (int stop = ref->visit(visit, arg)) return stop;
     }
     return 0;
@@ -111,6 +112,7 @@ class Hooks {
   // What stays the same of a module for as long as it lives.
   struct Card {
     Ref reference, kind, path, api;
+    Ref counted_as, before, after;  // in the table of counts; around the number of a call's name
     Ref trained;  // (reference, path)
     std::unique_ptr<Made> made;
   };
@@ -168,11 +170,11 @@ class Hooks {
     PyObject* own_by_api = interned("_by_api");
     PyObject* own_compiled_call_impl = interned("_compiled_call_impl");
     PyObject* own_dict = interned("__dict__");
+    PyObject* own_counts = interned("_counts");
     PyObject* own_end = interned("_end");
     PyObject* own_is_compiling_flag = interned("_is_compiling_flag");
     PyObject* own_made = interned("_made");
     PyObject* own_named = interned("_named");
-    PyObject* own_new = interned("_new");
     PyObject* own_parameters = interned("_parameters");
     PyObject* own_pending_work = interned("_pending_work");
     PyObject* owners = interned("owners");
@@ -343,8 +345,9 @@ class Hooks {
       cards_.erase(module);
       return nullptr;
     }
-    PyObject *reference, *path, *api, *made;
-    if (!PyArg_ParseTuple(described.get(), "OUOO", &reference, &path, &api, &made)) {
+    PyObject *reference, *path, *api, *counted_as, *before, *after, *made;
+    if (!PyArg_ParseTuple(described.get(), "OUOOUUO", &reference, &path, &api, &counted_as, &before,
+                          &after, &made)) {
       throw python_error();
     }
     TORCH_CHECK(PyWeakref_CheckRef(reference), "a module comes as a reference");
@@ -353,6 +356,9 @@ class Hooks {
     card->kind = Ref::borrow(reinterpret_cast<PyObject*>(Py_TYPE(module)));
     card->path = Ref::borrow(path);
     card->api = Ref::borrow(api);
+    card->counted_as = Ref::borrow(counted_as);
+    card->before = Ref::borrow(before);
+    card->after = Ref::borrow(after);
     card->trained = got(PyTuple_Pack(2, reference, path));
     if (made != Py_None) card->made = std::make_unique<Made>(made);
     if (cards_.size() >= MAX_CARDS) const auto gone = std::exchange(cards_, {});
@@ -418,7 +424,7 @@ class Hooks {
   Ref begin(const Card& card, PyObject* module, PyObject* args, const Ref& entry,
             const Ref& place, const Ref& frame, const Ref& held) {
     const bool everything = attribute(python_.tape, word().everything).get() == Py_True;
-    const Ref name = next_name(card.api.get());
+    const Ref name = next_name(card);
     const Ref names =
         everything ? called(python_.call_names, card.api.get(), name.get(), card.path.get())
                    : called_method(python_.tape, word().select, card.api.get(), name.get(),
@@ -460,16 +466,22 @@ class Hooks {
     return call;
   }
 
-  // As `capture.naming.Counter.next_name`.
-  Ref next_name(PyObject* api) const {
+  // As `capture.naming.Counter.next_name`, and its `_new`: most modules are called once in a step.
+  Ref next_name(const Card& card) const {
     const Ref counter = attribute(python_.tape, word().counter);
-    const Ref counts = attribute(counter, word().own_by_api);
-    Ref known = item(counts.get(), api);
-    if (!known) known = called_method(counter, word().own_new, api);
-    PyObject *count, *before, *after;
-    if (!PyArg_ParseTuple(known.get(), "OUU", &count, &before, &after)) throw python_error();
-    const Ref number = got(PyIter_Next(count));
-    return got(PyUnicode_FromFormat("%U%S%U", before, number.get(), after));
+    const Ref by_api = attribute(counter, word().own_by_api);
+    Ref known = item(by_api.get(), card.api.get());
+    if (!known) {
+      const Ref counts = attribute(counter, word().own_counts);
+      const Ref fresh = got(PyObject_CallNoArgs(python_.count.get()));
+      PyObject* stays = PyDict_SetDefault(counts.get(), card.counted_as.get(), fresh.get());
+      if (stays == nullptr) throw python_error();
+      known = got(PyTuple_Pack(3, stays, card.before.get(), card.after.get()));
+      put(by_api, card.api.get(), known.get());
+    }
+    TORCH_CHECK(PyTuple_CheckExact(known.get()) && PyTuple_GET_SIZE(known.get()) == 3, "no count");
+    const Ref number = got(PyIter_Next(PyTuple_GET_ITEM(known.get(), 0)));
+    return got(PyUnicode_FromFormat("%U%S%U", card.before.get(), number.get(), card.after.get()));
   }
 
   Ref begin_in_python(const Ref& names, PyObject* args, const Ref& kwargs, bool grad,
@@ -605,11 +617,22 @@ class Hooks {
     if (PyDict_GetItemWithError(python_.stack_frames.get(), stack.get()) != nullptr) {
       const Ref key = got(walk_stack(1, frame.get(), stack.get(), MAX_FRAMES));
       const Ref number = item(python_.known_stacks.get(), key.get());
-      if (number && PySet_Contains(python_.told_stacks.get(), number.get()) == 1) return number;
+      if (number) {
+        const int is_told = PySet_Contains(python_.told_stacks.get(), number.get());
+        if (is_told == 0) tell_stack(number);
+        if (is_told >= 0) return number;
+      }
     }
     if (PyErr_Occurred()) throw python_error();
     const Ref one = got(PyLong_FromLong(1));  // frame up: torch's
     return called(python_.stack_numbers, one.get(), frame.get(), stack.get());
+  }
+
+  void tell_stack(const Ref& number) const {
+    if (PySet_Add(python_.told_stacks.get(), number.get()) < 0) throw python_error();
+    const Ref frames = item(python_.stack_frames.get(), number.get());
+    TORCH_CHECK(frames, "nobody knows the stack");
+    called(python_.new_stack, number.get(), frames.get());
   }
 
   // -- The end -------------------------------------------------------------------------------
@@ -678,18 +701,33 @@ class Hooks {
     Ref found = Ref::borrow(Py_None);
     if (is_only(outputs)) {
       PyObject* output = PyTuple_GET_ITEM(PyList_GET_ITEM(outputs.get(), 0), 0);
-      found = called_method(owners, word().only, edges.get(), output, leaves.get());
-      if (PyTuple_CheckExact(found.get()) && PyTuple_GET_SIZE(found.get()) == 1) {
-        const Ref names = attribute(call, word().names), keep = attribute(call, word().keep);
-        const Ref stack = attribute(call, word().stack), step = attribute(call, word().step);
-        const Ref way = called(python_.way, python_.tape.get(), names.get(), keep.get(),
-                               stack.get(), step.get(), PyTuple_GET_ITEM(found.get(), 0));
-        called_method(edges, word().listen, way.get());
+      found = called_method(owners, word().only, edges.get(), output, leaves.get(), Py_True);
+      const Py_ssize_t count = PyTuple_CheckExact(found.get()) ? PyTuple_GET_SIZE(found.get()) : 0;
+      if (count == 1 || count == 3) {
+        listen(call, edges, found.get());
         return;
       }
     }
     called(python_.traced, call.get(), edges.get(), outputs.get(), owners.get(), leaves.get(),
            found.get());
+  }
+
+  // To the ways that the edges keep: the spots of the only one, or what is to be said of several.
+  void listen(const Ref& call, const Ref& edges, PyObject* found) const {
+    PyObject* tape = python_.tape.get();
+    PyObject* first = PyTuple_GET_ITEM(found, 0);
+    const Ref names = attribute(call, word().names), keep = attribute(call, word().keep);
+    const Ref stack = attribute(call, word().stack), step = attribute(call, word().step);
+    if (PyTuple_GET_SIZE(found) == 1) {
+      const Ref way =
+          called(python_.way, tape, names.get(), keep.get(), stack.get(), step.get(), first);
+      called_method(edges, word().listen, way.get());
+    } else {
+      const Ref ways =
+          called(python_.ways, tape, names.get(), keep.get(), stack.get(), step.get(), first,
+                 PyTuple_GET_ITEM(found, 1), python_.no_aliases.get());
+      called_method(edges, word().listen, ways.get(), python_.output_spots.get());
+    }
   }
 
   bool is_only(const Ref& outputs) const {  // as `capture.gradients._is_only`

@@ -370,9 +370,11 @@ PyObject* new_regions(PyTypeObject* type, PyObject*, PyObject*) {
 PyObject* regions_only(PyObject* self, PyObject* args) {
   return guarded([&]() -> PyObject* {
     PyObject *edges, *output;
-    int leaves;
-    if (!PyArg_ParseTuple(args, "O!Op", edges_type, &edges, &output, &leaves)) return nullptr;
-    return in<Regions>(self).only(in<Edges>(edges), output, leaves);
+    int leaves, several = 0;
+    if (!PyArg_ParseTuple(args, "O!Op|p", edges_type, &edges, &output, &leaves, &several)) {
+      return nullptr;
+    }
+    return in<Regions>(self).only(in<Edges>(edges), output, leaves, several);
   });
 }
 
@@ -446,6 +448,7 @@ PyObject* new_hooks(PyTypeObject* type, PyObject*, PyObject* parts) {
     python.note_buffers = given(parts, "note_buffers");
     python.entry = given(parts, "entry", &PyType_Type);
     python.call_names = given(parts, "call_names");
+    python.count = given(parts, "count");
     python.records = is_true("records");
     python.stacks = is_true("stacks");
     python.keep = given(parts, "keep");
@@ -459,6 +462,9 @@ PyObject* new_hooks(PyTypeObject* type, PyObject*, PyObject* parts) {
       python.call_line = given(parts, "call_line");
       python.end_line = given(parts, "end_line");
       python.way = given(parts, "way");
+      python.ways = given(parts, "ways");
+      python.no_aliases = given(parts, "no_aliases");
+      python.output_spots = given(parts, "output_spots", &PyTuple_Type);
       python.is_autocast = given(parts, "is_autocast");
       python.graph_task = given(parts, "graph_task");
       python.state_notes = given(parts, "state_notes");
@@ -467,6 +473,7 @@ PyObject* new_hooks(PyTypeObject* type, PyObject*, PyObject* parts) {
       python.traced = given(parts, "traced");
       python.end_failed = given(parts, "end_failed");
       python.stack_numbers = given(parts, "stack_numbers");
+      python.new_stack = given(parts, "new_stack");
       python.known_stacks = given(parts, "known_stacks", &PyDict_Type);
       python.stack_frames = given(parts, "stack_frames", &PyDict_Type);
       python.told_stacks = given(parts, "told_stacks", &PySet_Type);
