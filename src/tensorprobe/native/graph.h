@@ -271,7 +271,6 @@ class Edges {
     first_ = first;
     exits_ = std::move(exits);
   }
-  const std::vector<Exit>& exits() const { return exits_; }
 
   // Whether the call that was found has one node, at which it is entered and left.
   bool is_one_node() const { return exits_.size() == 1 && exits_[0].node == first_; }

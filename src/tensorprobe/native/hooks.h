@@ -42,55 +42,21 @@ class Hooks {
   // A module is called. The frame of Python is `ModuleHooks._enter`, the one around it torch's.
   PyObject* enter(PyObject* module, PyObject* args) {
     TORCH_CHECK(python_.hooks, APART);
-    if (is_compiling()) Py_RETURN_NONE;
-    const Ref entries = attribute(python_.thread, word().entries);
-    if (!PyList_CheckExact(entries.get()) || PyList_GET_SIZE(entries.get()) == 0) {
-      return slowly(module, args);  // it begins a step, perhaps
-    }
-    const Ref frame = torchs_frame();
-    const Ref last = Ref::borrow(
-        PyList_GET_ITEM(entries.get(), PyList_GET_SIZE(entries.get()) - 1));
-    if (!is_below(attribute(last, word().frame), frame)) return slowly(module, args);
-    if (attribute(python_.tape, word().recording).get() != Py_True) Py_RETURN_NONE;
-    if (attribute(python_.hooks, word().own_around).get() != Py_None ||
-        attribute(python_.tape, word().only).get() != Py_None) {
-      return slowly(module, args);
-    }
-    const std::shared_ptr<const Card> card = card_of(module);
-    const Ref held = Ref::steal(PyObject_GenericGetDict(module, nullptr));
-    if (!held) throw python_error();
-    if (!card || !PyTuple_CheckExact(args) || !has_usual(held.get())) return slowly(module, args);
-    const bool done = attempt(
-        [&] { follow(*card, module, args, entries, last, frame, held); });
-    if (!done && !fail(module)) return nullptr;
-    Py_RETURN_NONE;
+    bool is_done = false;
+    if (!attempt([&] { is_done = entered(module, args); })) return fail(module);
+    if (is_done) Py_RETURN_NONE;
+    PyObject* given[] = {module, args};
+    return PyObject_Vectorcall(python_.entered.get(), given, 2, nullptr);
   }
 
   // A module has returned `result`, or raised.
   PyObject* leave(PyObject* module, PyObject* args, PyObject* result) {
     TORCH_CHECK(python_.hooks, APART);
-    if (is_compiling()) Py_RETURN_NONE;
-    const Ref entries = attribute(python_.thread, word().entries);
-    if (!PyList_CheckExact(entries.get())) return leave_slowly(module, args, result);
-    const Py_ssize_t count = PyList_GET_SIZE(entries.get());
-    if (count == 0) Py_RETURN_NONE;
-    const Ref entry = Ref::borrow(PyList_GET_ITEM(entries.get(), count - 1));
-    // the outermost, one that was entered before the recording began, or that has raised
-    if (count == 1 || Py_TYPE(entry.get()) != entry_type() ||
-        attribute(entry, word().module).get() != module || has_raised()) {
-      return leave_slowly(module, args, result);
-    }
-    const bool done = attempt([&] {
-      if (PyList_SetSlice(entries.get(), count - 1, count, nullptr) < 0) throw python_error();
-      const Ref place = attribute(python_.place, word().own_dict);
-      if (PyDict_Update(place.get(), attribute(entry, word().place).get()) < 0) {
-        throw python_error();
-      }
-      const Ref call = attribute(entry, word().call);
-      if (call.get() != Py_None) end(entry, call, module, result);
-    });
-    if (!done && !fail(module)) return nullptr;
-    Py_RETURN_NONE;
+    bool is_done = false;
+    if (!attempt([&] { is_done = left(module, result); })) return fail(module);
+    if (is_done) Py_RETURN_NONE;
+    PyObject* given[] = {module, args, result};
+    return PyObject_Vectorcall(python_.left.get(), given, 3, nullptr);
   }
 
   int traverse(visitproc visit, void* arg) const {
@@ -115,6 +81,7 @@ class Hooks {
     Ref counted_as, before, after;  // in the table of counts; around the number of a call's name
     Ref trained;  // (reference, path)
     std::unique_ptr<Made> made;
+    bool is_noted = false;  // made after Python had noted how it was made
   };
 
   static constexpr size_t MAX_CARDS = 20'000;  // modules made anew for every call
@@ -249,23 +216,59 @@ class Hooks {
     return Ref::steal(value);
   }
 
-  // What was raised becomes a gap; false where it is no trouble of recording (Ctrl-C), and goes on.
-  bool fail(PyObject* module) const {
-    if (!PyErr_ExceptionMatches(PyExc_Exception)) return false;
+  // What was raised becomes a gap, unless it is no trouble of recording (Ctrl-C): it goes on.
+  PyObject* fail(PyObject* module) const {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
     const Ref error = taken();
-    return attempt([&] { called(python_.failed, module, error.get()); });
-  }
-
-  PyObject* slowly(PyObject* module, PyObject* args) const {
-    PyObject* given[] = {module, args};
-    return PyObject_Vectorcall(python_.entered.get(), given, 2, nullptr);
-  }
-  PyObject* leave_slowly(PyObject* module, PyObject* args, PyObject* result) const {
-    PyObject* given[] = {module, args, result};
-    return PyObject_Vectorcall(python_.left.get(), given, 3, nullptr);
+    PyObject* given[] = {module, error.get()};
+    return PyObject_Vectorcall(python_.failed.get(), given, 2, nullptr);
   }
 
   PyTypeObject* entry_type() const { return reinterpret_cast<PyTypeObject*>(python_.entry.get()); }
+
+  // False where Python is to do it, and nothing was done.
+  bool entered(PyObject* module, PyObject* args) {
+    if (is_compiling()) return true;
+    const Ref entries = attribute(python_.thread, word().entries);
+    if (!PyList_CheckExact(entries.get()) || PyList_GET_SIZE(entries.get()) == 0) {
+      return false;  // it begins a step, perhaps
+    }
+    const Ref frame = torchs_frame();
+    const Ref last =
+        Ref::borrow(PyList_GET_ITEM(entries.get(), PyList_GET_SIZE(entries.get()) - 1));
+    if (!is_below(attribute(last, word().frame), frame)) return false;
+    if (attribute(python_.tape, word().recording).get() != Py_True) return true;
+    if (attribute(python_.hooks, word().own_around).get() != Py_None ||
+        attribute(python_.tape, word().only).get() != Py_None) {
+      return false;
+    }
+    const std::shared_ptr<const Card> card = card_of(module);
+    if (!card || !PyTuple_CheckExact(args)) return false;
+    const Ref held = got(PyObject_GenericGetDict(module, nullptr));
+    if (!has_usual(held.get())) return false;
+    follow(*card, module, args, entries, last, frame, held);
+    return true;
+  }
+
+  bool left(PyObject* module, PyObject* result) {
+    if (is_compiling()) return true;
+    const Ref entries = attribute(python_.thread, word().entries);
+    if (!PyList_CheckExact(entries.get())) return false;
+    const Py_ssize_t count = PyList_GET_SIZE(entries.get());
+    if (count == 0) return true;
+    const Ref entry = Ref::borrow(PyList_GET_ITEM(entries.get(), count - 1));
+    // the outermost, one that was entered before the recording began, or that has raised
+    if (count == 1 || Py_TYPE(entry.get()) != entry_type() ||
+        attribute(entry, word().module).get() != module || has_raised()) {
+      return false;
+    }
+    if (PyList_SetSlice(entries.get(), count - 1, count, nullptr) < 0) throw python_error();
+    const Ref place = attribute(python_.place, word().own_dict);
+    if (PyDict_Update(place.get(), attribute(entry, word().place).get()) < 0) throw python_error();
+    const Ref call = attribute(entry, word().call);
+    if (call.get() != Py_None) end(entry, call, module, result);
+    return true;
+  }
 
   // -- Where we are --------------------------------------------------------------------------
 
@@ -339,7 +342,7 @@ class Hooks {
     return new_card(module);
   }
 
-  std::shared_ptr<const Card> new_card(PyObject* module) {
+  std::shared_ptr<const Card> new_card(PyObject* module, bool is_noted = false) {
     const Ref described = called(python_.describe, module);
     if (described.get() == Py_None) {
       cards_.erase(module);
@@ -352,6 +355,7 @@ class Hooks {
     }
     TORCH_CHECK(PyWeakref_CheckRef(reference), "a module comes as a reference");
     auto card = std::make_shared<Card>();
+    card->is_noted = is_noted;
     card->reference = Ref::borrow(reference);
     card->kind = Ref::borrow(reinterpret_cast<PyObject*>(Py_TYPE(module)));
     card->path = Ref::borrow(path);
@@ -362,7 +366,7 @@ class Hooks {
     card->trained = got(PyTuple_Pack(2, reference, path));
     if (made != Py_None) card->made = std::make_unique<Made>(made);
     if (cards_.size() >= MAX_CARDS) const auto gone = std::exchange(cards_, {});
-    cards_[module] = card;
+    const std::shared_ptr<const Card> old = std::exchange(cards_[module], card);
     return card;
   }
 
@@ -384,9 +388,9 @@ class Hooks {
     Py_ssize_t at = 0;
     while (PyDict_Next(dict.get(), &at, &name, &tensor)) {
       if (tensor == Py_None) continue;
+      const Ref key = Ref::borrow(name), value = Ref::borrow(tensor);  // what is made may free them
       if (!list) list = got(PyList_New(0));
-      // held by the pair before anything else is made
-      const Ref pair = got(PyTuple_Pack(2, name, tensor));
+      const Ref pair = got(PyTuple_Pack(2, key.get(), value.get()));
       if (PyList_Append(list.get(), pair.get()) < 0) throw python_error();
     }
     return list;
@@ -508,7 +512,7 @@ class Hooks {
     } else {
       const Ref known = attribute(python_.hooks, word().own_made);
       made = called_method(known, word().of, module);
-      if (PyDict_CheckExact(held.get())) cards_.erase(module);  // the next one has the new notes
+      if (card.made || !card.is_noted) new_card(module, true);  // with the notes it has now
     }
     const Py_ssize_t end = PyList_GET_SIZE(notes.get());
     if (PyList_SetSlice(notes.get(), end, end, made.get()) < 0) throw python_error();

@@ -7,7 +7,7 @@
 
 namespace tensorprobe {
 
-// What notes on a module were made of; it runs no Python.
+// What notes on a module were made of. It asks Python nothing.
 class Made {
  public:
   // `told` is what `_Known.told` gives: the notes, the number of attributes, names and values of
@@ -104,9 +104,9 @@ class Made {
 
   static bool holds_alike(PyObject* children, PyObject* name, PyObject* kinds) {
     static PyObject* const modules = PyUnicode_InternFromString("_modules");
-    PyObject* child = found(children, name);
-    if (child == nullptr || child == Py_None) return false;
-    const Ref held = Ref::steal(PyObject_GenericGetDict(child, nullptr));
+    const Ref child = Ref::borrow(found(children, name));  // what is made may free it
+    if (!child || child.get() == Py_None) return false;
+    const Ref held = Ref::steal(PyObject_GenericGetDict(child.get(), nullptr));
     if (!held) {
       PyErr_Clear();
       return false;

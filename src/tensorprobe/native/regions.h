@@ -183,19 +183,22 @@ class Regions {
       exit->positions.push_back(leaving->position);
       exit->paths.push_back(path);
     }
+    std::vector<std::pair<PyObject*, Py_ssize_t>> more;  // by path, of more than one
+    for (const Exit& exit : exits) {
+      for (PyObject* path : exit.paths) {
+        const auto count = std::count(paths.begin(), paths.end(), path);
+        const bool is_new = std::none_of(more.begin(), more.end(),
+                                         [&](const auto& one) { return one.first == path; });
+        if (count > 1 && is_new) more.emplace_back(path, count);
+      }
+    }
     const auto n_nodes = static_cast<Py_ssize_t>(1 + exits.size());
     edges.keep(first, std::move(exits));
     Ref contributions = Ref::steal(PyDict_New());
     if (!contributions) return nullptr;
-    std::vector<PyObject*> seen;
-    for (const Exit& exit : edges.exits()) {
-      for (PyObject* path : exit.paths) {
-        const auto count = std::count(paths.begin(), paths.end(), path);
-        if (count == 1 || std::find(seen.begin(), seen.end(), path) != seen.end()) continue;
-        seen.push_back(path);
-        Ref number = Ref::steal(PyLong_FromSsize_t(count));
-        if (!number || PyDict_SetItem(contributions.get(), path, number.get()) < 0) return nullptr;
-      }
+    for (auto [path, count] : more) {
+      Ref number = Ref::steal(PyLong_FromSsize_t(count));
+      if (!number || PyDict_SetItem(contributions.get(), path, number.get()) < 0) return nullptr;
     }
     return Py_BuildValue("(OnO)", contributions.get(), n_nodes, Py_None);
   }
