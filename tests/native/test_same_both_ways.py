@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -439,9 +440,7 @@ def test_modules_of_a_selection(
 
 
 @needs_module
-def test_trouble_with_a_module_is_a_gap(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trouble_with_a_module_is_a_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the recorder's own, in C++ as in Python; the program goes on."""
 
     class Unknowable(dict[str, Any]):
@@ -510,7 +509,7 @@ def test_what_is_known_of_a_module_goes_with_it(tmp_path: Path) -> None:
     sizes = [2, 3, 3, 3, 4, 4, 4, 5, 5, 5]
     assert made == [
         f"made as Linear(in_features={a}, out_features={b}, bias=True)"
-        for a, b in zip(sizes, sizes[1:], strict=False)
+        for a, b in itertools.pairwise(sizes)
     ]
 
 
