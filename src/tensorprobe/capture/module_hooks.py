@@ -409,6 +409,7 @@ class ModuleHooks:
                 "keep": tape._keep,
                 "lines": tape.lines,
                 "named": tape.lines.swift_named,
+                "results": tape.lines.swift_results,
                 "versions": native.MODULE.versions,
                 "edges": native.MODULE.Edges,
                 "writer": tape.writer,

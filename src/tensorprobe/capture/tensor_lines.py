@@ -55,6 +55,7 @@ class TensorLines:
         self._heads: dict[_Kind, _Head] = {}
         self.encoded, self.arguments = self._encoded, self._arguments
         self.swift_named: Any = None  # as `named`, with whether their contents are wanted
+        self.swift_results: Any = None  # the tree of results, where they are plain
         if values is not None and values.contents is not None:
             # the same in C++, which asks here for what is not plain
             lines = native.MODULE.Lines(
@@ -62,7 +63,7 @@ class TensorLines:
                 encode_tree, ATOMS, POSITIONS, MAX_TEXT,
             )  # fmt: skip
             self.encoded, self.arguments = lines.encoded, lines.arguments
-            self.swift_named = lines.named
+            self.swift_named, self.swift_results = lines.named, lines.results
 
     def line(
         self,

@@ -27,7 +27,7 @@ struct ModuleCalls {
   Ref entry, call_names, count;
   bool records = false, stacks = false;
   // Of calls that are written down here, and not by `Tape.begin`; `keep` is None where none is.
-  Ref keep, lines, named, versions, edges, writer, open_call, call_line, end_line;
+  Ref keep, lines, named, results, versions, edges, writer, open_call, call_line, end_line;
   Ref way, ways, output_spots, no_aliases;
   Ref is_autocast, graph_task, state_notes, functions_of, encode, traced, end_failed;
   Ref stack_numbers, new_stack, known_stacks, stack_frames, told_stacks, only_path;
@@ -63,9 +63,16 @@ class Hooks {
     const ModuleCalls& p = python_;
     for (const Ref* ref :
          {&p.hooks, &p.tape, &p.place, &p.thread, &p.trained, &p.entered, &p.left, &p.describe,
-          &p.failed, &p.note_buffers, &p.lines, &p.named, &p.writer, &p.functions_of, &p.traced,
+          &p.failed, &p.note_buffers, &p.lines, &p.named, &p.results, &p.writer, &p.functions_of, &p.traced,
           &p.end_failed, &p.stack_numbers, &p.new_stack, &p.known_stacks, &p.stack_frames, &p.told_stacks}) {
       if (int stop = ref->visit(visit, arg)) return stop;
+    }
+    for (const auto& [module, card] : cards_) {
+      for (const Ref* ref : {&card->reference, &card->kind, &card->trained}) {
+        if (int stop = ref->visit(visit, arg)) return stop;
+      }
+      if (!card->made) continue;
+      if (int stop = card->made->traverse(visit, arg)) return stop;
     }
     return 0;
   }
@@ -383,7 +390,7 @@ class Hooks {
   static Ref present(PyObject* held, PyObject* section) {
     const Ref dict = item(held, section);
     Ref list;
-    if (PyDict_GET_SIZE(dict.get()) == 0) return list;
+    if (!dict || !PyDict_CheckExact(dict.get())) return list;  // another's since `has_usual`
     PyObject *name, *tensor;
     Py_ssize_t at = 0;
     while (PyDict_Next(dict.get(), &at, &name, &tensor)) {
@@ -402,6 +409,7 @@ class Hooks {
   void follow(const Card& card, PyObject* module, PyObject* args, const Ref& entries,
               const Ref& last, const Ref& frame, const Ref& held) {
     const Ref place = attribute(python_.place, word().own_dict);
+    TORCH_CHECK(PyDict_Check(place.get()), "a place is a dict");
     const Ref before = got(PyDict_Copy(place.get()));
     const Ref leaves = attribute(last, word().leaves);
     const Ref entry =
@@ -506,6 +514,7 @@ class Hooks {
 
   void add_notes(const Card& card, PyObject* module, const Ref& held, const Ref& call) {
     const Ref notes = attribute(call, word().notes);
+    TORCH_CHECK(PyList_CheckExact(notes.get()), "notes are a list");
     Ref made;
     if (card.made && card.made->holds_for(held.get())) {
       made = Ref::borrow(card.made->notes());
@@ -682,6 +691,9 @@ class Hooks {
       tree = called_method(python_.lines, word().encoded, result, call.get(), word().output,
                            python_.only_path.get(), python_.wants_output.get());
     } else {
+      tree = called(python_.results, result, call.get(), python_.wants_output.get(), outputs.get());
+    }
+    if (result != Py_None && tree.get() == Py_None) {  // it is something else
       const Ref seen = got(PyDict_New());
       const Ref encoder =
           called_method(python_.lines, word().encoder, call.get(), word().output,

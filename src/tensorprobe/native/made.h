@@ -32,6 +32,7 @@ class Made {
   }
 
   PyObject* notes() const { return notes_; }
+  int traverse(visitproc visit, void* arg) const { return told_.visit(visit, arg); }
 
   // Of a module by its attributes; false also where it cannot be told without Python.
   bool holds_for(PyObject* held) const {

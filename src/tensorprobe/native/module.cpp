@@ -159,10 +159,22 @@ PyObject* lines_named(PyObject* self, Arguments args, Py_ssize_t count) {
   });
 }
 
+PyObject* lines_results(PyObject* self, Arguments args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (!takes("results", count, 4, 4)) return nullptr;
+    if (!PyList_CheckExact(args[3])) {
+      PyErr_SetString(PyExc_TypeError, "tensors are added to a list");
+      return nullptr;
+    }
+    return in<Lines>(self).results(args[0], args[1], args[2], args[3]);
+  });
+}
+
 PyMethodDef lines_methods[] = {
     {"encoded", reinterpret_cast<PyCFunction>(lines_encoded), METH_FASTCALL, nullptr},
     {"arguments", reinterpret_cast<PyCFunction>(lines_arguments), METH_FASTCALL, nullptr},
     {"named", reinterpret_cast<PyCFunction>(lines_named), METH_FASTCALL, nullptr},
+    {"results", reinterpret_cast<PyCFunction>(lines_results), METH_FASTCALL, nullptr},
     {nullptr}};
 
 PyType_Slot lines_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_lines)},
@@ -455,6 +467,7 @@ PyObject* new_hooks(PyTypeObject* type, PyObject*, PyObject* parts) {
     if (python.keep.get() != Py_None) {
       python.lines = given(parts, "lines");
       python.named = given(parts, "named");
+      python.results = given(parts, "results");
       python.versions = given(parts, "versions");
       python.edges = given(parts, "edges");
       python.writer = given(parts, "writer");
