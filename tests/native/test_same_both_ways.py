@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -511,6 +512,65 @@ def test_what_is_known_of_a_module_goes_with_it(tmp_path: Path) -> None:
         f"made as Linear(in_features={a}, out_features={b}, bias=True)"
         for a, b in itertools.pairwise(sizes)
     ]
+
+
+@needs_module
+def test_a_recorder_goes_with_the_classes_of_its_modules(tmp_path: Path) -> None:
+    """What C++ knows of a module holds its class, and that may hold the recorder."""
+
+    def use() -> weakref.ref[tp.Recorder]:
+        recorder = tp.Recorder(tmp_path / "a", level="L0", keep="stats")
+
+        class Holds(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                assert recorder.current_step == 0
+                return x * 2
+
+        model = nn.Sequential(Holds(), nn.Linear(2, 2))
+        with recorder:
+            for _ in range(3):
+                model(torch.ones(1, 2)).sum().backward()
+        return weakref.ref(recorder)
+
+    reference = use()
+    gc.collect()
+    assert reference() is None
+
+
+class Stops(nn.Module):
+    """Has the recording stop, or start, while it runs."""
+
+    recorder: tp.Recorder
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+        self.does = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.does:
+            getattr(self.recorder, self.does)()
+        y: Tensor = self.inner(x)
+        return y
+
+
+@needs_module
+def test_a_recording_that_ends_inside_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    stops = Stops()
+    model = nn.Sequential(nn.Identity(), stops, nn.Identity())
+    for name, module in (("swift", native.MODULE), ("plain", None)):
+        monkeypatch.setattr(native, "MODULE", module)
+        recorder = Stops.recorder = tp.Recorder(tmp_path / name, level="L0", keep="structure")
+        with recorder:
+            for stops.does in ("", "stop", "start", "", "step", "pause", "start", ""):
+                model(torch.ones(1, 2)).sum().backward()
+        calls = tp.load(tmp_path / name).calls
+        found.append([(call.step, call.name, call.status, call.notes) for call in calls])
+    assert found[0] == found[1]
+    assert len(found[0]) > 30
 
 
 @needs_module
