@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -267,6 +270,315 @@ def test_hooks_come_in_the_order_in_which_they_were_registered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
 ) -> None:
     both_ways(tmp_path, monkeypatch, beside_hooks_of_python, level=level, keep="stats")
+
+
+class Changing(nn.Module):
+    """What is told of it changes from call to call: attributes, parameters, buffers, children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.parts = nn.ModuleList([nn.Linear(4, 4), nn.Tanh()])
+        self.scale = 1.0
+        self.own = nn.Parameter(torch.ones(4))
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_parameter("none", None)
+        self.tables = [1, 2]  # such a module is noted anew at every call
+
+    def forward(self, x: Tensor, *, mask: Tensor | None = None) -> Tensor:
+        self.seen += 1  # type: ignore[has-type]
+        y: Tensor = self.up(x) * self.scale * self.own
+        for part in self.parts:
+            y = part(y)
+        return y if mask is None else y * mask
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Changing()
+        self.drop = nn.Dropout(0.5)
+        self.norm = nn.BatchNorm1d(4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.plain = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x > 0).float()
+        inner, plain = self.inner, self.plain
+        inner.scale, inner.up.training = 1.0, True
+        y = plain(inner(self.norm(x), mask=mask))
+        inner.scale = 2.0
+        inner.parts[0].bias = None
+        plain.extra = True  # type: ignore[assignment]
+        y = y + plain(self.inner(x)) + self.drop(x)
+        del plain.extra
+        inner.parts.append(nn.ReLU())
+        inner.up.eval()
+        y = y + plain(inner(x=x)) + self.attention(x[None], x[None], x[None])[0][0]
+        plain.weight = nn.Parameter(plain.weight.detach() * 2)
+        made = copy.deepcopy(plain)  # of a name of its own
+        y = made(plain(y)) + made(y)
+        with torch.no_grad():
+            y = y + plain(y)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = y + plain(y).float()
+        y = y + torch.vmap(plain)(y) + checkpoint(plain, y, use_reentrant=False)
+        return y
+
+
+AROUND = Around()
+
+
+def changing_modules() -> None:
+    copy.deepcopy(AROUND)(torch.randn(3, 4, requires_grad=True)).sum().backward()
+
+
+class Results(nn.Module):
+    """Hands back what it is asked for."""
+
+    def forward(self, kind: str, x: Tensor) -> Any:
+        if kind == "raises":
+            raise ValueError("planted")
+        results: dict[str, Callable[[], Any]] = {
+            "nothing": lambda: None,
+            "same": lambda: x,
+            "list": lambda: [x * 2, {"a": x.sin(), "n": 3}],
+            "one": lambda: (x * 2,),
+            "twice": lambda: (y := x * 2, y),
+            "written": lambda: x.add_(1),
+            "view": lambda: x[1:].mul_(2),
+            "inner": lambda: x.exp() * x.exp() + x,
+            "detached": lambda: x.detach(),
+            "subclass": lambda: (x * 1).as_subclass(Own),
+        }
+        return results[kind]()
+
+
+class Asking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.results = Results()
+        self.identity = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        ask = self.results
+        with pytest.raises(ValueError, match="planted"):
+            ask("raises", x)
+        ask("nothing", x)
+        y = ask("same", x * 1)
+        first, more = ask("list", y)
+        y = first + more["a"] + ask("one", y)[0] + sum(ask("twice", y))
+        y = ask("written", y * 1) + ask("inner", y) + ask("detached", y)
+        whole = y * 1
+        ask("view", whole)
+        ask("view", whole[1:])
+        y = self.identity(whole) + ask("subclass", y).as_subclass(Tensor)
+        return Square.apply(y)
+
+
+def results_of_modules() -> None:
+    Asking()(torch.randn(4, 4, requires_grad=True)).sum().backward()
+
+
+class Left(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+
+SMALL = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+
+def modules_in_threads() -> None:
+    """One model in several threads; and one that is left by an exception that runs no hook."""
+    model, left = SMALL, nn.Sequential(nn.Identity(), Left())
+    model.zero_grad()
+    for name in ("first", "second"):
+        thread = threading.Thread(
+            target=lambda: model(torch.ones(1, 4, requires_grad=True)).sum().backward(), name=name
+        )
+        thread.start()
+        thread.join()
+    with pytest.raises(KeyboardInterrupt):
+        nn.Sequential(left)(torch.ones(2))
+    nn.Sequential(model)(torch.ones(1, 4))
+
+
+@needs_module
+@pytest.mark.parametrize("keep", ["structure", "stats", "tensors"])
+@pytest.mark.parametrize("level", ["L0", "L1", "mix"])
+@pytest.mark.parametrize("program", [changing_modules, results_of_modules, modules_in_threads])
+def test_modules(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    program: Callable[[], None],
+    level: str,
+    keep: str,
+) -> None:
+    both_ways(tmp_path, monkeypatch, program, level=level, keep=keep)
+
+
+@needs_module
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"directions": ["backward"]},
+        {"directions": ["forward"]},
+        {"sides": ["output"]},
+        {"modules": ["inner*"]},
+        {"names": ["plain"]},
+        {"keep_tensors": ["plain"]},
+        {"stacks": False},
+        {"flush": "call"},
+        {"dtypes": "float"},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_modules_of_a_selection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    options = {"level": "L0", "keep": "stats", **options}
+    both_ways(tmp_path, monkeypatch, changing_modules, **options)
+
+
+@needs_module
+def test_trouble_with_a_module_is_a_gap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the recorder's own, in C++ as in Python; the program goes on."""
+
+    class Unknowable(dict[str, Any]):
+        def items(self) -> Any:
+            raise ValueError("planted")
+
+    class Odd(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    odd = Odd()
+    odd.__dict__["_parameters"] = Unknowable(a=nn.Parameter(torch.ones(1)))
+    model = nn.Sequential(nn.Linear(2, 2), odd, nn.Linear(2, 2))
+
+    def program() -> None:
+        assert model(torch.ones(1, 2)).shape == (1, 2)
+
+    with tp.Recorder(tmp_path / "a", level="L0", keep="stats") as rec:
+        program()
+        rec.stop()
+        capture = tp.load(tmp_path / "a")
+    assert [gap.name for gap in capture.gaps] == ["Module.Odd"]
+    assert len(capture.calls) == 3
+    both_ways(tmp_path, monkeypatch, program, level="L0", keep="stats")
+
+
+@needs_module
+def test_a_disk_that_fails_in_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is raised while a module's line is written is a gap too, and Ctrl-C goes on."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    for planted in (ValueError("planted"), KeyboardInterrupt()):
+        recorder = tp.Recorder(tmp_path / type(planted).__name__, level="L0", keep="stats")
+        with recorder:
+            model(torch.ones(1, 2))
+            tape = recorder._tape
+            assert tape is not None
+            with monkeypatch.context() as patch:
+                patch.setattr(tape.lines, "arguments", mock.Mock(side_effect=planted))
+                if isinstance(planted, KeyboardInterrupt):
+                    with pytest.raises(KeyboardInterrupt):
+                        model(torch.ones(1, 2))
+                else:
+                    model(torch.ones(1, 2))
+            model(torch.ones(1, 2))
+            gaps = recorder._writer.n_gaps if recorder._writer else 0
+        assert gaps == (3 if isinstance(planted, ValueError) else 0)
+
+
+@needs_module
+def test_what_is_known_of_a_module_goes_with_it(tmp_path: Path) -> None:
+    """A module that takes the place of another in memory is not taken for it."""
+
+    class Outer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for size in (3, 4, 5):
+                for _ in range(3):
+                    x = nn.Linear(x.shape[-1], size)(x)
+            return x
+
+    outer = Outer()
+    with tp.Recorder(tmp_path / "a", level="L0", keep="structure") as rec:
+        outer(torch.ones(1, 2))
+        rec.stop()
+        calls = tp.load(tmp_path / "a").calls
+    made = [note for call in calls for note in call.notes if note.startswith("made as")]
+    sizes = [2, 3, 3, 3, 4, 4, 4, 5, 5, 5]
+    assert made == [
+        f"made as Linear(in_features={a}, out_features={b}, bias=True)"
+        for a, b in itertools.pairwise(sizes)
+    ]
+
+
+@needs_module
+def test_a_recorder_goes_with_the_classes_of_its_modules(tmp_path: Path) -> None:
+    """What C++ knows of a module holds its class, and that may hold the recorder."""
+
+    def use() -> weakref.ref[tp.Recorder]:
+        recorder = tp.Recorder(tmp_path / "a", level="L0", keep="stats")
+
+        class Holds(nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                assert recorder.current_step == 0
+                return x * 2
+
+        model = nn.Sequential(Holds(), nn.Linear(2, 2))
+        with recorder:
+            for _ in range(3):
+                model(torch.ones(1, 2)).sum().backward()
+        return weakref.ref(recorder)
+
+    reference = use()
+    gc.collect()
+    assert reference() is None
+
+
+class Stops(nn.Module):
+    """Has the recording stop, or start, while it runs."""
+
+    recorder: tp.Recorder
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+        self.does = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.does:
+            getattr(self.recorder, self.does)()
+        y: Tensor = self.inner(x)
+        return y
+
+
+@needs_module
+def test_a_recording_that_ends_inside_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    stops = Stops()
+    model = nn.Sequential(nn.Identity(), stops, nn.Identity())
+    for name, module in (("swift", native.MODULE), ("plain", None)):
+        monkeypatch.setattr(native, "MODULE", module)
+        recorder = Stops.recorder = tp.Recorder(tmp_path / name, level="L0", keep="structure")
+        with recorder:
+            for stops.does in ("", "stop", "start", "", "step", "pause", "start", ""):
+                model(torch.ones(1, 2)).sum().backward()
+        calls = tp.load(tmp_path / name).calls
+        found.append([(call.step, call.name, call.status, call.notes) for call in calls])
+    assert found[0] == found[1]
+    assert len(found[0]) > 30
+
+
+@needs_module
+def test_hooks_that_are_taken_apart() -> None:
+    with pytest.raises(TypeError, match="hooks is missing"):
+        native.MODULE.Hooks(tape=None)
+    with pytest.raises(TypeError):
+        native.MODULE.Hooks()
 
 
 COMPILED = """

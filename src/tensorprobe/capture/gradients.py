@@ -90,6 +90,10 @@ class InputEdges:
     def has_functions(self) -> bool:
         return bool(self.functions)
 
+    @property
+    def has_views(self) -> bool:
+        return bool(self.views)
+
     def __bool__(self) -> bool:
         return bool(self.edges or self.leaves)
 
@@ -361,24 +365,35 @@ def trace_module(
     `leaves` says whether this call, or one around it, was given a leaf: the edges to all others
     (most are parameters) need not be carried outwards.
     """
-    trace = Trace()
+    found: Any = None
     if isinstance(owners, dict):
         only = only_node(outputs, inputs)
         if only is not None:
             own = _walk([only], None, inputs, owners, leaves)
-            sent, used = _sent_to(inputs, own), own.used
-            way = _only_way(inputs, only, sent, used)
+            found = _sent_to(inputs, own), own.used
+            way = _only_way(inputs, only, *found)
             if way is not None:
                 return way
-    else:  # the same in C++
-        found = owners.only(inputs, outputs[0][0], leaves) if _is_only(outputs) else None
+    elif _is_only(outputs):  # the same in C++
+        found = owners.only(inputs, outputs[0][0], leaves)
         if found is not None and len(found) == 1:
             return Way(None, None, found[0])
-        only = None if found is None else outputs[0][0].grad_fn
-        if found is not None:
-            sent, used = found
-    if only is not None:
-        trace.outputs[only] = [(0, ONLY, None)]
+    return trace_found(outputs, inputs, owners, leaves, found)
+
+
+def trace_found(
+    outputs: list[tuple[torch.Tensor, Path]],
+    inputs: Any,
+    owners: Any,
+    leaves: bool,
+    found: tuple[Any, Any] | None,
+) -> Trace:
+    """The rest of `trace_module`: `found` is what the only result is made of, where it has a node
+    of its own, as ([(node, spot)] of gradients sent to inputs, edges of results used inside)."""
+    trace = Trace()
+    if found is not None:
+        sent, used = found
+        trace.outputs[outputs[0][0].grad_fn] = [(0, ONLY, None)]
     else:
         output_nodes(outputs, whole(inputs), trace)
         if not trace.outputs:
@@ -396,8 +411,8 @@ def trace_module(
         boundary.setdefault(node, []).append(spot)
     if used:
         trace.note_shared(trace.output_edges() & set(used))
-    inputs = whole(inputs)
-    if inputs.views:
+    if inputs.has_views:
+        inputs = whole(inputs)
         lost = {path for spots in boundary.values() for _, path, _ in spots}
         trace.gaps.extend(_lost_views(inputs, lost))
     return trace

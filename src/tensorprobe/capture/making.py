@@ -68,6 +68,11 @@ class MadeNotes:
             self._known[id(module)] = _Known(module, notes)
         return notes
 
+    def told(self, module: nn.Module) -> tuple[Any, ...] | None:
+        """What `of` keeps of a module, for C++ to ask the same; None where it keeps nothing."""
+        known = self._known.get(id(module))
+        return known.told() if known is not None and known.holds_for(module) else None
+
 
 class _Known:
     """Notes on a module, with all they say: values that cannot change, of others the type.
@@ -82,6 +87,7 @@ class _Known:
         "_kind",
         "_kinds",
         "_n_names",
+        "_names",
         "_others",
         "_reference",
         "_values",
@@ -97,6 +103,7 @@ class _Known:
         self._reference = weakref.ref(module)
         self._kind = type(module)
         self._n_names = len(held)
+        self._names = ("training", "training", *constants), tuple(others)
         # two names at least, or an itemgetter gives no tuple
         self._constants = itemgetter("training", "training", *constants)
         self._values = self._constants(held)
@@ -117,6 +124,12 @@ class _Known:
             )
         except KeyError:  # one attribute is gone, and another new
             return False
+
+    def told(self) -> tuple[Any, ...]:
+        """The notes and all that `holds_for` compares, in the order that native/made.h has."""
+        names, others = self._names
+        holders = tuple(self._holders)
+        return self.notes, self._n_names, names, self._values, others, self._kinds, holders
 
     def _kinds_of(self, held: dict[str, Any]) -> tuple[Any, ...]:
         """The types of attributes, and of parameters, buffers and children; None has one too."""

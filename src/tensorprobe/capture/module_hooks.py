@@ -22,17 +22,31 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from tensorprobe import native
 from tensorprobe.capture import compiled
+from tensorprobe.capture.backward import Backward, ModuleBackward
 from tensorprobe.capture.calls import OpenCall
-from tensorprobe.capture.gradients import Trace, Way, new_owners, trace_module
+from tensorprobe.capture.encode import encode
+from tensorprobe.capture.gradients import (
+    ONLY,
+    Trace,
+    Way,
+    new_owners,
+    trace_found,
+    trace_module,
+    whole,
+)
+from tensorprobe.capture.hidden_state import WRITES_STATISTICS
 from tensorprobe.capture.making import MadeNotes, uncalled_parameters, uses_uncalled
 from tensorprobe.capture.mode_stack import enter_missing
-from tensorprobe.capture.naming import ApiName, CallNames, module_name
+from tensorprobe.capture.naming import ApiName, CallNames, module_name, name_parts
 from tensorprobe.capture.quiet import Quiet
-from tensorprobe.capture.tape import Tape
+from tensorprobe.capture.tape import Tape, _state_notes
+from tensorprobe.store.lines import CallLine, EndLine
 
 _DISABLED = torch._C.DisableTorchFunction  # tensors are read without any mode taking notice
 _is_compiling = torch.compiler.is_compiling
+_is_traced = torch.compiler.is_dynamo_compiling  # true of the code that dynamo reads, never of ours
 _is_grad_enabled = torch.is_grad_enabled
 _interpreter_stack = torch._C._functorch.peek_interpreter_stack
 _CALL_IMPL = nn.Module._call_impl.__code__
@@ -64,6 +78,11 @@ class ModulePaths:
             else:  # made on the fly, or hung in after the root was first called
                 self._add(module, ".".join(filter(None, (parent, type(module).__name__))))
         return self._paths[id(module)][1]
+
+    def known(self, module: nn.Module) -> tuple[weakref.ref[nn.Module], str] | None:
+        """A module and its path, which it keeps for as long as it lives; None before its call."""
+        known = self._paths.get(id(module))
+        return known if known is not None and known[0]() is module else None
 
     def name_root(self, module: nn.Module, name: str) -> None:
         """Let a module be a root, and its children go by paths below it, whoever calls it."""
@@ -156,6 +175,10 @@ class ModuleHooks:
         self._gradients = threading.Lock()
         self._made = MadeNotes()
         self._api: Callable[..., ApiName] = functools.lru_cache(maxsize=20_000)(_api)
+        if native.MODULE is not None and type(self) is ModuleHooks and type(tape) is Tape:
+            # the same in C++, which asks here for what is not plain
+            swift = self._swift()
+            self.enter, self.leave = swift.enter, swift.leave  # type: ignore[method-assign]
 
     def install(self) -> None:
         self._owner_thread = threading.get_ident()
@@ -204,11 +227,20 @@ class ModuleHooks:
     # The hooks
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not _is_traced():  # first of all: dynamo, which traces this, must not come to the rest
+            self.enter(module, args)
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        if not _is_traced():
+            self.leave(module, args, result)
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A module is called; by `_enter`, and that by torch."""
         if _is_compiling():
             return
         tape = self._tape
         entries = self._thread.entries
-        frame = sys._getframe(1)
+        frame = sys._getframe(2)
         if isinstance(module, torch.fx.GraphModule) and compiled.is_generated(module, frame):
             return
         if entries and not is_below(entries[-1].frame, frame):
@@ -237,10 +269,10 @@ class ModuleHooks:
             place["module"] = path
             if self._stacks and tape.recording:
                 call = entry.call
-                place["stack"] = (call is not None and call.stack) or tape.stack_number(1)
+                place["stack"] = (call is not None and call.stack) or tape.stack_number(2)
                 place["frame"] = frame
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            tape.gap(f"Module.{type(module).__name__}", error)
+            self._failed(module, error)
 
     def _begins(self, module: nn.Module, frame: FrameType) -> bool:
         """Whether a call from outside of all modules is to be followed; it may begin a step."""
@@ -288,7 +320,7 @@ class ModuleHooks:
             args,
             # of no frame further out: start_state writes to this very dict
             entry.frame.f_locals.get("kwargs"),
-            depth=2,
+            depth=3,
             grad=_is_grad_enabled() and not _interpreter_stack(),
             random=module.training,
             **held,
@@ -300,15 +332,15 @@ class ModuleHooks:
         if call.edges is not None and call.edges.has_leaves:
             entry.leaves = True
         if buffers:
-            with _DISABLED():
-                entry.buffers = {name: _state_of(buffer) for name, buffer in buffers}
+            _note_buffers(entry, buffers)
         if getattr(module, "_compiled_call_impl", None) or kind.__name__ == "OptimizedModule":
             call.notes.append("compiled: the calls inside are not visible")
         call.notes += self._made.of(module)
         if parameters:
             self._trained[id(module)] = (weakref.ref(module), path)
 
-    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+    def leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        """A module has returned, or raised; by `_leave`, and that by torch."""
         if _is_compiling():
             return
         try:
@@ -324,12 +356,15 @@ class ModuleHooks:
             self._go_back(entry)
             if entry.call is not None:
                 # torch calls this hook from another function when the module has raised
-                raised = sys._getframe(1).f_code is _CALL_IMPL
+                raised = sys._getframe(2).f_code is _CALL_IMPL
                 self._end(entry, entry.call, result, sys.exc_info()[1] if raised else None)
             if not entries:
                 self._leave_root()
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            self._tape.gap(f"Module.{type(module).__name__}", error)
+            self._failed(module, error)
+
+    def _failed(self, module: nn.Module, error: Exception) -> None:
+        self._tape.gap(f"Module.{type(module).__name__}", error)
 
     def _leave_root(self) -> None:
         self._thread.owners.clear()
@@ -360,6 +395,108 @@ class ModuleHooks:
         if changed:
             self._tape.forget(buffer for _, buffer in changed)
         return changed
+
+    # What C++ is given, and asks
+
+    def _swift(self) -> Any:
+        """`enter` and `leave` in C++ (native/hooks.h): of modules inside of others, in a step that
+        is recorded. They write calls down themselves where nothing but statistics is kept."""
+        tape = self._tape
+        parts: dict[str, Any] = {"keep": None}
+        if tape._keep not in (None, "tensors") and tape.lines.swift_named is not None:
+            known_stacks, stack_frames, told_stacks = tape._stacks.tables()
+            parts = {
+                "keep": tape._keep,
+                "lines": tape.lines,
+                "named": tape.lines.swift_named,
+                "results": tape.lines.swift_results,
+                "versions": native.MODULE.versions,
+                "edges": native.MODULE.Edges,
+                "writer": tape.writer,
+                "open_call": OpenCall,
+                "call_line": CallLine,
+                "end_line": EndLine,
+                "way": ModuleBackward,
+                "ways": Backward,
+                "output_spots": ((0, ONLY, None),),
+                "no_aliases": {},
+                "is_autocast": torch._C._is_any_autocast_enabled,
+                "graph_task": torch._C._current_graph_task_id,
+                "state_notes": _state_notes,
+                "functions_of": self._functions_of,
+                "encode": encode,
+                "traced": self._traced,
+                "end_failed": self._end_failed,
+                "stack_numbers": tape._stacks.current,
+                "new_stack": tape._write_stack,
+                "known_stacks": known_stacks,
+                "stack_frames": stack_frames,
+                "told_stacks": told_stacks,
+                "only_path": ONLY,
+                "wants_input": tape.wants_input,
+                "wants_output": tape.wants_output,
+                "wants_parameters": tape.selection.wants_side("parameter"),
+                "config_stacks": tape.config.stacks,
+                "backward": tape._backward,
+                "sees_functions": tape._sees_functions,
+            }
+        return native.MODULE.Hooks(
+            hooks=self,
+            tape=tape,
+            place=tape.place,
+            thread=self._thread,
+            trained=self._trained,
+            compiler=vars(torch.compiler),
+            call_impl=_CALL_IMPL,
+            entered=self.enter,
+            left=self.leave,
+            describe=self._describe,
+            failed=self._failed,
+            note_buffers=_note_buffers,
+            entry=_Entry,
+            call_names=CallNames,
+            count=itertools.count,
+            records=self._record,
+            stacks=self._stacks,
+            **parts,
+        )
+
+    def _describe(self, module: nn.Module) -> tuple[Any, ...] | None:
+        """What stays the same of a module while it lives, and its notes; None of one that is not
+        plain, or has not been called yet."""
+        kind = type(module)
+        known = self.paths.known(module)
+        if known is None or uses_uncalled(module) or isinstance(module, torch.fx.GraphModule):
+            return None
+        asked = ("training", "_parameters", "_buffers", "_modules")
+        if any(hasattr(kind, name) for name in asked) or kind.__name__ == "OptimizedModule":
+            return None  # attributes of their own, or of a wrapper
+        api = self._api(known[1], kind)
+        if getattr(kind, "_compiled_call_impl", None) or api.op in WRITES_STATISTICS:
+            return None
+        counted_as, around = (api.prefix, api.api), name_parts(api, "forward")
+        return (*known, api, counted_as, *around, self._made.told(module))
+
+    def _functions_of(self, edges: Any) -> None:
+        self._tape._record_functions(whole(edges).functions)
+
+    def _traced(
+        self, call: OpenCall, edges: Any, outputs: Any, owners: Any, leaves: bool, found: Any
+    ) -> None:
+        """As `Tape._trace`, of a call that is left in more than one way."""
+        trace = trace_found(outputs, edges, owners, leaves, found)
+        if trace.notes:
+            call.notes.extend(trace.notes)
+        if trace.outputs:
+            aliases = whole(edges).aliases if edges.has_aliases else {}
+            self._tape._follow(call, trace, aliases)
+
+    def _end_failed(self, call: OpenCall, error: Exception) -> None:
+        """As where `Tape.end` fails."""
+        self._tape.gap(call.names.name, error)
+        if call.written:
+            line = EndLine(id=call.id, notes=["what it returned is not recorded"])
+            self._tape.writer.end(line)
 
     # Gradients of parameters
 
@@ -424,6 +561,11 @@ def _present(tensors: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
     if not tensors:
         return []
     return [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+
+
+def _note_buffers(entry: _Entry, buffers: list[tuple[str, torch.Tensor]]) -> None:
+    with _DISABLED():
+        entry.buffers = {name: _state_of(buffer) for name, buffer in buffers}
 
 
 def _state_of(tensor: torch.Tensor) -> tuple[int, int]:

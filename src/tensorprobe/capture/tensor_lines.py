@@ -55,6 +55,8 @@ class TensorLines:
         self._heads: dict[_Kind, _Head] = {}
         self.encoded, self.arguments = self._encoded, self._arguments
         self.native: Any = None
+        self.swift_named: Any = None  # as `named`, with whether their contents are wanted
+        self.swift_results: Any = None  # the tree of results, where they are plain
         if values is not None and values.contents is not None:
             # the same in C++, which asks here for what is not plain
             self.native = lines = native.MODULE.Lines(
@@ -62,6 +64,7 @@ class TensorLines:
                 encode_tree, ATOMS, POSITIONS, MAX_TEXT,
             )  # fmt: skip
             self.encoded, self.arguments = lines.encoded, lines.arguments
+            self.swift_named, self.swift_results = lines.named, lines.results
 
     def line(
         self,
@@ -209,6 +212,9 @@ class TensorLines:
     ) -> dict[str, Any]:
         """The lines of tensors that a call has by name."""
         wanted = self._selection.wants_side(role)
+        if self.swift_named is not None:
+            found: dict[str, Any] = self.swift_named(tensors, call, role, wanted)
+            return found
         lines: dict[str, Any] = {}
         for name, tensor in tensors:
             part = self.encoded(tensor, call, role, name, wanted)

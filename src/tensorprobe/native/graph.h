@@ -308,9 +308,13 @@ class Edges {
     for (size_t i = 0; i < exits.size(); ++i) {
       PyTuple_SET_ITEM(all.get(), i, exits[i].spots().release());
     }
+    keep(first, std::move(exits));
+    return all.release();
+  }
+
+  void keep(const NodePtr& first, std::vector<Exit> exits) {
     first_ = first;
     exits_ = std::move(exits);
-    return all.release();
   }
 
   // Whether the call that was found has one node, at which it is entered and left.
@@ -321,6 +325,7 @@ class Edges {
   void listen(PyObject* backward, PyObject* output_spots) {
     TORCH_CHECK(first_, "nothing was found");
     const bool told = output_spots != Py_None;
+    TORCH_CHECK(told || !exits_.empty(), "it is left nowhere");
     auto listener = std::make_shared<Listener>(Ref::borrow(backward),
                                                told ? Ref::borrow(output_spots) : Ref(),
                                                told ? std::vector<size_t>{} : exits_[0].positions);
@@ -391,10 +396,11 @@ class Edges {
     return false;
   }
 
-  // Whether a view was written to in the call, and is not the input at `path`.
-  bool lost_views(PyObject* path) const {
+  // Whether a view was written to in the call, and is not one of the inputs at `paths`.
+  bool lost_views(const std::vector<PyObject*>& paths) const {
     for (const Input& input : inputs_) {
-      if (!input.is_view || !input.needs || input.path.get() == path) continue;
+      if (!input.is_view || !input.needs) continue;
+      if (std::find(paths.begin(), paths.end(), input.path.get()) != paths.end()) continue;
       if (input.impl->version_counter().current_version() != input.version) return true;
     }
     return false;
@@ -402,6 +408,10 @@ class Edges {
 
   uint64_t start() const { return start_; }
   bool has_aliases() const { return has_aliases_; }
+  bool has_views() const {
+    return std::any_of(inputs_.begin(), inputs_.end(),
+                       [](const Input& input) { return input.is_view; });
+  }
 
   // All that was noted: (start, [(tensor, path, needs, node, number, is view, version)]).
   PyObject* notes() const {

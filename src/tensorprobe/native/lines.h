@@ -31,6 +31,7 @@ class Lines {
         contents_(contents),
         python_(std::move(callbacks)),
         input_(Ref::steal(PyUnicode_InternFromString("input"))),
+        output_(Ref::steal(PyUnicode_InternFromString("output"))),
         inputs_(Ref::steal(PyUnicode_InternFromString("inputs"))),
         keep_(Ref::steal(PyUnicode_InternFromString("keep"))) {}
 
@@ -97,7 +98,7 @@ class Lines {
     Ref positional = Ref::steal(PyList_New(count));
     Ref keywords = Ref::steal(PyDict_New());
     if (!positional || !keywords) return nullptr;
-    Side side{call, wanted, inputs.get(), {}, {}};
+    Side side{call, input_.get(), wanted, inputs.get(), {}, {}};
     for (Py_ssize_t i = 0; i < count; ++i) {
       Ref far;
       PyObject* path;
@@ -122,6 +123,34 @@ class Lines {
       if (!tree || PyDict_SetItem(keywords.get(), key.get(), tree.get()) < 0) return nullptr;
     }
     return PyTuple_Pack(2, positional.get(), keywords.get());
+  }
+
+  // The tree of a call's results, a tuple or list of plain things, whose tensors are added to
+  // `outputs`; None where it is something else.
+  PyObject* results(PyObject* value, PyObject* call, PyObject* wanted, PyObject* outputs) {
+    TORCH_CHECK(contents_object_, APART);
+    if (!is_nest(value, 0)) Py_RETURN_NONE;
+    Ref top = Ref::steal(PyTuple_New(0));
+    if (!top) return nullptr;
+    Side side{call, output_.get(), wanted, outputs, {}, {}};
+    return nest(side, value, top.get());
+  }
+
+  // The lines of tensors, [(name, tensor)], that a call has by name: {name: line}.
+  PyObject* named(PyObject* tensors, PyObject* call, PyObject* role, PyObject* wanted) {
+    TORCH_CHECK(contents_object_, APART);
+    Ref given = Ref::steal(PySequence_Fast(tensors, "tensors"));
+    Ref lines = Ref::steal(PyDict_New());
+    if (!given || !lines) return nullptr;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(given.get()); ++i) {
+      const Ref pair = Ref::borrow(PySequence_Fast_GET_ITEM(given.get(), i));
+      PyObject *name, *tensor;
+      if (!PyArg_ParseTuple(pair.get(), "OO", &name, &tensor)) return nullptr;
+      const Ref part = Ref::steal(encoded(tensor, call, role, name, wanted, Py_None));
+      const Ref line = part ? out_of_tree(part) : Ref();
+      if (!line || PyDict_SetItem(lines.get(), name, line.get()) < 0) return nullptr;
+    }
+    return lines.release();
   }
 
   int traverse(visitproc visit, void* arg) const {
@@ -150,6 +179,7 @@ class Lines {
   // The tensors of a call's arguments that were met: in `met`, or from the first nest on in `seen`.
   struct Side {
     PyObject* call;
+    PyObject* role;
     PyObject* wanted;
     PyObject* inputs;
     std::vector<std::pair<PyObject*, PyObject*>> met;
@@ -159,6 +189,8 @@ class Lines {
   static constexpr size_t MAX_KINDS = 10'000;
   static constexpr const char* VALUE = ",\"value\":";
   static constexpr const char* HOST = ",\"device\":\"cpu\"";
+  static constexpr Py_ssize_t MAX_ITEMS = 64;  // of what is no longer plain
+  static constexpr int MAX_DEPTH = 3;
 
   PyObject* slowly(PyObject* tensor, PyObject* call, PyObject* role, PyObject* label,
                    PyObject* wanted, PyObject* grad) {
@@ -221,15 +253,29 @@ class Lines {
     return PyObject_CallOneArg(python_.raw.get(), line.get());
   }
 
+  // The line of a tensor without the tree around it, `{"tensor":` and `}`.
+  Ref out_of_tree(const Ref& part) const {
+    static PyObject* const key = PyUnicode_InternFromString("tensor");
+    constexpr Py_ssize_t before = 10, after = 1;
+    if (reinterpret_cast<PyObject*>(Py_TYPE(part.get())) != python_.raw.get()) {
+      return Ref::steal(PyObject_GetItem(part.get(), key));
+    }
+    Py_buffer text;
+    if (PyObject_GetBuffer(part.get(), &text, PyBUF_SIMPLE) < 0) return Ref();
+    const Ref line = Ref::steal(PyBytes_FromStringAndSize(
+        static_cast<const char*>(text.buf) + before, text.len - before - after));
+    PyBuffer_Release(&text);
+    return line ? Ref::steal(PyObject_CallOneArg(python_.raw.get(), line.get())) : Ref();
+  }
+
   PyObject* argument(Side& side, PyObject* value, PyObject* path) {
     if (is_own_type(value)) return tensor_argument(side, value, path);
-    if (value == Py_None || value == Py_True || value == Py_False || is_small(value)) {
-      return Py_NewRef(value);
-    }
+    if (is_written(value)) return Py_NewRef(value);
     PyObject* atom = PyDict_GetItemWithError(python_.atoms.get(),
                                              reinterpret_cast<PyObject*>(Py_TYPE(value)));
     if (atom != nullptr) return PyObject_CallOneArg(atom, value);
     if (PyErr_Occurred()) return nullptr;
+    if (is_nest(value, 0)) return nest(side, value, path);
     if (!side.seen) {
       side.seen = Ref::steal(PyDict_New());
       if (!side.seen) return nullptr;
@@ -237,11 +283,50 @@ class Lines {
         if (!note(side.seen.get(), tensor, first)) return nullptr;
       }
     }
-    PyObject* arguments[] = {side.call, input_.get(), side.wanted, side.inputs, side.seen.get()};
+    PyObject* arguments[] = {side.call, side.role, side.wanted, side.inputs, side.seen.get()};
     Ref encoder = Ref::steal(PyObject_Vectorcall(python_.encoder.get(), arguments, 5, nullptr));
     if (!encoder) return nullptr;
     PyObject* given[] = {value, encoder.get(), path};
     return PyObject_Vectorcall(python_.tree.get(), given, 3, nullptr);
+  }
+
+  // Whether a value is a tuple or a list of plain things, too shallow to be inside of itself.
+  bool is_nest(PyObject* value, int depth) const {
+    if (!PyTuple_CheckExact(value) && !PyList_CheckExact(value)) return false;
+    const Py_ssize_t count = PySequence_Fast_GET_SIZE(value);
+    if (depth > MAX_DEPTH || count > MAX_ITEMS) return false;
+    PyObject** items = PySequence_Fast_ITEMS(value);
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      PyObject* item = items[i];
+      if (!is_own_type(item) && !is_written(item) && !is_nest(item, depth + 1)) return false;
+    }
+    return true;
+  }
+
+  // As `_sequence` of capture.encode.
+  PyObject* nest(Side& side, PyObject* value, PyObject* path) {
+    Ref trees = Ref::steal(PyList_New(0));
+    if (!trees) return nullptr;
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i) {
+      const Ref item = Ref::borrow(PySequence_Fast_GET_ITEM(value, i));
+      Ref tree;
+      if (is_written(item.get())) {
+        tree = item;
+      } else {
+        const Ref last = Ref::steal(Py_BuildValue("(N)", PyUnicode_FromFormat("%zd", i)));
+        const Ref below = last ? Ref::steal(PySequence_Concat(path, last.get())) : Ref();
+        if (!below) return nullptr;
+        tree = Ref::steal(argument(side, item.get(), below.get()));
+      }
+      if (!tree || PyList_Append(trees.get(), tree.get()) < 0) return nullptr;
+    }
+    if (PyList_CheckExact(value)) return trees.release();
+    return Py_BuildValue("{s:O}", "tuple", trees.get());
+  }
+
+  // Whether a value is written as it is.
+  bool is_written(PyObject* value) const {
+    return value == Py_None || value == Py_True || value == Py_False || is_small(value);
   }
 
   PyObject* tensor_argument(Side& side, PyObject* tensor, PyObject* path) {
@@ -261,9 +346,9 @@ class Lines {
       if (first == nullptr) side.met.emplace_back(tensor, path);
     }
     if (first == nullptr) {
-      return encoded(tensor, side.call, input_.get(), path, side.wanted, Py_None);
+      return encoded(tensor, side.call, side.role, path, side.wanted, Py_None);
     }
-    PyObject* arguments[] = {tensor, side.call, input_.get(), path, first};
+    PyObject* arguments[] = {tensor, side.call, side.role, path, first};
     return PyObject_Vectorcall(python_.repeated.get(), arguments, 5, nullptr);
   }
 
@@ -286,7 +371,7 @@ class Lines {
   Ref contents_object_;  // keeps `contents_`
   Contents& contents_;
   Callbacks python_;
-  Ref input_, inputs_, keep_;
+  Ref input_, output_, inputs_, keep_;
   std::unordered_map<uint64_t, std::vector<std::shared_ptr<const Head>>> heads_;
   size_t n_heads_ = 0;
   std::vector<int64_t> kind_;

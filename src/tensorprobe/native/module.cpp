@@ -6,6 +6,7 @@
 
 #include "calls.h"
 #include "contents.h"
+#include "hooks.h"
 #include "lines.h"
 #include "log.h"
 #include "regions.h"
@@ -152,9 +153,29 @@ PyObject* lines_arguments(PyObject* self, Arguments args, Py_ssize_t count) {
   });
 }
 
+PyObject* lines_named(PyObject* self, Arguments args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (!takes("named", count, 4, 4)) return nullptr;
+    return in<Lines>(self).named(args[0], args[1], args[2], args[3]);
+  });
+}
+
+PyObject* lines_results(PyObject* self, Arguments args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (!takes("results", count, 4, 4)) return nullptr;
+    if (!PyList_CheckExact(args[3])) {
+      PyErr_SetString(PyExc_TypeError, "tensors are added to a list");
+      return nullptr;
+    }
+    return in<Lines>(self).results(args[0], args[1], args[2], args[3]);
+  });
+}
+
 PyMethodDef lines_methods[] = {
     {"encoded", reinterpret_cast<PyCFunction>(lines_encoded), METH_FASTCALL, nullptr},
     {"arguments", reinterpret_cast<PyCFunction>(lines_arguments), METH_FASTCALL, nullptr},
+    {"named", reinterpret_cast<PyCFunction>(lines_named), METH_FASTCALL, nullptr},
+    {"results", reinterpret_cast<PyCFunction>(lines_results), METH_FASTCALL, nullptr},
     {nullptr}};
 
 PyType_Slot lines_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_lines)},
@@ -329,12 +350,22 @@ PyObject* edges_leaves(PyObject* self, void*) {
   return guarded([&] { return PyBool_FromLong(in<Edges>(self).has_leaves()); });
 }
 
+PyObject* edges_aliases(PyObject* self, void*) {
+  return guarded([&] { return PyBool_FromLong(in<Edges>(self).has_aliases()); });
+}
+
+PyObject* edges_views(PyObject* self, void*) {
+  return guarded([&] { return PyBool_FromLong(in<Edges>(self).has_views()); });
+}
+
 PyMethodDef edges_methods[] = {
     {"exits_of", edges_exits_of, METH_O, nullptr},
     {"listen", reinterpret_cast<PyCFunction>(edges_listen), METH_FASTCALL, nullptr},
     {"notes", edges_notes, METH_NOARGS, nullptr},
     {nullptr}};
-PyGetSetDef edges_attributes[] = {{"has_functions", edges_functions, nullptr, nullptr, nullptr},
+PyGetSetDef edges_attributes[] = {{"has_aliases", edges_aliases, nullptr, nullptr, nullptr},
+                                  {"has_views", edges_views, nullptr, nullptr, nullptr},
+                                  {"has_functions", edges_functions, nullptr, nullptr, nullptr},
                                   {"has_leaves", edges_leaves, nullptr, nullptr, nullptr},
                                   {"is_nested", edges_is_nested, nullptr, nullptr, nullptr},
                                   {"is_one_node", edges_is_one_node, nullptr, nullptr, nullptr},
@@ -359,9 +390,11 @@ PyObject* new_regions(PyTypeObject* type, PyObject*, PyObject*) {
 PyObject* regions_only(PyObject* self, PyObject* args) {
   return guarded([&]() -> PyObject* {
     PyObject *edges, *output;
-    int leaves;
-    if (!PyArg_ParseTuple(args, "O!Op", edges_type, &edges, &output, &leaves)) return nullptr;
-    return in<Regions>(self).only(in<Edges>(edges), output, leaves);
+    int leaves, several = 0;
+    if (!PyArg_ParseTuple(args, "O!Op|p", edges_type, &edges, &output, &leaves, &several)) {
+      return nullptr;
+    }
+    return in<Regions>(self).only(in<Edges>(edges), output, leaves, several);
   });
 }
 
@@ -407,7 +440,7 @@ PyObject* not_plain = nullptr;  // what stands for "Python is to do it"
 
 PyObject* boxed_edges(std::unique_ptr<Edges> edges) { return boxed(edges_type, std::move(edges)); }
 
-// One of the things that Calls is made of; of a type, where one is given.
+// One of the things that a part is made of, by name; of a type, where one is given.
 Ref part(PyObject* parts, const char* name, PyTypeObject* type = nullptr) {
   PyObject* found = PyDict_GetItemString(parts, name);
   if (found == nullptr || (type != nullptr && !PyObject_TypeCheck(found, type))) {
@@ -483,6 +516,101 @@ PyType_Slot calls_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_calls)},
 PyType_Spec calls_spec = {"tensorprobe_native.Calls", sizeof(Box<Calls>), 0,
                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, calls_slots};
 
+// -- Hooks -----------------------------------------------------------------------------------
+
+PyObject* new_hooks(PyTypeObject* type, PyObject*, PyObject* parts) {
+  return guarded([&]() -> PyObject* {
+    if (parts == nullptr) {
+      PyErr_SetString(PyExc_TypeError, "what follows modules is given by name");
+      return nullptr;
+    }
+    const auto is_true = [&](const char* name) { return part(parts, name).get() == Py_True; };
+    ModuleCalls python;
+    python.hooks = part(parts, "hooks");
+    python.tape = part(parts, "tape");
+    python.place = part(parts, "place");
+    python.thread = part(parts, "thread");
+    python.trained = part(parts, "trained", &PyDict_Type);
+    python.compiler = part(parts, "compiler", &PyDict_Type);
+    python.call_impl = part(parts, "call_impl", &PyCode_Type);
+    python.entered = part(parts, "entered");
+    python.left = part(parts, "left");
+    python.describe = part(parts, "describe");
+    python.failed = part(parts, "failed");
+    python.note_buffers = part(parts, "note_buffers");
+    python.entry = part(parts, "entry", &PyType_Type);
+    python.call_names = part(parts, "call_names");
+    python.count = part(parts, "count");
+    python.records = is_true("records");
+    python.stacks = is_true("stacks");
+    python.keep = part(parts, "keep");
+    if (python.keep.get() != Py_None) {
+      python.lines = part(parts, "lines");
+      python.named = part(parts, "named");
+      python.results = part(parts, "results");
+      python.versions = part(parts, "versions");
+      python.edges = part(parts, "edges");
+      python.writer = part(parts, "writer");
+      python.open_call = part(parts, "open_call");
+      python.call_line = part(parts, "call_line");
+      python.end_line = part(parts, "end_line");
+      python.way = part(parts, "way");
+      python.ways = part(parts, "ways");
+      python.no_aliases = part(parts, "no_aliases");
+      python.output_spots = part(parts, "output_spots", &PyTuple_Type);
+      python.is_autocast = part(parts, "is_autocast");
+      python.graph_task = part(parts, "graph_task");
+      python.state_notes = part(parts, "state_notes");
+      python.functions_of = part(parts, "functions_of");
+      python.encode = part(parts, "encode");
+      python.traced = part(parts, "traced");
+      python.end_failed = part(parts, "end_failed");
+      python.stack_numbers = part(parts, "stack_numbers");
+      python.new_stack = part(parts, "new_stack");
+      python.known_stacks = part(parts, "known_stacks", &PyDict_Type);
+      python.stack_frames = part(parts, "stack_frames", &PyDict_Type);
+      python.told_stacks = part(parts, "told_stacks", &PySet_Type);
+      python.only_path = part(parts, "only_path", &PyTuple_Type);
+      python.wants_input = part(parts, "wants_input", &PyBool_Type);
+      python.wants_output = part(parts, "wants_output", &PyBool_Type);
+      python.wants_parameters = part(parts, "wants_parameters", &PyBool_Type);
+      python.config_stacks = is_true("config_stacks");
+      python.backward = is_true("backward");
+      python.sees_functions = is_true("sees_functions");
+    }
+    return boxed(type, std::make_unique<Hooks>(std::move(python)));
+  });
+}
+
+PyObject* hooks_enter(PyObject* self, Arguments args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (!takes("enter", count, 2, 2)) return nullptr;
+    return in<Hooks>(self).enter(args[0], args[1]);
+  });
+}
+
+PyObject* hooks_leave(PyObject* self, Arguments args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (!takes("leave", count, 3, 3)) return nullptr;
+    return in<Hooks>(self).leave(args[0], args[1], args[2]);
+  });
+}
+
+PyMethodDef hooks_methods[] = {
+    {"enter", reinterpret_cast<PyCFunction>(hooks_enter), METH_FASTCALL, nullptr},
+    {"leave", reinterpret_cast<PyCFunction>(hooks_leave), METH_FASTCALL, nullptr},
+    {nullptr}};
+
+PyType_Slot hooks_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_hooks)},
+                             {Py_tp_dealloc, reinterpret_cast<void*>(unbox<Hooks>)},
+                             {Py_tp_traverse, reinterpret_cast<void*>(traverse<Hooks>)},
+                             {Py_tp_clear, reinterpret_cast<void*>(clear<Hooks>)},
+                             {Py_tp_methods, hooks_methods},
+                             {0, nullptr}};
+
+PyType_Spec hooks_spec = {"tensorprobe_native.Hooks", sizeof(Box<Hooks>), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, hooks_slots};
+
 // -- Versions --------------------------------------------------------------------------------
 
 PyObject* versions(PyObject*, PyObject* inputs) {
@@ -539,6 +667,7 @@ PyMODINIT_FUNC PyInit_tensorprobe_native() {
       !add_type(module, "Starter", starter_spec, nullptr) ||
       !add_type(module, "Edges", edges_spec, &edges_type) ||
       !add_type(module, "Calls", calls_spec, nullptr) ||
+      !add_type(module, "Hooks", hooks_spec, nullptr) ||
       !add_type(module, "Regions", regions_spec, nullptr)) {
     Py_DECREF(module);
     return nullptr;

@@ -20,7 +20,9 @@ class Regions {
 
   // Of a call with one result, the spots of its only way out, as `Edges::exits_of`; or what `walk`
   // gives, where there is more; None where the result has no node of its own to start at.
-  PyObject* only(Edges& edges, PyObject* output, bool leaves) {
+  // With `several`, of a call with any number of ways out and nothing to be said of them: how many
+  // gradients each input gets that gets more than one, the number of nodes to listen at, and None.
+  PyObject* only(Edges& edges, PyObject* output, bool leaves, bool several) {
     const NodePtr node = edges.own_node(output);
     if (!node) Py_RETURN_NONE;
     Region& own = walk(edges, {node}, nullptr, leaves);
@@ -28,9 +30,14 @@ class Regions {
     const bool is_used = own.uses(node.get(), 0);
     if (sent.size() == 1 && !edges.has_aliases() && !is_used) {
       auto [leaving, path] = sent[0];
-      if (PyTuple_GET_SIZE(path) == 1 && !edges.lost_views(path)) {
+      if (PyTuple_GET_SIZE(path) == 1 && !edges.lost_views({path})) {
         return edges.ways(node, {Exit{leaving->from, {leaving->position}, {path}}});
       }
+    }
+    if (several && !edges.has_aliases() && !is_used) {
+      std::vector<PyObject*> paths;
+      for (auto [leaving, path] : sent) paths.push_back(path);
+      if (!edges.lost_views(paths)) return kept(edges, node, sent, paths);
     }
     return told(own, sent);
   }
@@ -161,6 +168,39 @@ class Regions {
     }
     region->used.clear();
     return std::exchange(region->leaving, {});
+  }
+
+  // As `Trace.contributions` and `listen` of capture.gradients; the edges keep the ways.
+  static PyObject* kept(Edges& edges, const NodePtr& first,
+                        const std::vector<std::pair<const Leaving*, PyObject*>>& sent,
+                        const std::vector<PyObject*>& paths) {
+    std::vector<Exit> exits;
+    for (auto [leaving, path] : sent) {
+      auto exit = std::find_if(exits.begin(), exits.end(), [from = leaving->from](const Exit& one) {
+        return one.node == from;
+      });
+      if (exit == exits.end()) exit = exits.insert(exit, Exit{leaving->from, {}, {}});
+      exit->positions.push_back(leaving->position);
+      exit->paths.push_back(path);
+    }
+    std::vector<std::pair<PyObject*, Py_ssize_t>> more;  // by path, of more than one
+    for (const Exit& exit : exits) {
+      for (PyObject* path : exit.paths) {
+        const auto count = std::count(paths.begin(), paths.end(), path);
+        const bool is_new = std::none_of(more.begin(), more.end(),
+                                         [&](const auto& one) { return one.first == path; });
+        if (count > 1 && is_new) more.emplace_back(path, count);
+      }
+    }
+    const auto n_nodes = static_cast<Py_ssize_t>(1 + exits.size());
+    edges.keep(first, std::move(exits));
+    Ref contributions = Ref::steal(PyDict_New());
+    if (!contributions) return nullptr;
+    for (auto [path, count] : more) {
+      Ref number = Ref::steal(PyLong_FromSsize_t(count));
+      if (!number || PyDict_SetItem(contributions.get(), path, number.get()) < 0) return nullptr;
+    }
+    return Py_BuildValue("(OnO)", contributions.get(), n_nodes, Py_None);
   }
 
   static std::vector<std::pair<const Leaving*, PyObject*>> sent_to(const Edges& edges,

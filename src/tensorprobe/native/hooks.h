@@ -1,0 +1,762 @@
+// Calls of modules: what `capture.module_hooks.ModuleHooks` and, of module calls, `Tape.begin` and
+// `Tape.end` do as a rule. All through Python's own objects, without its frames.
+#pragma once
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <c10/core/GradMode.h>
+
+#include <memory>
+#include <unordered_map>
+
+#include "made.h"
+#include "stack.h"
+
+// Of ATen/functorch/DynamicLayer.h, which asks for headers that torch does not bring along.
+namespace at::functorch {
+struct DynamicLayer;
+TORCH_API const std::vector<DynamicLayer>& getDynamicLayerStack();
+}  // namespace at::functorch
+
+namespace tensorprobe {
+
+// Python's side: `ModuleHooks._swift` says what each is.
+struct ModuleCalls {
+  Ref hooks, tape, place, thread, trained;
+  Ref compiler, call_impl;
+  Ref entered, left, describe, failed, note_buffers;
+  Ref entry, call_names, count;
+  bool records = false, stacks = false;
+  // Of calls that are written down here, and not by `Tape.begin`; `keep` is None where none is.
+  Ref keep, lines, named, results, versions, edges, writer, open_call, call_line, end_line;
+  Ref way, ways, output_spots, no_aliases;
+  Ref is_autocast, graph_task, state_notes, functions_of, encode, traced, end_failed;
+  Ref stack_numbers, new_stack, known_stacks, stack_frames, told_stacks, only_path;
+  Ref wants_input, wants_output, wants_parameters;
+  bool config_stacks = false, backward = false, sees_functions = false;
+};
+
+class Hooks {
+ public:
+  explicit Hooks(ModuleCalls python) : python_(std::move(python)) {}
+
+  // A module is called. The frame of Python is `ModuleHooks._enter`, the one around it torch's.
+  PyObject* enter(PyObject* module, PyObject* args) {
+    TORCH_CHECK(python_.hooks, APART);
+    bool is_done = false;
+    if (!attempt([&] { is_done = entered(module, args); })) return fail(module);
+    if (is_done) Py_RETURN_NONE;
+    PyObject* given[] = {module, args};
+    return PyObject_Vectorcall(python_.entered.get(), given, 2, nullptr);
+  }
+
+  // A module has returned `result`, or raised.
+  PyObject* leave(PyObject* module, PyObject* args, PyObject* result) {
+    TORCH_CHECK(python_.hooks, APART);
+    bool is_done = false;
+    if (!attempt([&] { is_done = left(module, result); })) return fail(module);
+    if (is_done) Py_RETURN_NONE;
+    PyObject* given[] = {module, args, result};
+    return PyObject_Vectorcall(python_.left.get(), given, 3, nullptr);
+  }
+
+  int traverse(visitproc visit, void* arg) const {
+    const ModuleCalls& p = python_;
+    for (const Ref* ref :
+         {&p.hooks, &p.tape, &p.place, &p.thread, &p.trained, &p.entered, &p.left, &p.describe,
+          &p.failed, &p.note_buffers, &p.lines, &p.named, &p.results, &p.writer, &p.functions_of, &p.traced,
+          &p.end_failed, &p.stack_numbers, &p.new_stack, &p.known_stacks, &p.stack_frames, &p.told_stacks}) {
+      if (int stop = ref->visit(visit, arg)) return stop;
+    }
+    for (const auto& [module, card] : cards_) {
+      for (const Ref* ref : {&card->reference, &card->kind, &card->trained}) {
+        if (int stop = ref->visit(visit, arg)) return stop;
+      }
+      if (!card->made) continue;
+      if (int stop = card->made->traverse(visit, arg)) return stop;
+    }
+    return 0;
+  }
+  void let_go() {
+    const auto cards = std::exchange(cards_, {});
+    const ModuleCalls gone = std::exchange(python_, ModuleCalls());
+  }
+
+ private:
+  // What stays the same of a module for as long as it lives.
+  struct Card {
+    Ref reference, kind, path, api;
+    Ref counted_as, before, after;  // in the table of counts; around the number of a call's name
+    Ref trained;  // (reference, path)
+    std::unique_ptr<Made> made;
+    bool is_noted = false;  // made after Python had noted how it was made
+  };
+
+  static constexpr size_t MAX_CARDS = 20'000;  // modules made anew for every call
+  static constexpr long MAX_FRAMES = 200;      // of a stack
+
+  // -- Python's objects ----------------------------------------------------------------------
+
+  static PyObject* interned(const char* text) {
+    PyObject* name = PyUnicode_InternFromString(text);
+    if (name == nullptr) throw python_error();
+    return name;
+  }
+
+  // The names of attributes and of roles, interned.
+  struct Words {
+    PyObject* arguments = interned("arguments");
+    PyObject* begin = interned("begin");
+    PyObject* buffers = interned("buffers");
+    PyObject* call = interned("call");
+    PyObject* counter = interned("counter");
+    PyObject* depth = interned("depth");
+    PyObject* draws = interned("draws");
+    PyObject* edges = interned("edges");
+    PyObject* encoded = interned("encoded");
+    PyObject* encoder = interned("encoder");
+    PyObject* end = interned("end");
+    PyObject* entries = interned("entries");
+    PyObject* everything = interned("everything");
+    PyObject* f_locals = interned("f_locals");
+    PyObject* frame = interned("frame");
+    PyObject* gap = interned("gap");
+    PyObject* grad = interned("grad");
+    PyObject* has_functions = interned("has_functions");
+    PyObject* has_leaves = interned("has_leaves");
+    PyObject* id = interned("id");
+    PyObject* ids = interned("ids");
+    PyObject* inputs = interned("inputs");
+    PyObject* is_compiling = interned("is_compiling");
+    PyObject* is_open = interned("is_open");
+    PyObject* keep = interned("keep");
+    PyObject* kwargs = interned("kwargs");
+    PyObject* leaves = interned("leaves");
+    PyObject* listen = interned("listen");
+    PyObject* module = interned("module");
+    PyObject* names = interned("names");
+    PyObject* notes = interned("notes");
+    PyObject* of = interned("of");
+    PyObject* only = interned("only");
+    PyObject* op = interned("op");
+    PyObject* output = interned("output");
+    PyObject* own_around = interned("_around");
+    PyObject* own_buffers = interned("_buffers");
+    PyObject* own_by_api = interned("_by_api");
+    PyObject* own_compiled_call_impl = interned("_compiled_call_impl");
+    PyObject* own_dict = interned("__dict__");
+    PyObject* own_counts = interned("_counts");
+    PyObject* own_end = interned("_end");
+    PyObject* own_is_compiling_flag = interned("_is_compiling_flag");
+    PyObject* own_made = interned("_made");
+    PyObject* own_named = interned("_named");
+    PyObject* own_parameters = interned("_parameters");
+    PyObject* own_pending_work = interned("_pending_work");
+    PyObject* owners = interned("owners");
+    PyObject* parameter = interned("parameter");
+    PyObject* parameters = interned("parameters");
+    PyObject* parent = interned("parent");
+    PyObject* place = interned("place");
+    PyObject* random = interned("random");
+    PyObject* recording = interned("recording");
+    PyObject* select = interned("select");
+    PyObject* stack = interned("stack");
+    PyObject* stack_number = interned("stack_number");
+    PyObject* step = interned("step");
+    PyObject* thread = interned("thread");
+    PyObject* training = interned("training");
+    PyObject* versions = interned("versions");
+    PyObject* wanted = interned("wanted");
+    PyObject* writes = interned("writes");
+  };
+  static const Words& word() {
+    static const Words all;
+    return all;
+  }
+
+  static Ref got(PyObject* result) {
+    if (result == nullptr) throw python_error();
+    return Ref::steal(result);
+  }
+  static Ref attribute(const Ref& object, PyObject* name) {
+    return got(PyObject_GetAttr(object.get(), name));
+  }
+  static void set(const Ref& object, PyObject* name, PyObject* value) {
+    if (PyObject_SetAttr(object.get(), name, value) < 0) throw python_error();
+  }
+  static void put(const Ref& dict, PyObject* name, PyObject* value) {
+    if (PyDict_SetItem(dict.get(), name, value) < 0) throw python_error();
+  }
+  // Of a dict, held; none where it is not there.
+  static Ref item(PyObject* dict, PyObject* name) {
+    PyObject* found = PyDict_GetItemWithError(dict, name);
+    if (found == nullptr && PyErr_Occurred()) throw python_error();
+    return Ref::borrow(found);
+  }
+  template <typename... Given>
+  static Ref called(const Ref& function, Given... given) {
+    PyObject* arguments[] = {given...};
+    return got(PyObject_Vectorcall(function.get(), arguments, sizeof...(given), nullptr));
+  }
+  template <typename... Given>
+  static Ref called_method(const Ref& object, PyObject* name, Given... given) {
+    PyObject* arguments[] = {object.get(), given...};
+    return got(PyObject_VectorcallMethod(name, arguments, 1 + sizeof...(given), nullptr));
+  }
+
+  // Whether a body came to its end; if not, Python's error is set.
+  template <typename Body>
+  static bool attempt(Body body) noexcept {
+    return guarded([&]() -> PyObject* {
+             body();
+             return Py_None;
+           }) != nullptr;
+  }
+
+  // The error that is set, taken away.
+  static Ref taken() {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    if (trace != nullptr) PyException_SetTraceback(value, trace);
+    Py_XDECREF(type);
+    Py_XDECREF(trace);
+    return Ref::steal(value);
+  }
+
+  // What was raised becomes a gap, unless it is no trouble of recording (Ctrl-C): it goes on.
+  PyObject* fail(PyObject* module) const {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
+    const Ref error = taken();
+    PyObject* given[] = {module, error.get()};
+    return PyObject_Vectorcall(python_.failed.get(), given, 2, nullptr);
+  }
+
+  PyTypeObject* entry_type() const { return reinterpret_cast<PyTypeObject*>(python_.entry.get()); }
+
+  // False where Python is to do it, and nothing was done.
+  bool entered(PyObject* module, PyObject* args) {
+    if (is_compiling()) return true;
+    const Ref entries = attribute(python_.thread, word().entries);
+    if (!PyList_CheckExact(entries.get()) || PyList_GET_SIZE(entries.get()) == 0) {
+      return false;  // it begins a step, perhaps
+    }
+    const Ref frame = torchs_frame();
+    const Ref last =
+        Ref::borrow(PyList_GET_ITEM(entries.get(), PyList_GET_SIZE(entries.get()) - 1));
+    if (!is_below(attribute(last, word().frame), frame)) return false;
+    if (attribute(python_.tape, word().recording).get() != Py_True) return true;
+    if (attribute(python_.hooks, word().own_around).get() != Py_None ||
+        attribute(python_.tape, word().only).get() != Py_None) {
+      return false;
+    }
+    const std::shared_ptr<const Card> card = card_of(module);
+    if (!card || !PyTuple_CheckExact(args)) return false;
+    const Ref held = got(PyObject_GenericGetDict(module, nullptr));
+    if (!has_usual(held.get())) return false;
+    follow(*card, module, args, entries, last, frame, held);
+    return true;
+  }
+
+  bool left(PyObject* module, PyObject* result) {
+    if (is_compiling()) return true;
+    const Ref entries = attribute(python_.thread, word().entries);
+    if (!PyList_CheckExact(entries.get())) return false;
+    const Py_ssize_t count = PyList_GET_SIZE(entries.get());
+    if (count == 0) return true;
+    const Ref entry = Ref::borrow(PyList_GET_ITEM(entries.get(), count - 1));
+    // the outermost, one that was entered before the recording began, or that has raised
+    if (count == 1 || Py_TYPE(entry.get()) != entry_type() ||
+        attribute(entry, word().module).get() != module || has_raised()) {
+      return false;
+    }
+    if (PyList_SetSlice(entries.get(), count - 1, count, nullptr) < 0) throw python_error();
+    const Ref place = attribute(python_.place, word().own_dict);
+    if (PyDict_Update(place.get(), attribute(entry, word().place).get()) < 0) throw python_error();
+    const Ref call = attribute(entry, word().call);
+    if (call.get() != Py_None) end(entry, call, module, result);
+    return true;
+  }
+
+  // -- Where we are --------------------------------------------------------------------------
+
+  bool is_compiling() const {  // as torch.compiler.is_compiling
+    PyObject* found = PyDict_GetItemWithError(python_.compiler.get(), word().own_is_compiling_flag);
+    if (found == Py_False) return false;
+    if (PyErr_Occurred()) throw python_error();
+    const Ref said =
+        got(PyObject_CallNoArgs(item(python_.compiler.get(), word().is_compiling).get()));
+    return said.get() == Py_True;
+  }
+
+  static Ref torchs_frame() {
+    const Ref own = Ref::borrow(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+    TORCH_CHECK(own, "nobody has called");
+    Ref around = back(own);
+    TORCH_CHECK(around, "torch has not called");
+    return around;
+  }
+
+  // Whether torch calls from where it does so for a module that has raised.
+  bool has_raised() const {
+    const Ref frame = torchs_frame();
+    auto* object = reinterpret_cast<PyFrameObject*>(frame.get());
+    const Ref code = Ref::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(object)));
+    return code.get() == python_.call_impl.get();
+  }
+
+  static bool is_below(const Ref& outer, Ref frame) {
+    while (frame && frame.get() != outer.get()) frame = back(frame);
+    return static_cast<bool>(frame);
+  }
+
+  // The keyword arguments of the call: this very dict, to which others may write.
+  static Ref kwargs_in(const Ref& frame) {
+#if PY_VERSION_HEX >= 0x030C0000
+    Ref found = Ref::steal(PyFrame_GetVar(reinterpret_cast<PyFrameObject*>(frame.get()),
+                                          word().kwargs));
+    if (!found) {
+      if (!PyErr_ExceptionMatches(PyExc_NameError)) throw python_error();
+      PyErr_Clear();
+    }
+    return found;
+#else
+    const Ref locals = attribute(frame, word().f_locals);
+    return item(locals.get(), word().kwargs);
+#endif
+  }
+
+  // -- Modules -------------------------------------------------------------------------------
+
+  static PyObject* referent(const Ref& reference) {  // borrowed: the caller has the module
+#if PY_VERSION_HEX >= 0x030D0000
+    PyObject* found = nullptr;
+    if (PyWeakref_GetRef(reference.get(), &found) < 0) throw python_error();
+    Py_XDECREF(found);
+    return found;
+#else
+    return PyWeakref_GetObject(reference.get());
+#endif
+  }
+
+  // None where Python is to do it.
+  std::shared_ptr<const Card> card_of(PyObject* module) {
+    auto found = cards_.find(module);
+    if (found != cards_.end()) {
+      const std::shared_ptr<const Card> known = found->second;
+      const bool is_its = referent(known->reference) == module;
+      if (is_its && known->kind.get() == reinterpret_cast<PyObject*>(Py_TYPE(module))) return known;
+    }
+    return new_card(module);
+  }
+
+  std::shared_ptr<const Card> new_card(PyObject* module, bool is_noted = false) {
+    const Ref described = called(python_.describe, module);
+    if (described.get() == Py_None) {
+      cards_.erase(module);
+      return nullptr;
+    }
+    PyObject *reference, *path, *api, *counted_as, *before, *after, *made;
+    if (!PyArg_ParseTuple(described.get(), "OUOOUUO", &reference, &path, &api, &counted_as, &before,
+                          &after, &made)) {
+      throw python_error();
+    }
+    TORCH_CHECK(PyWeakref_CheckRef(reference), "a module comes as a reference");
+    auto card = std::make_shared<Card>();
+    card->is_noted = is_noted;
+    card->reference = Ref::borrow(reference);
+    card->kind = Ref::borrow(reinterpret_cast<PyObject*>(Py_TYPE(module)));
+    card->path = Ref::borrow(path);
+    card->api = Ref::borrow(api);
+    card->counted_as = Ref::borrow(counted_as);
+    card->before = Ref::borrow(before);
+    card->after = Ref::borrow(after);
+    card->trained = got(PyTuple_Pack(2, reference, path));
+    if (made != Py_None) card->made = std::make_unique<Made>(made);
+    if (cards_.size() >= MAX_CARDS) const auto gone = std::exchange(cards_, {});
+    const std::shared_ptr<const Card> old = std::exchange(cards_[module], card);
+    return card;
+  }
+
+  static bool has_usual(PyObject* held) {
+    for (PyObject* name : {word().own_parameters, word().own_buffers}) {
+      PyObject* found = PyDict_GetItemWithError(held, name);
+      if (found == nullptr || !PyDict_CheckExact(found)) return false;
+    }
+    PyObject* compiled = PyDict_GetItemWithError(held, word().own_compiled_call_impl);
+    return compiled == nullptr || compiled == Py_None;
+  }
+
+  // [(name, tensor)] of those that are not None; none where there are none.
+  static Ref present(PyObject* held, PyObject* section) {
+    const Ref dict = item(held, section);
+    Ref list;
+    if (!dict || !PyDict_CheckExact(dict.get())) return list;  // another's since `has_usual`
+    PyObject *name, *tensor;
+    Py_ssize_t at = 0;
+    while (PyDict_Next(dict.get(), &at, &name, &tensor)) {
+      if (tensor == Py_None) continue;
+      const Ref key = Ref::borrow(name), value = Ref::borrow(tensor);  // what is made may free them
+      if (!list) list = got(PyList_New(0));
+      const Ref pair = got(PyTuple_Pack(2, key.get(), value.get()));
+      if (PyList_Append(list.get(), pair.get()) < 0) throw python_error();
+    }
+    return list;
+  }
+
+  // -- The beginning -------------------------------------------------------------------------
+
+  // As `ModuleHooks._entered`, of a module inside of another that is recorded.
+  void follow(const Card& card, PyObject* module, PyObject* args, const Ref& entries,
+              const Ref& last, const Ref& frame, const Ref& held) {
+    const Ref place = attribute(python_.place, word().own_dict);
+    TORCH_CHECK(PyDict_Check(place.get()), "a place is a dict");
+    const Ref before = got(PyDict_Copy(place.get()));
+    const Ref leaves = attribute(last, word().leaves);
+    const Ref entry =
+        called(python_.entry, module, frame.get(), before.get(), leaves.get());
+    if (PyList_Append(entries.get(), entry.get()) < 0) throw python_error();
+    Ref call;
+    if (python_.records) call = begin(card, module, args, entry, place, frame, held);
+    put(place, word().module, card.path.get());
+    if (!python_.stacks || attribute(python_.tape, word().recording).get() != Py_True) return;
+    Ref stack;
+    if (call) {
+      stack = attribute(call, word().stack);
+      if (PyObject_IsTrue(stack.get()) != 1) stack = Ref();
+    }
+    if (!stack) {
+      const Ref one = got(PyLong_FromLong(1));  // frame up: torch's
+      stack = called_method(python_.tape, word().stack_number, one.get());
+    }
+    put(place, word().stack, stack.get());
+    put(place, word().frame, frame.get());
+  }
+
+  // As `ModuleHooks._begin`; what the tape has begun, or none.
+  Ref begin(const Card& card, PyObject* module, PyObject* args, const Ref& entry,
+            const Ref& place, const Ref& frame, const Ref& held) {
+    const bool everything = attribute(python_.tape, word().everything).get() == Py_True;
+    const Ref name = next_name(card);
+    const Ref names =
+        everything ? called(python_.call_names, card.api.get(), name.get(), card.path.get())
+                   : called_method(python_.tape, word().select, card.api.get(), name.get(),
+                                   card.path.get());
+    if (names.get() == Py_None) return Ref();
+    const Ref parameters = present(held.get(), word().own_parameters);
+    const Ref buffers = present(held.get(), word().own_buffers);
+    const Ref kwargs = kwargs_in(frame);
+    const bool grad =
+        c10::GradMode::is_enabled() && at::functorch::getDynamicLayerStack().empty();
+    const bool wanted = everything || attribute(names, word().wanted).get() == Py_True;
+    Ref call;
+    if (wanted && is_plain_tape(kwargs)) {
+      Started started{names, name, grad, parameters, buffers};
+      const bool done =
+          attempt([&] { call = write_call(started, card, args, kwargs, place); });
+      if (!done) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception)) throw python_error();
+        const Ref error = taken();
+        called_method(python_.tape, word().gap, name.get(), error.get());
+        call = Ref();
+      }
+    } else {
+      call = begin_in_python(names, args, kwargs, grad, held, parameters, buffers);
+    }
+    if (wanted) put(place, word().parent, name.get());
+    if (!call) return call;
+    set(entry, word().call, call.get());
+    const Ref edges = attribute(call, word().edges);
+    if (edges.get() != Py_None && attribute(edges, word().has_leaves).get() == Py_True) {
+      set(entry, word().leaves, Py_True);
+    }
+    if (buffers) called(python_.note_buffers, entry.get(), buffers.get());
+    add_notes(card, module, held, call);
+    if (parameters) {
+      const Ref id = got(PyLong_FromVoidPtr(module));
+      put(python_.trained, id.get(), card.trained.get());
+    }
+    return call;
+  }
+
+  // As `capture.naming.Counter.next_name`, and its `_new`: most modules are called once in a step.
+  Ref next_name(const Card& card) const {
+    const Ref counter = attribute(python_.tape, word().counter);
+    const Ref by_api = attribute(counter, word().own_by_api);
+    Ref known = item(by_api.get(), card.api.get());
+    if (!known) {
+      const Ref counts = attribute(counter, word().own_counts);
+      const Ref fresh = got(PyObject_CallNoArgs(python_.count.get()));
+      PyObject* stays = PyDict_SetDefault(counts.get(), card.counted_as.get(), fresh.get());
+      if (stays == nullptr) throw python_error();
+      known = got(PyTuple_Pack(3, stays, card.before.get(), card.after.get()));
+      put(by_api, card.api.get(), known.get());
+    }
+    TORCH_CHECK(PyTuple_CheckExact(known.get()) && PyTuple_GET_SIZE(known.get()) == 3, "no count");
+    const Ref number = got(PyIter_Next(PyTuple_GET_ITEM(known.get(), 0)));
+    return got(PyUnicode_FromFormat("%U%S%U", card.before.get(), number.get(), card.after.get()));
+  }
+
+  Ref begin_in_python(const Ref& names, PyObject* args, const Ref& kwargs, bool grad,
+                      const Ref& held, const Ref& parameters, const Ref& buffers) const {
+    const Ref given = got(PyDict_New()), one = got(PyLong_FromLong(1));
+    const Ref training = item(held.get(), word().training);
+    put(given, word().depth, one.get());  // frame up: torch's
+    put(given, word().grad, grad ? Py_True : Py_False);
+    put(given, word().random, training ? training.get() : Py_False);
+    if (parameters) put(given, word().parameters, parameters.get());
+    if (buffers) put(given, word().buffers, buffers.get());
+    const Ref positional =
+        got(PyTuple_Pack(3, names.get(), args, kwargs ? kwargs.get() : Py_None));
+    const Ref begin = attribute(python_.tape, word().begin);
+    Ref call = got(PyObject_Call(begin.get(), positional.get(), given.get()));
+    return call.get() == Py_None ? Ref() : call;
+  }
+
+  void add_notes(const Card& card, PyObject* module, const Ref& held, const Ref& call) {
+    const Ref notes = attribute(call, word().notes);
+    TORCH_CHECK(PyList_CheckExact(notes.get()), "notes are a list");
+    Ref made;
+    if (card.made && card.made->holds_for(held.get())) {
+      made = Ref::borrow(card.made->notes());
+    } else {
+      const Ref known = attribute(python_.hooks, word().own_made);
+      made = called_method(known, word().of, module);
+      if (card.made || !card.is_noted) new_card(module, true);  // with the notes it has now
+    }
+    const Py_ssize_t end = PyList_GET_SIZE(notes.get());
+    if (PyList_SetSlice(notes.get(), end, end, made.get()) < 0) throw python_error();
+  }
+
+  // -- Writing it down -----------------------------------------------------------------------
+
+  struct Started {
+    Ref names, name;
+    bool grad;
+    Ref parameters, buffers;
+  };
+
+  // While there is one, tensors are read without any function mode or subclass taking notice.
+  class Unwatched {
+   public:
+    Unwatched() : before_(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
+      at::impl::PythonTorchFunctionTLS::set_disabled_state(
+          at::impl::TorchFunctionDisabledState::ALL_DISABLED);
+    }
+    ~Unwatched() { at::impl::PythonTorchFunctionTLS::set_disabled_state(before_); }
+    Unwatched(const Unwatched&) = delete;
+    Unwatched& operator=(const Unwatched&) = delete;
+
+   private:
+    const at::impl::TorchFunctionDisabledState before_;
+  };
+
+  // Whether `Tape.begin` would do no more than `write_call` does.
+  bool is_plain_tape(const Ref& kwargs) const {
+    if (python_.keep.get() == Py_None) return false;
+    if (kwargs && kwargs.get() != Py_None && !PyDict_CheckExact(kwargs.get())) return false;
+    if (attribute(python_.tape, word().is_open).get() != Py_True) return false;
+    const Ref pending = attribute(python_.tape, word().own_pending_work);
+    return PyList_CheckExact(pending.get()) && PyList_GET_SIZE(pending.get()) == 0;
+  }
+
+  // As `Tape.begin`.
+  Ref write_call(const Started& started, const Card& card, PyObject* args, Ref kwargs,
+                 const Ref& place) {
+    if (!kwargs || kwargs.get() == Py_None) kwargs = got(PyDict_New());
+    const Ref step = attribute(python_.tape, word().step);
+    const Ref call =
+        called(python_.open_call, started.names.get(), python_.keep.get(), step.get());
+    Ref stack = Ref::borrow(Py_None);
+    if (python_.config_stacks) {
+      stack = stack_number(place);
+      set(call, word().stack, stack.get());
+    }
+    const Unwatched off;
+    const Ref trees = called_method(python_.lines, word().arguments, call.get(), args,
+                                    kwargs.get(), python_.wants_input.get());
+    PyObject *positional, *keywords;
+    if (!PyArg_ParseTuple(trees.get(), "OO", &positional, &keywords)) throw python_error();
+    const Ref inputs = attribute(call, word().inputs);
+    set(call, word().versions, called(python_.versions, inputs.get()).get());
+    const Ref zero = got(PyLong_FromLong(0));
+    const Ref op = attribute(card.api, word().op);
+    const Ref parent = item(place.get(), word().parent), thread = item(place.get(), word().thread);
+    TORCH_CHECK(parent && thread, "nobody knows where this is");
+    PyObject* given[] = {zero.get(),       started.name.get(), op.get(),   card.path.get(),
+                         thread.get(),     parent.get(),       stack.get(), positional,
+                         keywords};
+    static PyObject* const keys =
+        Py_BuildValue("(sssssssss)", "id", "name", "op", "module", "thread", "parent", "stack",
+                      "args", "kwargs");
+    const Ref line = got(PyObject_Vectorcall(python_.call_line.get(), given, 0, keys));
+    if (has_state_notes()) {
+      const Ref notes = called(python_.state_notes, started.grad ? Py_True : Py_False);
+      set(line, word().notes, notes.get());
+    }
+    if (started.parameters) {
+      const Ref held = called(python_.named, started.parameters.get(), call.get(),
+                              word().parameter, python_.wants_parameters.get());
+      set(line, word().parameters, held.get());
+    }
+    if (started.buffers) {
+      const Ref held = called_method(python_.tape, word().own_named, call.get(), word().buffers,
+                                     started.buffers.get());
+      set(line, word().buffers, held.get());
+    }
+    if (started.grad) {
+      const Ref edges = called(python_.edges, inputs.get());
+      set(call, word().edges, edges.get());
+      if (python_.sees_functions && attribute(edges, word().has_functions).get() == Py_True) {
+        called(python_.functions_of, edges.get());
+      }
+    }
+    const Ref id = got(PyIter_Next(attribute(python_.tape, word().ids).get()));
+    set(call, word().id, id.get());
+    set(line, word().id, id.get());
+    called_method(python_.writer, word().call, line.get());
+    return call;
+  }
+
+  bool has_state_notes() const {
+    if (PyObject_IsTrue(got(PyObject_CallNoArgs(python_.is_autocast.get())).get()) == 1) return true;
+    const Ref task = got(PyObject_CallNoArgs(python_.graph_task.get()));
+    return PyLong_AsLong(task.get()) != -1;
+  }
+
+  // As `Stacks.current`, of torch's frame.
+  Ref stack_number(const Ref& place) const {
+    const Ref frame = item(place.get(), word().frame), stack = item(place.get(), word().stack);
+    TORCH_CHECK(frame && stack, "nobody knows where this is");
+    if (PyDict_GetItemWithError(python_.stack_frames.get(), stack.get()) != nullptr) {
+      const Ref key = got(walk_stack(1, frame.get(), stack.get(), MAX_FRAMES));
+      const Ref number = item(python_.known_stacks.get(), key.get());
+      if (number) {
+        const int is_told = PySet_Contains(python_.told_stacks.get(), number.get());
+        if (is_told == 0) tell_stack(number);
+        if (is_told >= 0) return number;
+      }
+    }
+    if (PyErr_Occurred()) throw python_error();
+    const Ref one = got(PyLong_FromLong(1));  // frame up: torch's
+    return called(python_.stack_numbers, one.get(), frame.get(), stack.get());
+  }
+
+  void tell_stack(const Ref& number) const {
+    if (PySet_Add(python_.told_stacks.get(), number.get()) < 0) throw python_error();
+    const Ref frames = item(python_.stack_frames.get(), number.get());
+    TORCH_CHECK(frames, "nobody knows the stack");
+    called(python_.new_stack, number.get(), frames.get());
+  }
+
+  // -- The end -------------------------------------------------------------------------------
+
+  // As `ModuleHooks._end` and `Tape.end`.
+  void end(const Ref& entry, const Ref& call, PyObject* module, PyObject* result) {
+    const Ref held = got(PyObject_GenericGetDict(module, nullptr));
+    const Ref buffers = item(held.get(), word().own_buffers);
+    bool is_written = false;
+    if (python_.keep.get() != Py_None && buffers && PyDict_CheckExact(buffers.get()) &&
+        PyDict_GET_SIZE(buffers.get()) == 0) {
+      const bool done = attempt([&] { is_written = write_end(entry, call, result); });
+      if (!done) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception)) throw python_error();
+        const Ref error = taken();
+        called(python_.end_failed, call.get(), error.get());
+        return;
+      }
+    }
+    if (!is_written) {
+      called_method(python_.hooks, word().own_end, entry.get(), call.get(), result, Py_None);
+    }
+  }
+
+  // False where there is more to it, and nothing was done.
+  bool write_end(const Ref& entry, const Ref& call, PyObject* result) {
+    const Unwatched off;
+    const Ref id = attribute(call, word().id);
+    const Ref inputs = attribute(call, word().inputs);
+    const Ref versions = called(python_.versions, inputs.get());
+    const Ref before = attribute(call, word().versions);
+    const int same = PyObject_RichCompareBool(versions.get(), before.get(), Py_EQ);
+    if (same < 0) throw python_error();
+    if (same == 0 || PyLong_AsLong(id.get()) < 0 || attribute(call, word().draws).get() != Py_None ||
+        PyObject_IsTrue(attribute(call, word().writes).get()) != 0) {
+      return false;
+    }
+    const Ref outputs = got(PyList_New(0));
+    Ref tree;
+    if (is_own_type(result)) {
+      const Ref pair = got(PyTuple_Pack(2, result, python_.only_path.get()));
+      if (PyList_Append(outputs.get(), pair.get()) < 0) throw python_error();
+      tree = called_method(python_.lines, word().encoded, result, call.get(), word().output,
+                           python_.only_path.get(), python_.wants_output.get());
+    } else {
+      tree = called(python_.results, result, call.get(), python_.wants_output.get(), outputs.get());
+    }
+    if (result != Py_None && tree.get() == Py_None) {  // it is something else
+      const Ref seen = got(PyDict_New());
+      const Ref encoder =
+          called_method(python_.lines, word().encoder, call.get(), word().output,
+                        python_.wants_output.get(), outputs.get(), seen.get());
+      tree = called(python_.encode, result, encoder.get());
+    }
+    const Ref notes = attribute(call, word().notes);
+    PyObject* given[] = {id.get(), tree.get(), notes.get()};
+    static PyObject* const keys = Py_BuildValue("(sss)", "id", "outputs", "notes");
+    const Ref line = got(PyObject_Vectorcall(python_.end_line.get(), given, 0, keys));
+    const Ref edges = attribute(call, word().edges);
+    if (python_.backward && edges.get() != Py_None) trace(entry, call, edges, outputs);
+    called_method(python_.writer, word().end, line.get());
+    return true;
+  }
+
+  // As `Tape._trace` by `trace_module`.
+  void trace(const Ref& entry, const Ref& call, const Ref& edges, const Ref& outputs) {
+    const Ref owners = attribute(python_.thread, word().owners);
+    const Ref leaves = attribute(entry, word().leaves);
+    Ref found = Ref::borrow(Py_None);
+    if (is_only(outputs)) {
+      PyObject* output = PyTuple_GET_ITEM(PyList_GET_ITEM(outputs.get(), 0), 0);
+      found = called_method(owners, word().only, edges.get(), output, leaves.get(), Py_True);
+      const Py_ssize_t count = PyTuple_CheckExact(found.get()) ? PyTuple_GET_SIZE(found.get()) : 0;
+      if (count == 1 || count == 3) {
+        listen(call, edges, found.get());
+        return;
+      }
+    }
+    called(python_.traced, call.get(), edges.get(), outputs.get(), owners.get(), leaves.get(),
+           found.get());
+  }
+
+  // To the ways that the edges keep: the spots of the only one, or what is to be said of several.
+  void listen(const Ref& call, const Ref& edges, PyObject* found) const {
+    PyObject* tape = python_.tape.get();
+    PyObject* first = PyTuple_GET_ITEM(found, 0);
+    const Ref names = attribute(call, word().names), keep = attribute(call, word().keep);
+    const Ref stack = attribute(call, word().stack), step = attribute(call, word().step);
+    if (PyTuple_GET_SIZE(found) == 1) {
+      const Ref way =
+          called(python_.way, tape, names.get(), keep.get(), stack.get(), step.get(), first);
+      called_method(edges, word().listen, way.get());
+    } else {
+      const Ref ways =
+          called(python_.ways, tape, names.get(), keep.get(), stack.get(), step.get(), first,
+                 PyTuple_GET_ITEM(found, 1), python_.no_aliases.get());
+      called_method(edges, word().listen, ways.get(), python_.output_spots.get());
+    }
+  }
+
+  bool is_only(const Ref& outputs) const {  // as `capture.gradients._is_only`
+    if (PyList_GET_SIZE(outputs.get()) != 1) return false;
+    PyObject* pair = PyList_GET_ITEM(outputs.get(), 0);
+    TORCH_CHECK(PyTuple_CheckExact(pair) && PyTuple_GET_SIZE(pair) == 2, "not an output");
+    PyObject* path = PyTuple_GET_ITEM(pair, 1);
+    if (path == python_.only_path.get()) return true;
+    return PyObject_RichCompareBool(path, python_.only_path.get(), Py_EQ) == 1;
+  }
+
+  ModuleCalls python_;
+  std::unordered_map<PyObject*, std::shared_ptr<const Card>> cards_;
+};
+
+}  // namespace tensorprobe
