@@ -230,6 +230,26 @@ def test_an_error_in_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     both_ways(tmp_path, monkeypatch, program, level="L1", keep="stats")
 
 
+@needs_module
+def test_an_error_of_torch_while_a_call_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gap has torch's words for it, without where in C++ it was raised."""
+
+    def program() -> None:
+        base = torch.randn(4, 4, requires_grad=True) * 1
+        first, _ = base.split(2)
+        base.add_(1)
+        with pytest.raises(RuntimeError, match="multiple views"):
+            torch.add(first, 1)
+        torch.randn(2) + 1
+
+    both_ways(tmp_path, monkeypatch, program, level="L1", keep="structure")
+    assert b"multiple views" in b"".join(
+        path.read_bytes() for path in (tmp_path / "swift").rglob("calls.jsonl")
+    )
+
+
 class Normed(nn.Module):
     """Its last node is that of a call whose inputs are not in the order of its arguments."""
 
