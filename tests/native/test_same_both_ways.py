@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function
 from torch.utils.checkpoint import checkpoint
 
 import tensorprobe as tp
@@ -248,6 +249,26 @@ def test_an_error_of_torch_while_a_call_is_recorded(
     assert b"multiple views" in b"".join(
         path.read_bytes() for path in (tmp_path / "swift").rglob("calls.jsonl")
     )
+
+
+def halved(x: Tensor) -> Tensor:
+    """A function of the program's that other tools see; there is no gradient of what is inside."""
+    if torch._C._len_torch_function_stack():
+        result: Tensor = handle_torch_function(halved, (x,), x)
+        return result
+    return (x // 2) * x
+
+
+@needs_module
+def test_a_node_without_a_backward_inside_of_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program() -> None:
+        halved(torch.randn(4, requires_grad=True))
+        torch.randn(4) + 1
+
+    both_ways(tmp_path, monkeypatch, program, level="L1", keep="structure")
+    assert not tp.load(tmp_path / "plain").gaps
 
 
 class Normed(nn.Module):
