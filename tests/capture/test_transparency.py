@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tensorprobe as tp
 from default_device import host_only
+from tensorprobe.capture import module_hooks
 from tensorprobe.devices import device_layer
 from tensorprobe.records import Capture
 from tiny_models import MODELS
@@ -887,3 +888,39 @@ def test_a_signals_handler_may_call_a_module(tmp_path: Path) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert len(tp.load(tmp_path / "run").calls) >= 2000
+
+
+def test_a_signals_handler_may_go_backward_while_gradients_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, state_of = nn.Linear(2, 2), module_hooks._state_of
+    handled: list[bool] = []
+    given_up: list[bool] = []
+
+    def go_backward(*_: Any) -> None:
+        if not handled:
+            handled.append(True)
+            with torch.enable_grad():
+                model(torch.ones(1, 2)).sum().backward()
+
+    def interrupted(tensor: Tensor) -> tuple[int, int]:
+        signal.raise_signal(signal.SIGUSR1)
+        return state_of(tensor)
+
+    def give_up(*_: Any) -> None:
+        given_up.append(True)
+        raise TimeoutError("it waits for itself")
+
+    monkeypatch.setattr(module_hooks, "_state_of", interrupted)
+    before = signal.signal(signal.SIGUSR1, go_backward)
+    before_alarm = signal.signal(signal.SIGALRM, give_up)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 5)
+        with recorder(tmp_path / "run", level="L0", keep="stats"):
+            model(torch.ones(1, 2)).sum().backward()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGALRM, before_alarm)
+    assert handled
+    assert not given_up

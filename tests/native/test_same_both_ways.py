@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function
 from torch.utils.checkpoint import checkpoint
 
 import tensorprobe as tp
@@ -231,6 +232,46 @@ def test_an_error_in_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             (Fails.apply(x * 2) * 3).sum().backward()
 
     both_ways(tmp_path, monkeypatch, program, level="L1", keep="stats")
+
+
+@needs_module
+def test_an_error_of_torch_while_a_call_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gap has torch's words for it, without where in C++ it was raised."""
+
+    def program() -> None:
+        base = torch.randn(4, 4, requires_grad=True) * 1
+        first, _ = base.split(2)
+        base.add_(1)
+        with pytest.raises(RuntimeError, match="multiple views"):
+            torch.add(first, 1)
+        torch.randn(2) + 1
+
+    both_ways(tmp_path, monkeypatch, program, level="L1", keep="structure")
+    assert b"multiple views" in b"".join(
+        path.read_bytes() for path in (tmp_path / "swift").rglob("calls.jsonl")
+    )
+
+
+def halved(x: Tensor) -> Tensor:
+    """A function of the program's that other tools see; there is no gradient of what is inside."""
+    if torch._C._len_torch_function_stack():
+        result: Tensor = handle_torch_function(halved, (x,), x)
+        return result
+    return (x // 2) * x
+
+
+@needs_module
+def test_a_node_without_a_backward_inside_of_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program() -> None:
+        halved(torch.randn(4, requires_grad=True))
+        torch.randn(4) + 1
+
+    both_ways(tmp_path, monkeypatch, program, level="L1", keep="structure")
+    assert not tp.load(tmp_path / "plain").gaps
 
 
 class Normed(nn.Module):

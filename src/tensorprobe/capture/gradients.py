@@ -23,7 +23,8 @@ Path = tuple[str, ...]
 Edge = tuple[Any, int]  # an autograd node (held, so that its identity is stable) and output number
 Gradients = tuple[torch.Tensor | None, ...]
 
-LEAF = 2**64 - 1  # sequence number of AccumulateGrad nodes
+# Sequence number of AccumulateGrad nodes, and of those that have no backward, nor a variable.
+LEAF = 2**64 - 1
 _next_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
@@ -101,7 +102,7 @@ class InputEdges:
         """The input that this edge leads to."""
         path = self.edges.get(edge)
         if path is None and self.leaves and edge[0]._sequence_nr() == LEAF:
-            variable = edge[0].variable
+            variable = getattr(edge[0], "variable", None)
             leaf = self.leaves.get(id(variable))
             if leaf is not None and leaf[0] is variable:
                 return leaf[1]
@@ -258,7 +259,7 @@ def trace_call(outputs: Iterable[tuple[torch.Tensor, Path]], inputs: Any) -> Tra
                             seen.add(after)
                             todo.append(after)
                     continue
-                leaf = leaves.get(id(after.variable)) if leaves else None
+                leaf = leaves.get(id(getattr(after, "variable", None))) if leaves else None
                 if leaf is None:
                     continue
                 path = leaf[1]
@@ -298,7 +299,7 @@ def one_node(output: torch.Tensor, inputs: InputEdges) -> tuple[Any, tuple[Spot,
                 if sequence >= start:
                     return None
                 continue
-            leaf = leaves.get(id(after.variable))
+            leaf = leaves.get(id(getattr(after, "variable", None)))
             if leaf is None:
                 continue
             path = leaf[1]

@@ -172,7 +172,7 @@ class ModuleHooks:
         # modules called in this step whose parameters may get a gradient
         self._trained: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._grads_seen: dict[int, tuple[weakref.ref[torch.Tensor], tuple[int, int]]] = {}
-        self._gradients = threading.Lock()
+        self._gradients = threading.RLock()  # a signal's handler may go backward meanwhile
         self._made = MadeNotes()
         self._api: Callable[..., ApiName] = functools.lru_cache(maxsize=20_000)(_api)
         if native.MODULE is not None and type(self) is ModuleHooks and type(tape) is Tape:

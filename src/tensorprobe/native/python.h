@@ -3,6 +3,7 @@
 
 #include <Python.h>
 
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -50,8 +51,8 @@ PyObject* guarded(Body body) noexcept {
     error.restore();
   } catch (const std::bad_alloc&) {
     PyErr_NoMemory();
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
+  } catch (const std::exception&) {  // as torch: its own errors have types, and say where they are
+    torch::translate_exception_to_python(std::current_exception());  // from only where that is asked
   }
   return nullptr;
 }
