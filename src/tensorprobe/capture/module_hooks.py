@@ -65,7 +65,7 @@ class ModulePaths:
         self._paths: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
         self._roots: dict[str, weakref.ref[nn.Module]] = {}  # by the name they go by
         self._prune_at = 1000
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may call a new module meanwhile
 
     def path(self, module: nn.Module, parent: str | None) -> str:
         """The path of a module that is being called; `parent` is where it is called from."""

@@ -2,7 +2,6 @@
 // and `capture.tape.Tape` do of plain calls, those that most are.
 #pragma once
 
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Device.h>
@@ -35,21 +34,6 @@ struct Recording {
   Ref compiler, state_notes, encode, positions, only_path, output_spots, no_aliases;
   Ref open_call, call_names, end_line, raw, one_node, one_way, any_way, node_run;
   bool wants_input = false, wants_output = false;
-};
-
-// While there is one, tensors are read without any function mode or subclass taking notice.
-class FunctionsOff {
- public:
-  FunctionsOff() : before_(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
-    at::impl::PythonTorchFunctionTLS::set_disabled_state(
-        at::impl::TorchFunctionDisabledState::ALL_DISABLED);
-  }
-  ~FunctionsOff() { at::impl::PythonTorchFunctionTLS::set_disabled_state(before_); }
-  FunctionsOff(const FunctionsOff&) = delete;
-  FunctionsOff& operator=(const FunctionsOff&) = delete;
-
- private:
-  const at::impl::TorchFunctionDisabledState before_;
 };
 
 class Calls : public Follower {

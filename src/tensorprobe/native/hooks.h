@@ -2,7 +2,6 @@
 // `Tape.end` do as a rule. All through Python's own objects, without its frames.
 #pragma once
 
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/GradMode.h>
 
 #include <memory>
@@ -536,20 +535,6 @@ class Hooks {
   };
 
   // While there is one, tensors are read without any function mode or subclass taking notice.
-  class Unwatched {
-   public:
-    Unwatched() : before_(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
-      at::impl::PythonTorchFunctionTLS::set_disabled_state(
-          at::impl::TorchFunctionDisabledState::ALL_DISABLED);
-    }
-    ~Unwatched() { at::impl::PythonTorchFunctionTLS::set_disabled_state(before_); }
-    Unwatched(const Unwatched&) = delete;
-    Unwatched& operator=(const Unwatched&) = delete;
-
-   private:
-    const at::impl::TorchFunctionDisabledState before_;
-  };
-
   // Whether `Tape.begin` would do no more than `write_call` does.
   bool is_plain_tape(const Ref& kwargs) const {
     if (python_.keep.get() == Py_None) return false;
@@ -571,7 +556,7 @@ class Hooks {
       stack = stack_number(place);
       set(call, word().stack, stack.get());
     }
-    const Unwatched off;
+    const FunctionsOff off;
     const Ref trees = called_method(python_.lines, word().arguments, call.get(), args,
                                     kwargs.get(), python_.wants_input.get());
     PyObject *positional, *keywords;
@@ -672,7 +657,7 @@ class Hooks {
 
   // False where there is more to it, and nothing was done.
   bool write_end(const Ref& entry, const Ref& call, PyObject* result) {
-    const Unwatched off;
+    const FunctionsOff off;
     const Ref id = attribute(call, word().id);
     const Ref inputs = attribute(call, word().inputs);
     const Ref versions = called(python_.versions, inputs.get());

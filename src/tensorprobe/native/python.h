@@ -1,6 +1,7 @@
 // What every part needs: Python's objects without leaks, and the tensors inside of them.
 #pragma once
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <Python.h>
 
 #include <torch/csrc/Exceptions.h>
@@ -110,5 +111,20 @@ inline bool is_plain(const at::TensorImpl& tensor) {
          tensor.version_counter().enabled() && !tensor.has_symbolic_sizes_strides() &&
          tensor.has_storage();
 }
+
+// While there is one, tensors are read without any function mode or subclass taking notice.
+class FunctionsOff {
+ public:
+  FunctionsOff() : before_(at::impl::PythonTorchFunctionTLS::get_disabled_state()) {
+    at::impl::PythonTorchFunctionTLS::set_disabled_state(
+        at::impl::TorchFunctionDisabledState::ALL_DISABLED);
+  }
+  ~FunctionsOff() { at::impl::PythonTorchFunctionTLS::set_disabled_state(before_); }
+  FunctionsOff(const FunctionsOff&) = delete;
+  FunctionsOff& operator=(const FunctionsOff&) = delete;
+
+ private:
+  const at::impl::TorchFunctionDisabledState before_;
+};
 
 }  // namespace tensorprobe

@@ -46,7 +46,7 @@ class Summarizer:
         self._starts: dict[torch.device, _Start] = {}
         self._starts_by_form: dict[int | None, _Start] = {}
         self._backends: dict[torch.device, Backend] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may come with a tensor meanwhile
         self._host = self._backend_of(torch.device("cpu"))
 
     @property
