@@ -16,12 +16,13 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from tensorprobe.capture.encode import PLAIN_TENSORS
+from tensorprobe.capture.gradients import Spot
 from tensorprobe.guard.cases import POSITIONS
 from tensorprobe.guard.glances import Glance, Tensors
 from tensorprobe.guard.judging import scalar_bits
 from tensorprobe.guard.kinds import Kind, Plan
 from tensorprobe.guard.looking import MODES_OFF, OWN_FRAMES, Paths
-from tensorprobe.guard.looking_backward import BackwardLooking, numbers_of, send_later
+from tensorprobe.guard.looking_backward import BackwardLooking, Layout, numbers_of, send_later
 from tensorprobe.guard.ring import UNFLAGGED, NotedCall, piece_of
 from tensorprobe.guard.trail import NOWHERE, trail_from
 from tensorprobe.numerics.finiteness import LIMITS, REAL, is_plain
@@ -33,13 +34,13 @@ _sequence_number = torch._C._autograd._get_sequence_nr
 # torch.func is at work where there are some: its wrappers have no graph that can be walked
 _transforms = torch._C._functorch.peek_interpreter_stack
 _getframe = sys._getframe
-_LINEAR = "Functional.linear"
+LINEAR = "Functional.linear"
 _JOINS = frozenset(["Torch.cat", "Torch.stack"])  # their node leads to the items of their list
 _MOST_ARGUMENTS = 60  # that the short way takes
 _IN_LIST = 1 << _MOST_ARGUMENTS  # among those that need a gradient: one inside a list
 _MOST_JOINED = 16  # lists that grow from call to call would fill the table
 # Arguments that hold no tensor.
-_ATOMS = frozenset(
+ATOMS = frozenset(
     [
         bool, int, str, NoneType, EllipsisType, slice,
         torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
@@ -94,31 +95,62 @@ class LaterLooking(BackwardLooking):
             if made:
                 if call is None:
                     call = self._noted_at(plan, number, _getframe(4))
-                which = needs if needs < _IN_LIST else _paths_of(inputs)
-                route = (plan.stem, type(node), which)
-                is_layer = made > 1 and plan.stem == _LINEAR and args[0] is not args[1]
-                if made == 1:
-                    spots = self._routes.get(route)
+                if made == 1 and needs < _IN_LIST:
+                    spots = self._routes.get((plan.stem, type(node), needs))
                     if spots is not None and node._sequence_nr() == start:
                         node.register_hook(partial(send_later, self, call, spots))
                         return True
-                elif is_layer and self._is_known_layer((*route, made), call, start, args, node):
-                    return True
-                glance = Glance(plan, number, args, kwargs)
-                glance.inputs, glance.start, glance.call = inputs, start, call
-                glance.needs = tuple(path for tensor, path in inputs if tensor.requires_grad)
-                outputs = [(result, _FIRST)]
-                if is_layer:
-                    self._watch_layer_later(glance, outputs, (*route, made))
-                elif needs < _IN_LIST:
-                    found = self._watch_backward_later(glance, outputs)
-                    if found is not None:
-                        self._routes[route] = found
-                else:
-                    boundary = self._watch_nodes_later(glance, outputs)
-                    if which and made == 1 and plan.stem in _JOINS and node in boundary:
-                        self._routes[route] = boundary[node]
+                given = (args, kwargs, inputs, needs)
+                self._follow_route(plan, number, call, start, made, given, result)
         return True
+
+    def _follow_route(
+        self, plan: Plan, number: int, call: NotedCall, start: int, made: int,
+        given: tuple[tuple[Any, ...], Any, Tensors, int], result: torch.Tensor,
+    ) -> list[Spot] | Layout | None:  # fmt: skip
+        """Follow a call into backward that may be the first to go there this way.
+
+        The way, where it is known from now on: the spots of one node, or the layout of a layer.
+        """
+        args, kwargs, inputs, needs = given
+        node: Any = result.grad_fn
+        which = needs if needs < _IN_LIST else _paths_of(inputs)
+        route = (plan.stem, type(node), which)
+        is_layer = made > 1 and plan.stem == LINEAR and args[0] is not args[1]
+        if made == 1:
+            spots = self._routes.get(route)
+            if spots is not None and node._sequence_nr() == start:
+                node.register_hook(partial(send_later, self, call, spots))
+                return spots
+        elif is_layer and self._is_known_layer((*route, made), call, start, args, node):
+            return self._layers[(*route, made)]
+        glance = Glance(plan, number, args, kwargs)
+        glance.inputs, glance.start, glance.call = inputs, start, call
+        glance.needs = tuple(path for tensor, path in inputs if tensor.requires_grad)
+        outputs = [(result, _FIRST)]
+        if is_layer:
+            self._watch_layer_later(glance, outputs, (*route, made))
+            return self._layers.get((*route, made))
+        if needs < _IN_LIST:
+            found = self._watch_backward_later(glance, outputs)
+            if found is not None:
+                self._routes[route] = found
+            return found
+        boundary = self._watch_nodes_later(glance, outputs)
+        if which and made == 1 and plan.stem in _JOINS and node in boundary:
+            self._routes[route] = boundary[node]
+        return None
+
+    def new_route(
+        self, plan: Plan, number: int, call: NotedCall, start: int, made: int,
+        args: tuple[Any, ...], kwargs: Any, result: torch.Tensor,
+    ) -> list[Spot] | Layout | None:  # fmt: skip
+        """The same for a call that C++ has noted, and cannot follow."""
+        with MODES_OFF():
+            plain = self._plain_arguments(args, kwargs, self._looks_later)
+            assert plain is not None
+            given = (args, kwargs, plain[0], plain[2])
+            return self._follow_route(plan, number, call, start, made, given, result)
 
     def _plain_arguments(
         self, args: tuple[Any, ...], kwargs: Any, on_host: bool
@@ -154,9 +186,9 @@ class LaterLooking(BackwardLooking):
                             if not self._can_follow(item.grad_fn) or (not on_host and item.is_cpu):
                                 return None
                             needs |= _IN_LIST
-                    elif type(item) not in _ATOMS and type(item) is not float:
+                    elif type(item) not in ATOMS and type(item) is not float:
                         return None
-            elif kind not in _ATOMS:
+            elif kind not in ATOMS:
                 return None
         if kwargs:
             for value in kwargs.values():
@@ -164,7 +196,7 @@ class LaterLooking(BackwardLooking):
                 if kind is float:
                     if not isfinite(value):
                         told = scalar_bits(args, kwargs)
-                elif kind not in _ATOMS:
+                elif kind not in ATOMS:
                     return None
         return inputs, told, needs
 

@@ -8,6 +8,7 @@
 #include "lines.h"
 #include "log.h"
 #include "regions.h"
+#include "sight.h"
 #include "stack.h"
 #include "start.h"
 
@@ -393,6 +394,50 @@ PyType_Slot regions_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_regions)}
 PyType_Spec regions_spec = {"tensorprobe_native.Regions", sizeof(Box<Regions>), 0,
                             Py_TPFLAGS_DEFAULT, regions_slots};
 
+// -- Sight -----------------------------------------------------------------------------------
+
+PyObject* new_sight(PyTypeObject* type, PyObject* args, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    PyObject *mode, *sight, *calls, *facts;
+    if (!PyArg_ParseTuple(args, "OOO!O!", &mode, &sight, &PyDict_Type, &calls, &PyDict_Type,
+                          &facts)) {
+      return nullptr;
+    }
+    PyObject* self = boxed(type, std::make_unique<Sight>(mode, sight, calls, facts));
+    if (self != nullptr) in<Sight>(self).belong_to(self);
+    return self;
+  });
+}
+
+PyObject* sight_call(PyObject* self, Arguments args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (!takes("call", count, 3, 3)) return nullptr;
+    return in<Sight>(self).call(self, args[0], args[1], args[2]);
+  });
+}
+
+PyObject* sight_hold_plain(PyObject* self, Arguments args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (!takes("hold_plain", count, 2, 2)) return nullptr;
+    return in<Sight>(self).hold_plain(args[0], args[1]);
+  });
+}
+
+PyMethodDef sight_methods[] = {
+    {"call", reinterpret_cast<PyCFunction>(sight_call), METH_FASTCALL, nullptr},
+    {"hold_plain", reinterpret_cast<PyCFunction>(sight_hold_plain), METH_FASTCALL, nullptr},
+    {nullptr}};
+
+PyType_Slot sight_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_sight)},
+                             {Py_tp_dealloc, reinterpret_cast<void*>(unbox<Sight>)},
+                             {Py_tp_traverse, reinterpret_cast<void*>(traverse<Sight>)},
+                             {Py_tp_clear, reinterpret_cast<void*>(clear<Sight>)},
+                             {Py_tp_methods, sight_methods},
+                             {0, nullptr}};
+
+PyType_Spec sight_spec = {"tensorprobe_native.Sight", sizeof(Box<Sight>), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, sight_slots};
+
 // -- Versions --------------------------------------------------------------------------------
 
 PyObject* versions(PyObject*, PyObject* inputs) {
@@ -448,7 +493,8 @@ PyMODINIT_FUNC PyInit_tensorprobe_native() {
       !add_type(module, "Log", log_spec, nullptr) ||
       !add_type(module, "Starter", starter_spec, nullptr) ||
       !add_type(module, "Edges", edges_spec, &edges_type) ||
-      !add_type(module, "Regions", regions_spec, nullptr)) {
+      !add_type(module, "Regions", regions_spec, nullptr) ||
+      !add_type(module, "Sight", sight_spec, nullptr)) {
     Py_DECREF(module);
     return nullptr;
   }
