@@ -2,6 +2,7 @@
 // `guard.looking_later` and `guard.ring` do of plain tensors among plain arguments.
 #pragma once
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Dtype.h>
@@ -93,6 +94,16 @@ struct Spots {
   };
   Ref list;
   std::vector<Place> places;
+};
+
+// While it lives, tensors are read without a function mode or subclass taking notice: what Python
+// is asked may read some.
+struct ModesOff {
+  using State = at::impl::PythonTorchFunctionTLS;
+  ModesOff() { State::set_disabled_state(at::impl::ALL_DISABLED); }
+  ~ModesOff() { State::set_disabled_state(before); }
+  ModesOff(const ModesOff&) = delete;
+  const at::impl::TorchFunctionDisabledState before = State::get_disabled_state();
 };
 
 class Sight;
@@ -287,6 +298,7 @@ class Sight {
   template <typename Body, typename Tell>
   bool protect(Body body, Tell tell) {
     try {
+      const ModesOff off;
       body();
       return true;
     } catch (python_error& error) {
@@ -590,11 +602,12 @@ class Sight {
     Ref ticket;
     if (flag) {
       if (!device.flags) look_for_flags(device);
-      if (!device.starts || !tensor.is_contiguous()) {
+      const int64_t count = device.starts ? count_of(impl) : 0;
+      if (!count) {
         const Ref wrapped = wrap(tensor, object);
         return method<"hold_piecemeal">(ring_, wrapped.get(), path);
       }
-      ticket = submit(device, tensor, object, numbers);
+      ticket = submit(device, tensor, object, numbers, count);
     } else {
       ticket = whole_number(-1);
     }
@@ -611,6 +624,23 @@ class Sight {
     put(known, key, whole_number(impl.version_counter().current_version()));
     return tuple_of(path, key.get(), device.object.get(), ticket.get(), numbers.dtype.get(),
                     shape.get(), is_whole ? Py_True : Py_False);
+  }
+
+  // How many numbers lie from its first on, in whatever order; 0 where there are holes.
+  static int64_t count_of(const at::TensorImpl& tensor) {
+    if (tensor.is_contiguous()) return tensor.numel();
+    std::vector<std::pair<int64_t, int64_t>> steps;  // of what an expanded tensor repeats
+    for (int64_t i = 0; i < tensor.dim(); ++i) {
+      if (tensor.stride(i)) steps.emplace_back(tensor.stride(i), tensor.size(i));
+    }
+    std::sort(steps.begin(), steps.end());
+    int64_t expected = 1;
+    for (auto [step, length] : steps) {
+      if (length == 1) continue;
+      if (step != expected) return 0;
+      expected *= length;
+    }
+    return expected;
   }
 
   static Ref wrap(const at::Tensor& tensor, PyObject* object) {
@@ -685,9 +715,9 @@ class Sight {
     device.flags = flags;
   }
 
-  // As `KernelFlags.submit_piece`.
-  Ref submit(Device& device, const at::Tensor& tensor, PyObject* object, const Numbers& numbers) {
-    const int64_t count = tensor.numel();
+  // As `KernelFlags.submit_piece`, of `count` numbers.
+  Ref submit(Device& device, const at::Tensor& tensor, PyObject* object, const Numbers& numbers,
+             int64_t count) {
     const auto address = reinterpret_cast<uintptr_t>(tensor.unsafeGetTensorImpl()->data());
     Ref slot = must(PyIter_Next(attribute<"_slots">(device.flags).get()));
     const int64_t place = PyLong_AsLongLong(slot.get());
