@@ -112,7 +112,15 @@ class Kernels:
 
     def _run(self, programs: int, y: int, z: int, stream: int, *given: Any) -> None:
         before, dtype, address, table_at, flags_at, count, slot, after = given
-        assert (y, z, stream, before, table_at, flags_at, after) == (1, 1, 0, "before", 9, 7, "after")
+        assert (y, z, stream, before, table_at, flags_at, after) == (
+            1,
+            1,
+            0,
+            "before",
+            9,
+            7,
+            "after",
+        )
         assert programs == min(-(-count // 1000), 528)
         nbytes = count * dtype.itemsize
         memory = bytearray((ctypes.c_char * nbytes).from_address(address))
@@ -129,5 +137,7 @@ class Kernels:
 def stand_in_for_kernels(patch: pytest.MonkeyPatch) -> None:
     """Let tensors of the host be flagged as those of a GPU are."""
     patch.setitem(
-        finiteness._CHOICES, "cpu", lambda device: finiteness.KernelFlags(Kernels())  # type: ignore[arg-type]
+        finiteness._CHOICES,
+        "cpu",
+        lambda device: finiteness.KernelFlags(Kernels()),  # type: ignore[arg-type]
     )

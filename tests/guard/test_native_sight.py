@@ -47,9 +47,7 @@ def begin() -> None:
     torch.ones(2) * 1  # from here on the guard knows that it looks later
 
 
-def both_ways(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, program: Callable[[], object]
-) -> None:
+def both_ways(folder: Path, monkeypatch: pytest.MonkeyPatch, program: Callable[[], object]) -> None:
     found = []
     for name, module in (("native", native.MODULE), ("python", None)):  # from one line: stacks
         with monkeypatch.context() as patch:
@@ -90,7 +88,9 @@ def test_errors_of_the_program_pass_unchanged(tmp_path: Path) -> None:
         pass
 
     class Odd:
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             raise Stop("odd")
 
     with guarding(tmp_path) as guard:
@@ -111,7 +111,9 @@ def test_other_modes_see_the_calls_of_the_program_only(
     seen: list[list[str]] = []
 
     class Names(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen[-1].append(func.__name__)
             return func(*args, **(kwargs or {}))
 

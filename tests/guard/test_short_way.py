@@ -92,6 +92,29 @@ def joins() -> None:
         torch.einsum("ij,ij->ij", [y, x]).sum().backward()
 
 
+def keywords() -> None:
+    """Tensors that are given by name, in whatever order."""
+    x, y = (torch.randn(2, 3, 4, requires_grad=True) for _ in range(2))
+    w = torch.randn(4, 4, requires_grad=True)
+    norm = nn.LayerNorm(4)
+    for _ in range(3):
+        norm(x * 2).sum().backward()
+        F.layer_norm(y, [4], bias=w[0]).sum().backward()
+        torch.mul(x, other=y).sum().backward()
+        torch.mul(other=y, input=x).sum().backward()
+        torch.sub(input=x, other=y).sum().backward()
+        torch.mul(input=x, other=x).sum().backward()
+        torch.mul(input=x.detach(), other=y).sum().backward()
+        torch.cat(tensors=[x, y]).sum().backward()
+        torch.addcmul(x, x, tensor2=y, value=0.5).sum().backward()
+        F.linear(x, weight=w).sum().backward()
+        F.linear(x, w, bias=w[0] * 1).sum().backward()
+        F.scaled_dot_product_attention(x, y, x * 1, attn_mask=torch.ones(3, 3) > 0).sum().backward()
+        F.scaled_dot_product_attention(x, y, y * 2, attn_mask=w[:3, :3] * 1).sum().backward()
+        F.rms_norm(Double.apply(x), (4,), weight=Double.apply(w[0])).sum().backward()
+        F.embedding(torch.tensor([1, 2]), weight=w).sum().backward()
+
+
 LAYERS = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
 
 
@@ -118,7 +141,7 @@ WAYS = ["native", "short", "long"] if native.MODULE is not None else ["short", "
 
 
 @pytest.mark.parametrize(
-    "name", ["linear_layers", "arguments", "joins", "recomputed", "gpt2", "llama"]
+    "name", ["linear_layers", "arguments", "keywords", "joins", "recomputed", "gpt2", "llama"]
 )
 @pytest.mark.parametrize("kernels", [False, True])
 def test_the_same_is_noted(

@@ -37,7 +37,9 @@ _getframe = sys._getframe
 LINEAR = "Functional.linear"
 _JOINS = frozenset(["Torch.cat", "Torch.stack"])  # their node leads to the items of their list
 _MOST_ARGUMENTS = 60  # that the short way takes
-_IN_LIST = 1 << _MOST_ARGUMENTS  # among those that need a gradient: one inside a list
+# among those that need a gradient: one that is given by a keyword, one inside a list
+_BY_NAME = 1 << _MOST_ARGUMENTS
+_IN_LIST = _BY_NAME << 1
 _MOST_JOINED = 16  # lists that grow from call to call would fill the table
 # Arguments that hold no tensor.
 ATOMS = frozenset(
@@ -95,13 +97,13 @@ class LaterLooking(BackwardLooking):
             if made:
                 if call is None:
                     call = self._noted_at(plan, number, _getframe(4))
-                if made == 1 and needs < _IN_LIST:
+                if made == 1 and needs < _BY_NAME:
                     spots = self._routes.get((plan.stem, type(node), needs))
                     if spots is not None and node._sequence_nr() == start:
                         node.register_hook(partial(send_later, self, call, spots))
                         return True
-                given = (args, kwargs, inputs, needs)
-                self._follow_route(plan, number, call, start, made, given, result)
+                told_of = (args, kwargs, inputs, needs)
+                self._follow_route(plan, number, call, start, made, told_of, result)
         return True
 
     def _follow_route(
@@ -114,9 +116,9 @@ class LaterLooking(BackwardLooking):
         """
         args, kwargs, inputs, needs = given
         node: Any = result.grad_fn
-        which = needs if needs < _IN_LIST else _paths_of(inputs)
+        which = needs if needs < _BY_NAME else _paths_of(inputs)
         route = (plan.stem, type(node), which)
-        is_layer = made > 1 and plan.stem == LINEAR and args[0] is not args[1]
+        is_layer = made > 1 and plan.stem == LINEAR and needs < _BY_NAME and args[0] is not args[1]
         if made == 1:
             spots = self._routes.get(route)
             if spots is not None and node._sequence_nr() == start:
@@ -133,13 +135,14 @@ class LaterLooking(BackwardLooking):
             return self._layers.get((*route, made))
         if needs < _IN_LIST:
             found = self._watch_backward_later(glance, outputs)
-            if found is not None:
-                self._routes[route] = found
-            return found
-        boundary = self._watch_nodes_later(glance, outputs)
-        if which and made == 1 and plan.stem in _JOINS and node in boundary:
-            self._routes[route] = boundary[node]
-        return None
+        else:
+            boundary = self._watch_nodes_later(glance, outputs)
+            is_join = made == 1 and plan.stem in _JOINS
+            found = boundary.get(node) if is_join else None
+        if found is None or which == ():
+            return None
+        self._routes[route] = found
+        return found
 
     def new_route(
         self, plan: Plan, number: int, call: NotedCall, start: int, made: int,
@@ -191,9 +194,15 @@ class LaterLooking(BackwardLooking):
             elif kind not in ATOMS:
                 return None
         if kwargs:
-            for value in kwargs.values():
+            for key, value in kwargs.items():
                 kind = type(value)
-                if kind is float:
+                if kind in PLAIN_TENSORS:
+                    inputs.append((value, (key,)))
+                    if value.requires_grad:
+                        if not self._can_follow(value.grad_fn) or (not on_host and value.is_cpu):
+                            return None
+                        needs |= _BY_NAME
+                elif kind is float:
                     if not isfinite(value):
                         told = scalar_bits(args, kwargs)
                 elif kind not in ATOMS:

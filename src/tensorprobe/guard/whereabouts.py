@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from tensorprobe import native
 from tensorprobe.capture import compiled
 from tensorprobe.capture.module_hooks import ModuleHooks, is_below
 from tensorprobe.capture.tape import Place
@@ -38,14 +39,14 @@ class GuardPlace(Place):
         self.here = (path, *self.here[1:])
 
 
-class _Stay:
+class _Stay(NamedTuple):
     """A module call under way, and the place to go back to."""
 
-    __slots__ = ("call", "frame", "module", "outer", "trail")
-
-    def __init__(self, module: nn.Module, frame: FrameType, trail: Trail, outer: Here) -> None:
-        self.module, self.frame, self.trail, self.outer = module, frame, trail, outer
-        self.call = None  # modules are not recorded
+    module: nn.Module
+    frame: FrameType
+    trail: Trail
+    outer: Here
+    call: None = None  # modules are not recorded
 
 
 class Whereabouts(ModuleHooks):
@@ -54,8 +55,17 @@ class Whereabouts(ModuleHooks):
     As those of its parent, and a third of their cost: a program has a module for every four calls.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._native = None  # what follows modules inside of others, in C++
+        if native.MODULE is not None:
+            parts = (_Stay, torch.fx.GraphModule, sys._getframe)
+            self._native = native.MODULE.Whereabouts(self, *parts)
+
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if _is_compiling():
+            return
+        if self._native is not None and self._native.enter(module):
             return
         frame = sys._getframe(1)
         if isinstance(module, torch.fx.GraphModule) and compiled.is_generated(module, frame):
@@ -87,6 +97,8 @@ class Whereabouts(ModuleHooks):
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         if _is_compiling():  # first of all: dynamo, which traces this, must not come to the module
+            return
+        if self._native is not None and self._native.leave(module):
             return
         entries: list[Any] = self._thread.entries
         if not entries or entries[-1].module is not module or len(entries) == 1:

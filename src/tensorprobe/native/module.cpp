@@ -438,6 +438,48 @@ PyType_Slot sight_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_sight)},
 PyType_Spec sight_spec = {"tensorprobe_native.Sight", sizeof(Box<Sight>), 0,
                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, sight_slots};
 
+// -- Whereabouts -----------------------------------------------------------------------------
+
+PyObject* new_whereabouts(PyTypeObject* type, PyObject* args, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    PyObject *hooks, *stay, *generated, *getframe;
+    if (!PyArg_ParseTuple(args, "OO!O!O", &hooks, &PyType_Type, &stay, &PyType_Type, &generated,
+                          &getframe)) {
+      return nullptr;
+    }
+    auto* kind = reinterpret_cast<PyTypeObject*>(stay);
+    if (!PyType_IsSubtype(kind, &PyTuple_Type)) {
+      PyErr_SetString(PyExc_TypeError, "entries are tuples");
+      return nullptr;
+    }
+    return boxed(type, std::make_unique<Whereabouts>(
+                           hooks, kind, reinterpret_cast<PyTypeObject*>(generated), getframe));
+  });
+}
+
+PyObject* whereabouts_enter(PyObject* self, PyObject* module) {
+  return guarded([&] { return PyBool_FromLong(in<Whereabouts>(self).enter(module)); });
+}
+
+PyObject* whereabouts_leave(PyObject* self, PyObject* module) {
+  return guarded([&] { return PyBool_FromLong(in<Whereabouts>(self).leave(module)); });
+}
+
+PyMethodDef whereabouts_methods[] = {{"enter", whereabouts_enter, METH_O, nullptr},
+                                     {"leave", whereabouts_leave, METH_O, nullptr},
+                                     {nullptr}};
+
+PyType_Slot whereabouts_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(new_whereabouts)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(unbox<Whereabouts>)},
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse<Whereabouts>)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear<Whereabouts>)},
+    {Py_tp_methods, whereabouts_methods},
+    {0, nullptr}};
+
+PyType_Spec whereabouts_spec = {"tensorprobe_native.Whereabouts", sizeof(Box<Whereabouts>), 0,
+                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, whereabouts_slots};
+
 // -- Versions --------------------------------------------------------------------------------
 
 PyObject* versions(PyObject*, PyObject* inputs) {
@@ -494,7 +536,8 @@ PyMODINIT_FUNC PyInit_tensorprobe_native() {
       !add_type(module, "Starter", starter_spec, nullptr) ||
       !add_type(module, "Edges", edges_spec, &edges_type) ||
       !add_type(module, "Regions", regions_spec, nullptr) ||
-      !add_type(module, "Sight", sight_spec, nullptr)) {
+      !add_type(module, "Sight", sight_spec, nullptr) ||
+      !add_type(module, "Whereabouts", whereabouts_spec, nullptr)) {
     Py_DECREF(module);
     return nullptr;
   }

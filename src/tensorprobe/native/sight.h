@@ -15,58 +15,9 @@
 #include <unordered_set>
 
 #include "graph.h"
-#include "stack.h"
+#include "whereabouts.h"
 
 namespace tensorprobe {
-
-// A name of Python's, made once.
-template <size_t N>
-struct Text {
-  constexpr Text(const char (&from)[N]) { std::copy_n(from, N, text); }
-  char text[N];
-};
-template <Text name>
-PyObject* word() {
-  static PyObject* const made = PyUnicode_InternFromString(name.text);
-  return made;
-}
-
-inline Ref must(PyObject* fresh) {
-  if (fresh == nullptr) throw python_error();
-  return Ref::steal(fresh);
-}
-
-template <Text name>
-Ref attribute(const Ref& object) {
-  return must(PyObject_GetAttr(object.get(), word<name>()));
-}
-
-template <Text name>
-bool is_set(const Ref& object) {
-  const Ref found = attribute<name>(object);
-  if (found.get() == Py_True || found.get() == Py_False) return found.get() == Py_True;
-  const int truth = PyObject_IsTrue(found.get());
-  if (truth < 0) throw python_error();
-  return truth;
-}
-
-template <Text name>
-void set(const Ref& object) {
-  if (PyObject_SetAttr(object.get(), word<name>(), Py_True) < 0) throw python_error();
-}
-
-template <Text name, typename... Given>
-Ref method(const Ref& object, Given... given) {
-  PyObject* arguments[] = {object.get(), given...};
-  return must(PyObject_VectorcallMethod(word<name>(), arguments, 1 + sizeof...(given), nullptr));
-}
-
-template <typename... Items>
-Ref tuple_of(Items... items) {
-  return must(PyTuple_Pack(sizeof...(items), items...));
-}
-
-inline Ref whole_number(int64_t number) { return must(PyLong_FromLongLong(number)); }
 
 // What the guard needs to know of a dtype: none where its numbers are all finite.
 struct Numbers {
@@ -251,7 +202,17 @@ class Sight {
 
   struct Input {
     PyObject* object;
-    PyObject* path;
+    Ref path;
+  };
+
+  // The tensors among the arguments of a call, and which of them need a gradient.
+  struct Given {
+    std::vector<Input> inputs;
+    uint64_t needs = 0;  // a bit for each position
+    // where there are some in a list or by a keyword, all of them in a row; `\x7f` where one of
+    // them is there twice, or there are many
+    std::string which;
+    bool has_lists = false, has_names = false;
   };
 
   // Where things are in a `Plan`.
@@ -367,10 +328,10 @@ class Sight {
 
   // As `_note_later`, and what is done where that will not do.
   void note(const Call& call) {
-    std::vector<Input> inputs;
-    uint64_t needs = 0;
+    Given given;
     PyObject* object = call.result.get();
-    if (!is_plain_result(object) || !are_plain(call, inputs, needs)) return note_otherwise(call);
+    if (!is_plain_result(object) || !are_plain(call, given)) return note_otherwise(call);
+    const std::vector<Input>& inputs = given.inputs;
     const at::Tensor& result = tensor_in(object);
     const at::TensorImpl& impl = *result.unsafeGetTensorImpl();
     const Numbers& numbers = numbers_of(impl);
@@ -390,14 +351,14 @@ class Sight {
     if (looked && !has_numbers(impl)) return note_otherwise(call);
     Ref noted;
     if (looked) {
-      const Ref given = memory_of(inputs);  // first: the result may share their memory
+      const Ref memory = memory_of(inputs);  // first: the result may share their memory
       const Ref held = hold(result, object, path_of(0), flag);
       noted = noted_call(call);
       const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
-      add(noted.get(), word<"forward">(), given.get(), tuple_of(held.get()).get(), in_backward);
+      add(noted.get(), word<"forward">(), memory.get(), tuple_of(held.get()).get(), in_backward);
       look_if_due();
     }
-    if (needs) follow(call, result, needs, noted);
+    if (given.needs || given.has_lists || given.has_names) follow(call, result, given, noted);
   }
 
   void note_otherwise(const Call& call) {
@@ -416,25 +377,20 @@ class Sight {
     return PyList_GET_ITEM(positions_.get(), position);
   }
 
-  // As `_plain_arguments`; False also where a number is not finite, or a tensor is in a list.
-  bool are_plain(const Call& call, std::vector<Input>& inputs, uint64_t& needs) const {
+  // As `_plain_arguments`; False also where a number is not finite.
+  bool are_plain(const Call& call, Given& given) const {
     const Py_ssize_t count = PyTuple_GET_SIZE(call.args);
     if (count > most_arguments_) return false;
+    given.inputs.reserve(count);
     for (Py_ssize_t i = 0; i < count; ++i) {
       PyObject* value = PyTuple_GET_ITEM(call.args, i);
       if (is_own_type(value)) {
-        const at::Tensor& tensor = tensor_in(value);
-        if (!is_plain(*tensor.unsafeGetTensorImpl())) return false;
-        inputs.push_back({value, path_of(i)});
-        if (!tensor.requires_grad()) continue;
-        const NodePtr node = tensor.grad_fn();
-        if ((node && is_function(*node)) || (!on_host_ && tensor.is_cpu())) return false;
-        needs |= uint64_t{1} << i;
+        bool needs = false;
+        if (!is_plain_input(value, needs)) return false;
+        given.inputs.push_back({value, Ref::borrow(path_of(i))});
+        if (needs) given.needs |= uint64_t{1} << i;
       } else if (PyList_CheckExact(value) || PyTuple_CheckExact(value)) {
-        PyObject** items = PySequence_Fast_ITEMS(value);
-        for (Py_ssize_t j = 0; j < PySequence_Fast_GET_SIZE(value); ++j) {
-          if (!PyFloat_CheckExact(items[j]) && !is_atom(items[j])) return false;
-        }
+        if (!is_plain_list(value, i, given)) return false;
       } else if (!is_finite_or_atom(value)) {
         return false;
       }
@@ -442,10 +398,62 @@ class Sight {
     if (call.kwargs != nullptr) {
       PyObject *key, *value;
       for (Py_ssize_t at = 0; PyDict_Next(call.kwargs, &at, &key, &value);) {
-        if (!is_finite_or_atom(value)) return false;
+        if (is_own_type(value)) {
+          bool needs = false;
+          if (!is_plain_input(value, needs)) return false;
+          given.inputs.push_back({value, tuple_of(key)});
+          given.has_names = given.has_names || needs;
+        } else if (!is_finite_or_atom(value)) {
+          return false;
+        }
+      }
+    }
+    if (given.has_lists || given.has_names) given.which = in_a_row(given.inputs);
+    return true;
+  }
+
+  bool is_plain_input(PyObject* object, bool& needs) const {
+    const at::Tensor& tensor = tensor_in(object);
+    if (!is_plain(*tensor.unsafeGetTensorImpl())) return false;
+    needs = tensor.requires_grad();
+    if (!needs) return true;
+    const NodePtr node = tensor.grad_fn();
+    return !(node && is_function(*node)) && (on_host_ || !tensor.is_cpu());
+  }
+
+  bool is_plain_list(PyObject* list, Py_ssize_t position, Given& given) const {
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(list); ++i) {
+      PyObject* item = PySequence_Fast_GET_ITEM(list, i);
+      if (is_own_type(item)) {
+        bool needs = false;
+        if (i >= PyList_GET_SIZE(positions_.get()) || !is_plain_input(item, needs)) return false;
+        Ref path = tuple_of(PyTuple_GET_ITEM(path_of(position), 0), PyTuple_GET_ITEM(path_of(i), 0));
+        given.inputs.push_back({item, std::move(path)});
+        given.has_lists = given.has_lists || needs;
+      } else if (!PyFloat_CheckExact(item) && !is_atom(item)) {
+        return false;
       }
     }
     return true;
+  }
+
+  // As `_paths_of`.
+  static std::string in_a_row(const std::vector<Input>& inputs) {
+    const std::string unclear = "\x7f";
+    if (inputs.size() > MOST_JOINED) return unclear;
+    std::string row;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      for (size_t j = 0; j < i; ++j) {
+        if (inputs[i].object == inputs[j].object) return unclear;
+      }
+      for (Py_ssize_t part = 0; part < PyTuple_GET_SIZE(inputs[i].path.get()); ++part) {
+        const char* text = PyUnicode_AsUTF8(PyTuple_GET_ITEM(inputs[i].path.get(), part));
+        if (text == nullptr) throw python_error();
+        row.append(text).push_back('.');
+      }
+      row.push_back(tensor_in(inputs[i].object).requires_grad() ? '!' : ' ');
+    }
+    return row;
   }
 
   bool is_atom(PyObject* value) const {  // it holds no tensor
@@ -499,34 +507,13 @@ class Sight {
 
   // Where the call was made, for a later report.
   Ref noted_call(const Call& call) const {
-    static PyObject* const one = PyLong_FromLong(1);
     const Ref place = attribute<"place">(tape_), here = attribute<"here">(place);
     TORCH_CHECK(PyTuple_CheckExact(here.get()) && PyTuple_GET_SIZE(here.get()) == 3, "no place");
-    const Ref frame = must(PyObject_CallOneArg(getframe_.get(), one));
     const Ref trail =
-        trail_from(frame, PyTuple_GET_ITEM(here.get(), 1), PyTuple_GET_ITEM(here.get(), 2));
+        trail_from(callers_frame(getframe_), PyTuple_GET_ITEM(here.get(), 1), PyTuple_GET_ITEM(here.get(), 2));
     const Ref step = attribute<"step">(sight_);
     return tuple_of(call.plan.get(), call.number.get(), PyTuple_GET_ITEM(here.get(), 0), step.get(),
                     trail.get());
-  }
-
-  // As in guard/trail.py.
-  static Ref trail_from(Ref frame, PyObject* base, PyObject* rest) {
-    constexpr size_t most = 200;
-    std::vector<Ref> found;
-    while (frame && frame.get() != base && found.size() < 2 * most) {
-      auto* object = reinterpret_cast<PyFrameObject*>(frame.get());
-      found.push_back(must(reinterpret_cast<PyObject*>(PyFrame_GetCode(object))));
-      found.push_back(must(place_in(frame).release()));
-      frame = back(frame);
-    }
-    const bool is_base = frame ? frame.get() == base : base == Py_None;
-    Ref trail = must(PyTuple_New(found.size() + 1));
-    for (size_t i = 0; i < found.size(); ++i) {
-      PyTuple_SET_ITEM(trail.get(), i, found[i].release());
-    }
-    PyTuple_SET_ITEM(trail.get(), found.size(), Py_NewRef(is_base ? rest : Py_None));
-    return trail;
   }
 
   // -- The ring ------------------------------------------------------------------------------
@@ -558,7 +545,8 @@ class Sight {
     const Ref known = versions();
     std::vector<Ref> found;
     found.reserve(inputs.size());
-    for (auto [object, path] : inputs) {
+    for (const auto& [object, path_ref] : inputs) {
+      PyObject* path = path_ref.get();
       const at::Tensor& tensor = tensor_in(object);
       const at::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
       if (!numbers_of(impl).dtype) continue;
@@ -805,21 +793,27 @@ class Sight {
 
   // -- The graph -----------------------------------------------------------------------------
 
+  static constexpr size_t MOST_JOINED = 16;  // lists that grow from call to call would fill a table
+
   // What tells how the nodes of a call hang together.
   struct Route {
     PyObject* plan;
     const std::type_info* node;
-    uint64_t needs;  // a bit for each argument that needs a gradient
-    uint64_t made;   // nodes
+    uint64_t needs;     // a bit for each argument that needs a gradient
+    uint64_t made;      // nodes
+    std::string which;  // as in `Given`
 
     bool operator==(const Route& other) const {
-      return plan == other.plan && node == other.node && needs == other.needs && made == other.made;
+      return plan == other.plan && node == other.node && needs == other.needs &&
+             made == other.made && which == other.which;
     }
   };
   struct HashRoute {
     size_t operator()(const Route& route) const {
       const std::hash<const void*> hash;
-      return (hash(route.plan) * 31 + hash(route.node)) * 31 + route.needs * 7 + route.made;
+      const size_t found =
+          (hash(route.plan) * 31 + hash(route.node)) * 31 + route.needs * 7 + route.made;
+      return route.which.empty() ? found : found * 31 + std::hash<std::string>()(route.which);
     }
   };
 
@@ -835,14 +829,14 @@ class Sight {
   };
 
   // The nodes that the call made, as the end of `_note_later`.
-  void follow(const Call& call, const at::Tensor& result, uint64_t needs, Ref noted) {
+  void follow(const Call& call, const at::Tensor& result, const Given& given, Ref noted) {
     const NodePtr root = result.grad_fn();
     const uint64_t made = at::sequence_number::peek() - call.start;
     if (!root || !made) return;
     if (!noted) noted = noted_call(call);
     const Node& first = *root;
-    const bool is_layer = made > 1 && is_linear(call);
-    const Route route{call.plan.get(), &typeid(first), needs, made};
+    const bool is_layer = made > 1 && given.which.empty() && is_linear(call);
+    const Route route{call.plan.get(), &typeid(first), given.needs, made, given.which};
     if (made == 1 || is_layer) {
       auto found = routes_.find(route);
       if (found != routes_.end()) {
