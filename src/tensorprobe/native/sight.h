@@ -71,7 +71,10 @@ class Sight {
   Sight(PyObject* mode, PyObject* sight, PyObject* calls, PyObject* facts)
       : mode_(Ref::borrow(mode)), sight_(Ref::borrow(sight)), calls_(Ref::borrow(calls)) {
     ring_ = attribute<"_ring">(sight_);
-    tape_ = attribute<"_tape">(sight_);
+    known_ = attribute<"_known">(ring_);
+    const Ref tape = attribute<"_tape">(sight_);
+    counter_ = attribute<"counter">(tape);
+    place_ = attribute<"place">(tape);
     watcher_ = attribute<"_watcher">(sight_);
     on_host_ = is_set<"_looks_later">(sight_);
     is_late_ = is_set<"_is_late">(sight_);
@@ -179,12 +182,15 @@ class Sight {
   }
 
   int traverse(visitproc visit, void* arg) const {
-    for (const Ref* ref : {&mode_, &sight_, &ring_, &tape_, &watcher_, &calls_, &send_later_}) {
+    for (const Ref* ref : {&mode_, &sight_, &ring_, &known_, &counter_, &place_, &watcher_, &calls_,
+                           &send_later_}) {
       if (int stop = ref->visit(visit, arg)) return stop;
     }
     return 0;
   }
-  void let_go() { mode_ = sight_ = ring_ = tape_ = watcher_ = calls_ = send_later_ = Ref(); }
+  void let_go() {
+    mode_ = sight_ = ring_ = known_ = counter_ = place_ = watcher_ = calls_ = send_later_ = Ref();
+  }
 
  private:
   // A call that has returned.
@@ -201,7 +207,7 @@ class Sight {
   };
 
   struct Input {
-    PyObject* object;
+    Ref object;  // held: a list may change meanwhile
     Ref path;
   };
 
@@ -302,8 +308,7 @@ class Sight {
 
   // As `Counter.next`.
   Ref next_number(const Ref& plan) const {
-    const Ref counter = attribute<"counter">(tape_);
-    const Ref by_api = attribute<"_by_api">(counter);
+    const Ref by_api = attribute<"_by_api">(counter_);
     PyObject* api = fields_.of(plan, fields_.api);
     PyObject* known =
         PyDict_Check(by_api.get()) ? PyDict_GetItemWithError(by_api.get(), api) : nullptr;
@@ -311,7 +316,7 @@ class Sight {
       const Ref count = Ref::borrow(PyTuple_GET_ITEM(known, 0));
       return must(PyIter_Next(count.get()));
     }
-    return method<"next">(counter, api);
+    return method<"next">(counter_, api);
   }
 
   const Numbers& numbers_of(const at::TensorImpl& tensor) const {
@@ -338,9 +343,9 @@ class Sight {
     bool looked = static_cast<bool>(numbers.dtype), flag = true;
     PyObject* kind = fields_.of(call.plan, fields_.kind);
     if (kind == casts_.get() && !inputs.empty()) {
-      const at::Tensor& source = tensor_in(inputs[0].object);
+      const at::Tensor& source = tensor_in(inputs[0].object.get());
       const Numbers& before = numbers_of(*source.unsafeGetTensorImpl());
-      if (inputs[0].object == object || !before.dtype) {
+      if (inputs[0].object.get() == object || !before.dtype) {
         looked = false;
       } else if (looked) {
         flag = source.is_cpu() != result.is_cpu() || before.most > numbers.most;
@@ -387,7 +392,7 @@ class Sight {
       if (is_own_type(value)) {
         bool needs = false;
         if (!is_plain_input(value, needs)) return false;
-        given.inputs.push_back({value, Ref::borrow(path_of(i))});
+        given.inputs.push_back({Ref::borrow(value), Ref::borrow(path_of(i))});
         if (needs) given.needs |= uint64_t{1} << i;
       } else if (PyList_CheckExact(value) || PyTuple_CheckExact(value)) {
         if (!is_plain_list(value, i, given)) return false;
@@ -401,7 +406,7 @@ class Sight {
         if (is_own_type(value)) {
           bool needs = false;
           if (!is_plain_input(value, needs)) return false;
-          given.inputs.push_back({value, tuple_of(key)});
+          given.inputs.push_back({Ref::borrow(value), tuple_of(key)});
           given.has_names = given.has_names || needs;
         } else if (!is_finite_or_atom(value)) {
           return false;
@@ -428,7 +433,7 @@ class Sight {
         bool needs = false;
         if (i >= PyList_GET_SIZE(positions_.get()) || !is_plain_input(item, needs)) return false;
         Ref path = tuple_of(PyTuple_GET_ITEM(path_of(position), 0), PyTuple_GET_ITEM(path_of(i), 0));
-        given.inputs.push_back({item, std::move(path)});
+        given.inputs.push_back({Ref::borrow(item), std::move(path)});
         given.has_lists = given.has_lists || needs;
       } else if (!PyFloat_CheckExact(item) && !is_atom(item)) {
         return false;
@@ -444,14 +449,14 @@ class Sight {
     std::string row;
     for (size_t i = 0; i < inputs.size(); ++i) {
       for (size_t j = 0; j < i; ++j) {
-        if (inputs[i].object == inputs[j].object) return unclear;
+        if (inputs[i].object.get() == inputs[j].object.get()) return unclear;
       }
       for (Py_ssize_t part = 0; part < PyTuple_GET_SIZE(inputs[i].path.get()); ++part) {
         const char* text = PyUnicode_AsUTF8(PyTuple_GET_ITEM(inputs[i].path.get(), part));
         if (text == nullptr) throw python_error();
         row.append(text).push_back('.');
       }
-      row.push_back(tensor_in(inputs[i].object).requires_grad() ? '!' : ' ');
+      row.push_back(tensor_in(inputs[i].object.get()).requires_grad() ? '!' : ' ');
     }
     return row;
   }
@@ -507,7 +512,7 @@ class Sight {
 
   // Where the call was made, for a later report.
   Ref noted_call(const Call& call) const {
-    const Ref place = attribute<"place">(tape_), here = attribute<"here">(place);
+    const Ref here = attribute<"here">(place_);
     TORCH_CHECK(PyTuple_CheckExact(here.get()) && PyTuple_GET_SIZE(here.get()) == 3, "no place");
     const Ref trail =
         trail_from(callers_frame(getframe_), PyTuple_GET_ITEM(here.get(), 1), PyTuple_GET_ITEM(here.get(), 2));
@@ -519,7 +524,7 @@ class Sight {
   // -- The ring ------------------------------------------------------------------------------
 
   Ref versions() const {
-    Ref found = attribute<"versions">(attribute<"_known">(ring_));
+    Ref found = attribute<"versions">(known_);
     TORCH_CHECK(PyDict_CheckExact(found.get()), "versions come as a dict");
     return found;
   }
@@ -545,8 +550,8 @@ class Sight {
     const Ref known = versions();
     std::vector<Ref> found;
     found.reserve(inputs.size());
-    for (const auto& [object, path_ref] : inputs) {
-      PyObject* path = path_ref.get();
+    for (const Input& input : inputs) {
+      PyObject *object = input.object.get(), *path = input.path.get();
       const at::Tensor& tensor = tensor_in(object);
       const at::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
       if (!numbers_of(impl).dtype) continue;
@@ -745,13 +750,14 @@ class Sight {
     static PyObject* const one = PyLong_FromLong(1);
     const int64_t wanted = (count + form->tile - 1) / form->tile;
     const Ref programs = whole_number(std::min(wanted, device.most_programs));
-    std::vector<PyObject*> arguments{programs.get(), one, one, stream.get()};
+    std::vector<PyObject*> arguments;
+    arguments.reserve(24);
+    arguments.insert(arguments.end(), {programs.get(), one, one, stream.get()});
     auto extend = [&](const Ref& more) {
       for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(more.get()); ++i) {
         arguments.push_back(PyTuple_GET_ITEM(more.get(), i));
       }
     };
-    arguments.reserve(24);
     extend(form->before);
     arguments.insert(arguments.end(), {at.get(), form->table_at.get(), device.flags_at.get(),
                                        number.get(), slot.get()});
@@ -982,7 +988,7 @@ class Sight {
     must(PyObject_Vectorcall(send_later_.get(), arguments, 5, nullptr));
   }
 
-  Ref mode_, sight_, ring_, tape_, watcher_, calls_, send_later_;
+  Ref mode_, sight_, ring_, known_, counter_, place_, watcher_, calls_, send_later_;
   Ref casts_, moves_, passes_, scales_, nowhere_, linear_, getframe_, modules_, compiler_;
   Ref positions_, atoms_;
   Fields fields_;

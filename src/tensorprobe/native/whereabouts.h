@@ -12,6 +12,7 @@ namespace tensorprobe {
 inline Ref trail_from(Ref frame, PyObject* base, PyObject* rest) {
   constexpr size_t most = 200;
   std::vector<Ref> found;
+  found.reserve(16);
   while (frame && frame.get() != base && found.size() < 2 * most) {
     auto* object = reinterpret_cast<PyFrameObject*>(frame.get());
     found.push_back(must(reinterpret_cast<PyObject*>(PyFrame_GetCode(object))));
