@@ -108,6 +108,8 @@ def keywords() -> None:
         torch.cat(tensors=[x, y]).sum().backward()
         torch.addcmul(x, x, tensor2=y, value=0.5).sum().backward()
         F.linear(x, weight=w).sum().backward()
+        F.linear(x, weight=w.detach()).sum().backward()
+        F.linear(x, w, bias=w[0].detach()).sum().backward()
         F.linear(x, w, bias=w[0] * 1).sum().backward()
         F.scaled_dot_product_attention(x, y, x * 1, attn_mask=torch.ones(3, 3) > 0).sum().backward()
         F.scaled_dot_product_attention(x, y, y * 2, attn_mask=w[:3, :3] * 1).sum().backward()

@@ -103,22 +103,22 @@ class LaterLooking(BackwardLooking):
                         node.register_hook(partial(send_later, self, call, spots))
                         return True
                 told_of = (args, kwargs, inputs, needs)
-                self._follow_route(plan, number, call, start, made, told_of, result)
+                self._follow_route(plan, number, call, start, made, told_of, result, node)
         return True
 
     def _follow_route(
         self, plan: Plan, number: int, call: NotedCall, start: int, made: int,
-        given: tuple[tuple[Any, ...], Any, Tensors, int], result: torch.Tensor,
+        given: tuple[tuple[Any, ...], Any, Tensors, int], result: torch.Tensor, node: Any,
     ) -> list[Spot] | Layout | None:  # fmt: skip
         """Follow a call into backward that may be the first to go there this way.
 
         The way, where it is known from now on: the spots of one node, or the layout of a layer.
         """
         args, kwargs, inputs, needs = given
-        node: Any = result.grad_fn
         which = needs if needs < _BY_NAME else _paths_of(inputs)
         route = (plan.stem, type(node), which)
-        is_layer = made > 1 and plan.stem == LINEAR and needs < _BY_NAME and args[0] is not args[1]
+        is_layer = made > 1 and plan.stem == LINEAR and needs < _BY_NAME
+        is_layer = is_layer and len(args) > 1 and args[0] is not args[1]
         if made == 1:
             spots = self._routes.get(route)
             if spots is not None and node._sequence_nr() == start:
@@ -153,7 +153,8 @@ class LaterLooking(BackwardLooking):
             plain = self._plain_arguments(args, kwargs, self._looks_later)
             assert plain is not None
             given = (args, kwargs, plain[0], plain[2])
-            return self._follow_route(plan, number, call, start, made, given, result)
+            node = result.grad_fn
+            return self._follow_route(plan, number, call, start, made, given, result, node)
 
     def _plain_arguments(
         self, args: tuple[Any, ...], kwargs: Any, on_host: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from types import FrameType
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ from tensorprobe.capture.module_hooks import ModuleHooks, is_below
 from tensorprobe.capture.tape import Place
 from tensorprobe.guard.trail import Trail, trail_from
 
-_is_compiling = torch.compiler.is_compiling
+_is_traced = torch.compiler.is_dynamo_compiling  # true of the code that dynamo reads, never of ours
+_compiler = torch.compiler
 
 
 # The module the program is in, the frame of its call, and the trail from there outwards.
@@ -49,6 +51,9 @@ class _Stay(NamedTuple):
     call: None = None  # modules are not recorded
 
 
+_new_stay = functools.partial(tuple.__new__, _Stay)  # of all its fields, without a frame
+
+
 class Whereabouts(ModuleHooks):
     """Module hooks that record nothing, and note of each call where it was made.
 
@@ -63,7 +68,7 @@ class Whereabouts(ModuleHooks):
             self._native = native.MODULE.Whereabouts(self, *parts)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if _is_compiling():
+        if _is_traced() or _compiler._is_compiling_flag:
             return
         if self._native is not None and self._native.enter(module):
             return
@@ -90,13 +95,14 @@ class Whereabouts(ModuleHooks):
             if trail is None:
                 trail = trail_from(frame, *outer[1:])
             parent = outer[0] if entries or self._around else None
-            entries.append(_Stay(module, frame, trail, outer))
+            entries.append(_new_stay((module, frame, trail, outer, None)))
             place.here = (self.paths.path(module, parent), frame, trail)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self._tape.gap(f"Module.{type(module).__name__}", error)
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
-        if _is_compiling():  # first of all: dynamo, which traces this, must not come to the module
+        # first of all: dynamo, which traces this, must not come to the module
+        if _is_traced() or _compiler._is_compiling_flag:
             return
         if self._native is not None and self._native.leave(module):
             return

@@ -457,12 +457,21 @@ PyObject* new_whereabouts(PyTypeObject* type, PyObject* args, PyObject*) {
   });
 }
 
+// Whether it was done; what fails is left to Python, which notes why.
+template <typename Body>
+PyObject* attempted(Body body) {
+  PyObject* is_done = guarded([&] { return PyBool_FromLong(body()); });
+  if (is_done != nullptr || !PyErr_ExceptionMatches(PyExc_Exception)) return is_done;
+  PyErr_Clear();
+  Py_RETURN_FALSE;
+}
+
 PyObject* whereabouts_enter(PyObject* self, PyObject* module) {
-  return guarded([&] { return PyBool_FromLong(in<Whereabouts>(self).enter(module)); });
+  return attempted([&] { return in<Whereabouts>(self).enter(module); });
 }
 
 PyObject* whereabouts_leave(PyObject* self, PyObject* module) {
-  return guarded([&] { return PyBool_FromLong(in<Whereabouts>(self).leave(module)); });
+  return attempted([&] { return in<Whereabouts>(self).leave(module); });
 }
 
 PyMethodDef whereabouts_methods[] = {{"enter", whereabouts_enter, METH_O, nullptr},
