@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -178,6 +179,14 @@ class BackwardLooking(Looking):
             ring.add(call, "backward", tuple(held), scaler=True)
             if ring.is_due:
                 self.look()
+
+    def hook_for(self, call: NotedCall, spots: list[Spot]) -> Callable[..., None]:
+        """The hook of a node in Python: for compiled autograd, and among other hooks of Python."""
+        return partial(send_later, self, call, spots)
+
+    def backward_trouble(self, call: NotedCall, error: Exception) -> None:
+        """What a call sends on in backward could not be noted."""
+        self._watcher.trouble(Sighting(*call).name("backward"), error)
 
     def _listen(
         self,
@@ -361,7 +370,7 @@ def send_later(
         with MODES_OFF():
             sight.gradients_later(call, spots, grads)
     except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-        sight._watcher.trouble(Sighting(*call).name("backward"), error)
+        sight.backward_trouble(call, error)
 
 
 # Nodes that hang together, the first being that of an output. Of each: the number of the one above

@@ -16,12 +16,13 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from tensorprobe.capture.encode import PLAIN_TENSORS
+from tensorprobe.capture.gradients import Spot
 from tensorprobe.guard.cases import POSITIONS
 from tensorprobe.guard.glances import Glance, Tensors
 from tensorprobe.guard.judging import scalar_bits
 from tensorprobe.guard.kinds import Kind, Plan
 from tensorprobe.guard.looking import MODES_OFF, OWN_FRAMES, Paths
-from tensorprobe.guard.looking_backward import BackwardLooking, numbers_of, send_later
+from tensorprobe.guard.looking_backward import BackwardLooking, Layout, numbers_of, send_later
 from tensorprobe.guard.ring import UNFLAGGED, NotedCall, piece_of
 from tensorprobe.guard.trail import NOWHERE, trail_from
 from tensorprobe.numerics.finiteness import LIMITS, REAL, is_plain
@@ -33,13 +34,15 @@ _sequence_number = torch._C._autograd._get_sequence_nr
 # torch.func is at work where there are some: its wrappers have no graph that can be walked
 _transforms = torch._C._functorch.peek_interpreter_stack
 _getframe = sys._getframe
-_LINEAR = "Functional.linear"
+LINEAR = "Functional.linear"
 _JOINS = frozenset(["Torch.cat", "Torch.stack"])  # their node leads to the items of their list
 _MOST_ARGUMENTS = 60  # that the short way takes
-_IN_LIST = 1 << _MOST_ARGUMENTS  # among those that need a gradient: one inside a list
+# among those that need a gradient: one that is given by a keyword, one inside a list
+_BY_NAME = 1 << _MOST_ARGUMENTS
+_IN_LIST = _BY_NAME << 1
 _MOST_JOINED = 16  # lists that grow from call to call would fill the table
 # Arguments that hold no tensor.
-_ATOMS = frozenset(
+ATOMS = frozenset(
     [
         bool, int, str, NoneType, EllipsisType, slice,
         torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
@@ -94,31 +97,64 @@ class LaterLooking(BackwardLooking):
             if made:
                 if call is None:
                     call = self._noted_at(plan, number, _getframe(4))
-                which = needs if needs < _IN_LIST else _paths_of(inputs)
-                route = (plan.stem, type(node), which)
-                is_layer = made > 1 and plan.stem == _LINEAR and args[0] is not args[1]
-                if made == 1:
-                    spots = self._routes.get(route)
+                if made == 1 and needs < _BY_NAME:
+                    spots = self._routes.get((plan.stem, type(node), needs))
                     if spots is not None and node._sequence_nr() == start:
                         node.register_hook(partial(send_later, self, call, spots))
                         return True
-                elif is_layer and self._is_known_layer((*route, made), call, start, args, node):
-                    return True
-                glance = Glance(plan, number, args, kwargs)
-                glance.inputs, glance.start, glance.call = inputs, start, call
-                glance.needs = tuple(path for tensor, path in inputs if tensor.requires_grad)
-                outputs = [(result, _FIRST)]
-                if is_layer:
-                    self._watch_layer_later(glance, outputs, (*route, made))
-                elif needs < _IN_LIST:
-                    found = self._watch_backward_later(glance, outputs)
-                    if found is not None:
-                        self._routes[route] = found
-                else:
-                    boundary = self._watch_nodes_later(glance, outputs)
-                    if which and made == 1 and plan.stem in _JOINS and node in boundary:
-                        self._routes[route] = boundary[node]
+                told_of = (args, kwargs, inputs, needs)
+                self._follow_route(plan, number, call, start, made, told_of, result, node)
         return True
+
+    def _follow_route(
+        self, plan: Plan, number: int, call: NotedCall, start: int, made: int,
+        given: tuple[tuple[Any, ...], Any, Tensors, int], result: torch.Tensor, node: Any,
+    ) -> list[Spot] | Layout | None:  # fmt: skip
+        """Follow a call into backward that may be the first to go there this way.
+
+        The way, where it is known from now on: the spots of one node, or the layout of a layer.
+        """
+        args, kwargs, inputs, needs = given
+        which = needs if needs < _BY_NAME else _paths_of(inputs)
+        route = (plan.stem, type(node), which)
+        is_layer = made > 1 and plan.stem == LINEAR and needs < _BY_NAME
+        is_layer = is_layer and len(args) > 1 and args[0] is not args[1]
+        if made == 1:
+            spots = self._routes.get(route)
+            if spots is not None and node._sequence_nr() == start:
+                node.register_hook(partial(send_later, self, call, spots))
+                return spots
+        elif is_layer and self._is_known_layer((*route, made), call, start, args, node):
+            return self._layers[(*route, made)]
+        glance = Glance(plan, number, args, kwargs)
+        glance.inputs, glance.start, glance.call = inputs, start, call
+        glance.needs = tuple(path for tensor, path in inputs if tensor.requires_grad)
+        outputs = [(result, _FIRST)]
+        if is_layer:
+            self._watch_layer_later(glance, outputs, (*route, made))
+            return self._layers.get((*route, made))
+        if needs < _IN_LIST:
+            found = self._watch_backward_later(glance, outputs)
+        else:
+            boundary = self._watch_nodes_later(glance, outputs)
+            is_join = made == 1 and plan.stem in _JOINS
+            found = boundary.get(node) if is_join else None
+        if found is None or which == ():
+            return None
+        self._routes[route] = found
+        return found
+
+    def new_route(
+        self, plan: Plan, number: int, call: NotedCall, start: int, made: int,
+        args: tuple[Any, ...], kwargs: Any, result: torch.Tensor,
+    ) -> list[Spot] | Layout | None:  # fmt: skip
+        """The same for a call that C++ has noted, and cannot follow."""
+        with MODES_OFF():
+            plain = self._plain_arguments(args, kwargs, self._looks_later)
+            assert plain is not None
+            given = (args, kwargs, plain[0], plain[2])
+            node = result.grad_fn
+            return self._follow_route(plan, number, call, start, made, given, result, node)
 
     def _plain_arguments(
         self, args: tuple[Any, ...], kwargs: Any, on_host: bool
@@ -154,17 +190,23 @@ class LaterLooking(BackwardLooking):
                             if not self._can_follow(item.grad_fn) or (not on_host and item.is_cpu):
                                 return None
                             needs |= _IN_LIST
-                    elif type(item) not in _ATOMS and type(item) is not float:
+                    elif type(item) not in ATOMS and type(item) is not float:
                         return None
-            elif kind not in _ATOMS:
+            elif kind not in ATOMS:
                 return None
         if kwargs:
-            for value in kwargs.values():
+            for key, value in kwargs.items():
                 kind = type(value)
-                if kind is float:
+                if kind in PLAIN_TENSORS:
+                    inputs.append((value, (key,)))
+                    if value.requires_grad:
+                        if not self._can_follow(value.grad_fn) or (not on_host and value.is_cpu):
+                            return None
+                        needs |= _BY_NAME
+                elif kind is float:
                     if not isfinite(value):
                         told = scalar_bits(args, kwargs)
-                elif kind not in _ATOMS:
+                elif kind not in ATOMS:
                     return None
         return inputs, told, needs
 

@@ -107,6 +107,7 @@ class Ring:
         self._flags: dict[torch.device, Flags] = {}
         self._notes: list[Note] = []
         self._known = _Storages()
+        self.native: Any = None  # the part in C++ that holds plain tensors, where it is built
         self.active = False
         self.is_due = False  # whether it is time to look
 
@@ -178,6 +179,13 @@ class Ring:
 
     def hold_plain(self, tensor: torch.Tensor, path: Path) -> NotedOutput | None:
         """`hold` for a torch.Tensor or Parameter as it is; None where that does not do."""
+        if self.native is not None:
+            held: NotedOutput | None = self.native.hold_plain(tensor, path)
+            return held
+        return self.hold_piecemeal(tensor, path)
+
+    def hold_piecemeal(self, tensor: torch.Tensor, path: Path) -> NotedOutput | None:
+        """`hold_plain` in Python, by asking for one fact after the other."""
         piece = piece_of(tensor)
         return None if piece is None else self.hold_piece(tensor, path, True, piece)
 
@@ -189,7 +197,7 @@ class Ring:
         device = content.device
         ticket = UNFLAGGED
         if flag:
-            flags = self._flags.get(device) or self._begin(device)
+            flags = self._flags.get(device) or self.flags_of(device)
             if flags.computes:
                 with Quiet():
                     ticket = flags.submit(content)
@@ -213,9 +221,12 @@ class Ring:
             versions[key] = -1
         return path, key, device, ticket, dtype, tuple(content.shape), whole
 
-    def _begin(self, device: torch.device) -> Flags:
-        self.active = True
-        flags = self._flags[device] = flags_for(device)
+    def flags_of(self, device: torch.device) -> Flags:
+        """The flags of this device."""
+        flags = self._flags.get(device)
+        if flags is None:
+            self.active = True
+            flags = self._flags[device] = flags_for(device)
         return flags
 
     def add(

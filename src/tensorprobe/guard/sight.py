@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +10,12 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tensorprobe import native
 from tensorprobe.capture import compiled
 from tensorprobe.capture.function_mode import SCALER_UPDATE, UserCalls, below_backward
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.steps import optimizers_in_round
-from tensorprobe.guard.cases import Case, Sighting, tensors_in, tensors_out
+from tensorprobe.guard.cases import POSITIONS, Case, Sighting, tensors_in, tensors_out
 from tensorprobe.guard.evidence import write_forward
 from tensorprobe.guard.glances import (
     Glance,
@@ -30,7 +32,8 @@ from tensorprobe.guard.glances import (
 from tensorprobe.guard.judging import Seen, bits_of, fault, is_pole, look_at, scalar_bits
 from tensorprobe.guard.kinds import Kind, Plan, plan_for
 from tensorprobe.guard.looking import MODES_OFF, NEAR, OWN_FRAMES, made_by_scaler
-from tensorprobe.guard.looking_later import LaterLooking, holds_all_of
+from tensorprobe.guard.looking_backward import send_later
+from tensorprobe.guard.looking_later import ATOMS, LINEAR, LaterLooking, holds_all_of
 from tensorprobe.guard.looking_optimizers import OptimizerLooking
 from tensorprobe.guard.trail import NOWHERE
 from tensorprobe.numerics.finiteness import LIMITS, NAN, extent_now, readable
@@ -43,6 +46,22 @@ _function_modes = torch._C._len_torch_function_stack
 _sequence_number = torch._C._autograd._get_sequence_nr
 # torch.func is at work where there are some: its wrappers have no graph that can be walked
 _transforms = torch._C._functorch.peek_interpreter_stack
+_FACTS = {  # for C++
+    "atoms": ATOMS,
+    "casts": Kind.CASTS,
+    "compiler": vars(_compiler),
+    "fields": Plan._fields,
+    "getframe": sys._getframe,
+    "limits": LIMITS,
+    "linear": LINEAR,
+    "modules": sys.modules,
+    "moves": Kind.MOVES,
+    "nowhere": NOWHERE,
+    "passes": Kind.PASSES,
+    "positions": POSITIONS,
+    "scales": Kind.SCALES,
+    "send_later": send_later,
+}
 
 
 class SightMode(UserCalls):
@@ -52,6 +71,7 @@ class SightMode(UserCalls):
         super().__init__()
         self._sight = sight
         self._calls: dict[Any, Plan | None] = {}
+        self._native = sight.in_native(self, self._calls)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -59,6 +79,11 @@ class SightMode(UserCalls):
         # As its parent's, in one function: it is entered for every call, and for every property.
         if _is_traced():  # dynamo reads this line: leave no mark in its graph
             return func(*args) if kwargs is None else func(*args, **kwargs)
+        native = self._native
+        if native is not None:  # it does what follows, or says by itself that it has done nothing
+            result = native.call(func, args, kwargs)
+            if result is not native:
+                return result
         try:
             plan = self._calls[func]
         except KeyError:
@@ -115,7 +140,12 @@ class Sight(LaterLooking, OptimizerLooking):
             and self._is_late
             and self._ring.active
         ):
-            return self._call_later(plan, number, func, args, kwargs)
+            start = _sequence_number()
+            result = func(*args, **kwargs)
+            self._note_made(plan, number, start, args, kwargs, result)
+            if self._watcher.attention:
+                self._watcher.call_made()
+            return result
         glance = self._before(plan, number, args, kwargs)
         result = func(*args, **kwargs)
         if glance is not None:
@@ -143,12 +173,10 @@ class Sight(LaterLooking, OptimizerLooking):
                 self._watcher.call_made()
         return result
 
-    def _call_later(
-        self, plan: Plan, number: int, func: Any, args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
+    def _note_made(
+        self, plan: Plan, number: int, start: int, args: tuple[Any, ...], kwargs: Any, result: Any
+    ) -> None:
         """A call that leaves its inputs as they are: all of it can be noted when it has ended."""
-        start = _sequence_number()
-        result = func(*args, **kwargs)
         try:
             if _function_modes():
                 with MODES_OFF():
@@ -157,14 +185,33 @@ class Sight(LaterLooking, OptimizerLooking):
                 is_noted = self._note_later(plan, number, start, args, kwargs, result)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self._watcher.trouble(plan.stem, error)
-            return result
+            return
         if not is_noted:
             glance = self._before(plan, number, args, kwargs, start)
             if glance is not None:
                 self._after(glance, result)
-        if self._watcher.attention:
-            self._watcher.call_made()
-        return result
+
+    # What C++ asks for, where a call is not plain
+
+    def in_native(self, mode: SightMode, calls: dict[Any, Plan | None]) -> Any:
+        """The part in C++ that makes the calls of a mode; None where it is not built."""
+        if native.MODULE is None:
+            return None
+        made = native.MODULE.Sight(mode, self, calls, _FACTS)
+        self._ring.native = made
+        return made
+
+    def made_later(self, *call: Any) -> None:
+        """Note a call that C++ has made; a frame that stands for `call`, so that depths agree."""
+        self._note_made(*call)
+
+    def passed(
+        self, plan: Plan, number: int, args: tuple[Any, ...], kwargs: Any, result: Any
+    ) -> None:
+        """Look at what a call has passed on that is no view of memory that is known."""
+        glance = self._before(plan, number, args, kwargs)
+        if glance is not None:
+            self._after(glance, result)
 
     def _scaler_call(self, plan: Plan, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if plan.api.api != SCALER_UPDATE:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from tensorprobe import native
 from tensorprobe.capture import compiled
 from tensorprobe.capture.module_hooks import ModuleHooks, is_below
 from tensorprobe.capture.tape import Place
 from tensorprobe.guard.trail import Trail, trail_from
 
-_is_compiling = torch.compiler.is_compiling
+_is_traced = torch.compiler.is_dynamo_compiling  # true of the code that dynamo reads, never of ours
+_compiler = torch.compiler
 
 
 # The module the program is in, the frame of its call, and the trail from there outwards.
@@ -38,14 +41,17 @@ class GuardPlace(Place):
         self.here = (path, *self.here[1:])
 
 
-class _Stay:
+class _Stay(NamedTuple):
     """A module call under way, and the place to go back to."""
 
-    __slots__ = ("call", "frame", "module", "outer", "trail")
+    module: nn.Module
+    frame: FrameType
+    trail: Trail
+    outer: Here
+    call: None = None  # modules are not recorded
 
-    def __init__(self, module: nn.Module, frame: FrameType, trail: Trail, outer: Here) -> None:
-        self.module, self.frame, self.trail, self.outer = module, frame, trail, outer
-        self.call = None  # modules are not recorded
+
+_new_stay = functools.partial(tuple.__new__, _Stay)  # of all its fields, without a frame
 
 
 class Whereabouts(ModuleHooks):
@@ -54,8 +60,17 @@ class Whereabouts(ModuleHooks):
     As those of its parent, and a third of their cost: a program has a module for every four calls.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._native = None  # what follows modules inside of others, in C++
+        if native.MODULE is not None:
+            parts = (_Stay, torch.fx.GraphModule, sys._getframe)
+            self._native = native.MODULE.Whereabouts(self, *parts)
+
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if _is_compiling():
+        if _is_traced() or _compiler._is_compiling_flag:
+            return
+        if self._native is not None and self._native.enter(module):
             return
         frame = sys._getframe(1)
         if isinstance(module, torch.fx.GraphModule) and compiled.is_generated(module, frame):
@@ -80,13 +95,16 @@ class Whereabouts(ModuleHooks):
             if trail is None:
                 trail = trail_from(frame, *outer[1:])
             parent = outer[0] if entries or self._around else None
-            entries.append(_Stay(module, frame, trail, outer))
+            entries.append(_new_stay((module, frame, trail, outer, None)))
             place.here = (self.paths.path(module, parent), frame, trail)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self._tape.gap(f"Module.{type(module).__name__}", error)
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
-        if _is_compiling():  # first of all: dynamo, which traces this, must not come to the module
+        # first of all: dynamo, which traces this, must not come to the module
+        if _is_traced() or _compiler._is_compiling_flag:
+            return
+        if self._native is not None and self._native.leave(module):
             return
         entries: list[Any] = self._thread.entries
         if not entries or entries[-1].module is not module or len(entries) == 1:

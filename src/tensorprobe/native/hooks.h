@@ -534,7 +534,6 @@ class Hooks {
     Ref parameters, buffers;
   };
 
-  // While there is one, tensors are read without any function mode or subclass taking notice.
   // Whether `Tape.begin` would do no more than `write_call` does.
   bool is_plain_tape(const Ref& kwargs) const {
     if (python_.keep.get() == Py_None) return false;

@@ -10,6 +10,7 @@
 #include "lines.h"
 #include "log.h"
 #include "regions.h"
+#include "sight.h"
 #include "stack.h"
 #include "start.h"
 
@@ -611,6 +612,101 @@ PyType_Slot hooks_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_hooks)},
 PyType_Spec hooks_spec = {"tensorprobe_native.Hooks", sizeof(Box<Hooks>), 0,
                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, hooks_slots};
 
+// -- Sight -----------------------------------------------------------------------------------
+
+PyObject* new_sight(PyTypeObject* type, PyObject* args, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    PyObject *mode, *sight, *calls, *facts;
+    if (!PyArg_ParseTuple(args, "OOO!O!", &mode, &sight, &PyDict_Type, &calls, &PyDict_Type,
+                          &facts)) {
+      return nullptr;
+    }
+    PyObject* self = boxed(type, std::make_unique<Sight>(mode, sight, calls, facts));
+    if (self != nullptr) in<Sight>(self).belong_to(self);
+    return self;
+  });
+}
+
+PyObject* sight_call(PyObject* self, Arguments args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (!takes("call", count, 3, 3)) return nullptr;
+    return in<Sight>(self).call(self, args[0], args[1], args[2]);
+  });
+}
+
+PyObject* sight_hold_plain(PyObject* self, Arguments args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (!takes("hold_plain", count, 2, 2)) return nullptr;
+    return in<Sight>(self).hold_plain(args[0], args[1]);
+  });
+}
+
+PyMethodDef sight_methods[] = {
+    {"call", reinterpret_cast<PyCFunction>(sight_call), METH_FASTCALL, nullptr},
+    {"hold_plain", reinterpret_cast<PyCFunction>(sight_hold_plain), METH_FASTCALL, nullptr},
+    {nullptr}};
+
+PyType_Slot sight_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_sight)},
+                             {Py_tp_dealloc, reinterpret_cast<void*>(unbox<Sight>)},
+                             {Py_tp_traverse, reinterpret_cast<void*>(traverse<Sight>)},
+                             {Py_tp_clear, reinterpret_cast<void*>(clear<Sight>)},
+                             {Py_tp_methods, sight_methods},
+                             {0, nullptr}};
+
+PyType_Spec sight_spec = {"tensorprobe_native.Sight", sizeof(Box<Sight>), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, sight_slots};
+
+// -- Whereabouts -----------------------------------------------------------------------------
+
+PyObject* new_whereabouts(PyTypeObject* type, PyObject* args, PyObject*) {
+  return guarded([&]() -> PyObject* {
+    PyObject *hooks, *stay, *generated, *getframe;
+    if (!PyArg_ParseTuple(args, "OO!O!O", &hooks, &PyType_Type, &stay, &PyType_Type, &generated,
+                          &getframe)) {
+      return nullptr;
+    }
+    auto* kind = reinterpret_cast<PyTypeObject*>(stay);
+    if (!PyType_IsSubtype(kind, &PyTuple_Type)) {
+      PyErr_SetString(PyExc_TypeError, "entries are tuples");
+      return nullptr;
+    }
+    return boxed(type, std::make_unique<Whereabouts>(
+                           hooks, kind, reinterpret_cast<PyTypeObject*>(generated), getframe));
+  });
+}
+
+// Whether it was done; what fails is left to Python, which notes why.
+template <typename Body>
+PyObject* attempted(Body body) {
+  PyObject* is_done = guarded([&] { return PyBool_FromLong(body()); });
+  if (is_done != nullptr || !PyErr_ExceptionMatches(PyExc_Exception)) return is_done;
+  PyErr_Clear();
+  Py_RETURN_FALSE;
+}
+
+PyObject* whereabouts_enter(PyObject* self, PyObject* module) {
+  return attempted([&] { return in<Whereabouts>(self).enter(module); });
+}
+
+PyObject* whereabouts_leave(PyObject* self, PyObject* module) {
+  return attempted([&] { return in<Whereabouts>(self).leave(module); });
+}
+
+PyMethodDef whereabouts_methods[] = {{"enter", whereabouts_enter, METH_O, nullptr},
+                                     {"leave", whereabouts_leave, METH_O, nullptr},
+                                     {nullptr}};
+
+PyType_Slot whereabouts_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(new_whereabouts)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(unbox<Whereabouts>)},
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse<Whereabouts>)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear<Whereabouts>)},
+    {Py_tp_methods, whereabouts_methods},
+    {0, nullptr}};
+
+PyType_Spec whereabouts_spec = {"tensorprobe_native.Whereabouts", sizeof(Box<Whereabouts>), 0,
+                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, whereabouts_slots};
+
 // -- Versions --------------------------------------------------------------------------------
 
 PyObject* versions(PyObject*, PyObject* inputs) {
@@ -668,7 +764,9 @@ PyMODINIT_FUNC PyInit_tensorprobe_native() {
       !add_type(module, "Edges", edges_spec, &edges_type) ||
       !add_type(module, "Calls", calls_spec, nullptr) ||
       !add_type(module, "Hooks", hooks_spec, nullptr) ||
-      !add_type(module, "Regions", regions_spec, nullptr)) {
+      !add_type(module, "Regions", regions_spec, nullptr) ||
+      !add_type(module, "Sight", sight_spec, nullptr) ||
+      !add_type(module, "Whereabouts", whereabouts_spec, nullptr)) {
     Py_DECREF(module);
     return nullptr;
   }

@@ -165,6 +165,11 @@ class Flags(Protocol):
 
     computes: bool  # `submit` calls torch operations, which no mode or graph is to see
 
+    @property
+    def parts(self) -> tuple[Any, ...] | None:
+        """What C++ needs to start on tensors itself; None: it has to `submit` them."""
+        ...
+
     def submit(self, tensor: torch.Tensor) -> int:
         """Start on a readable tensor as it is now; the number of its extent in `fetch`.
 
@@ -192,6 +197,7 @@ class TorchFlags:
     """Flags by plain torch operations, for any device."""
 
     computes = True
+    parts = None
 
     def __init__(self) -> None:
         self._bounds: list[torch.Tensor] = []
@@ -245,14 +251,26 @@ class KernelFlags:
         self._dense: dict[tuple[Any, Any], int] = {}
         self.full = False
 
+    @property
+    def parts(self) -> tuple[Any, ...] | None:
+        """The flagger, what it asks and where it writes, and how many slots there are."""
+        return (*self._flagger.parts, SLOTS)
+
     def submit(self, tensor: torch.Tensor) -> int:
         tensor, count = self._in_one_piece(tensor)
         return self.submit_piece(tensor, tensor.dtype, count, tensor.data_ptr())
 
     def submit_piece(
-        self, tensor: torch.Tensor, dtype: torch.dtype, count: int, address: int
+        self,
+        tensor: torch.Tensor,
+        dtype: torch.dtype,
+        count: int,
+        address: int,
+        slot: int | None = None,
     ) -> int:
-        slot = next(self._slots)
+        """As it is said above; C++ may have taken a slot already."""
+        if slot is None:
+            slot = next(self._slots)
         if slot >= SLOTS - 1:
             self.full = True
             if slot >= SLOTS:

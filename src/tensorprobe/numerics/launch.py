@@ -462,6 +462,13 @@ class Flagger:
         self._flags.zero_()
         torch.cuda.synchronize(self._index)
 
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """For those who do in C++ what `flag` does: itself, its device, what it asks, where the
+        flags are, and the most programs of a kernel."""
+        asks = (_current_device, _current_stream, _is_capturing)
+        return (self, self._index, *asks, self._flags_at, MAX_ROWS)
+
     def flag(
         self, tensor: torch.Tensor, dtype: torch.dtype, count: int, address: int, slot: int
     ) -> None:

@@ -1,0 +1,59 @@
+// Asking objects of Python for what they have, in few words; what fails is thrown.
+#pragma once
+
+#include <algorithm>
+
+#include "python.h"
+
+namespace tensorprobe {
+
+// A name of Python's, made once.
+template <size_t N>
+struct Text {
+  constexpr Text(const char (&from)[N]) { std::copy_n(from, N, text); }
+  char text[N];
+};
+template <Text name>
+PyObject* word() {
+  static PyObject* const made = PyUnicode_InternFromString(name.text);
+  return made;
+}
+
+inline Ref must(PyObject* fresh) {
+  if (fresh == nullptr) throw python_error();
+  return Ref::steal(fresh);
+}
+
+template <Text name>
+Ref attribute(const Ref& object) {
+  return must(PyObject_GetAttr(object.get(), word<name>()));
+}
+
+template <Text name>
+bool is_set(const Ref& object) {
+  const Ref found = attribute<name>(object);
+  if (found.get() == Py_True || found.get() == Py_False) return found.get() == Py_True;
+  const int truth = PyObject_IsTrue(found.get());
+  if (truth < 0) throw python_error();
+  return truth;
+}
+
+template <Text name>
+void set(const Ref& object) {
+  if (PyObject_SetAttr(object.get(), word<name>(), Py_True) < 0) throw python_error();
+}
+
+template <Text name, typename... Given>
+Ref method(const Ref& object, Given... given) {
+  PyObject* arguments[] = {object.get(), given...};
+  return must(PyObject_VectorcallMethod(word<name>(), arguments, 1 + sizeof...(given), nullptr));
+}
+
+template <typename... Items>
+Ref tuple_of(Items... items) {
+  return must(PyTuple_Pack(sizeof...(items), items...));
+}
+
+inline Ref whole_number(int64_t number) { return must(PyLong_FromLongLong(number)); }
+
+}  // namespace tensorprobe
