@@ -24,6 +24,7 @@ from tensorprobe.numerics.queue import Arrival, Bank
 LANES = 256  # threads of a program that tallies floats
 BLOCK = 2048  # elements that a program takes at once elsewhere
 MAX_ROWS = 528  # programs a tensor is spread over: four fill a multiprocessor of an H100
+MAX_FLAGGERS = 1056  # the same of those that look for what is not finite, which take few registers
 WARPS = 8
 # So many registers let four programs of LANES threads run on a multiprocessor at once; the compiler
 # would take more for float16, and let three.
@@ -467,7 +468,7 @@ class Flagger:
         """For those who do in C++ what `flag` does: itself, its device, what it asks, where the
         flags are, and the most programs of a kernel."""
         asks = (_current_device, _current_stream, _is_capturing)
-        return (self, self._index, *asks, self._flags_at, MAX_ROWS)
+        return (self, self._index, *asks, self._flags_at, MAX_FLAGGERS)
 
     def flag(
         self, tensor: torch.Tensor, dtype: torch.dtype, count: int, address: int, slot: int
@@ -488,8 +489,10 @@ class Flagger:
             return
         call, before, after, tile, table_at = known
         programs = -(-count // tile)
+        if programs > MAX_FLAGGERS:
+            programs = MAX_FLAGGERS
         call(
-            programs if programs < MAX_ROWS else MAX_ROWS, 1, 1, _current_stream(index), *before,
+            programs, 1, 1, _current_stream(index), *before,
             address, table_at, self._flags_at, count, slot, *after,
         )  # fmt: skip
 
