@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from tensorprobe import native
 from tensorprobe.capture import compiled
 from tensorprobe.capture.hidden_state import WRITES_STATISTICS, writes_in_place
 from tensorprobe.capture.naming import ApiName, CallNames, Namer, is_noise, name_parts
@@ -21,8 +20,6 @@ from tensorprobe.capture.tape import Tape
 
 # Calls that tell the recorder something even where calls are not recorded.
 SCALER_UPDATE = "_amp_update_scale_"
-# What a call in C++ comes to where Python is to do all of it.
-_NOT_PLAIN: Any = None if native.MODULE is None else native.MODULE.NOT_PLAIN
 _is_grad_enabled = torch.is_grad_enabled
 _interpreter_stack = torch._C._functorch.peek_interpreter_stack
 _is_compiling = torch.compiler.is_compiling
@@ -76,7 +73,7 @@ class UserCalls(TorchFunctionMode):
             return func(*args) if kwargs is None else func(*args, **kwargs)
         if self.swift is not None:  # most calls are recorded in C++
             result = self.swift(self, func, args, kwargs)
-            if result is not _NOT_PLAIN:
+            if result is not self:
                 return result
         try:
             api = self._plans[func]

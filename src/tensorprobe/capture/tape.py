@@ -223,8 +223,8 @@ class Tape:
         plans: dict[Any, ApiName | None],
         describe: Callable[[ApiName], tuple[str, str, str] | None],
     ) -> Any:
-        """What makes and records a call in C++, `(mode, func, args, kwargs)`, or gives NOT_PLAIN of
-        `native.MODULE` and has done nothing. None where there is none: not every call is
+        """What makes and records a call in C++, `(mode, func, args, kwargs)`, or gives the mode
+        and has done nothing. None where there is none: not every call is
         recorded, or contents are kept by the names of their calls.
 
         `plans` has the names of functions. `describe` says what the calls of an API are named,

@@ -44,14 +44,13 @@ class Calls : public Follower {
       : python_(std::move(python)), lines_(lines), log_(log), box_edges_(box_edges),
         spell_(python_.encode), tape_(python_.tape.get()), counter_(python_.counter.get()) {}
 
-  // Make a call and record it; `not_plain` where Python is to do all of it, and nothing was done.
+  // Make a call and record it; the mode itself where Python is to do all of it, and nothing was done.
   // `self` is the object of Python that has this.
-  PyObject* call(PyObject* self, PyObject* mode, PyObject* func, PyObject* args, PyObject* kwargs,
-                 PyObject* not_plain) {
+  PyObject* call(PyObject* self, PyObject* mode, PyObject* func, PyObject* args, PyObject* kwargs) {
     if (kwargs == Py_None) kwargs = nullptr;
     if (!python_.tape || !is_known_kind(func) || !PyTuple_CheckExact(args) ||
         (kwargs != nullptr && !PyDict_CheckExact(kwargs))) {
-      return Py_NewRef(not_plain);
+      return Py_NewRef(mode);
     }
     const Ref found = plan_of(mode, func);
     if (!found) return nullptr;
@@ -64,7 +63,7 @@ class Calls : public Follower {
       if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
       PyErr_Clear();  // it comes again in Python
     }
-    if (!is_plain) return Py_NewRef(not_plain);
+    if (!is_plain) return Py_NewRef(mode);
     open.number = next_number(*open.api);
     const bool begun = attempt([&] { begin(open, place.get(), args, kwargs); });
     if (!begun && !gap(open)) return nullptr;

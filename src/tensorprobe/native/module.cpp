@@ -437,8 +437,6 @@ PyType_Spec regions_spec = {"tensorprobe_native.Regions", sizeof(Box<Regions>), 
 
 // -- Calls -----------------------------------------------------------------------------------
 
-PyObject* not_plain = nullptr;  // what stands for "Python is to do it"
-
 PyObject* boxed_edges(std::unique_ptr<Edges> edges) { return boxed(edges_type, std::move(edges)); }
 
 // One of the things that a part is made of, by name; of a type, where one is given.
@@ -500,7 +498,7 @@ PyObject* new_calls(PyTypeObject* type, PyObject*, PyObject* parts) {
 PyObject* calls_call(PyObject* self, Arguments args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
     if (!takes("call", count, 4, 4)) return nullptr;
-    return in<Calls>(self).call(self, args[0], args[1], args[2], args[3], not_plain);
+    return in<Calls>(self).call(self, args[0], args[1], args[2], args[3]);
   });
 }
 
@@ -767,11 +765,6 @@ PyMODINIT_FUNC PyInit_tensorprobe_native() {
       !add_type(module, "Regions", regions_spec, nullptr) ||
       !add_type(module, "Sight", sight_spec, nullptr) ||
       !add_type(module, "Whereabouts", whereabouts_spec, nullptr)) {
-    Py_DECREF(module);
-    return nullptr;
-  }
-  not_plain = PyObject_CallNoArgs(reinterpret_cast<PyObject*>(&PyBaseObject_Type));
-  if (not_plain == nullptr || PyModule_AddObjectRef(module, "NOT_PLAIN", not_plain) < 0) {
     Py_DECREF(module);
     return nullptr;
   }
