@@ -5,7 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 JOBS   ?= 2
 # What the module in C++ stands in for is tested without it as well.
-IN_PYTHON := tests/capture tests/numerics/test_starting.py tests/numerics/test_summarizer.py
+IN_PYTHON := tests/capture tests/numerics/test_starting.py tests/numerics/test_summarizer.py \
+	tests/guard/test_short_way.py tests/guard/test_later.py tests/guard/test_masks.py tests/guard/test_overflow.py
 
 .PHONY: help setup demo test test-all check clean
 
