@@ -29,7 +29,7 @@ def test_calls_while_another_thread_imports_dynamo(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     watching: Callable[[Path], AbstractContextManager[object]],
-    is_native: bool,  # noqa: FBT001
+    is_native: bool,
 ) -> None:
     if not is_native:
         monkeypatch.setattr(native, "MODULE", None)
