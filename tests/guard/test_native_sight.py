@@ -381,3 +381,21 @@ def test_what_python_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             x[:, None].float().sum(0).mean().backward()
             guard.step()
     assert asked == ["inputs"]  # of what backward starts from
+
+
+@pytest.mark.usefixtures("way")
+def test_backward_begins_where_its_loss_cannot_be_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> None:
+        raise ValueError("out of order")
+
+    x = torch.ones(3, requires_grad=True)
+    with guarding(tmp_path) as guard:
+        begin()
+        loss = (x * 2).sum()
+        monkeypatch.setattr(Ring, "inputs", broken)
+        loss.backward()
+        gaps = watch_of(guard)._gaps
+    assert x.grad is not None
+    assert ["loss" in gap["name"] for gap in gaps] == [True]

@@ -71,7 +71,8 @@ class Runs:
 def may_run() -> bool:
     """Whether dynamo has looked at any code since it was last reset; transformers imports it."""
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
-    return dynamo is not None and dynamo.FRAME_COUNTER > 0
+    # it has none yet while another thread imports it
+    return dynamo is not None and getattr(dynamo, "FRAME_COUNTER", 0) > 0
 
 
 def is_generated(module: torch.nn.Module, frame: FrameType | None) -> bool:

@@ -18,14 +18,20 @@ class Quiet:
 
     def __enter__(self) -> Quiet:
         self._function = torch._C.DisableTorchFunction()
-        self._function.__enter__()
         self._dispatch = None
-        if torch._C._len_torch_dispatch_stack():
-            self._dispatch = _disable_current_modes()
-            self._dispatch.__enter__()
-        self.grad = torch._C.is_grad_enabled()  # whether it was on around this
-        if self.grad:
-            torch._C._set_grad_enabled(False)
+        self.grad = False
+        try:
+            self._function.__enter__()
+            if torch._C._len_torch_dispatch_stack():
+                dispatch = _disable_current_modes()
+                dispatch.__enter__()
+                self._dispatch = dispatch
+            self.grad = torch._C.is_grad_enabled()  # whether it was on around this
+            if self.grad:
+                torch._C._set_grad_enabled(False)
+        except BaseException as error:  # Ctrl-C after any of these calls: nobody else leaves it
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __exit__(

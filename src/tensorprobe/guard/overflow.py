@@ -240,7 +240,10 @@ class OverflowWatch:
     # Backward, optimizers, steps
 
     def _backward_begins(self, roots: Any) -> None:
-        self._sight.backward_begins(roots)
+        try:
+            self._sight.backward_begins(roots)
+        except Exception as error:  # noqa: BLE001 recording a loss: it becomes a gap
+            self.trouble("loss", error)
         self._stop_if_due()
 
     def _backward_ended(self, last: bool) -> None:

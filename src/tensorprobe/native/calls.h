@@ -232,8 +232,14 @@ class Calls : public Follower {
       if (PyErr_Occurred()) throw python_error();
       return false;
     }
-    Ref count = Fields(found).get(counter);
-    return !PyLong_CheckExact(count.get()) || PyLong_AsLong(count.get()) != 0;
+    const Ref held = Ref::steal(PyObject_GenericGetDict(found, nullptr));
+    if (!held) throw python_error();
+    PyObject* count = PyDict_GetItemWithError(held.get(), counter);
+    if (count == nullptr) {  // while another thread imports it
+      if (PyErr_Occurred()) throw python_error();
+      return false;
+    }
+    return !PyLong_CheckExact(count) || PyLong_AsLong(count) != 0;
   }
 
   std::shared_ptr<const Api> api_of(PyObject* found) {

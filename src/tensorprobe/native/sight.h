@@ -293,8 +293,15 @@ class Sight {
     }
     PyObject* dynamo = PyDict_GetItemWithError(modules_.get(), word<"torch._dynamo.convert_frame">());
     if (dynamo != nullptr) {
-      const Ref frames = attribute<"FRAME_COUNTER">(Ref::borrow(dynamo));
-      if (PyObject_IsTrue(frames.get())) return true;
+      const Ref held = Ref::steal(PyObject_GenericGetDict(dynamo, nullptr));
+      PyObject* frames =
+          held ? PyDict_GetItemWithError(held.get(), word<"FRAME_COUNTER">()) : nullptr;
+      // none while another thread imports it
+      if (frames != nullptr && PyObject_IsTrue(frames)) return true;
+    }
+    if (PyErr_Occurred()) {  // Python says what to make of it
+      PyErr_Clear();
+      return true;
     }
     return c10::impl::tls_is_dispatch_key_included(
         c10::DispatchKey::FuncTorchDynamicLayerFrontMode);

@@ -202,7 +202,7 @@ class TorchFlags:
     def __init__(self) -> None:
         self._bounds: list[torch.Tensor] = []
         self._limits: list[float] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may come with a tensor meanwhile
 
     @property
     def full(self) -> bool:
@@ -215,9 +215,10 @@ class TorchFlags:
 
     def submit(self, tensor: torch.Tensor) -> int:
         low, high = map(_as_float32, _low_and_high(tensor))
-        with self._lock:
+        limit = LIMITS[tensor.dtype]
+        with self._lock:  # no call before both are there: a handler may run after any
             self._bounds += [low, high]
-            self._limits.append(LIMITS[tensor.dtype])
+            self._limits += [limit]
             return len(self._limits) - 1
 
     def fetch(self) -> Extents:
@@ -247,7 +248,7 @@ class KernelFlags:
         # of tables that were full before they were fetched
         self._before: list[memory.Array] = []
         self._past: list[float] = []
-        self._reading = threading.Lock()
+        self._reading = threading.RLock()  # as that of TorchFlags
         self._dense: dict[tuple[Any, Any], int] = {}
         self.full = False
 
