@@ -317,6 +317,7 @@ def test_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("way")
 def test_under_torch_compile(tmp_path: Path, backend: str) -> None:
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     graphs: list[int] = []
 
     @functools.partial(torch.compile, backend=backend)
