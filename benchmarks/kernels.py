@@ -9,6 +9,7 @@ quickest of five replays counts: no start of a kernel is in the figures.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 
 import torch
@@ -50,6 +51,8 @@ def best_us(work: Callable[[torch.Tensor], object], tensors: list[torch.Tensor])
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this is measured on a GPU, and torch sees none")
     device = torch.device("cuda")
     weights = torch.from_numpy(WEIGHTS.view("int64").copy()).to(device)
     found = torch.zeros(launch.MAX_ROWS * rows.FIELDS, dtype=torch.int64, device=device)

@@ -14,6 +14,7 @@ import argparse
 import itertools
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -59,6 +60,8 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="large")
     parser.add_argument("--rows", nargs="+", default=["L1:stats"], metavar="LEVEL:KEEP, or guard")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this is measured on a GPU, and torch sees none")
     _, forward, backward = halves(SIZES[args.size], "cuda", args.dtype)
     for _ in range(WARM):
         backward(forward())

@@ -423,10 +423,10 @@ class ModuleHooks:
                 "is_autocast": torch._C._is_any_autocast_enabled,
                 "graph_task": torch._C._current_graph_task_id,
                 "state_notes": _state_notes,
-                "functions_of": self._functions_of,
+                "functions_of": tape._record_functions_of,
                 "encode": encode,
                 "traced": self._traced,
-                "end_failed": self._end_failed,
+                "end_failed": tape._end_failed,
                 "stack_numbers": tape._stacks.current,
                 "new_stack": tape._write_stack,
                 "known_stacks": known_stacks,
@@ -477,9 +477,6 @@ class ModuleHooks:
         counted_as, around = (api.prefix, api.api), name_parts(api, "forward")
         return (*known, api, counted_as, *around, self._made.told(module))
 
-    def _functions_of(self, edges: Any) -> None:
-        self._tape._record_functions(whole(edges).functions)
-
     def _traced(
         self, call: OpenCall, edges: Any, outputs: Any, owners: Any, leaves: bool, found: Any
     ) -> None:
@@ -490,13 +487,6 @@ class ModuleHooks:
         if trace.outputs:
             aliases = whole(edges).aliases if edges.has_aliases else {}
             self._tape._follow(call, trace, aliases)
-
-    def _end_failed(self, call: OpenCall, error: Exception) -> None:
-        """As where `Tape.end` fails."""
-        self._tape.gap(call.names.name, error)
-        if call.written:
-            line = EndLine(id=call.id, notes=["what it returned is not recorded"])
-            self._tape.writer.end(line)
 
     # Gradients of parameters
 

@@ -19,11 +19,6 @@ PyObject* word() {
   return made;
 }
 
-inline Ref must(PyObject* fresh) {
-  if (fresh == nullptr) throw python_error();
-  return Ref::steal(fresh);
-}
-
 template <Text name>
 Ref attribute(const Ref& object) {
   return must(PyObject_GetAttr(object.get(), word<name>()));

@@ -19,12 +19,6 @@
 #include "stack.h"
 #include "text.h"
 
-// Of ATen/functorch/DynamicLayer.h, which asks for headers that torch does not bring along.
-namespace at::functorch {
-struct DynamicLayer;
-TORCH_API const std::vector<DynamicLayer>& getDynamicLayerStack();
-}  // namespace at::functorch
-
 namespace tensorprobe {
 
 // Python's side of it: `capture.plain_calls` says what each is.
@@ -128,21 +122,8 @@ class Calls : public Follower {
 
   static PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
 
-  static Ref got(PyObject* result) {
-    if (result == nullptr) throw python_error();
-    return Ref::steal(result);
-  }
   static Ref attribute(const Ref& object, PyObject* name) {
-    return got(PyObject_GetAttr(object.get(), name));
-  }
-
-  // Whether a body came to its end; if not, Python's error is set.
-  template <typename Body>
-  static bool attempt(Body body) noexcept {
-    return guarded([&]() -> PyObject* {
-             body();
-             return Py_None;
-           }) != nullptr;
+    return must(PyObject_GetAttr(object.get(), name));
   }
 
   // Whether asking for its hash, and whether it is equal, runs no Python.
@@ -150,17 +131,6 @@ class Calls : public Follower {
     const PyTypeObject* type = Py_TYPE(func);
     return type == &PyCFunction_Type || type == &PyMethodDescr_Type || type == &PyFunction_Type ||
            type == &_PyMethodWrapper_Type || type == &PyWrapperDescr_Type;
-  }
-
-  // The error that is set, taken away.
-  static Ref taken() {
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    PyErr_NormalizeException(&type, &value, &trace);
-    if (trace != nullptr) PyException_SetTraceback(value, trace);
-    Py_XDECREF(type);
-    Py_XDECREF(trace);
-    return Ref::steal(value);
   }
 
   // The ApiName of a function's calls, None where they have none. Worked out here: a function goes
@@ -247,7 +217,7 @@ class Calls : public Follower {
     if (known != apis_.end()) return known->second;
     auto api = std::make_shared<Api>();
     api->api = Ref::borrow(found);
-    Ref described = got(PyObject_CallOneArg(python_.describe.get(), found));
+    Ref described = must(PyObject_CallOneArg(python_.describe.get(), found));
     if (described.get() != Py_None) {
       PyObject *before, *after, *op;
       if (!PyArg_ParseTuple(described.get(), "UUU", &before, &after, &op)) throw python_error();
@@ -339,7 +309,7 @@ class Calls : public Follower {
       Ref known = Ref::borrow(PyDict_GetItemWithError(counts.get(), api.api.get()));
       if (!known) {
         if (PyErr_Occurred()) throw python_error();
-        known = got(PyObject_CallMethodOneArg(python_.counter.get(), make, api.api.get()));
+        known = must(PyObject_CallMethodOneArg(python_.counter.get(), make, api.api.get()));
         counts = Ref();  // it may be in another by now
       }
       const Ref count = Ref::borrow(PyTuple_GetItem(known.get(), 0));
@@ -352,7 +322,7 @@ class Calls : public Follower {
   }
 
   static long long next_of(PyObject* count) {
-    Ref number = got(PyIter_Next(count));
+    Ref number = must(PyIter_Next(count));
     const long long value = PyLong_AsLongLong(number.get());
     if (value == -1 && PyErr_Occurred()) throw python_error();
     return value;
@@ -372,7 +342,7 @@ class Calls : public Follower {
     std::string notes;
     if (has_state_notes()) {
       PyObject* grad = open.grad ? Py_True : Py_False;
-      Ref said = got(PyObject_CallOneArg(python_.state_notes.get(), grad));
+      Ref said = must(PyObject_CallOneArg(python_.state_notes.get(), grad));
       if (PyObject_IsTrue(said.get()) == 1) notes = ",\"notes\":" + spell_.json(said.get());
     }
     if (open.grad) {
@@ -382,7 +352,7 @@ class Calls : public Follower {
       for (const Input& input : open.inputs) open.edges->add(input.tensor.get(), input.path.get());
       if (open.edges->has_functions()) {
         PyObject* edges = edges_object(open).get();
-        got(PyObject_CallMethodOneArg(python_.tape.get(), record_functions, edges));
+        must(PyObject_CallMethodOneArg(python_.tape.get(), record_functions, edges));
       }
     }
     open.id = next_of(tape_.get(ids).get());
@@ -444,13 +414,13 @@ class Calls : public Follower {
     const int known = PyDict_Contains(python_.stack_frames.get(), base_id.get());
     if (known < 0) throw python_error();
     PyObject* from = known ? base.get() : Py_None;
-    Ref key = got(walk_stack(1, from, known ? base_id.get() : zero, MAX_FRAMES));
+    Ref key = must(walk_stack(1, from, known ? base_id.get() : zero, MAX_FRAMES));
     Ref number = Ref::borrow(PyDict_GetItemWithError(python_.known_stacks.get(), key.get()));
     if (!number && PyErr_Occurred()) throw python_error();
     const int told = number ? PySet_Contains(python_.told_stacks.get(), number.get()) : 0;
     if (told < 0) throw python_error();
     if (told || (number && tell_again(number))) return number;
-    return got(PyObject_CallMethodObjArgs(python_.stacks.get(), current, one, base.get(),
+    return must(PyObject_CallMethodObjArgs(python_.stacks.get(), current, one, base.get(),
                                           base_id.get(), nullptr));
   }
 
@@ -473,7 +443,7 @@ class Calls : public Follower {
       std::string text = "{\"type\":\"stack\",\"id\":";
       append_number(text, id);
       text.append(",\"frames\":").append(spell_.json(frames.get())).append("}\n");
-      line = got(PyBytes_FromStringAndSize(text.data(), text.size()));
+      line = must(PyBytes_FromStringAndSize(text.data(), text.size()));
     });
     if (!is_made) {  // a file whose name is not UTF-8
       if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) throw python_error();
@@ -560,7 +530,7 @@ class Calls : public Follower {
     }
     Py_ssize_t depth = 0;
     for (const Spot* at = &spot; at != nullptr; at = at->around) ++depth;
-    Ref path = got(PyTuple_New(depth));
+    Ref path = must(PyTuple_New(depth));
     for (const Spot* at = &spot; at != nullptr; at = at->around) {
       PyObject* part = at->name != nullptr ? Py_NewRef(at->name)
                                            : PyUnicode_FromFormat("%zd", at->index);
@@ -616,7 +586,7 @@ class Calls : public Follower {
     const char* kind = THPDtype_Check(value)    ? "dtype"
                        : THPLayout_Check(value) ? "layout"
                                                 : "memory_format";
-    Ref said = got(PyObject_Str(value));
+    Ref said = must(PyObject_Str(value));
     const std::string text =
         "{\"special\":[\"" + std::string(kind) + "\"," + spell_.quoted(said.get()) + "]}";
     return words_.emplace(value, std::make_pair(Ref::borrow(value), text)).first->second.second;
@@ -691,14 +661,14 @@ class Calls : public Follower {
       PyObject* kind = open.edges->is_one_node() ? python_.one_node.get() : python_.one_way.get();
       Ref spots = exits[0].spots();
       PyObject* given[] = {common[0], common[1], common[2], common[3], common[4], spots.get()};
-      Ref backward = got(PyObject_Vectorcall(kind, given, 6, nullptr));
+      Ref backward = must(PyObject_Vectorcall(kind, given, 6, nullptr));
       open.edges->listen(backward.get(), Py_None);
       return;
     }
-    Ref nothing = got(PyDict_New()), n_nodes = got(PyLong_FromSize_t(1 + exits.size()));
+    Ref nothing = must(PyDict_New()), n_nodes = must(PyLong_FromSize_t(1 + exits.size()));
     PyObject* given[] = {common[0], common[1],     common[2],     common[3],
                          common[4], nothing.get(), n_nodes.get(), python_.no_aliases.get()};
-    Ref backward = got(PyObject_Vectorcall(python_.any_way.get(), given, 8, nullptr));
+    Ref backward = must(PyObject_Vectorcall(python_.any_way.get(), given, 8, nullptr));
     open.edges->listen(backward.get(), python_.output_spots.get());
   }
 
@@ -744,13 +714,13 @@ class Calls : public Follower {
     PyObject* kind = call.is_way ? python_.one_way.get() : python_.one_node.get();
     Ref name = name_of(*call.api, call.number);
     PyObject* parts[] = {call.api->api.get(), name.get(), call.module.get()};
-    Ref names = got(PyObject_Vectorcall(python_.call_names.get(), parts, 3, nullptr));
+    Ref names = must(PyObject_Vectorcall(python_.call_names.get(), parts, 3, nullptr));
     Exit exit{NodePtr(), call.positions, {}};
     for (const Ref& path : call.paths) exit.paths.push_back(path.get());
-    Ref spots = exit.spots(), n_passes = got(PyLong_FromLong(call.n_passes));
+    Ref spots = exit.spots(), n_passes = must(PyLong_FromLong(call.n_passes));
     PyObject* given[] = {python_.tape.get(), names.get(),     python_.keep.get(), call.stack.get(),
                          call.step.get(),    spots.get(), n_passes.get()};
-    return got(PyObject_Vectorcall(kind, given, 7, nullptr));
+    return must(PyObject_Vectorcall(kind, given, 7, nullptr));
   }
 
   static PyObject* thread_name() {
@@ -764,7 +734,7 @@ class Calls : public Follower {
   }
 
   static Ref key_of(const Followed& call) {
-    return got(Py_BuildValue("(Ni)", PyLong_FromVoidPtr(const_cast<Followed*>(&call)),
+    return must(Py_BuildValue("(Ni)", PyLong_FromVoidPtr(const_cast<Followed*>(&call)),
                              torch::autograd::get_current_graph_task_id()));
   }
 
@@ -792,12 +762,12 @@ class Calls : public Follower {
     const Api& api = *call.api;
     Ref key = key_of(call), name = backward_name(call);
     PyObject* parts[] = {api.api.get(), name.get(), call.module.get(), backward};
-    Ref names = got(PyObject_Vectorcall(python_.call_names.get(), parts, 4, nullptr));
+    Ref names = must(PyObject_Vectorcall(python_.call_names.get(), parts, 4, nullptr));
     ++call.n_passes;
-    Ref number = got(PyIter_Next(tape_.get(ids).get()));
+    Ref number = must(PyIter_Next(tape_.get(ids).get()));
     PyObject* given[] = {python_.tape.get(), key.get(), names.get(), python_.keep.get(),
                          number.get()};
-    Ref run = got(PyObject_Vectorcall(python_.node_run.get(), given, 5, nullptr));
+    Ref run = must(PyObject_Vectorcall(python_.node_run.get(), given, 5, nullptr));
     if (PyDict_SetItem(running().get(), key.get(), run.get()) < 0) throw python_error();
     tape_.set(entered, run.get());
     std::string line;
@@ -858,7 +828,7 @@ class Calls : public Follower {
       text += "null";
       return;
     }
-    Ref object = got(THPVariable_Wrap(grad));
+    Ref object = must(THPVariable_Wrap(grad));
     if (is_own_type(object.get()) && is_plain(*grad.unsafeGetTensorImpl())) {
       if (!lines_.append(object.get(), false, role, path, wanted, python_.keep.get(), nullptr,
                          text)) {
@@ -866,7 +836,7 @@ class Calls : public Follower {
       }
       return;
     }
-    Ref tree = got(lines_.encoded(object.get(), run.get(), role, path,
+    Ref tree = must(lines_.encoded(object.get(), run.get(), role, path,
                                   wanted ? Py_True : Py_False, Py_False));
     text += spell_.json(tree.get());
   }
@@ -881,20 +851,20 @@ class Calls : public Follower {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) throw python_error();
     Ref error = taken();
     Ref name = backward_name(call);
-    got(PyObject_CallMethodObjArgs(python_.tape.get(), method, name.get(), error.get(), nullptr));
+    must(PyObject_CallMethodObjArgs(python_.tape.get(), method, name.get(), error.get(), nullptr));
   }
 
   // -- What Python goes on with --------------------------------------------------------------
 
   static Ref joined(const Api& api, long long number, PyObject* after) {
     if (!api.is_ascii) {
-      return got(PyUnicode_FromFormat("%U%lld%U", api.before.get(), number, after));
+      return must(PyUnicode_FromFormat("%U%lld%U", api.before.get(), number, after));
     }
     char digits[24];
     const size_t n = std::to_chars(digits, digits + sizeof digits, number).ptr - digits;
     const size_t before_n = PyUnicode_GET_LENGTH(api.before.get());
     const size_t after_n = PyUnicode_GET_LENGTH(after);
-    Ref name = got(PyUnicode_New(before_n + n + after_n, 127));
+    Ref name = must(PyUnicode_New(before_n + n + after_n, 127));
     auto* data = PyUnicode_1BYTE_DATA(name.get());
     memcpy(data, PyUnicode_1BYTE_DATA(api.before.get()), before_n);
     memcpy(data + before_n, digits, n);
@@ -910,39 +880,39 @@ class Calls : public Follower {
     if (!open.names) {
       Ref name = name_of(open);
       PyObject* given[] = {open.api->api.get(), name.get(), open.module.get()};
-      open.names = got(PyObject_Vectorcall(python_.call_names.get(), given, 3, nullptr));
+      open.names = must(PyObject_Vectorcall(python_.call_names.get(), given, 3, nullptr));
     }
     return open.names;
   }
 
   const Ref& edges_object(Open& open) const {
     if (!open.edges_object) {
-      open.edges_object = got(box_edges_(std::move(open.own_edges)));
+      open.edges_object = must(box_edges_(std::move(open.own_edges)));
     }
     return open.edges_object;
   }
 
   Ref open_call(Open& open) const {
-    Ref inputs = got(PyList_New(0)), versions = got(PyList_New(0));
+    Ref inputs = must(PyList_New(0)), versions = must(PyList_New(0));
     for (const Input& input : open.inputs) {
-      Ref item = got(PyTuple_Pack(2, input.tensor.get(), input.path.get()));
-      Ref version = got(PyLong_FromLongLong(input.version));
+      Ref item = must(PyTuple_Pack(2, input.tensor.get(), input.path.get()));
+      Ref version = must(PyLong_FromLongLong(input.version));
       if (PyList_Append(inputs.get(), item.get()) < 0) throw python_error();
       if (PyList_Append(versions.get(), version.get()) < 0) throw python_error();
     }
-    Ref id = got(PyLong_FromLongLong(open.id));
+    Ref id = must(PyLong_FromLongLong(open.id));
     PyObject* edges = open.edges == nullptr ? Py_None : edges_object(open).get();
     PyObject* given[] = {names_of(open).get(), python_.keep.get(), open.step.get(), id.get(),
                          open.stack.get(),     edges,              inputs.get(),    versions.get()};
-    return got(PyObject_Vectorcall(python_.open_call.get(), given, 8, nullptr));
+    return must(PyObject_Vectorcall(python_.open_call.get(), given, 8, nullptr));
   }
 
   Ref end_line(long long id, const std::string& outputs) const {
-    Ref bytes = got(PyBytes_FromStringAndSize(outputs.data(), outputs.size()));
-    Ref tree = got(PyObject_CallOneArg(python_.raw.get(), bytes.get()));
-    Ref given = got(Py_BuildValue("{s:L,s:O}", "id", id, "outputs", tree.get()));
-    Ref nothing = got(PyTuple_New(0));
-    return got(PyObject_Call(python_.end_line.get(), nothing.get(), given.get()));
+    Ref bytes = must(PyBytes_FromStringAndSize(outputs.data(), outputs.size()));
+    Ref tree = must(PyObject_CallOneArg(python_.raw.get(), bytes.get()));
+    Ref given = must(Py_BuildValue("{s:L,s:O}", "id", id, "outputs", tree.get()));
+    Ref nothing = must(PyTuple_New(0));
+    return must(PyObject_Call(python_.end_line.get(), nothing.get(), given.get()));
   }
 
   // What was raised becomes a gap, and the call is made without a record; false where it is no
@@ -953,7 +923,7 @@ class Calls : public Follower {
     Ref error = taken();
     return attempt([&] {
       Ref name = name_of(open);
-      got(PyObject_CallMethodObjArgs(python_.tape.get(), method, name.get(), error.get(), nullptr));
+      must(PyObject_CallMethodObjArgs(python_.tape.get(), method, name.get(), error.get(), nullptr));
     });
   }
 
@@ -963,7 +933,7 @@ class Calls : public Follower {
     Ref error = taken();
     return attempt([&] {
       Ref call = open_call(open);
-      got(PyObject_CallMethodObjArgs(python_.tape.get(), method, call.get(), error.get(), nullptr));
+      must(PyObject_CallMethodObjArgs(python_.tape.get(), method, call.get(), error.get(), nullptr));
     });
   }
 
@@ -973,7 +943,7 @@ class Calls : public Follower {
     Ref error = taken();
     const bool written = attempt([&] {
       Ref call = open_call(open);
-      got(PyObject_CallMethodObjArgs(python_.tape.get(), method, call.get(), error.get(), nullptr));
+      must(PyObject_CallMethodObjArgs(python_.tape.get(), method, call.get(), error.get(), nullptr));
     });
     if (!written) {  // it goes on instead, as from an `except` of Python
       Ref other = taken();
@@ -989,7 +959,7 @@ class Calls : public Follower {
     static PyObject* const method = name("end");
     return attempt([&] {
       Ref call = open_call(open);
-      got(PyObject_CallMethodObjArgs(python_.tape.get(), method, call.get(), result, nullptr));
+      must(PyObject_CallMethodObjArgs(python_.tape.get(), method, call.get(), result, nullptr));
     });
   }
 

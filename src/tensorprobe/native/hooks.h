@@ -10,12 +10,6 @@
 #include "made.h"
 #include "stack.h"
 
-// Of ATen/functorch/DynamicLayer.h, which asks for headers that torch does not bring along.
-namespace at::functorch {
-struct DynamicLayer;
-TORCH_API const std::vector<DynamicLayer>& getDynamicLayerStack();
-}  // namespace at::functorch
-
 namespace tensorprobe {
 
 // Python's side: `ModuleHooks._swift` says what each is.
@@ -172,12 +166,8 @@ class Hooks {
     return all;
   }
 
-  static Ref got(PyObject* result) {
-    if (result == nullptr) throw python_error();
-    return Ref::steal(result);
-  }
   static Ref attribute(const Ref& object, PyObject* name) {
-    return got(PyObject_GetAttr(object.get(), name));
+    return must(PyObject_GetAttr(object.get(), name));
   }
   static void set(const Ref& object, PyObject* name, PyObject* value) {
     if (PyObject_SetAttr(object.get(), name, value) < 0) throw python_error();
@@ -194,32 +184,12 @@ class Hooks {
   template <typename... Given>
   static Ref called(const Ref& function, Given... given) {
     PyObject* arguments[] = {given...};
-    return got(PyObject_Vectorcall(function.get(), arguments, sizeof...(given), nullptr));
+    return must(PyObject_Vectorcall(function.get(), arguments, sizeof...(given), nullptr));
   }
   template <typename... Given>
   static Ref called_method(const Ref& object, PyObject* name, Given... given) {
     PyObject* arguments[] = {object.get(), given...};
-    return got(PyObject_VectorcallMethod(name, arguments, 1 + sizeof...(given), nullptr));
-  }
-
-  // Whether a body came to its end; if not, Python's error is set.
-  template <typename Body>
-  static bool attempt(Body body) noexcept {
-    return guarded([&]() -> PyObject* {
-             body();
-             return Py_None;
-           }) != nullptr;
-  }
-
-  // The error that is set, taken away.
-  static Ref taken() {
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    PyErr_NormalizeException(&type, &value, &trace);
-    if (trace != nullptr) PyException_SetTraceback(value, trace);
-    Py_XDECREF(type);
-    Py_XDECREF(trace);
-    return Ref::steal(value);
+    return must(PyObject_VectorcallMethod(name, arguments, 1 + sizeof...(given), nullptr));
   }
 
   // What was raised becomes a gap, unless it is no trouble of recording (Ctrl-C): it goes on.
@@ -250,7 +220,7 @@ class Hooks {
     }
     const std::shared_ptr<const Card> card = card_of(module);
     if (!card || !PyTuple_CheckExact(args)) return false;
-    const Ref held = got(PyObject_GenericGetDict(module, nullptr));
+    const Ref held = must(PyObject_GenericGetDict(module, nullptr));
     if (!has_usual(held.get())) return false;
     follow(*card, module, args, entries, last, frame, held);
     return true;
@@ -283,7 +253,7 @@ class Hooks {
     if (found == Py_False) return false;
     if (PyErr_Occurred()) throw python_error();
     const Ref said =
-        got(PyObject_CallNoArgs(item(python_.compiler.get(), word().is_compiling).get()));
+        must(PyObject_CallNoArgs(item(python_.compiler.get(), word().is_compiling).get()));
     return said.get() == Py_True;
   }
 
@@ -369,7 +339,7 @@ class Hooks {
     card->counted_as = Ref::borrow(counted_as);
     card->before = Ref::borrow(before);
     card->after = Ref::borrow(after);
-    card->trained = got(PyTuple_Pack(2, reference, path));
+    card->trained = must(PyTuple_Pack(2, reference, path));
     if (made != Py_None) card->made = std::make_unique<Made>(made);
     if (cards_.size() >= MAX_CARDS) const auto gone = std::exchange(cards_, {});
     const std::shared_ptr<const Card> old = std::exchange(cards_[module], card);
@@ -395,8 +365,8 @@ class Hooks {
     while (PyDict_Next(dict.get(), &at, &name, &tensor)) {
       if (tensor == Py_None) continue;
       const Ref key = Ref::borrow(name), value = Ref::borrow(tensor);  // what is made may free them
-      if (!list) list = got(PyList_New(0));
-      const Ref pair = got(PyTuple_Pack(2, key.get(), value.get()));
+      if (!list) list = must(PyList_New(0));
+      const Ref pair = must(PyTuple_Pack(2, key.get(), value.get()));
       if (PyList_Append(list.get(), pair.get()) < 0) throw python_error();
     }
     return list;
@@ -409,7 +379,7 @@ class Hooks {
               const Ref& last, const Ref& frame, const Ref& held) {
     const Ref place = attribute(python_.place, word().own_dict);
     TORCH_CHECK(PyDict_Check(place.get()), "a place is a dict");
-    const Ref before = got(PyDict_Copy(place.get()));
+    const Ref before = must(PyDict_Copy(place.get()));
     const Ref leaves = attribute(last, word().leaves);
     const Ref entry =
         called(python_.entry, module, frame.get(), before.get(), leaves.get());
@@ -424,7 +394,7 @@ class Hooks {
       if (PyObject_IsTrue(stack.get()) != 1) stack = Ref();
     }
     if (!stack) {
-      const Ref one = got(PyLong_FromLong(1));  // frame up: torch's
+      const Ref one = must(PyLong_FromLong(1));  // frame up: torch's
       stack = called_method(python_.tape, word().stack_number, one.get());
     }
     put(place, word().stack, stack.get());
@@ -471,7 +441,7 @@ class Hooks {
     if (buffers) called(python_.note_buffers, entry.get(), buffers.get());
     add_notes(card, module, held, call);
     if (parameters) {
-      const Ref id = got(PyLong_FromVoidPtr(module));
+      const Ref id = must(PyLong_FromVoidPtr(module));
       put(python_.trained, id.get(), card.trained.get());
     }
     return call;
@@ -484,20 +454,20 @@ class Hooks {
     Ref known = item(by_api.get(), card.api.get());
     if (!known) {
       const Ref counts = attribute(counter, word().own_counts);
-      const Ref fresh = got(PyObject_CallNoArgs(python_.count.get()));
+      const Ref fresh = must(PyObject_CallNoArgs(python_.count.get()));
       PyObject* stays = PyDict_SetDefault(counts.get(), card.counted_as.get(), fresh.get());
       if (stays == nullptr) throw python_error();
-      known = got(PyTuple_Pack(3, stays, card.before.get(), card.after.get()));
+      known = must(PyTuple_Pack(3, stays, card.before.get(), card.after.get()));
       put(by_api, card.api.get(), known.get());
     }
     TORCH_CHECK(PyTuple_CheckExact(known.get()) && PyTuple_GET_SIZE(known.get()) == 3, "no count");
-    const Ref number = got(PyIter_Next(PyTuple_GET_ITEM(known.get(), 0)));
-    return got(PyUnicode_FromFormat("%U%S%U", card.before.get(), number.get(), card.after.get()));
+    const Ref number = must(PyIter_Next(PyTuple_GET_ITEM(known.get(), 0)));
+    return must(PyUnicode_FromFormat("%U%S%U", card.before.get(), number.get(), card.after.get()));
   }
 
   Ref begin_in_python(const Ref& names, PyObject* args, const Ref& kwargs, bool grad,
                       const Ref& held, const Ref& parameters, const Ref& buffers) const {
-    const Ref given = got(PyDict_New()), one = got(PyLong_FromLong(1));
+    const Ref given = must(PyDict_New()), one = must(PyLong_FromLong(1));
     const Ref training = item(held.get(), word().training);
     put(given, word().depth, one.get());  // frame up: torch's
     put(given, word().grad, grad ? Py_True : Py_False);
@@ -505,9 +475,9 @@ class Hooks {
     if (parameters) put(given, word().parameters, parameters.get());
     if (buffers) put(given, word().buffers, buffers.get());
     const Ref positional =
-        got(PyTuple_Pack(3, names.get(), args, kwargs ? kwargs.get() : Py_None));
+        must(PyTuple_Pack(3, names.get(), args, kwargs ? kwargs.get() : Py_None));
     const Ref begin = attribute(python_.tape, word().begin);
-    Ref call = got(PyObject_Call(begin.get(), positional.get(), given.get()));
+    Ref call = must(PyObject_Call(begin.get(), positional.get(), given.get()));
     return call.get() == Py_None ? Ref() : call;
   }
 
@@ -546,7 +516,7 @@ class Hooks {
   // As `Tape.begin`.
   Ref write_call(const Started& started, const Card& card, PyObject* args, Ref kwargs,
                  const Ref& place) {
-    if (!kwargs || kwargs.get() == Py_None) kwargs = got(PyDict_New());
+    if (!kwargs || kwargs.get() == Py_None) kwargs = must(PyDict_New());
     const Ref step = attribute(python_.tape, word().step);
     const Ref call =
         called(python_.open_call, started.names.get(), python_.keep.get(), step.get());
@@ -562,7 +532,7 @@ class Hooks {
     if (!PyArg_ParseTuple(trees.get(), "OO", &positional, &keywords)) throw python_error();
     const Ref inputs = attribute(call, word().inputs);
     set(call, word().versions, called(python_.versions, inputs.get()).get());
-    const Ref zero = got(PyLong_FromLong(0));
+    const Ref zero = must(PyLong_FromLong(0));
     const Ref op = attribute(card.api, word().op);
     const Ref parent = item(place.get(), word().parent), thread = item(place.get(), word().thread);
     TORCH_CHECK(parent && thread, "nobody knows where this is");
@@ -572,7 +542,7 @@ class Hooks {
     static PyObject* const keys =
         Py_BuildValue("(sssssssss)", "id", "name", "op", "module", "thread", "parent", "stack",
                       "args", "kwargs");
-    const Ref line = got(PyObject_Vectorcall(python_.call_line.get(), given, 0, keys));
+    const Ref line = must(PyObject_Vectorcall(python_.call_line.get(), given, 0, keys));
     if (has_state_notes()) {
       const Ref notes = called(python_.state_notes, started.grad ? Py_True : Py_False);
       set(line, word().notes, notes.get());
@@ -594,7 +564,7 @@ class Hooks {
         called(python_.functions_of, edges.get());
       }
     }
-    const Ref id = got(PyIter_Next(attribute(python_.tape, word().ids).get()));
+    const Ref id = must(PyIter_Next(attribute(python_.tape, word().ids).get()));
     set(call, word().id, id.get());
     set(line, word().id, id.get());
     called_method(python_.writer, word().call, line.get());
@@ -602,8 +572,8 @@ class Hooks {
   }
 
   bool has_state_notes() const {
-    if (PyObject_IsTrue(got(PyObject_CallNoArgs(python_.is_autocast.get())).get()) == 1) return true;
-    const Ref task = got(PyObject_CallNoArgs(python_.graph_task.get()));
+    if (PyObject_IsTrue(must(PyObject_CallNoArgs(python_.is_autocast.get())).get()) == 1) return true;
+    const Ref task = must(PyObject_CallNoArgs(python_.graph_task.get()));
     return PyLong_AsLong(task.get()) != -1;
   }
 
@@ -612,7 +582,7 @@ class Hooks {
     const Ref frame = item(place.get(), word().frame), stack = item(place.get(), word().stack);
     TORCH_CHECK(frame && stack, "nobody knows where this is");
     if (PyDict_GetItemWithError(python_.stack_frames.get(), stack.get()) != nullptr) {
-      const Ref key = got(walk_stack(1, frame.get(), stack.get(), MAX_FRAMES));
+      const Ref key = must(walk_stack(1, frame.get(), stack.get(), MAX_FRAMES));
       const Ref number = item(python_.known_stacks.get(), key.get());
       if (number) {
         const int is_told = PySet_Contains(python_.told_stacks.get(), number.get());
@@ -621,7 +591,7 @@ class Hooks {
       }
     }
     if (PyErr_Occurred()) throw python_error();
-    const Ref one = got(PyLong_FromLong(1));  // frame up: torch's
+    const Ref one = must(PyLong_FromLong(1));  // frame up: torch's
     return called(python_.stack_numbers, one.get(), frame.get(), stack.get());
   }
 
@@ -636,7 +606,7 @@ class Hooks {
 
   // As `ModuleHooks._end` and `Tape.end`.
   void end(const Ref& entry, const Ref& call, PyObject* module, PyObject* result) {
-    const Ref held = got(PyObject_GenericGetDict(module, nullptr));
+    const Ref held = must(PyObject_GenericGetDict(module, nullptr));
     const Ref buffers = item(held.get(), word().own_buffers);
     bool is_written = false;
     if (python_.keep.get() != Py_None && buffers && PyDict_CheckExact(buffers.get()) &&
@@ -667,10 +637,10 @@ class Hooks {
         PyObject_IsTrue(attribute(call, word().writes).get()) != 0) {
       return false;
     }
-    const Ref outputs = got(PyList_New(0));
+    const Ref outputs = must(PyList_New(0));
     Ref tree;
     if (is_own_type(result)) {
-      const Ref pair = got(PyTuple_Pack(2, result, python_.only_path.get()));
+      const Ref pair = must(PyTuple_Pack(2, result, python_.only_path.get()));
       if (PyList_Append(outputs.get(), pair.get()) < 0) throw python_error();
       tree = called_method(python_.lines, word().encoded, result, call.get(), word().output,
                            python_.only_path.get(), python_.wants_output.get());
@@ -678,7 +648,7 @@ class Hooks {
       tree = called(python_.results, result, call.get(), python_.wants_output.get(), outputs.get());
     }
     if (result != Py_None && tree.get() == Py_None) {  // it is something else
-      const Ref seen = got(PyDict_New());
+      const Ref seen = must(PyDict_New());
       const Ref encoder =
           called_method(python_.lines, word().encoder, call.get(), word().output,
                         python_.wants_output.get(), outputs.get(), seen.get());
@@ -687,7 +657,7 @@ class Hooks {
     const Ref notes = attribute(call, word().notes);
     PyObject* given[] = {id.get(), tree.get(), notes.get()};
     static PyObject* const keys = Py_BuildValue("(sss)", "id", "outputs", "notes");
-    const Ref line = got(PyObject_Vectorcall(python_.end_line.get(), given, 0, keys));
+    const Ref line = must(PyObject_Vectorcall(python_.end_line.get(), given, 0, keys));
     const Ref edges = attribute(call, word().edges);
     if (python_.backward && edges.get() != Py_None) trace(entry, call, edges, outputs);
     called_method(python_.writer, word().end, line.get());

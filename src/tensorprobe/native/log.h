@@ -21,8 +21,8 @@ class Log {
         call_(std::move(call)),
         end_(std::move(end)) {
     Ref lock = fields_.get(lock_.get());
-    acquire_ = called(PyObject_GetAttrString(lock.get(), "acquire"));
-    release_ = called(PyObject_GetAttrString(lock.get(), "release"));
+    acquire_ = must(PyObject_GetAttrString(lock.get(), "acquire"));
+    release_ = must(PyObject_GetAttrString(lock.get(), "release"));
   }
 
   PyObject* call(PyObject* line) {
@@ -76,7 +76,7 @@ class Log {
       if (!line) return false;
       return static_cast<bool>(Ref::steal(PyObject_CallOneArg(end_.get(), line.get())));
     }
-    add(step, called(PyBytes_FromStringAndSize(text.data(), text.size())));
+    add(step, must(PyBytes_FromStringAndSize(text.data(), text.size())));
     return true;
   }
 
@@ -104,16 +104,11 @@ class Log {
  private:
   static Ref name(const char* text) { return Ref::steal(PyUnicode_InternFromString(text)); }
 
-  static Ref called(PyObject* result) {
-    if (result == nullptr) throw python_error();
-    return Ref::steal(result);
-  }
-
   // A lock of Python's, held.
   class Held {
    public:
     Held(const Ref& acquire, Ref release) : release_(std::move(release)) {
-      called(PyObject_CallNoArgs(acquire.get()));
+      must(PyObject_CallNoArgs(acquire.get()));
     }
     ~Held() {
       PyObject *type, *value, *trace;
@@ -130,13 +125,13 @@ class Log {
     Ref lines = Fields(step.get()).get(lines_.get());
     if (PyList_Append(lines.get(), bytes.get()) < 0) throw python_error();
     if (fields_.get(asleep_.get()).get() == Py_True) {
-      called(PyObject_CallMethodNoArgs(writer_.get(), wake_.get()));
+      must(PyObject_CallMethodNoArgs(writer_.get(), wake_.get()));
     }
   }
 
   // Nothing where it cannot be, which the writer's own method says.
   Ref encoded(PyObject* line) const {
-    Ref list = called(PyList_New(1));
+    Ref list = must(PyList_New(1));
     PyList_SET_ITEM(list.get(), 0, Py_NewRef(line));
     Ref text = Ref::steal(PyObject_CallOneArg(encode_.get(), list.get()));
     if (text) return text;
@@ -154,7 +149,7 @@ class Log {
     Ref before = fields.get(name.get());
     const long long value = PyLong_AsLongLong(before.get());
     if (value == -1 && PyErr_Occurred()) throw python_error();
-    Ref after = called(PyLong_FromLongLong(value + more));
+    Ref after = must(PyLong_FromLongLong(value + more));
     fields.set(name.get(), after.get());
   }
 
@@ -221,8 +216,8 @@ class Log {
     PyErr_Fetch(&type, &value, &trace);
     PyErr_NormalizeException(&type, &value, &trace);
     Ref held_type = Ref::steal(type), error = Ref::steal(value), held_trace = Ref::steal(trace);
-    Ref count = called(PyLong_FromSize_t(written));
-    Ref done = called(PyObject_CallMethodObjArgs(writer_.get(), break_.get(), step.get(),
+    Ref count = must(PyLong_FromSize_t(written));
+    Ref done = must(PyObject_CallMethodObjArgs(writer_.get(), break_.get(), step.get(),
                                                  error.get(), count.get(), nullptr));
   }
 

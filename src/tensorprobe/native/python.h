@@ -10,6 +10,12 @@
 
 #include <utility>
 
+// Of ATen/functorch/DynamicLayer.h, which asks for headers that torch does not bring along.
+namespace at::functorch {
+struct DynamicLayer;
+TORCH_API const std::vector<DynamicLayer>& getDynamicLayerStack();
+}  // namespace at::functorch
+
 namespace tensorprobe {
 
 // A reference that is let go of; the interpreter is held wherever one is made or goes.
@@ -110,6 +116,32 @@ inline bool is_plain(const at::TensorImpl& tensor) {
   return !(kinds & ~usual) && tensor.layout() == c10::kStrided && !tensor.device().is_meta() &&
          tensor.version_counter().enabled() && !tensor.has_symbolic_sizes_strides() &&
          tensor.has_storage();
+}
+
+// What Python made, or its error is thrown.
+inline Ref must(PyObject* fresh) {
+  if (fresh == nullptr) throw python_error();
+  return Ref::steal(fresh);
+}
+
+// Whether a body came to its end; if not, Python's error is set.
+template <typename Body>
+bool attempt(Body body) noexcept {
+  return guarded([&]() -> PyObject* {
+           body();
+           return Py_None;
+         }) != nullptr;
+}
+
+// The error that is set, taken away.
+inline Ref taken() {
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
+  if (trace != nullptr) PyException_SetTraceback(value, trace);
+  Py_XDECREF(type);
+  Py_XDECREF(trace);
+  return Ref::steal(value);
 }
 
 // While there is one, tensors are read without any function mode or subclass taking notice.
