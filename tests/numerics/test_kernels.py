@@ -22,7 +22,7 @@ PLACES = {"table": "*i64", "weights": "*i64", "rows": "*i64", "meta": "*i32", "d
 PLACES["flags"] = "*i32"
 RUNS = ["run", "n1", "n2", "s0", "s1", "s2"]
 NUMBERS = dict.fromkeys(["n", "words", "row", "slot", *RUNS], "i32")
-SAME = {"FIELDS": rows.FIELDS, "LANES": launch.LANES}
+SAME = {"FIELDS": rows.FIELDS, "LANES": launch.LANES, "EARLY": True}
 
 def ptx(function, pointers, constants):
     types = {**pointers, **PLACES, **NUMBERS}
@@ -39,7 +39,10 @@ def ptx(function, pointers, constants):
     )
     target = GPUTarget("cuda", 90, 32)
     done = triton.compile(source, target=target, options={"num_warps": launch.LANES // 32})
-    return done.asm["ptx"]
+    text = done.asm["ptx"]
+    begins = text.index("griddepcontrol.wait")  # for the kernels before it, and then it reads
+    assert begins < min(text.index(word) for word in ("ld.global", "st.global") if word in text)
+    return text
 
 for name, read in READS.items():
     kind, unit = launch.READS[name][1], 4 if name == "float32" else 2
@@ -54,7 +57,7 @@ for name, read in READS.items():
     flag = ptx(
         kernels.flag_floats,
         {"x": read},
-        {"KIND": kind, "WIDE": False, "VECTOR": 16 // unit, "LANES": launch.LANES},
+        {"KIND": kind, "WIDE": False, "VECTOR": 16 // unit, "LANES": launch.LANES, "EARLY": True},
     )
     assert "ld.global.v4.b32" in flag, name
     for kernel in (kernels.digest_and_tally_floats, kernels.digest_and_tally_runs):
@@ -66,6 +69,7 @@ print("passed")
 """
 # Triton's own layer and ours, each before a function that notes what it is given.
 STARTED = """
+import torch
 import triton
 from triton.backends.nvidia.driver import CudaLauncher
 from tensorprobe.numerics import launch
@@ -84,7 +88,7 @@ class Compiled:
     function, packed_metadata = 77, (8, 1, 256)
 
 Compiled.run = run
-kernel = launch.Kernel(None, 8)
+kernel = launch.Kernel(None, torch.device("cpu"), 8)
 kernel._compiled["key"] = launch._form_of(Compiled, (1, False))
 assert kernel.start("key", 5, 99, 1001, 1002, 3)
 run(5, 1, 1, 99, 77, (8, 1, 256), None, None, None, 1001, 1002, 3, 1, False)

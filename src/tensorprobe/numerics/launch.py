@@ -119,10 +119,15 @@ class Kernel:
     dtype, whether addresses are aligned, whether counts need 64 bits.
     """
 
-    def __init__(self, function: Any, warps: int, **constants: object) -> None:
+    def __init__(
+        self, function: Any, device: torch.device, warps: int, **constants: object
+    ) -> None:
+        early = _starts_early(device)
         self._function = function
-        self._warps = warps
-        self._constants = constants
+        self._constants = {**constants, "EARLY": early}
+        self._options = {"num_warps": warps, **_OPTIONS}
+        if early:
+            self._options["launch_pdl"] = True
         self._compiled: dict[Hashable, Form] = {}
 
     def form(self, key: Hashable) -> Form | None:
@@ -143,11 +148,16 @@ class Kernel:
     ) -> None:
         """Let Triton find out what it depends on, and keep the compiled form."""
         constants = {**constants, **self._constants}
-        compiled = self._function[(programs,)](
-            *arguments, **constants, num_warps=self._warps, **_OPTIONS
-        )
+        compiled = self._function[(programs,)](*arguments, **constants, **self._options)
         if compiled is not None and _starts_directly():
             self._compiled[key] = _form_of(compiled, tuple(constants.values()))
+
+
+def _starts_early(device: torch.device) -> bool:
+    """Whether a kernel can be got ready on this device while the one before it ends."""
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _starts_directly() -> bool:
@@ -227,17 +237,23 @@ class Launcher:
         self._weights, *tables = self.constants
         self._weights_at = self._weights.data_ptr()
         self._tables = dict(zip(names, tables, strict=True))
-        self._floats = Kernel(kernels.tally_floats, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES)
-        self._runs = Kernel(kernels.tally_runs, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES)
-        self._integers = Kernel(kernels.tally_integers, WARPS, FIELDS=rows.FIELDS, BLOCK=BLOCK)
-        self._digest = Kernel(kernels.digest_chunks, WARPS, BLOCK=BLOCK)
+        self._floats = Kernel(
+            kernels.tally_floats, device, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES
+        )
+        self._runs = Kernel(
+            kernels.tally_runs, device, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES
+        )
+        self._integers = Kernel(
+            kernels.tally_integers, device, WARPS, FIELDS=rows.FIELDS, BLOCK=BLOCK
+        )
+        self._digest = Kernel(kernels.digest_chunks, device, WARPS, BLOCK=BLOCK)
         self._both = Kernel(
-            kernels.digest_and_tally_floats, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES
+            kernels.digest_and_tally_floats, device, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES
         )
         self._both_runs = Kernel(
-            kernels.digest_and_tally_runs, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES
+            kernels.digest_and_tally_runs, device, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES
         )
-        self._reduce = Kernel(kernels.reduce_rows, 4, FIELDS=rows.FIELDS, BLOCK=128)
+        self._reduce = Kernel(kernels.reduce_rows, device, 4, FIELDS=rows.FIELDS, BLOCK=128)
 
     def tally(
         self, tensor: torch.Tensor, name: str, count: int, programs: int, bank: Bank, slot: int,
@@ -445,7 +461,7 @@ class Flagger:
         # and elements that a program takes at once, and the address of the table
         self._forms: dict[Hashable, tuple[Any, Any, Any, int, int]] = {}
         self._device = device
-        self._kernel = Kernel(kernels.flag_floats, LANES // 32, LANES=LANES)
+        self._kernel = Kernel(kernels.flag_floats, device, LANES // 32, LANES=LANES)
         if interpreted:
             self._host = self._flags = torch.zeros((slots, 2), dtype=torch.int32)
             self._flags_at = self._flags.data_ptr()

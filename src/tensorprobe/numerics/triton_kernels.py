@@ -51,6 +51,13 @@ def _magnitude(re, im):
 
 
 @triton.jit
+def _await_others(EARLY: tl.constexpr):
+    """Wait for what the kernels before this one write, which may have begun as they ended."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def _store_bits(pointer, value):
     tl.store(pointer, value.to(tl.int64, bitcast=True))
 
@@ -100,9 +107,10 @@ def _numbers(raw, table, KIND: tl.constexpr, narrow: tl.constexpr):
 def tally_floats(
     x, table, rows, meta, n, row, slot,
     KIND: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr,
-    FIELDS: tl.constexpr, LANES: tl.constexpr,
+    FIELDS: tl.constexpr, LANES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row of tallies per program over float or complex elements, `n` in all."""
+    _await_others(EARLY)
     _tally(
         x, table, rows, meta, n.to(tl.int64), 1, 1, 1, 0, 0, 0, row, slot,
         KIND, WIDE, VECTOR, False, FIELDS, LANES,
@@ -112,9 +120,11 @@ def tally_floats(
 @triton.jit(do_not_specialize=["n", "run", "n1", "n2", "s0", "s1", "s2", "row", "slot"])
 def tally_runs(
     x, table, rows, meta, n, run, n1, n2, s0, s1, s2, row, slot,
-    KIND: tl.constexpr, VECTOR: tl.constexpr, FIELDS: tl.constexpr, LANES: tl.constexpr,
+    KIND: tl.constexpr, VECTOR: tl.constexpr, FIELDS: tl.constexpr,
+    LANES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The same of elements that lie in `memory.Runs`: whole vectors, in 31 bits."""
+    _await_others(EARLY)
     _tally(
         x, table, rows, meta, n, run, n1, n2, s0, s1, s2, row, slot,
         KIND, False, VECTOR, True, FIELDS, LANES,
@@ -164,8 +174,10 @@ def _tally(
 
     A tile is LANES x VECTOR elements, VECTOR of them side by side in one thread: a load of 16
     bytes, and each thread keeps one set of sums. Whole tiles are read without a mask, which alone
-    lets the loads be that wide. Sums of numbers that are all finite are finite here, so NaN and
-    infinity are looked for only where a sum says that there are any.
+    lets the loads be that wide. The last are read first: what a kernel wrote at last is in the
+    cache, and the kernel after this one begins with what was read at last. Sums of numbers that are
+    all finite are finite here, so NaN and infinity are looked for only where a sum says that there
+    are any.
     """
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -184,19 +196,20 @@ def _tally(
         tile: tl.constexpr = LANES * VECTOR
         lane = tl.arange(0, LANES)
         whole = n // tile
+        last = whole - 1 - pid
         # Two tiles at a time, joined at once: else their loads would wait for each other.
         pairs = tl.maximum(tl.cdiv(whole - programs - pid, 2 * programs), 0)
         for pair in range(pairs):
-            index = pid + pair * 2 * programs
+            index = last - pair * 2 * programs
             one = _tile(x, table, index, run, n1, n2, s0, s1, s2, KIND, VECTOR, RUNS, LANES)
-            index += programs
+            index -= programs
             two = _tile(x, table, index, run, n1, n2, s0, s1, s2, KIND, VECTOR, RUNS, LANES)
             # All at once: a pass of Triton 3.6 fails on a sum that stands alone in a loop.
             low, high, total, square, zeros = _merge(
                 low, high, total, square, zeros, *tl.reduce(_merge(*one, *two), 1, _merge)
             )
-        for index in range(pid + pairs * 2 * programs, whole, programs):
-            one = _tile(x, table, index, run, n1, n2, s0, s1, s2, KIND, VECTOR, RUNS, LANES)
+        for done in range(pairs * 2 * programs, whole - pid, programs):
+            one = _tile(x, table, last - done, run, n1, n2, s0, s1, s2, KIND, VECTOR, RUNS, LANES)
             low, high, total, square, zeros = _merge(
                 low, high, total, square, zeros, *tl.reduce(one, 1, _merge)
             )
@@ -251,7 +264,11 @@ def _tally_with_care(
     zeros = tl.zeros([LANES], tl.int32)
     lane = tl.arange(0, LANES)
     parts: tl.constexpr = tile // LANES
-    for index in range(pid * parts, tl.cdiv(n, tile) * parts, programs * parts):
+    whole = n // tile
+    for done in range(pid, tl.cdiv(n, tile), programs):
+        index = done * parts
+        if done < whole:  # the same tiles as above
+            index = (whole - 1 - done) * parts
         for part in range(parts):
             at = (index + part) * LANES + lane
             inside = at < n
@@ -317,9 +334,10 @@ def _tally_with_care(
 @triton.jit(do_not_specialize=["n", "row", "slot"])
 def tally_integers(
     x, rows, meta, n, row, slot,
-    KIND: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row of tallies per program over integer or bool elements, `n` in all."""
+    _await_others(EARLY)
     n = n.to(tl.int64)
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -372,13 +390,15 @@ def _larger(a, b):
 @triton.jit(do_not_specialize=["n", "slot"])
 def flag_floats(
     x, table, flags, n, slot,
-    KIND: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, LANES: tl.constexpr,
+    KIND: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr,
+    LANES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Join to a slot: bits for NaN (1), +inf (2), -inf (4), and the largest finite magnitude.
 
     Without their sign the bits of floats compare as integers do, infinity above all numbers and
     NaN above that: one maximum tells whether a closer look is needed.
     """
+    _await_others(EARLY)
     n = n.to(tl.int64)
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -390,7 +410,8 @@ def flag_floats(
         place = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
         tops = tl.zeros([LANES], tl.int32)
         whole = n // tile
-        for index in range(pid, whole, programs):
+        for done in range(pid, whole, programs):
+            index = whole - 1 - done
             bits = _magnitude_bits(tl.load(x + index * tile + place), VECTOR)
             tops = tl.maximum(tops, tl.reduce(bits, 1, _larger))
         top = tl.max(tops, 0)
@@ -430,7 +451,11 @@ def _flag_with_care(
     top = tl.zeros([LANES], narrow)
     lane = tl.arange(0, LANES)
     parts: tl.constexpr = tile // LANES
-    for index in range(pid * parts, tl.cdiv(n, tile) * parts, programs * parts):
+    whole = n // tile
+    for done in range(pid, tl.cdiv(n, tile), programs):
+        index = done * parts
+        if done < whole:  # the same tiles as above
+            index = (whole - 1 - done) * parts
         for part in range(parts):
             at = (index + part) * LANES + lane
             inside = at < n
@@ -462,9 +487,10 @@ def _fmix(value):
 
 @triton.jit(do_not_specialize=["units", "slot"])
 def digest_chunks(
-    x, weights, digests, units, slot, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    x, weights, digests, units, slot, UNIT: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Add one chunk of words a program to a slot's digest; x has `units` loads of UNIT bytes."""
+    _await_others(EARLY)
     units = units.to(tl.int64)
     chunk = tl.program_id(0).to(tl.int64)
     per_word: tl.constexpr = 8 // UNIT
@@ -546,9 +572,11 @@ def _pairs(
 @triton.jit(do_not_specialize=["words", "row", "slot"])
 def digest_and_tally_floats(
     x, elements, weights, rows, meta, digests, words, row, slot,
-    KIND: tl.constexpr, UNIT: tl.constexpr, FIELDS: tl.constexpr, LANES: tl.constexpr,
+    KIND: tl.constexpr, UNIT: tl.constexpr, FIELDS: tl.constexpr,
+    LANES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """digest_chunks and tally_floats in one pass over whole words; x and elements are one place."""
+    _await_others(EARLY)
     _digest_and_tally_all(
         x, elements, weights, rows, meta, digests, words.to(tl.int64), 1, 1, 1, 0, 0, 0, row, slot,
         KIND, UNIT, False, FIELDS, LANES,
@@ -558,9 +586,11 @@ def digest_and_tally_floats(
 @triton.jit(do_not_specialize=["words", "run", "n1", "n2", "s0", "s1", "s2", "row", "slot"])
 def digest_and_tally_runs(
     x, elements, weights, rows, meta, digests, words, run, n1, n2, s0, s1, s2, row, slot,
-    KIND: tl.constexpr, UNIT: tl.constexpr, FIELDS: tl.constexpr, LANES: tl.constexpr,
+    KIND: tl.constexpr, UNIT: tl.constexpr, FIELDS: tl.constexpr,
+    LANES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The same of elements that lie in `memory.Runs`: pairs of words, in 31 bits."""
+    _await_others(EARLY)
     _digest_and_tally_all(
         x, elements, weights, rows, meta, digests, words, run, n1, n2, s0, s1, s2, row, slot,
         KIND, UNIT, True, FIELDS, LANES,
@@ -586,7 +616,8 @@ def _digest_and_tally_all(
     zeros = tl.zeros([LANES], tl.float32)
     mixed = tl.zeros([], tl.int64)
     whole = words // _CHUNK_WORDS
-    for chunk in range(pid, whole, programs):
+    for done in range(pid, whole, programs):
+        chunk = whole - 1 - done
         sums = tl.zeros([LANES], tl.int64)
         for start in range(0, _CHUNK_WORDS, 2 * tile):
             one, by_one = _pairs(
@@ -641,9 +672,10 @@ def _digest_and_tally_all(
 
 @triton.jit
 def reduce_rows(
-    rows, meta, digests, out, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+    rows, meta, digests, out, FIELDS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per slot: its rows become one, and the slot is ready to be used again."""
+    _await_others(EARLY)
     slot = tl.program_id(0)
     first = tl.load(meta + slot * _META).to(tl.int64)
     count = tl.load(meta + slot * _META + 1)
