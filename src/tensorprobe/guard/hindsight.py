@@ -234,6 +234,8 @@ class Hindsight:
     def _remember_near(self, event: Event, outputs: list[tuple[Held, Extent]]) -> None:
         for held, extent in outputs:
             limit = LIMITS[held.dtype]
+            if held.ticket == UNFLAGGED:
+                continue  # told of the call that made it
             if not limit / 2 <= extent.top < limit:
                 continue
             given = [self._held.get(storage, FINE).top for _, storage in event.inputs]

@@ -37,6 +37,7 @@ class Plan(NamedTuple):
     is_short: bool = False  # where it is looked at later, it may be noted the short way
     may_write: bool = False  # it is short unless told to write to its input
     is_operator: bool = False  # of ATen
+    is_join: bool = False  # its result is what the tensors of a list hold, side by side
     stem: str = ""  # of its name
 
 
@@ -98,6 +99,35 @@ _INPLACE_NAMES = """
 _INPLACE = frozenset(_INPLACE_NAMES.split())
 
 
+_JOINS = frozenset(["Torch.cat", "Torch.stack"])
+
+
+class Passing(enum.IntEnum):
+    """How the gradients that a node of the graph sends on come by their values."""
+
+    COMPUTED = 0
+    SHARED = 1  # where they lie in the memory of what it is given, they are as they are there
+    COPIED = 2  # of the one it is given, among zeros or divided by a count, or cast
+
+
+# torch's own nodes, by their names; what these were told is not written to on the way.
+PASSING = {
+    "AddBackward0": Passing.SHARED,
+    "SubBackward0": Passing.SHARED,
+    "CatBackward0": Passing.SHARED,
+    "StackBackward0": Passing.SHARED,
+    "CloneBackward0": Passing.COPIED,
+    "ConstantPadNdBackward0": Passing.COPIED,
+    "MeanBackward0": Passing.COPIED,
+    "MeanBackward1": Passing.COPIED,
+    "SelectBackward0": Passing.COPIED,
+    "SliceBackward0": Passing.COPIED,
+    "ToCopyBackward0": Passing.COPIED,
+    "TrilBackward0": Passing.COPIED,
+    "TriuBackward0": Passing.COPIED,
+}
+
+
 def plan_for(api: ApiName) -> Plan:
     """What to do about the calls of this API."""
     name = api.api if api.api.endswith("_.__set__") else _last_part(api.api)
@@ -115,7 +145,7 @@ def plan_for(api: ApiName) -> Plan:
     return Plan(
         api, kind, writes, uninitialised, uninitialised, passes, not passes, leaves,
         is_short=leaves and not passes and not writes, may_write=told,
-        is_operator=api.prefix == "Aten", stem=api.stem,
+        is_operator=api.prefix == "Aten", is_join=api.stem in _JOINS, stem=api.stem,
     )  # fmt: skip
 
 

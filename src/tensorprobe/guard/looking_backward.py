@@ -37,9 +37,9 @@ from tensorprobe.guard.glances import (
     version_of,
 )
 from tensorprobe.guard.judging import Seen, bits_of, look_at
-from tensorprobe.guard.kinds import plan_for
+from tensorprobe.guard.kinds import PASSING, Passing, plan_for
 from tensorprobe.guard.looking import MODES_OFF, NEAR, OWN_FRAMES, Looking
-from tensorprobe.guard.ring import NotedCall, NotedOutput
+from tensorprobe.guard.ring import NotedCall, NotedInput, NotedOutput
 from tensorprobe.numerics.finiteness import LIMITS, extent_now, readable
 
 _LOSS: Path = ("loss",)
@@ -120,7 +120,7 @@ class BackwardLooking(Looking):
                 self._watch_nodes_later(glance, outputs)
                 return None
             spots = self._spots[key] = list(one[1])
-        node.register_hook(partial(send_later, self, self._noted(glance, OWN_FRAMES), spots))
+        self._listen_later(node, self._noted(glance, OWN_FRAMES), spots)
         return spots
 
     def _watch_nodes_later(self, glance: Glance, outputs: Tensors) -> dict[Any, list[Spot]]:
@@ -128,9 +128,7 @@ class BackwardLooking(Looking):
         assert edges is not None
         boundary = trace_call(outputs, edges).boundary
         for node, spots in boundary.items():
-            node.register_hook(
-                partial(send_later, self, self._noted(glance, OWN_FRAMES + 1), spots)
-            )
+            self._listen_later(node, self._noted(glance, OWN_FRAMES + 1), spots)
         return boundary
 
     def _watch_layer_later(self, glance: Glance, outputs: Tensors, key: tuple[Any, ...]) -> None:
@@ -152,13 +150,27 @@ class BackwardLooking(Looking):
         if nodes is None:
             return False
         for node, spots in nodes:
-            node.register_hook(partial(send_later, self, call, spots))
+            self._listen_later(node, call, spots)
         return True
 
-    def gradients_later(self, call: NotedCall, spots: list[Spot], grads: Gradients) -> None:
-        """Backward leaves a call: what it sends on is flagged, and looked at later."""
+    def _listen_later(self, node: Any, call: NotedCall, spots: list[Spot]) -> None:
+        node.register_hook(self.hook_for(call, spots, PASSING.get(node.name(), Passing.COMPUTED)))
+
+    def gradients_later(
+        self,
+        call: NotedCall,
+        spots: list[Spot],
+        passing: Passing,
+        grads: Gradients,
+        incoming: Gradients,
+    ) -> None:
+        """Backward leaves a call: what it sends on is flagged, and looked at later.
+
+        Not so where it is known to be what was sent before, as far as that has been flagged.
+        """
         ring = self._ring
         held: list[NotedOutput] = []
+        given: list[NotedInput] = []
         last = None
         for position, path, _ in spots:
             grad = grads[position] if position < len(grads) else None
@@ -167,22 +179,25 @@ class BackwardLooking(Looking):
             if grad is last:  # a sum's: once is enough
                 held.append((path, *held[-1][1:]))
                 continue
-            found = ring.hold_plain(grad, path) if type(grad) in PLAIN_TENSORS else None
+            plain = type(grad) in PLAIN_TENSORS
+            found = ring.hold_gradient(grad, path, passing, incoming) if plain else None
             if found is None:
                 content = numbers_of(grad)
                 if content is None:
                     continue
-                found = ring.hold(content, path)
+                found = ring.hold(content, path), None
             last = grad
-            held.append(found)
+            held.append(found[0])
+            if found[1] is not None:
+                given.append(found[1])
         if held:
-            ring.add(call, "backward", tuple(held), scaler=True)
+            ring.add(call, "backward", tuple(held), tuple(given), scaler=True)
             if ring.is_due:
                 self.look()
 
-    def hook_for(self, call: NotedCall, spots: list[Spot]) -> Callable[..., None]:
-        """The hook of a node in Python: for compiled autograd, and among other hooks of Python."""
-        return partial(send_later, self, call, spots)
+    def hook_for(self, call: NotedCall, spots: list[Spot], passing: Passing) -> Callable[..., None]:
+        """The hook of a node in Python; C++ asks for it for compiled autograd, and among others."""
+        return partial(send_later, self, call, spots, passing)
 
     def backward_trouble(self, call: NotedCall, error: Exception) -> None:
         """What a call sends on in backward could not be noted."""
@@ -360,15 +375,16 @@ def send_later(
     sight: BackwardLooking,
     call: NotedCall,
     spots: list[Spot],
+    passing: Passing,
     grads: Gradients,
     incoming: Gradients,
 ) -> None:
-    """The same where gradients are flagged, and looked at later: what came in is not needed."""
+    """The same where gradients are flagged, and looked at later."""
     if not sight.on:
         return
     try:
         with MODES_OFF():
-            sight.gradients_later(call, spots, grads)
+            sight.gradients_later(call, spots, passing, grads, incoming)
     except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
         sight.backward_trouble(call, error)
 

@@ -7,7 +7,6 @@ no operation of torch, which then need not be hidden from the program's modes an
 from __future__ import annotations
 
 import sys
-from functools import partial
 from math import isfinite
 from types import EllipsisType, FrameType, NoneType
 from typing import Any
@@ -22,8 +21,8 @@ from tensorprobe.guard.glances import Glance, Tensors
 from tensorprobe.guard.judging import scalar_bits
 from tensorprobe.guard.kinds import Kind, Plan
 from tensorprobe.guard.looking import MODES_OFF, OWN_FRAMES, Paths
-from tensorprobe.guard.looking_backward import BackwardLooking, Layout, numbers_of, send_later
-from tensorprobe.guard.ring import UNFLAGGED, NotedCall, piece_of
+from tensorprobe.guard.looking_backward import BackwardLooking, Layout, numbers_of
+from tensorprobe.guard.ring import UNFLAGGED, NotedCall, holds_all_of, piece_of
 from tensorprobe.guard.trail import NOWHERE, trail_from
 from tensorprobe.numerics.finiteness import LIMITS, REAL, is_plain
 
@@ -35,7 +34,6 @@ _sequence_number = torch._C._autograd._get_sequence_nr
 _transforms = torch._C._functorch.peek_interpreter_stack
 _getframe = sys._getframe
 LINEAR = "Functional.linear"
-_JOINS = frozenset(["Torch.cat", "Torch.stack"])  # their node leads to the items of their list
 _MOST_ARGUMENTS = 60  # that the short way takes
 # among those that need a gradient: one that is given by a keyword, one inside a list
 _BY_NAME = 1 << _MOST_ARGUMENTS
@@ -80,6 +78,7 @@ class LaterLooking(BackwardLooking):
                 flag = not holds_all_of(result, source)
         elif plan.kind is _MOVES and looked:
             looked = not result._is_view()
+            flag = not plan.is_join
         call = None
         if looked:
             piece = piece_of(result)
@@ -100,7 +99,7 @@ class LaterLooking(BackwardLooking):
                 if made == 1 and needs < _BY_NAME:
                     spots = self._routes.get((plan.stem, type(node), needs))
                     if spots is not None and node._sequence_nr() == start:
-                        node.register_hook(partial(send_later, self, call, spots))
+                        self._listen_later(node, call, spots)
                         return True
                 told_of = (args, kwargs, inputs, needs)
                 self._follow_route(plan, number, call, start, made, told_of, result, node)
@@ -122,7 +121,7 @@ class LaterLooking(BackwardLooking):
         if made == 1:
             spots = self._routes.get(route)
             if spots is not None and node._sequence_nr() == start:
-                node.register_hook(partial(send_later, self, call, spots))
+                self._listen_later(node, call, spots)
                 return spots
         elif is_layer and self._is_known_layer((*route, made), call, start, args, node):
             return self._layers[(*route, made)]
@@ -137,8 +136,8 @@ class LaterLooking(BackwardLooking):
             found = self._watch_backward_later(glance, outputs)
         else:
             boundary = self._watch_nodes_later(glance, outputs)
-            is_join = made == 1 and plan.stem in _JOINS
-            found = boundary.get(node) if is_join else None
+            # the node of such a call leads to the items of its list
+            found = boundary.get(node) if made == 1 and plan.is_join else None
         if found is None or which == ():
             return None
         self._routes[route] = found
@@ -240,7 +239,7 @@ class LaterLooking(BackwardLooking):
     def _look_at_later(self, glance: Glance, outputs: Tensors) -> None:
         """Note the call; what it made is known when the device has got there."""
         kind = glance.plan.kind
-        flag = kind is not _PASSES
+        flag = kind is not _PASSES and not glance.plan.is_join
         if kind is _CASTS and glance.inputs:
             source, target = glance.inputs[0][0], outputs[0][0]
             if source is target or source.dtype not in LIMITS:
@@ -295,8 +294,3 @@ def _paths_of(inputs: Tensors) -> Paths:
     if len(inputs) > _MOST_JOINED or len({id(tensor) for tensor, _ in inputs}) < len(inputs):
         return ()
     return tuple((path, tensor.requires_grad) for tensor, path in inputs)
-
-
-def holds_all_of(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether a cast between these dtypes cannot overflow; copies between devices are looked at."""
-    return source.is_cpu == target.is_cpu and LIMITS[source.dtype] <= LIMITS[target.dtype]

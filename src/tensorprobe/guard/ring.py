@@ -11,8 +11,9 @@ from tensorprobe.capture.encode import PLAIN_TENSORS
 from tensorprobe.capture.gradients import Path
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.guard.cases import Sighting
-from tensorprobe.guard.kinds import Plan
+from tensorprobe.guard.kinds import Passing, Plan
 from tensorprobe.guard.trail import Trail
+from tensorprobe.numerics import memory
 from tensorprobe.numerics.finiteness import LIMITS, REAL, Extents, Flags, flags_for, readable
 from tensorprobe.records import Direction
 
@@ -90,6 +91,11 @@ def piece_of(tensor: torch.Tensor) -> Piece | None:
     except RuntimeError:
         pass
     return None
+
+
+def holds_all_of(target: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether a cast between these dtypes cannot overflow; copies between devices are looked at."""
+    return source.is_cpu == target.is_cpu and LIMITS[source.dtype] <= LIMITS[target.dtype]
 
 
 _DOUBTFUL = -2  # no tensor has this version
@@ -189,6 +195,40 @@ class Ring:
         piece = piece_of(tensor)
         return None if piece is None else self.hold_piece(tensor, path, True, piece)
 
+    # Gradients
+
+    def hold_gradient(
+        self, grad: torch.Tensor, path: Path, passing: Passing, incoming: Sequence[Any]
+    ) -> tuple[NotedOutput, NotedInput | None] | None:
+        """`hold_plain` for what a node sends on, given `incoming`; and the memory whose values it
+        is known to have, if there is some: then it is not flagged once more."""
+        piece = piece_of(grad)
+        if piece is None:
+            return None
+        given = self._source_of(grad, passing, incoming) if passing else None
+        held = self.hold_piece(grad, path, given is None, piece)
+        version = self._known.versions[held[1]]
+        if version >= 0 and (grad.is_contiguous() or _has_no_holes(grad)):
+            self._known.spans[held[1]] = (held[4], version, *_span(grad))
+        return held, None if given is None else (path, given)
+
+    def _source_of(
+        self, grad: torch.Tensor, passing: Passing, incoming: Sequence[Any]
+    ) -> int | None:
+        source = grad
+        if passing == Passing.COPIED:
+            if len(incoming) != 1 or type(incoming[0]) not in PLAIN_TENSORS:
+                return None
+            source = incoming[0]
+            if piece_of(source) is None or not holds_all_of(grad, source):
+                return None
+        key: int = source.untyped_storage()._cdata
+        seen = self._known.spans.get(key)
+        if seen is None or seen[:2] != (source.dtype, _version(source)):
+            return None
+        begin, end = _span(source)
+        return key if seen[2] <= begin and end <= seen[3] else None
+
     def hold_piece(
         self, content: torch.Tensor, path: Path, flag: bool, piece: Piece
     ) -> NotedOutput:
@@ -261,6 +301,8 @@ class _Storages:
 
     def __init__(self) -> None:
         self.versions: dict[int, int] = {}
+        # of gradients: dtype, version and the addresses between which all was looked at
+        self.spans: dict[int, tuple[torch.dtype, int, int, int]] = {}
         # kept: a ring may be deleted when torch is gone already
         self._free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
         self._expired: Callable[[int], Any] = torch.UntypedStorage._expired
@@ -269,12 +311,25 @@ class _Storages:
         return key in self.versions and not self._expired(key)
 
     def clear(self) -> None:
-        versions, self.versions = self.versions, {}
+        versions, self.versions, self.spans = self.versions, {}, {}
         for key in versions:
             self._free(key)
 
     def __del__(self) -> None:
         self.clear()
+
+
+def _has_no_holes(tensor: torch.Tensor) -> bool:
+    shape, strides, _ = memory.without_repeats(tensor)
+    return memory.is_dense(shape, strides)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where its numbers begin and end in memory."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    extent = 1 + sum((length - 1) * step for length, step in steps)
+    begin = tensor.data_ptr()
+    return begin, begin + extent * tensor.element_size()
 
 
 def _version(tensor: torch.Tensor) -> int:

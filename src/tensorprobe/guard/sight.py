@@ -30,11 +30,12 @@ from tensorprobe.guard.glances import (
     weaken,
 )
 from tensorprobe.guard.judging import Seen, bits_of, fault, is_pole, look_at, scalar_bits
-from tensorprobe.guard.kinds import Kind, Plan, plan_for
+from tensorprobe.guard.kinds import PASSING, Kind, Passing, Plan, plan_for
 from tensorprobe.guard.looking import MODES_OFF, NEAR, OWN_FRAMES, made_by_scaler
 from tensorprobe.guard.looking_backward import send_later
-from tensorprobe.guard.looking_later import ATOMS, LINEAR, LaterLooking, holds_all_of
+from tensorprobe.guard.looking_later import ATOMS, LINEAR, LaterLooking
 from tensorprobe.guard.looking_optimizers import OptimizerLooking
+from tensorprobe.guard.ring import holds_all_of
 from tensorprobe.guard.trail import NOWHERE
 from tensorprobe.numerics.finiteness import LIMITS, NAN, extent_now, readable
 
@@ -50,6 +51,7 @@ _FACTS = {  # for C++
     "atoms": ATOMS,
     "casts": Kind.CASTS,
     "compiler": vars(_compiler),
+    "copied": Passing.COPIED,
     "fields": Plan._fields,
     "getframe": sys._getframe,
     "limits": LIMITS,
@@ -58,6 +60,7 @@ _FACTS = {  # for C++
     "moves": Kind.MOVES,
     "nowhere": NOWHERE,
     "passes": Kind.PASSES,
+    "passing": PASSING,
     "positions": POSITIONS,
     "scales": Kind.SCALES,
     "send_later": send_later,

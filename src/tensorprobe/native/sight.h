@@ -92,8 +92,11 @@ class Sight {
     send_later_ = fact(facts, "send_later");
     positions_ = fact(facts, "positions");
     atoms_ = fact(facts, "atoms");
+    copied_ = PyLong_AsLong(fact(facts, "copied").get());
+    passing_ = fact(facts, "passing");
     TORCH_CHECK(PyList_Check(positions_.get()) && PyAnySet_Check(atoms_.get()) &&
-                    PyDict_Check(modules_.get()) && PyDict_Check(compiler_.get()),
+                    PyDict_Check(modules_.get()) && PyDict_Check(compiler_.get()) &&
+                    PyDict_Check(passing_.get()),
                 "constants of another kind");
     fields_.read(fact(facts, "fields").get());
     read_limits(fact(facts, "limits").get());
@@ -164,11 +167,12 @@ class Sight {
   }
 
   // Backward leaves a call, as `send_later`.
-  void outgoing(const Ref& call, const Spots& spots, const variable_list& grads) {
+  void outgoing(const Ref& call, const Spots& spots, long passing, const variable_list& grads,
+                const variable_list& incoming) {
     if (!sight_) return;
     const Ref sight = sight_;
     if (!is_set<"on">(sight)) return;
-    const bool is_well = protect([&] { gradients(call, spots, grads); },
+    const bool is_well = protect([&] { gradients(call, spots, passing, grads, incoming); },
                                  [&](PyObject* error) {
                                    method<"backward_trouble">(sight, call.get(), error);
                                  });
@@ -176,9 +180,10 @@ class Sight {
   }
 
   // The same as a hook of Python.
-  Ref python_hook(const Ref& call, const Spots& spots) const {
+  Ref python_hook(const Ref& call, const Spots& spots, long passing) const {
     TORCH_CHECK(sight_, APART);
-    return method<"hook_for">(sight_, call.get(), spots.list.get());
+    const Ref number = whole_number(passing);
+    return method<"hook_for">(sight_, call.get(), spots.list.get(), number.get());
   }
 
   int traverse(visitproc visit, void* arg) const {
@@ -223,13 +228,13 @@ class Sight {
 
   // Where things are in a `Plan`.
   struct Fields {
-    Py_ssize_t api, kind, uninitialised, is_special, is_short, may_write, is_operator, stem;
+    Py_ssize_t api, kind, uninitialised, is_special, is_short, may_write, is_operator, is_join, stem;
 
     void read(PyObject* names) {
       const std::pair<const char*, Py_ssize_t*> all[] = {
           {"api", &api},           {"kind", &kind},           {"uninitialised", &uninitialised},
           {"is_special", &is_special}, {"is_short", &is_short}, {"may_write", &may_write},
-          {"is_operator", &is_operator}, {"stem", &stem}};
+          {"is_operator", &is_operator}, {"is_join", &is_join},     {"stem", &stem}};
       for (auto [name, place] : all) {
         const Ref text = must(PyUnicode_FromString(name));
         *place = PySequence_Index(names, text.get());
@@ -359,6 +364,7 @@ class Sight {
       }
     } else if (kind == moves_.get() && looked) {
       looked = !result.is_view();
+      flag = !fields_.is(call.plan, fields_.is_join);
     }
     if (looked && !has_numbers(impl)) return note_otherwise(call);
     Ref noted;
@@ -945,17 +951,18 @@ class Sight {
   // -- Backward ------------------------------------------------------------------------------
 
   // As `gradients_later`.
-  void gradients(const Ref& call, const Spots& spots, const variable_list& grads) {
+  void gradients(const Ref& call, const Spots& spots, long passing, const variable_list& grads,
+                 const variable_list& incoming) {
     bool any = false;
     for (const auto& place : spots.places) {
       if (place.position >= grads.size() || !grads[place.position].defined()) continue;
       if (!has_numbers(*grads[place.position].unsafeGetTensorImpl())) {
-        return gradients_otherwise(call, spots, grads);
+        return gradients_otherwise(call, spots, passing, grads, incoming);
       }
       any = true;
     }
     if (!any) return;
-    std::vector<Ref> held;
+    std::vector<Ref> held, given;
     const at::TensorImpl* last = nullptr;
     for (const auto& place : spots.places) {
       if (place.position >= grads.size() || !grads[place.position].defined()) continue;
@@ -969,39 +976,108 @@ class Sight {
         held.push_back(again);
         continue;
       }
-      held.push_back(hold(grad, nullptr, place.path.get(), true));
+      const Ref source = passing ? source_of(grad, passing, incoming) : Ref();
+      held.push_back(hold(grad, nullptr, place.path.get(), !source));
       if (held.back().get() == Py_None) {
         held.pop_back();
         continue;
       }
       last = grad.unsafeGetTensorImpl();
+      keep_span(grad);
+      if (source) given.push_back(tuple_of(place.path.get(), source.get()));
     }
     if (held.empty()) return;
-    Ref outputs = must(PyTuple_New(held.size()));
-    for (size_t i = 0; i < held.size(); ++i) {
-      PyTuple_SET_ITEM(outputs.get(), i, held[i].release());
-    }
-    add(call.get(), word<"backward">(), must(PyTuple_New(0)).get(), outputs.get(), true);
+    const Ref inputs = tuple_from(given), outputs = tuple_from(held);
+    add(call.get(), word<"backward">(), inputs.get(), outputs.get(), true);
     look_if_due();
   }
 
-  void gradients_otherwise(const Ref& call, const Spots& spots, const variable_list& grads) {
-    Ref tuple = must(PyTuple_New(grads.size()));
-    for (size_t i = 0; i < grads.size(); ++i) {
-      Ref grad = grads[i].defined() ? must(THPVariable_Wrap(grads[i])) : Ref::borrow(Py_None);
-      PyTuple_SET_ITEM(tuple.get(), i, grad.release());
+  static Ref tuple_from(std::vector<Ref>& items) {
+    Ref tuple = must(PyTuple_New(items.size()));
+    for (size_t i = 0; i < items.size(); ++i) {
+      PyTuple_SET_ITEM(tuple.get(), i, items[i].release());
     }
-    PyObject* arguments[] = {sight_.get(), call.get(), spots.list.get(), tuple.get(), Py_None};
-    must(PyObject_Vectorcall(send_later_.get(), arguments, 5, nullptr));
+    return tuple;
+  }
+
+  void gradients_otherwise(const Ref& call, const Spots& spots, long passing,
+                           const variable_list& grads, const variable_list& incoming) {
+    const Ref sent = wrapped(grads), came = wrapped(incoming), number = whole_number(passing);
+    PyObject* arguments[] = {sight_.get(), call.get(), spots.list.get(),
+                             number.get(), sent.get(), came.get()};
+    must(PyObject_Vectorcall(send_later_.get(), arguments, 6, nullptr));
+  }
+
+  static Ref wrapped(const variable_list& tensors) {
+    std::vector<Ref> all;
+    for (const at::Tensor& tensor : tensors) {
+      all.push_back(tensor.defined() ? must(THPVariable_Wrap(tensor)) : Ref::borrow(Py_None));
+    }
+    return tuple_from(all);
+  }
+
+  // As `Ring._source_of`: the memory, looked at before, whose values a gradient has.
+  Ref source_of(const at::Tensor& grad, long passing, const variable_list& incoming) const {
+    const at::TensorImpl* source = grad.unsafeGetTensorImpl();
+    if (passing == copied_) {
+      if (incoming.size() != 1 || !incoming[0].defined()) return Ref();
+      source = incoming[0].unsafeGetTensorImpl();
+      if (!has_numbers(*source) || incoming[0].is_cpu() != grad.is_cpu()) return Ref();
+      if (numbers_of(*source).most > numbers_of(*grad.unsafeGetTensorImpl()).most) return Ref();
+    }
+    const Ref spans = attribute<"spans">(known_);
+    Ref key = must(PyLong_FromVoidPtr(source->unsafe_storage().unsafeGetStorageImpl()));
+    PyObject* seen = PyDict_GetItemWithError(spans.get(), key.get());
+    if (seen == nullptr) return Ref();
+    PyObject* dtype;
+    long long version, begin, end;
+    if (!PyArg_ParseTuple(seen, "OLLL", &dtype, &version, &begin, &end)) throw python_error();
+    const auto [first, past] = span_of(*source);
+    const bool is_same = dtype == numbers_of(*source).dtype.get() &&
+                         version == source->version_counter().current_version();
+    return is_same && begin <= first && past <= end ? key : Ref();
+  }
+
+  // All of this gradient has been looked at, as `Ring.hold_gradient` keeps it.
+  void keep_span(const at::Tensor& grad) const {
+    const at::TensorImpl& impl = *grad.unsafeGetTensorImpl();
+    if (!count_of(impl)) return;
+    const auto [first, past] = span_of(impl);
+    const Ref key = must(PyLong_FromVoidPtr(impl.unsafe_storage().unsafeGetStorageImpl())),
+              version = whole_number(impl.version_counter().current_version()),
+              begin = whole_number(first), end = whole_number(past);
+    put(attribute<"spans">(known_), key,
+        tuple_of(numbers_of(impl).dtype.get(), version.get(), begin.get(), end.get()));
+  }
+
+  // Where its numbers begin and end in memory.
+  static std::pair<int64_t, int64_t> span_of(const at::TensorImpl& tensor) {
+    int64_t extent = 1;
+    for (int64_t i = 0; i < tensor.dim(); ++i) extent += (tensor.size(i) - 1) * tensor.stride(i);
+    const auto begin = static_cast<int64_t>(reinterpret_cast<uintptr_t>(tensor.data()));
+    return {begin, begin + extent * static_cast<int64_t>(tensor.itemsize())};
+  }
+
+  // How the gradients of a node come by their values, as `PASSING` has it.
+  long passing_of(const Node& node) {
+    auto known = passing_by_type_.find(&typeid(node));
+    if (known == passing_by_type_.end()) {
+      PyObject* found = PyDict_GetItemString(passing_.get(), node.name().c_str());
+      const long passing = found == nullptr ? 0 : PyLong_AsLong(found);
+      known = passing_by_type_.emplace(&typeid(node), passing).first;
+    }
+    return known->second;
   }
 
   Ref mode_, sight_, ring_, known_, counter_, place_, watcher_, calls_, send_later_;
   Ref casts_, moves_, passes_, scales_, nowhere_, linear_, getframe_, modules_, compiler_;
-  Ref positions_, atoms_;
+  Ref positions_, atoms_, passing_;
   Fields fields_;
   std::array<Numbers, static_cast<size_t>(c10::ScalarType::NumOptions) + 1> numbers_;
   bool on_host_ = false, is_late_ = false;
   Py_ssize_t look_every_ = -1, most_arguments_ = 0;
+  long copied_ = 0;
+  std::unordered_map<const std::type_info*, long> passing_by_type_;
   std::unordered_map<int64_t, std::unique_ptr<Device>> devices_;
   std::unordered_map<Route, std::shared_ptr<const Known>, HashRoute> routes_;
   std::shared_ptr<Token> token_ = std::make_shared<Token>();
@@ -1009,8 +1085,8 @@ class Sight {
 
 // A hook on a node at the edge of an input: the call sends gradients on.
 struct Sent : torch::autograd::FunctionPostHook {
-  Sent(std::shared_ptr<Token> to, Ref of, std::shared_ptr<const Spots> at)
-      : token(std::move(to)), call(std::move(of)), spots(std::move(at)) {}
+  Sent(std::shared_ptr<Token> to, Ref of, std::shared_ptr<const Spots> at, long how)
+      : token(std::move(to)), call(std::move(of)), spots(std::move(at)), passing(how) {}
 
   ~Sent() override {  // in whatever thread the graph is freed
     if (!Py_IsInitialized()) {
@@ -1023,11 +1099,11 @@ struct Sent : torch::autograd::FunctionPostHook {
     spots.reset();
   }
 
-  variable_list operator()(const variable_list& outputs, const variable_list&) override {
+  variable_list operator()(const variable_list& outputs, const variable_list& inputs) override {
     with_python([&] {
       if (token->sight == nullptr) return;  // the guard is gone, the graph is not
       const Ref box = Ref::borrow(token->box);
-      token->sight->outgoing(call, *spots, outputs);
+      token->sight->outgoing(call, *spots, passing, outputs, inputs);
     });
     return outputs;
   }
@@ -1035,22 +1111,23 @@ struct Sent : torch::autograd::FunctionPostHook {
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
     pybind11::gil_scoped_acquire gil;
     if (token->sight == nullptr) return;
-    Ref hook = token->sight->python_hook(call, *spots);
+    Ref hook = token->sight->python_hook(call, *spots, passing);
     args.add_post_hook(c10::SafePyObject(hook.release(), getPyInterpreter()));
   }
 
   std::shared_ptr<Token> token;
   Ref call;
   std::shared_ptr<const Spots> spots;
+  long passing;  // how what it sends comes by its values
 };
 
 inline void Sight::listen(const NodePtr& node, const Ref& call,
                           const std::shared_ptr<const Spots>& spots) {
   if (Edges::has_python_hooks(node->post_hooks(), "N5torch8autograd18PyFunctionPostHookE")) {
-    const Ref hook = python_hook(call, *spots);
+    const Ref hook = python_hook(call, *spots, passing_of(*node));
     Edges::registered(torch::autograd::registerFunctionHook(*node, hook.get()));
   } else {
-    node->add_post_hook(std::make_unique<Sent>(token_, call, spots));
+    node->add_post_hook(std::make_unique<Sent>(token_, call, spots, passing_of(*node)));
   }
 }
 
