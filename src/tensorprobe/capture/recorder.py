@@ -98,6 +98,7 @@ class Recorder:
         self._mode_on = False  # the function mode and the hooks of modules: these also tell where
         self._hooks_on = False  # steps end
         self._inside_on = False  # the engine's entry, and the mode of L2
+        self._writes_on = False  # what torch writes to is seen in C++
         self._filters: Any = None
         self._frames_compiled: int | None = None  # when recording began
         self._keep_last = self.config.keep_last
@@ -172,7 +173,8 @@ class Recorder:
         self._paused = True
         self._optimizers.remove()
         # at L2 the mode sees forward and backward alike: off it goes
-        self._switch(mode=False, hooks=False, inside=self._inside_on and self._op_mode is None)
+        inside = self._inside_on and self._op_mode is None
+        self._switch(mode=False, writes=self._writes_on, hooks=False, inside=inside)
         self.drain()
 
     def drain(self) -> None:
@@ -289,7 +291,10 @@ class Recorder:
         mode = CallMode if level in ("L1", "mix") else QuietMode
         self._mode = mode(tape, on_scaler_update=self._watch.scaler_updated)
         self._op_mode = OpMode(tape) if level == "L2" else None
-        modes = [self._mode] if self._op_mode is None else [self._mode, self._op_mode]
+        # At L0 the mode is there for scalers and for writes, which C++ sees for less.
+        self._values = values if level == "L0" and values.contents is not None else None
+        modes: list[Any] = [] if self._op_mode is None else [self._op_mode]
+        self._modes = modes
         self._modules = ModuleHooks(
             tape,
             record=level in ("L0", "mix"),
@@ -308,9 +313,9 @@ class Recorder:
 
     def _take_away(self) -> None:
         self._optimizers.remove()
-        self._switch(mode=False, hooks=False, inside=False)
+        self._switch(mode=False, writes=False, hooks=False, inside=False)
 
-    def _switch(self, *, mode: bool, hooks: bool, inside: bool) -> None:
+    def _switch(self, *, mode: bool, writes: bool, hooks: bool, inside: bool) -> None:
         """Put on the stack, and register, what the coming step needs; take away all else."""
         if hooks != self._hooks_on:
             self._hooks_on = hooks
@@ -321,13 +326,18 @@ class Recorder:
         if inside != self._inside_on:
             self._inside_on = inside
             self._switch_inside(inside)
+        if writes != self._writes_on and self._values is not None:
+            self._writes_on = writes
+            self._values.watch_writes(writes)
         if mode and not self._mode_on:
             self._mode_on = True
+            self._modes.insert(0, self._mode)
             add_function_mode(self._mode)
-        elif not mode and self._mode_on:
-            # False inside a call of its own, where torch has it off the stack: it stays till the
-            # next step, and lets everything pass
-            self._mode_on = not remove_function_mode(self._mode)
+        elif not mode and self._mode_on and remove_function_mode(self._mode):
+            # not inside a call of its own, where torch has it off the stack: it stays till the
+            # next step then, and lets everything pass
+            self._mode_on = False
+            self._modes.remove(self._mode)
 
     def _switch_inside(self, on: bool) -> None:
         if on:
@@ -363,8 +373,10 @@ class Recorder:
         # The first step is watched even where it is not wanted: the models met in it get their
         # names, and it shows whether an optimizer or a scaler sets the pace.
         first = self._step == self._first_step
+        needs_mode = wanted and self._values is None
         self._switch(
-            mode=wanted or (watch.automatic and (first or watch.scaler_seen)),
+            mode=needs_mode or (watch.automatic and (first or watch.scaler_seen)),
+            writes=wanted,
             hooks=wanted or first or watch.needs_roots,
             inside=wanted or (watch.automatic and (first or watch.needs_backward)),
         )

@@ -54,7 +54,8 @@ class Values:
 
     What moves no version is not seen by itself: a write through numpy, or by a kernel of one's own.
     Then the content met first in the step is shown again. Where such writes are known (collectives,
-    running statistics, optimizers, in-place calls that are not recorded) `forget` is called.
+    running statistics, optimizers, in-place calls that are not recorded) `forget` is called; in C++
+    `watch_writes` does so for all operations of torch, whoever calls them.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Values:
         if native.MODULE is not None:
             submit = None if checksums else summarizer.submit
             self.contents = native.MODULE.Contents(
-                self._of, self._forget, self._new, submit, writer.value
+                self._of, self._forget, self._new, submit, writer.value, self._marks
             )
             self.contents.begin_step(self._ids)
             self.of, self.forget = self.contents.of, self.contents.forget
@@ -95,6 +96,10 @@ class Values:
         self._ids = itertools.count(1)
         if self.contents is not None:
             self.contents.begin_step(self._ids)
+
+    def watch_writes(self, on: bool) -> None:
+        """See what torch's operations write to, without being called for each; only in C++."""
+        self.contents.watch_writes(on)
 
     def _forget(self, tensor: torch.Tensor) -> None:
         """The content of this tensor's storage was changed by something that moves no version."""

@@ -5,6 +5,7 @@
 #include <unordered_map>
 
 #include "python.h"
+#include "writes.h"
 
 namespace tensorprobe {
 
@@ -35,18 +36,27 @@ class Contents {
  public:
   // `otherwise` and `forget` are what Python does of tensors that are not plain. `make` gives a new
   // content a number; where statistics are all that is wanted `submit` starts on them, and `value`
-  // takes the number and the result. None: they are not all.
-  Contents(Ref otherwise, Ref forget, Ref make, Ref submit, Ref value)
+  // takes the number and the result. None: they are not all. `marks` is what Python knows of the
+  // storages of other tensors.
+  Contents(Ref otherwise, Ref forget, Ref make, Ref submit, Ref value, Ref marks)
       : otherwise_(std::move(otherwise)),
         forget_(std::move(forget)),
         make_(std::move(make)),
         submit_(std::move(submit)),
-        value_(std::move(value)) {}
+        value_(std::move(value)),
+        marks_(std::move(marks)) {}
+
+  // Whether to see by itself what is written to.
+  void watch_writes(bool on) {
+    if (!on) forget_written();
+    writes_.watch(on);
+  }
 
   // The number of a content; `make` gives a new one its own.
   PyObject* of(PyObject* tensor, PyObject* form, PyObject* call, PyObject* role, PyObject* label,
                PyObject* keep) {
     TORCH_CHECK(make_, APART);
+    if (writes_.any()) forget_written();
     if (!is_tensor(tensor) || !is_plain(*tensor_in(tensor).unsafeGetTensorImpl())) {
       PyObject* arguments[] = {tensor, form, call, role, label, keep};
       return PyObject_Vectorcall(otherwise_.get(), arguments, 6, nullptr);
@@ -72,6 +82,7 @@ class Contents {
 
   PyObject* of_plain(PyObject* tensor, PyObject* form, PyObject* call, PyObject* role,
                      PyObject* label, PyObject* keep) {
+    if (writes_.any()) forget_written();
     const View view = view_of(*tensor_in(tensor).unsafeGetTensorImpl(), form);
     auto found = numbers_.find(view);
     if (found != numbers_.end()) return PyLong_FromLongLong(found->second);
@@ -104,14 +115,24 @@ class Contents {
   }
 
   int traverse(visitproc visit, void* arg) const {
-    for (const Ref* ref : {&otherwise_, &forget_, &make_, &submit_, &value_}) {
+    for (const Ref* ref : {&otherwise_, &forget_, &make_, &submit_, &value_, &marks_}) {
       if (int stop = ref->visit(visit, arg)) return stop;
     }
     return 0;
   }
-  void let_go() { otherwise_ = forget_ = make_ = submit_ = value_ = Ref(); }
+  void let_go() { otherwise_ = forget_ = make_ = submit_ = value_ = marks_ = Ref(); }
 
  private:
+  void forget_written() {
+    for (const c10::StorageImpl* storage : writes_.take()) {
+      auto found = storages_.find(const_cast<c10::StorageImpl*>(storage));
+      if (found != storages_.end()) found->second.mark = 0;
+      if (!marks_ || !PyDict_GET_SIZE(marks_.get())) continue;
+      const Ref key = must(PyLong_FromVoidPtr(const_cast<c10::StorageImpl*>(storage)));
+      if (PyDict_DelItem(marks_.get(), key.get()) < 0) PyErr_Clear();
+    }
+  }
+
   static bool is_tensors(PyObject* keep) {
     return PyUnicode_CompareWithASCIIString(keep, "tensors") == 0;
   }
@@ -156,7 +177,8 @@ class Contents {
             tensor.storage_offset(), number};
   }
 
-  Ref otherwise_, forget_, make_, submit_, value_, ids_;
+  Ref otherwise_, forget_, make_, submit_, value_, marks_, ids_;
+  Writes writes_;
   std::unordered_map<c10::StorageImpl*, Storage> storages_;
   std::unordered_map<View, long long, HashView> numbers_;
   uint64_t next_mark_ = 1;

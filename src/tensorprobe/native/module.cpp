@@ -71,13 +71,14 @@ using Arguments = PyObject* const*;
 
 PyObject* new_contents(PyTypeObject* type, PyObject* args, PyObject*) {
   return guarded([&]() -> PyObject* {
-    PyObject *otherwise, *forget, *make, *submit, *value;
-    if (!PyArg_ParseTuple(args, "OOOOO", &otherwise, &forget, &make, &submit, &value)) {
+    PyObject *otherwise, *forget, *make, *submit, *value, *marks;
+    if (!PyArg_ParseTuple(args, "OOOOOO!", &otherwise, &forget, &make, &submit, &value,
+                          &PyDict_Type, &marks)) {
       return nullptr;
     }
     return boxed(type, std::make_unique<Contents>(Ref::borrow(otherwise), Ref::borrow(forget),
                                                   Ref::borrow(make), Ref::borrow(submit),
-                                                  Ref::borrow(value)));
+                                                  Ref::borrow(value), Ref::borrow(marks)));
   });
 }
 
@@ -99,7 +100,15 @@ PyObject* contents_begin(PyObject* self, PyObject* ids) {
   });
 }
 
+PyObject* contents_watch_writes(PyObject* self, PyObject* on) {
+  return guarded([&]() -> PyObject* {
+    in<Contents>(self).watch_writes(on == Py_True);
+    Py_RETURN_NONE;
+  });
+}
+
 PyMethodDef contents_methods[] = {
+    {"watch_writes", contents_watch_writes, METH_O, nullptr},
     {"of", reinterpret_cast<PyCFunction>(contents_of), METH_FASTCALL, nullptr},
     {"forget", contents_forget, METH_O, nullptr},
     {"begin_step", contents_begin, METH_O, nullptr},
