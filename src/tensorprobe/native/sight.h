@@ -364,7 +364,7 @@ class Sight {
       }
     } else if (kind == moves_.get() && looked) {
       looked = !result.is_view();
-      flag = !fields_.is(call.plan, fields_.is_join);
+      flag = !(fields_.is(call.plan, fields_.is_join) && joins_all_of(numbers, inputs));
     }
     if (looked && !has_numbers(impl)) return note_otherwise(call);
     Ref noted;
@@ -377,6 +377,16 @@ class Sight {
       look_if_due();
     }
     if (given.needs || given.has_lists || given.has_names) follow(call, result, given, noted);
+  }
+
+  // As in guard/ring.py.
+  bool joins_all_of(const Numbers& target, const std::vector<Input>& inputs) const {
+    return std::all_of(inputs.begin(), inputs.end(), [&](const Input& input) {
+      const at::TensorImpl& tensor = *tensor_in(input.object.get()).unsafeGetTensorImpl();
+      const Numbers& source = numbers_of(tensor);
+      return source.dtype && source.most <= target.most &&
+             count_of(tensor) * tensor.itemsize() == tensor.unsafe_storage().nbytes();
+    });
   }
 
   void note_otherwise(const Call& call) {
