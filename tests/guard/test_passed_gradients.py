@@ -196,16 +196,29 @@ def test_the_call_that_made_it_is_blamed(
             y = step(y)
         (y * 1e5).sum().backward()
 
-    def found(folder: Path) -> tuple[Any, ...]:
-        guard = tp.Guard(folder, look_every=10**6, overflow_nums=-1, log=lambda text: None)
-        with guard:
-            torch.ones(2) * 1
-            program()
-        [finding] = guard.findings
-        return finding.name, finding.reason, finding.affected, finding.travelled
-
-    short = found(tmp_path / "short")
-    assert short[0] == "Tensor.sqrt.0.backward"
+    short = found(tmp_path / "short", program)
+    assert [name for name, *_ in short] == ["Tensor.sqrt.0.backward"]
     for name in CALLS:
         monkeypatch.delitem(PASSING, name)
-    assert found(tmp_path / "long") == short
+    assert found(tmp_path / "long", program) == short
+
+
+@pytest.mark.usefixtures("way", "flags")
+def test_what_lies_beside_a_gradient_is_not_its_own(tmp_path: Path) -> None:
+    held = torch.ones(2, 4)
+    held[1] = INFINITY
+
+    def program() -> None:
+        held * 1  # so that it is known to hold infinity
+        x = torch.ones(4, requires_grad=True)
+        (x * 1 + 1 + 1 + 1).backward(held[0])
+
+    assert found(tmp_path, program) == []
+
+
+def found(folder: Path, program: Program) -> list[tuple[Any, ...]]:
+    guard = tp.Guard(folder, look_every=10**6, overflow_nums=-1, log=lambda text: None)
+    with guard:
+        torch.ones(2) * 1
+        program()
+    return [(each.name, each.reason, each.affected, each.travelled) for each in guard.findings]

@@ -228,10 +228,19 @@ class Ring:
             return None
         given = self._source_of(grad, passing, incoming) if passing else None
         held = self.hold_piece(grad, path, given is None, piece)
-        version = self._known.versions[held[1]]
-        if version >= 0 and (grad.is_contiguous() or _has_no_holes(grad)):
-            self._known.spans[held[1]] = (held[4], version, *_span(grad))
+        if given != held[1]:
+            self._keep_span(grad, held)
         return held, None if given is None else (path, given)
+
+    def _keep_span(self, grad: torch.Tensor, held: NotedOutput) -> None:
+        """Where this gradient lies it may be met again. What is known of its memory must be what
+        it has itself: not so of a part, beside which something else may be that is not finite."""
+        key, dtype, is_whole = held[1], held[4], held[6]
+        version = self._known.versions[key]
+        if is_whole and version >= 0 and (grad.is_contiguous() or _has_no_holes(grad)):
+            self._known.spans[key] = (dtype, version, *_span(grad))
+        else:
+            self._known.spans.pop(key, None)
 
     def _source_of(
         self, grad: torch.Tensor, passing: Passing, incoming: Sequence[Any]

@@ -993,7 +993,10 @@ class Sight {
         continue;
       }
       last = grad.unsafeGetTensorImpl();
-      keep_span(grad);
+      PyObject* key = PyTuple_GET_ITEM(held.back().get(), 1);
+      const bool is_source =
+          source && PyObject_RichCompareBool(source.get(), key, Py_EQ) == 1;
+      if (!is_source) keep_span(grad, held.back());
       if (source) given.push_back(tuple_of(place.path.get(), source.get()));
     }
     if (held.empty()) return;
@@ -1048,16 +1051,21 @@ class Sight {
     return is_same && begin <= first && past <= end ? key : Ref();
   }
 
-  // All of this gradient has been looked at, as `Ring.hold_gradient` keeps it.
-  void keep_span(const at::Tensor& grad) const {
+  // As `Ring._keep_span`, of a gradient that is `held`.
+  void keep_span(const at::Tensor& grad, const Ref& held) const {
     const at::TensorImpl& impl = *grad.unsafeGetTensorImpl();
-    if (!count_of(impl)) return;
-    const auto [first, past] = span_of(impl);
-    const Ref key = must(PyLong_FromVoidPtr(impl.unsafe_storage().unsafeGetStorageImpl())),
-              version = whole_number(impl.version_counter().current_version()),
-              begin = whole_number(first), end = whole_number(past);
-    put(attribute<"spans">(known_), key,
-        tuple_of(numbers_of(impl).dtype.get(), version.get(), begin.get(), end.get()));
+    const Ref spans = attribute<"spans">(known_);
+    const Ref key = Ref::borrow(PyTuple_GET_ITEM(held.get(), 1));
+    const bool is_whole = PyTuple_GET_ITEM(held.get(), 6) == Py_True;
+    if (is_whole && count_of(impl)) {
+      const auto [first, past] = span_of(impl);
+      const Ref version = whole_number(impl.version_counter().current_version()),
+                begin = whole_number(first), end = whole_number(past);
+      put(spans, key,
+          tuple_of(numbers_of(impl).dtype.get(), version.get(), begin.get(), end.get()));
+    } else if (PyDict_GetItemWithError(spans.get(), key.get()) != nullptr) {
+      if (PyDict_DelItem(spans.get(), key.get()) < 0) throw python_error();
+    }
   }
 
   // Where its numbers begin and end in memory.
