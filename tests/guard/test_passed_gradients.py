@@ -42,14 +42,11 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "CatBackward0": lambda x: torch.cat([x, x.detach(), x[:2]]),
     "StackBackward0": lambda x: torch.stack([x, x.detach(), x]),
     "CloneBackward0": lambda x: x.clone(),
-    "ConstantPadNdBackward0": lambda x: torch.constant_pad_nd(x, [1, -1, 2, 0], 3.0),
     "MeanBackward0": lambda x: x.mean(),
     "MeanBackward1": lambda x: x.mean(1, dtype=torch.float64),
     "SelectBackward0": lambda x: x.select(1, 2),
     "SliceBackward0": lambda x: x[1:, 1:3][:, ::2],
     "ToCopyBackward0": lambda x: x.to(torch.bfloat16),
-    "TrilBackward0": lambda x: x.tril(),
-    "TriuBackward0": lambda x: x.triu(1),
 }
 
 
@@ -214,6 +211,26 @@ def test_what_lies_beside_a_gradient_is_not_its_own(tmp_path: Path) -> None:
         (x * 1 + 1 + 1 + 1).backward(held[0])
 
     assert found(tmp_path, program) == []
+
+
+@pytest.mark.usefixtures("way", "flags")
+def test_what_a_call_leaves_out_goes_no_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program() -> None:
+        x = torch.ones(3, 3, requires_grad=True)
+        y = torch.nn.functional.pad((x * 1).tril(), [1, 1])
+        z = torch.zeros(3, 5)
+        z[0, 3] = 1.0
+        (y - y.detach() * z + 1 - z).sqrt().sum().backward()  # sqrt(0) where y is the tril's 0
+
+    short = found(tmp_path / "short", program)
+    [(name, _, affected, travelled)] = short
+    assert (name, affected) == ("Tensor.sqrt.0.backward", len(travelled))
+    assert "Tensor.tril.0.backward" not in travelled
+    for name in CALLS:
+        monkeypatch.delitem(PASSING, name)
+    assert found(tmp_path / "long", program) == short
 
 
 def found(folder: Path, program: Program) -> list[tuple[Any, ...]]:
