@@ -233,6 +233,25 @@ def test_what_a_call_leaves_out_goes_no_further(
     assert found(tmp_path / "long", program) == short
 
 
+def begun_with_it() -> None:
+    y = torch.ones(4, requires_grad=True) * 1 + 1
+    y.backward(torch.full((4,), 1e30) * 1e30)
+
+
+def made_by_a_hook() -> None:
+    y = torch.ones(4, requires_grad=True) * 1 + 1
+    y.register_hook(lambda gradient: gradient * 1e30)
+    (y + 1).backward(torch.full((4,), 1e30))
+
+
+@pytest.mark.usefixtures("way", "flags")
+@pytest.mark.parametrize("program", [begun_with_it, made_by_a_hook])
+def test_who_sends_it_on_is_not_blamed_as_well(tmp_path: Path, program: Program) -> None:
+    [(name, _, affected, _)] = found(tmp_path, program)
+    assert (name.rsplit(".", 2)[0], name[-7:]) == ("Tensor.mul", "forward")
+    assert affected == 2  # the backward of add and mul
+
+
 def found(folder: Path, program: Program) -> list[tuple[Any, ...]]:
     guard = tp.Guard(folder, look_every=10**6, overflow_nums=-1, log=lambda text: None)
     with guard:
