@@ -42,14 +42,11 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "CatBackward0": lambda x: torch.cat([x, x.detach(), x[:2]]),
     "StackBackward0": lambda x: torch.stack([x, x.detach(), x]),
     "CloneBackward0": lambda x: x.clone(),
-    "ConstantPadNdBackward0": lambda x: torch.constant_pad_nd(x, [1, -1, 2, 0], 3.0),
     "MeanBackward0": lambda x: x.mean(),
     "MeanBackward1": lambda x: x.mean(1, dtype=torch.float64),
     "SelectBackward0": lambda x: x.select(1, 2),
     "SliceBackward0": lambda x: x[1:, 1:3][:, ::2],
     "ToCopyBackward0": lambda x: x.to(torch.bfloat16),
-    "TrilBackward0": lambda x: x.tril(),
-    "TriuBackward0": lambda x: x.triu(1),
 }
 
 
@@ -196,16 +193,68 @@ def test_the_call_that_made_it_is_blamed(
             y = step(y)
         (y * 1e5).sum().backward()
 
-    def found(folder: Path) -> tuple[Any, ...]:
-        guard = tp.Guard(folder, look_every=10**6, overflow_nums=-1, log=lambda text: None)
-        with guard:
-            torch.ones(2) * 1
-            program()
-        [finding] = guard.findings
-        return finding.name, finding.reason, finding.affected, finding.travelled
-
-    short = found(tmp_path / "short")
-    assert short[0] == "Tensor.sqrt.0.backward"
+    short = found(tmp_path / "short", program)
+    assert [name for name, *_ in short] == ["Tensor.sqrt.0.backward"]
     for name in CALLS:
         monkeypatch.delitem(PASSING, name)
-    assert found(tmp_path / "long") == short
+    assert found(tmp_path / "long", program) == short
+
+
+@pytest.mark.usefixtures("way", "flags")
+def test_what_lies_beside_a_gradient_is_not_its_own(tmp_path: Path) -> None:
+    held = torch.ones(2, 4)
+    held[1] = INFINITY
+
+    def program() -> None:
+        held * 1  # so that it is known to hold infinity
+        x = torch.ones(4, requires_grad=True)
+        (x * 1 + 1 + 1 + 1).backward(held[0])
+
+    assert found(tmp_path, program) == []
+
+
+@pytest.mark.usefixtures("way", "flags")
+def test_what_a_call_leaves_out_goes_no_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def program() -> None:
+        x = torch.ones(3, 3, requires_grad=True)
+        y = torch.nn.functional.pad((x * 1).tril(), [1, 1])
+        z = torch.zeros(3, 5)
+        z[0, 3] = 1.0
+        (y - y.detach() * z + 1 - z).sqrt().sum().backward()  # sqrt(0) where y is the tril's 0
+
+    short = found(tmp_path / "short", program)
+    [(name, _, affected, travelled)] = short
+    assert (name, affected) == ("Tensor.sqrt.0.backward", len(travelled))
+    assert "Tensor.tril.0.backward" not in travelled
+    for name in CALLS:
+        monkeypatch.delitem(PASSING, name)
+    assert found(tmp_path / "long", program) == short
+
+
+def begun_with_it() -> None:
+    y = torch.ones(4, requires_grad=True) * 1 + 1
+    y.backward(torch.full((4,), 1e30) * 1e30)
+
+
+def made_by_a_hook() -> None:
+    y = torch.ones(4, requires_grad=True) * 1 + 1
+    y.register_hook(lambda gradient: gradient * 1e30)
+    (y + 1).backward(torch.full((4,), 1e30))
+
+
+@pytest.mark.usefixtures("way", "flags")
+@pytest.mark.parametrize("program", [begun_with_it, made_by_a_hook])
+def test_who_sends_it_on_is_not_blamed_as_well(tmp_path: Path, program: Program) -> None:
+    [(name, _, affected, _)] = found(tmp_path, program)
+    assert (name.rsplit(".", 2)[0], name[-7:]) == ("Tensor.mul", "forward")
+    assert affected == 2  # the backward of add and mul
+
+
+def found(folder: Path, program: Program) -> list[tuple[Any, ...]]:
+    guard = tp.Guard(folder, look_every=10**6, overflow_nums=-1, log=lambda text: None)
+    with guard:
+        torch.ones(2) * 1
+        program()
+    return [(each.name, each.reason, each.affected, each.travelled) for each in guard.findings]

@@ -95,7 +95,10 @@ class Hindsight:
         sighting = event.sighting
         if sighting is None:
             return  # the first look at an input; the call that reads it follows
-        case = self._pass_case if event.direction == "backward" else self._case_behind(event)
+        if event.direction == "backward":
+            case = self._pass_case = self._pass_case or self._case_sent(outputs)
+        else:
+            case = self._case_behind(event)
         if event.note:
             self._suspect_group(event, outputs)
             return
@@ -172,6 +175,12 @@ class Hindsight:
 
     def _case_behind(self, event: Event) -> Case | None:
         found = (self._cases.get(storage) for _, storage in event.inputs)
+        return next((case for case in found if case is not None), None)
+
+    def _case_sent(self, outputs: list[tuple[Held, Extent]]) -> Case | None:
+        """The case behind gradients that a call sends on as it was given them: backward was begun
+        with them, or a hook, or a Function of the program, made them."""
+        found = (self._cases.get(held.storage) for held, extent in outputs if extent.bits)
         return next((case for case in found if case is not None), None)
 
     def _spoil(self, outputs: list[tuple[Held, Extent]], case: Case) -> None:

@@ -22,7 +22,7 @@ from tensorprobe.guard.judging import scalar_bits
 from tensorprobe.guard.kinds import Kind, Plan
 from tensorprobe.guard.looking import MODES_OFF, OWN_FRAMES, Paths
 from tensorprobe.guard.looking_backward import BackwardLooking, Layout, numbers_of
-from tensorprobe.guard.ring import UNFLAGGED, NotedCall, holds_all_of, piece_of
+from tensorprobe.guard.ring import UNFLAGGED, NotedCall, holds_all_of, joins_all_of, piece_of
 from tensorprobe.guard.trail import NOWHERE, trail_from
 from tensorprobe.numerics.finiteness import LIMITS, REAL, is_plain
 
@@ -78,7 +78,7 @@ class LaterLooking(BackwardLooking):
                 flag = not holds_all_of(result, source)
         elif plan.kind is _MOVES and looked:
             looked = not result._is_view()
-            flag = not plan.is_join
+            flag = not (plan.is_join and joins_all_of(result, inputs))
         call = None
         if looked:
             piece = piece_of(result)
@@ -239,7 +239,9 @@ class LaterLooking(BackwardLooking):
     def _look_at_later(self, glance: Glance, outputs: Tensors) -> None:
         """Note the call; what it made is known when the device has got there."""
         kind = glance.plan.kind
-        flag = kind is not _PASSES and not glance.plan.is_join
+        flag = kind is not _PASSES
+        if glance.plan.is_join:
+            flag = not joins_all_of(outputs[0][0], glance.inputs)
         if kind is _CASTS and glance.inputs:
             source, target = glance.inputs[0][0], outputs[0][0]
             if source is target or source.dtype not in LIMITS:

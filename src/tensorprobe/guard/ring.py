@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -96,6 +97,26 @@ def piece_of(tensor: torch.Tensor) -> Piece | None:
 def holds_all_of(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether a cast between these dtypes cannot overflow; copies between devices are looked at."""
     return source.is_cpu == target.is_cpu and LIMITS[source.dtype] <= LIMITS[target.dtype]
+
+
+def joins_all_of(target: torch.Tensor, sources: Iterable[tuple[torch.Tensor, Path]]) -> bool:
+    """Whether tensors put side by side are what is known of their memory.
+
+    Integers may be too large for a float; and beside a part of a memory something else may be that
+    is not finite, which this part has been chosen to avoid.
+    """
+    return all(
+        each.dtype in LIMITS and holds_all_of(target, each) and _is_all_of_its_memory(each)
+        for each, _ in sources
+    )
+
+
+def _is_all_of_its_memory(tensor: torch.Tensor) -> bool:
+    nbytes = tensor.untyped_storage().nbytes()
+    if tensor.is_contiguous():
+        return tensor.nbytes == nbytes
+    shape, strides, _ = memory.without_repeats(tensor)
+    return math.prod(shape) * tensor.element_size() == nbytes and memory.is_dense(shape, strides)
 
 
 _DOUBTFUL = -2  # no tensor has this version
@@ -207,10 +228,19 @@ class Ring:
             return None
         given = self._source_of(grad, passing, incoming) if passing else None
         held = self.hold_piece(grad, path, given is None, piece)
-        version = self._known.versions[held[1]]
-        if version >= 0 and (grad.is_contiguous() or _has_no_holes(grad)):
-            self._known.spans[held[1]] = (held[4], version, *_span(grad))
+        if given != held[1]:
+            self._keep_span(grad, held)
         return held, None if given is None else (path, given)
+
+    def _keep_span(self, grad: torch.Tensor, held: NotedOutput) -> None:
+        """Where this gradient lies it may be met again. What is known of its memory must be what
+        it has itself: not so of a part, beside which something else may be that is not finite."""
+        key, dtype, is_whole = held[1], held[4], held[6]
+        version = self._known.versions[key]
+        if is_whole and version >= 0 and (grad.is_contiguous() or _has_no_holes(grad)):
+            self._known.spans[key] = (dtype, version, *_span(grad))
+        else:
+            self._known.spans.pop(key, None)
 
     def _source_of(
         self, grad: torch.Tensor, passing: Passing, incoming: Sequence[Any]

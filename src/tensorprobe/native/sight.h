@@ -364,7 +364,7 @@ class Sight {
       }
     } else if (kind == moves_.get() && looked) {
       looked = !result.is_view();
-      flag = !fields_.is(call.plan, fields_.is_join);
+      flag = !(fields_.is(call.plan, fields_.is_join) && joins_all_of(numbers, inputs));
     }
     if (looked && !has_numbers(impl)) return note_otherwise(call);
     Ref noted;
@@ -377,6 +377,16 @@ class Sight {
       look_if_due();
     }
     if (given.needs || given.has_lists || given.has_names) follow(call, result, given, noted);
+  }
+
+  // As in guard/ring.py.
+  bool joins_all_of(const Numbers& target, const std::vector<Input>& inputs) const {
+    return std::all_of(inputs.begin(), inputs.end(), [&](const Input& input) {
+      const at::TensorImpl& tensor = *tensor_in(input.object.get()).unsafeGetTensorImpl();
+      const Numbers& source = numbers_of(tensor);
+      return source.dtype && source.most <= target.most &&
+             count_of(tensor) * tensor.itemsize() == tensor.unsafe_storage().nbytes();
+    });
   }
 
   void note_otherwise(const Call& call) {
@@ -983,7 +993,10 @@ class Sight {
         continue;
       }
       last = grad.unsafeGetTensorImpl();
-      keep_span(grad);
+      PyObject* key = PyTuple_GET_ITEM(held.back().get(), 1);
+      const bool is_source =
+          source && PyObject_RichCompareBool(source.get(), key, Py_EQ) == 1;
+      if (!is_source) keep_span(grad, held.back());
       if (source) given.push_back(tuple_of(place.path.get(), source.get()));
     }
     if (held.empty()) return;
@@ -1038,16 +1051,21 @@ class Sight {
     return is_same && begin <= first && past <= end ? key : Ref();
   }
 
-  // All of this gradient has been looked at, as `Ring.hold_gradient` keeps it.
-  void keep_span(const at::Tensor& grad) const {
+  // As `Ring._keep_span`, of a gradient that is `held`.
+  void keep_span(const at::Tensor& grad, const Ref& held) const {
     const at::TensorImpl& impl = *grad.unsafeGetTensorImpl();
-    if (!count_of(impl)) return;
-    const auto [first, past] = span_of(impl);
-    const Ref key = must(PyLong_FromVoidPtr(impl.unsafe_storage().unsafeGetStorageImpl())),
-              version = whole_number(impl.version_counter().current_version()),
-              begin = whole_number(first), end = whole_number(past);
-    put(attribute<"spans">(known_), key,
-        tuple_of(numbers_of(impl).dtype.get(), version.get(), begin.get(), end.get()));
+    const Ref spans = attribute<"spans">(known_);
+    const Ref key = Ref::borrow(PyTuple_GET_ITEM(held.get(), 1));
+    const bool is_whole = PyTuple_GET_ITEM(held.get(), 6) == Py_True;
+    if (is_whole && count_of(impl)) {
+      const auto [first, past] = span_of(impl);
+      const Ref version = whole_number(impl.version_counter().current_version()),
+                begin = whole_number(first), end = whole_number(past);
+      put(spans, key,
+          tuple_of(numbers_of(impl).dtype.get(), version.get(), begin.get(), end.get()));
+    } else if (PyDict_GetItemWithError(spans.get(), key.get()) != nullptr) {
+      if (PyDict_DelItem(spans.get(), key.get()) < 0) throw python_error();
+    }
   }
 
   // Where its numbers begin and end in memory.
