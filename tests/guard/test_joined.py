@@ -1,4 +1,4 @@
-"""Results of cat and stack, which are not looked at where they hold what is known already."""
+"""Results of cat and stack: what they hold that is not finite, and whose it is."""
 
 from __future__ import annotations
 

@@ -37,7 +37,6 @@ class Plan(NamedTuple):
     is_short: bool = False  # where it is looked at later, it may be noted the short way
     may_write: bool = False  # it is short unless told to write to its input
     is_operator: bool = False  # of ATen
-    is_join: bool = False  # its result is what the tensors of a list hold, side by side
     stem: str = ""  # of its name
 
 
@@ -99,9 +98,6 @@ _INPLACE_NAMES = """
 _INPLACE = frozenset(_INPLACE_NAMES.split())
 
 
-_JOINS = frozenset(["Torch.cat", "Torch.stack"])
-
-
 class Passing(enum.IntEnum):
     """How the gradients that a node of the graph sends on come by their values."""
 
@@ -110,8 +106,8 @@ class Passing(enum.IntEnum):
     COPIED = 2  # of the one it is given, among zeros or divided by a count, or cast
 
 
-# torch's own nodes, by their names; what these were told is not written to on the way. None that
-# leaves something out (tril, pad): often that is what is not finite, and it would seem to go on.
+# torch's own nodes, by their names: none that writes to what it is given, or leaves some of it out
+# (tril, pad), which often is what is not finite, and would seem to go on.
 PASSING = {
     "AddBackward0": Passing.SHARED,
     "SubBackward0": Passing.SHARED,
@@ -143,7 +139,7 @@ def plan_for(api: ApiName) -> Plan:
     return Plan(
         api, kind, writes, uninitialised, uninitialised, passes, not passes, leaves,
         is_short=leaves and not passes and not writes, may_write=told,
-        is_operator=api.prefix == "Aten", is_join=api.stem in _JOINS, stem=api.stem,
+        is_operator=api.prefix == "Aten", stem=api.stem,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from tensorprobe.guard.judging import scalar_bits
 from tensorprobe.guard.kinds import Kind, Plan
 from tensorprobe.guard.looking import MODES_OFF, OWN_FRAMES, Paths
 from tensorprobe.guard.looking_backward import BackwardLooking, Layout, numbers_of
-from tensorprobe.guard.ring import UNFLAGGED, NotedCall, holds_all_of, joins_all_of, piece_of
+from tensorprobe.guard.ring import UNFLAGGED, NotedCall, holds_all_of, piece_of
 from tensorprobe.guard.trail import NOWHERE, trail_from
 from tensorprobe.numerics.finiteness import LIMITS, REAL, is_plain
 
@@ -34,6 +34,7 @@ _sequence_number = torch._C._autograd._get_sequence_nr
 _transforms = torch._C._functorch.peek_interpreter_stack
 _getframe = sys._getframe
 LINEAR = "Functional.linear"
+_JOINS = frozenset(["Torch.cat", "Torch.stack"])  # their node leads to the items of their list
 _MOST_ARGUMENTS = 60  # that the short way takes
 # among those that need a gradient: one that is given by a keyword, one inside a list
 _BY_NAME = 1 << _MOST_ARGUMENTS
@@ -78,7 +79,6 @@ class LaterLooking(BackwardLooking):
                 flag = not holds_all_of(result, source)
         elif plan.kind is _MOVES and looked:
             looked = not result._is_view()
-            flag = not (plan.is_join and joins_all_of(result, inputs))
         call = None
         if looked:
             piece = piece_of(result)
@@ -136,8 +136,8 @@ class LaterLooking(BackwardLooking):
             found = self._watch_backward_later(glance, outputs)
         else:
             boundary = self._watch_nodes_later(glance, outputs)
-            # the node of such a call leads to the items of its list
-            found = boundary.get(node) if made == 1 and plan.is_join else None
+            is_join = made == 1 and plan.stem in _JOINS
+            found = boundary.get(node) if is_join else None
         if found is None or which == ():
             return None
         self._routes[route] = found
@@ -240,8 +240,6 @@ class LaterLooking(BackwardLooking):
         """Note the call; what it made is known when the device has got there."""
         kind = glance.plan.kind
         flag = kind is not _PASSES
-        if glance.plan.is_join:
-            flag = not joins_all_of(outputs[0][0], glance.inputs)
         if kind is _CASTS and glance.inputs:
             source, target = glance.inputs[0][0], outputs[0][0]
             if source is target or source.dtype not in LIMITS:

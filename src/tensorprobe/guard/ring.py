@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -97,26 +96,6 @@ def piece_of(tensor: torch.Tensor) -> Piece | None:
 def holds_all_of(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether a cast between these dtypes cannot overflow; copies between devices are looked at."""
     return source.is_cpu == target.is_cpu and LIMITS[source.dtype] <= LIMITS[target.dtype]
-
-
-def joins_all_of(target: torch.Tensor, sources: Iterable[tuple[torch.Tensor, Path]]) -> bool:
-    """Whether tensors put side by side are what is known of their memory.
-
-    Integers may be too large for a float; and beside a part of a memory something else may be that
-    is not finite, which this part has been chosen to avoid.
-    """
-    return all(
-        each.dtype in LIMITS and holds_all_of(target, each) and _is_all_of_its_memory(each)
-        for each, _ in sources
-    )
-
-
-def _is_all_of_its_memory(tensor: torch.Tensor) -> bool:
-    nbytes = tensor.untyped_storage().nbytes()
-    if tensor.is_contiguous():
-        return tensor.nbytes == nbytes
-    shape, strides, _ = memory.without_repeats(tensor)
-    return math.prod(shape) * tensor.element_size() == nbytes and memory.is_dense(shape, strides)
 
 
 _DOUBTFUL = -2  # no tensor has this version

@@ -228,13 +228,13 @@ class Sight {
 
   // Where things are in a `Plan`.
   struct Fields {
-    Py_ssize_t api, kind, uninitialised, is_special, is_short, may_write, is_operator, is_join, stem;
+    Py_ssize_t api, kind, uninitialised, is_special, is_short, may_write, is_operator, stem;
 
     void read(PyObject* names) {
       const std::pair<const char*, Py_ssize_t*> all[] = {
           {"api", &api},           {"kind", &kind},           {"uninitialised", &uninitialised},
           {"is_special", &is_special}, {"is_short", &is_short}, {"may_write", &may_write},
-          {"is_operator", &is_operator}, {"is_join", &is_join},     {"stem", &stem}};
+          {"is_operator", &is_operator}, {"stem", &stem}};
       for (auto [name, place] : all) {
         const Ref text = must(PyUnicode_FromString(name));
         *place = PySequence_Index(names, text.get());
@@ -364,7 +364,6 @@ class Sight {
       }
     } else if (kind == moves_.get() && looked) {
       looked = !result.is_view();
-      flag = !(fields_.is(call.plan, fields_.is_join) && joins_all_of(numbers, inputs));
     }
     if (looked && !has_numbers(impl)) return note_otherwise(call);
     Ref noted;
@@ -377,16 +376,6 @@ class Sight {
       look_if_due();
     }
     if (given.needs || given.has_lists || given.has_names) follow(call, result, given, noted);
-  }
-
-  // As in guard/ring.py.
-  bool joins_all_of(const Numbers& target, const std::vector<Input>& inputs) const {
-    return std::all_of(inputs.begin(), inputs.end(), [&](const Input& input) {
-      const at::TensorImpl& tensor = *tensor_in(input.object.get()).unsafeGetTensorImpl();
-      const Numbers& source = numbers_of(tensor);
-      return source.dtype && source.most <= target.most &&
-             count_of(tensor) * tensor.itemsize() == tensor.unsafe_storage().nbytes();
-    });
   }
 
   void note_otherwise(const Call& call) {
