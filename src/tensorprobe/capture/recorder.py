@@ -293,7 +293,10 @@ class Recorder:
         self._op_mode = OpMode(tape) if level == "L2" else None
         # At L0 the mode is there for scalers and for writes, which C++ sees for less.
         self._values = values if level == "L0" and values.contents is not None else None
-        modes: list[Any] = [] if self._op_mode is None else [self._op_mode]
+        # Those that come along into backward, also while paused, and into other threads.
+        modes: list[Any] = [] if self._values is not None else [self._mode]
+        if self._op_mode is not None:
+            modes.append(self._op_mode)
         self._modes = modes
         self._modules = ModuleHooks(
             tape,
@@ -331,13 +334,15 @@ class Recorder:
             self._values.watch_writes(writes)
         if mode and not self._mode_on:
             self._mode_on = True
-            self._modes.insert(0, self._mode)
+            if self._values is not None:
+                self._modes.append(self._mode)
             add_function_mode(self._mode)
         elif not mode and self._mode_on and remove_function_mode(self._mode):
             # not inside a call of its own, where torch has it off the stack: it stays till the
             # next step then, and lets everything pass
             self._mode_on = False
-            self._modes.remove(self._mode)
+            if self._values is not None:
+                self._modes.remove(self._mode)
 
     def _switch_inside(self, on: bool) -> None:
         if on:
