@@ -302,7 +302,7 @@ class Recorder:
             tape,
             record=level in ("L0", "mix"),
             modes=modes,
-            on_root=self._watch.root_called,
+            on_root=self._root_called,
         )
         self._optimizers = OptimizerHooks(
             tape, self._modules.paths.parameter_names, self._optimizer_stepped
@@ -422,6 +422,14 @@ class Recorder:
             which = f"step {which} is" if len(steps) == 1 else f"steps {which} are"
             self._log(f"{which} recorded: ending the program")
             raise SystemExit(0)
+
+    def _root_called(self, module: torch.nn.Module) -> None:
+        watch, values = self._watch, self._values
+        unseen = watch.automatic and not watch.scaler_seen
+        if unseen and values is not None and values.saw_scaler():  # with no mode on
+            watch.scaler_found()
+            self._put_on()
+        watch.root_called(module)
 
     def _optimizer_stepped(self, optimizer: object) -> None:
         if self._tape is not None and self._tape.recording:

@@ -51,6 +51,9 @@ class Writes {
   // Whether there is something to take.
   bool any() const { return any_.load(std::memory_order_acquire); }
 
+  // Whether a GradScaler has ever updated its scale.
+  bool saw_scaler() const { return saw_scaler_.load(std::memory_order_relaxed); }
+
   std::unordered_set<const c10::StorageImpl*> take() {
     const std::lock_guard<std::mutex> lock(all().mutex);
     any_.store(false, std::memory_order_relaxed);
@@ -77,7 +80,8 @@ class Writes {
     for (size_t i = 0; i < arguments.size(); ++i) {
       if (may_be_any || is_written(arguments[i])) collect(inputs[i], storages);
     }
-    if (!storages.empty()) note(storages);
+    const bool by_scaler = !std::strcmp(function.name(), "aten::_amp_update_scale_");
+    if (!storages.empty()) note(storages, by_scaler);
     return nullptr;
   }
 
@@ -101,11 +105,12 @@ class Writes {
     }
   }
 
-  static void note(const Storages& storages) {
+  static void note(const Storages& storages, bool by_scaler) {
     const std::lock_guard<std::mutex> lock(all().mutex);
     for (Writes* each : all().watching) {
       each->written_.insert(storages.begin(), storages.end());
       each->any_.store(true, std::memory_order_release);
+      if (by_scaler) each->saw_scaler_.store(true, std::memory_order_relaxed);
     }
   }
 
@@ -145,7 +150,7 @@ class Writes {
   }
 
   std::unordered_set<const c10::StorageImpl*> written_;
-  std::atomic<bool> any_ = false;
+  std::atomic<bool> any_ = false, saw_scaler_ = false;
 };
 
 }  // namespace tensorprobe
