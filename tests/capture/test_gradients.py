@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import tensorprobe as tp
 from tensorprobe.records import Call, Capture
@@ -497,3 +498,18 @@ def test_what_a_hook_of_the_program_raises_is_no_calls(tmp_path: Path) -> None:
         ("Tensor.sum.0.backward", "complete"),
         ("Tensor.exp.0.backward", "complete"),
     ]
+
+
+@pytest.mark.parametrize("level", ["L1", "mix"])
+def test_what_is_computed_again_after_a_pause(tmp_path: Path, level: str) -> None:
+    x = randn(3, 3).requires_grad_()
+    options: dict[str, Any] = {"level": level, "keep": "structure"}
+    with tp.Recorder(tmp_path, log=lambda text: None, **options) as recorder:
+        y = checkpoint(lambda v: v.sin().cos(), x, use_reentrant=False).sum()
+        recorder.pause()
+        y.backward()
+        recorder.start()
+        x.sin()
+    names = [call.name for call in tp.load(tmp_path).calls if ".sin." in call.name]
+    forward = [f"Tensor.sin.{number}.forward" for number in range(3)]
+    assert sorted(names) == sorted([*forward, "Tensor.sin.0.backward"])

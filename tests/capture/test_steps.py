@@ -152,6 +152,28 @@ def test_a_step_that_the_scaler_skips_is_a_step(
             assert found[step] == (stepped[:1] if factor == torch.inf else stepped)
 
 
+@pytest.mark.parametrize("level", ["L0", "L1"])
+def test_a_scaler_that_comes_later(tmp_path: Path, level: str) -> None:
+    def program() -> None:
+        model, _ = classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for factor in (None, None, torch.inf, torch.inf, torch.inf, 1):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 3)).sum()
+            if factor is None:
+                loss.backward()
+                optimizer.step()
+            else:
+                scaler.scale(loss * factor).backward()
+                scaler.step(optimizer)
+                scaler.update()
+
+    record(tmp_path, program, level=level)
+    found = steps_of(tmp_path, "Optimizer")
+    assert [step for step, calls in found.items() if calls] == [0, 1, 4]  # its first skip is missed
+
+
 def test_the_round_of_another_optimizer_is_not_a_skip(tmp_path: Path) -> None:
     record(tmp_path, scaled_training([1, 1], n_optimizers=2))
     assert {k: len(v) for k, v in steps_of(tmp_path, "Optimizer").items()} == {0: 1, 1: 2, 2: 1}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import tensorprobe as tp
@@ -45,16 +46,32 @@ def fill(given: Tensor, written: Tensor) -> None:
     written.numpy()[...] = 7
 
 
+LIBRARY = torch.library.Library("tensorprobe_tests", "FRAGMENT")
+LIBRARY.define("write_some(Tensor(a!)?[] written) -> ()")
+LIBRARY.impl("write_some", lambda written: None, "CompositeExplicitAutograd")
+
+
+# In its second run `given` and its sine wait on the stack while `neg_` is called.
+script = torch.jit.CompilationUnit("""
+def script(given: Tensor, written: Tensor) -> Tensor:
+    return torch.addcmul(given, torch.sin(given), written.neg_())
+""").script
+
+
 WRITES: dict[str, Callable[[Tensor], object]] = {
     "in place": lambda x: x.data.mul_(2),
     "operator": lambda x: x.data.__imul__(2),
     "item": lambda x: x.data.__setitem__(0, 5.0),
     "out": lambda x: torch.add(torch.ones(3), 1, out=x.data),
     "by name": lambda x: torch.max(torch.ones(2, 3), 0, out=(x.data, torch.ones(3).long())),
+    "by name alone": lambda x: torch.topk(torch.ones(4), 3, out=(x.data, torch.ones(3).long())),
+    "by no name": lambda x: torch.ops.aten.rrelu_with_noise(torch.ones(3), x.data, training=True),
     "list": lambda x: torch._foreach_add_([torch.ones(3), x.data], 1.0),
     "view": lambda x: x.data[1:].zero_(),
     "copy": lambda x: x.data.copy_(torch.ones(3)),
     "custom": lambda x: fill(torch.ones(3), x.data),
+    "list with none": lambda x: torch.ops.tensorprobe_tests.write_some([None, x.data]),
+    "script": lambda x: script(torch.ones(3), x.data),
     "fused": lambda x: torch._fused_sgd_(
         [x.data], [torch.ones(3)], [], weight_decay=0, momentum=0, lr=0.1, dampening=0,
         nesterov=False, maximize=False, is_first_step=True,
@@ -110,6 +127,63 @@ def test_what_is_only_read_is_known_on() -> None:
     numbers.watch(False)
 
 
+def test_a_script_writes_to_what_it_says_it_does() -> None:
+    for _ in range(3):
+        x, y = torch.ones(3), torch.ones(3)
+        numbers = Numbers()
+        numbers.watch(True)
+        before = [numbers.of(x), numbers.of(y)]
+        script(x, y.data)
+        after = [numbers.of(x), numbers.of(y)]
+        numbers.watch(False)
+        assert after[0] == before[0]
+        assert after[1] not in before
+
+
+def test_an_operator_that_is_defined_anew() -> None:
+    x = torch.ones(3)
+    numbers = Numbers()
+    numbers.watch(True)
+    for schema, is_written in (("Tensor x", False), ("Tensor(a!) x", True)):
+        library = torch.library.Library("tensorprobe_tests_anew", "DEF")
+        library.define(f"touch({schema}) -> ()")
+        library.impl("touch", lambda x: None, "CompositeExplicitAutograd")
+        before = numbers.of(x)
+        torch.ops.tensorprobe_tests_anew.touch.default(x)
+        assert (numbers.of(x) != before) == is_written
+        library._destroy()
+        del torch.ops.tensorprobe_tests_anew
+    numbers.watch(False)
+
+
+COLLECTIVES: dict[str, Callable[[Tensor], object]] = {
+    "all_reduce": lambda x: dist.all_reduce(x),
+    "broadcast": lambda x: dist.broadcast(x, 0),
+    "all_gather": lambda x: dist.all_gather([x], torch.ones(3)),
+    "scatter": lambda x: dist.scatter(x, [torch.ones(3)]),
+    "all_to_all": lambda x: dist.all_to_all_single(x, torch.ones(3)),
+}
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.usefixtures("group")
+def test_collectives(collective: str) -> None:
+    x = torch.ones(3)
+    numbers = Numbers()
+    numbers.watch(True)
+    before = numbers.of(x)
+    COLLECTIVES[collective](x.data)
+    assert numbers.of(x) != before
+    numbers.watch(False)
+
+
 def test_storages_that_python_knows() -> None:
     x = torch.ones(3)
     numbers = Numbers()
@@ -155,9 +229,16 @@ def test_a_forked_process_goes_on() -> None:
     try:
         for _ in range(20):
             child = os.fork()
-            if not child:
-                torch.ones(3).mul_(2)
-                os._exit(0)
+            if not child:  # where nothing is seen, but of those that begin there
+                x = torch.ones(3)
+                known = numbers.of(x)
+                x.data.mul_(2)
+                right = numbers.of(x) == known
+                numbers.watch(True)
+                x.data.mul_(2)
+                right &= numbers.of(x) != known
+                numbers.watch(False)
+                os._exit(0 if right else 1)
             assert os.waitpid(child, 0)[1] == 0
     finally:
         stop.set()

@@ -293,13 +293,16 @@ class Recorder:
         self._op_mode = OpMode(tape) if level == "L2" else None
         # At L0 the mode is there for scalers and for writes, which C++ sees for less.
         self._values = values if level == "L0" and values.contents is not None else None
-        modes: list[Any] = [] if self._op_mode is None else [self._op_mode]
+        # Those that come along into backward, also while paused, and into other threads.
+        modes: list[Any] = [] if self._values is not None else [self._mode]
+        if self._op_mode is not None:
+            modes.append(self._op_mode)
         self._modes = modes
         self._modules = ModuleHooks(
             tape,
             record=level in ("L0", "mix"),
             modes=modes,
-            on_root=self._watch.root_called,
+            on_root=self._root_called,
         )
         self._optimizers = OptimizerHooks(
             tape, self._modules.paths.parameter_names, self._optimizer_stepped
@@ -331,13 +334,15 @@ class Recorder:
             self._values.watch_writes(writes)
         if mode and not self._mode_on:
             self._mode_on = True
-            self._modes.insert(0, self._mode)
+            if self._values is not None:
+                self._modes.append(self._mode)
             add_function_mode(self._mode)
         elif not mode and self._mode_on and remove_function_mode(self._mode):
             # not inside a call of its own, where torch has it off the stack: it stays till the
             # next step then, and lets everything pass
             self._mode_on = False
-            self._modes.remove(self._mode)
+            if self._values is not None:
+                self._modes.remove(self._mode)
 
     def _switch_inside(self, on: bool) -> None:
         if on:
@@ -417,6 +422,14 @@ class Recorder:
             which = f"step {which} is" if len(steps) == 1 else f"steps {which} are"
             self._log(f"{which} recorded: ending the program")
             raise SystemExit(0)
+
+    def _root_called(self, module: torch.nn.Module) -> None:
+        watch, values = self._watch, self._values
+        unseen = watch.automatic and not watch.scaler_seen
+        if unseen and values is not None and values.saw_scaler():  # with no mode on
+            watch.scaler_found()
+            self._put_on()
+        watch.root_called(module)
 
     def _optimizer_stepped(self, optimizer: object) -> None:
         if self._tape is not None and self._tape.recording:

@@ -80,6 +80,11 @@ class StepWatch:
         if self._optimizers and self._optimizers[0][0] in skipped:
             self._advance()
 
+    def scaler_found(self) -> None:
+        """A GradScaler has ended a round, of which no more is known."""
+        self.scaler_seen = True
+        self._stepped.clear()
+
     def backward_ended(self) -> None:
         """A backward pass is over."""
         if self._step_on == "auto" and not self._optimizers and not _optimizer_made():

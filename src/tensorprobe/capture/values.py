@@ -101,6 +101,10 @@ class Values:
         """See what torch's operations write to, without being called for each; only in C++."""
         self.contents.watch_writes(on)
 
+    def saw_scaler(self) -> bool:
+        """Whether a GradScaler's update was among what was seen."""
+        return bool(self.contents.saw_scaler())
+
     def _forget(self, tensor: torch.Tensor) -> None:
         """The content of this tensor's storage was changed by something that moves no version."""
         with contextlib.suppress(NotImplementedError, RuntimeError):  # no storage: never known

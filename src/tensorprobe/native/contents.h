@@ -52,6 +52,8 @@ class Contents {
     writes_.watch(on);
   }
 
+  bool saw_scaler() const { return writes_.saw_scaler(); }
+
   // The number of a content; `make` gives a new one its own.
   PyObject* of(PyObject* tensor, PyObject* form, PyObject* call, PyObject* role, PyObject* label,
                PyObject* keep) {

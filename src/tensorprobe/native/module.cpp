@@ -107,7 +107,12 @@ PyObject* contents_watch_writes(PyObject* self, PyObject* on) {
   });
 }
 
+PyObject* contents_saw_scaler(PyObject* self, PyObject*) {
+  return PyBool_FromLong(in<Contents>(self).saw_scaler());
+}
+
 PyMethodDef contents_methods[] = {
+    {"saw_scaler", contents_saw_scaler, METH_NOARGS, nullptr},
     {"watch_writes", contents_watch_writes, METH_O, nullptr},
     {"of", reinterpret_cast<PyCFunction>(contents_of), METH_FASTCALL, nullptr},
     {"forget", contents_forget, METH_O, nullptr},

@@ -1,23 +1,27 @@
 // Memory that torch's operations write to, in whatever thread and from whatever language.
 #pragma once
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <mutex>
+#include <set>
 #include <string>
-#include <unordered_map>
+#include <string_view>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 namespace tensorprobe {
 
-// While it watches, notes what is written to. A write through `.data` moves the version of that
-// tensor and of no other; here it shows in the memory. It is noted before the operation begins. Of
-// torch's own, those may write that end in `_` and overloads with `out`. Takes no lock of Python's,
-// which a thread that waits for this one may hold.
+// While it watches, notes what is written to, as the schemas of operators say. A write through
+// `.data` moves the version of that tensor and of no other; here it shows in the memory. It is noted
+// before the operation begins. Takes no lock of Python's, which a thread that waits for this one may
+// hold.
 class Writes {
  public:
   ~Writes() { watch(false); }
@@ -25,26 +29,30 @@ class Writes {
   Writes(const Writes&) = delete;
 
   void watch(bool on) {
-    const std::lock_guard<std::mutex> lock(all().mutex);
-    if (on == is_watching_) return;
-    is_watching_ = on;
+    All& shared = all();
+    const std::lock_guard<std::mutex> lock(shared.mutex);
+    auto& watching = shared.watching;
+    if (on == (std::find(watching.begin(), watching.end(), this) != watching.end())) return;
     if (on) {
-      all().watching.push_back(this);
+      watching.push_back(this);
     } else {
-      std::erase(all().watching, this);
+      std::erase(watching, this);
       written_.clear();
       any_.store(false, std::memory_order_relaxed);
     }
-    if (on && all().watching.size() == 1) {
+    if (on && !shared.handle) {
       auto callback = at::RecordFunctionCallback(&Writes::begins).needsInputs(true);
-      all().handle = at::addGlobalCallback(callback.scopes({at::RecordScope::FUNCTION}));
-    } else if (!on && all().watching.empty()) {
-      at::removeCallback(all().handle);
+      shared.handle = at::addGlobalCallback(callback.scopes({at::RecordScope::FUNCTION}));
+    } else if (watching.empty()) {
+      at::removeCallback(std::exchange(shared.handle, 0));
     }
   }
 
   // Whether there is something to take.
   bool any() const { return any_.load(std::memory_order_acquire); }
+
+  // Whether a GradScaler has ever updated its scale.
+  bool saw_scaler() const { return saw_scaler_.load(std::memory_order_relaxed); }
 
   std::unordered_set<const c10::StorageImpl*> take() {
     const std::lock_guard<std::mutex> lock(all().mutex);
@@ -53,49 +61,56 @@ class Writes {
   }
 
  private:
+  using Storages = c10::SmallVector<const c10::StorageImpl*, 4>;
+
   static std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& function) {
-    const char *name = function.name(), *overload = function.overload_name();
-    const size_t length = std::strlen(name);
-    const bool may_write = (length && name[length - 1] == '_') || std::strstr(overload, "out") ||
-                           std::strncmp(name, "aten::", 6);
-    if (!may_write) return nullptr;
-    const auto inputs = function.inputs();
-    const std::lock_guard<std::mutex> lock(all().mutex);
-    for (size_t i : written_by(function, std::string(name) + '.' + overload)) {
-      if (i >= inputs.size()) break;
-      const c10::IValue& value = inputs[i];
-      if (value.isTensor()) {
-        note(value.toTensor());
-      } else if (value.isTensorList()) {
-        for (const at::Tensor& tensor : value.toTensorVector()) note(tensor);
-      }
+    if (!may_write(function.name(), function.overload_name())) return nullptr;
+    const auto name = function.operator_name();
+    if (!name) return nullptr;  // no operator
+    const auto found = c10::Dispatcher::singleton().findSchema(*name);
+    if (!found) return nullptr;
+    const auto& arguments = found->schema().arguments();
+    auto inputs = function.inputs();
+    if (inputs.size() < arguments.size()) return nullptr;
+    // TorchScript shows all of its stack, at the end of which are the arguments
+    inputs = inputs.slice(inputs.size() - arguments.size());
+    // the schemas of collectives do not say what they write to
+    const bool may_be_any = !std::strncmp(function.name(), "c10d::", 6);
+    Storages storages;
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      if (may_be_any || is_written(arguments[i])) collect(inputs[i], storages);
     }
+    const bool by_scaler = !std::strcmp(function.name(), "aten::_amp_update_scale_");
+    if (!storages.empty()) note(storages, by_scaler);
     return nullptr;
   }
 
-  // Which of its arguments an operator writes to, as its schema says.
-  static const std::vector<size_t>& written_by(const at::RecordFunction& function,
-                                               const std::string& name) {
-    auto known = all().written_by.find(name);
-    if (known == all().written_by.end()) {
-      std::vector<size_t> found;
-      if (const auto schema = function.operator_schema()) {
-        for (size_t i = 0; i < schema->arguments().size(); ++i) {
-          const auto* alias = schema->arguments()[i].alias_info();
-          if (alias != nullptr && alias->isWrite()) found.push_back(i);
-        }
-      }
-      known = all().written_by.emplace(name, std::move(found)).first;
-    }
-    return known->second;
+  // Of torch's own most that write end in `_`, or have an overload with `out`.
+  static bool may_write(const std::string_view name, const char* overload) {
+    if (name.ends_with('_') || std::strstr(overload, "out")) return true;
+    return !name.starts_with("aten::") || all().others.count(name);
   }
 
-  static void note(const at::Tensor& tensor) {
-    if (!tensor.defined() || !tensor.has_storage()) return;
-    const auto* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  static bool is_written(const c10::Argument& argument) {
+    return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+  }
+
+  static void collect(const c10::IValue& value, Storages& storages) {
+    if (value.isTensor()) {
+      const at::Tensor& tensor = value.toTensor();
+      if (!tensor.defined() || !tensor.has_storage()) return;
+      storages.push_back(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    } else if (value.isList()) {
+      for (const c10::IValue& each : value.toListRef()) collect(each, storages);
+    }
+  }
+
+  static void note(const Storages& storages, bool by_scaler) {
+    const std::lock_guard<std::mutex> lock(all().mutex);
     for (Writes* each : all().watching) {
-      each->written_.insert(storage);
+      each->written_.insert(storages.begin(), storages.end());
       each->any_.store(true, std::memory_order_release);
+      if (by_scaler) each->saw_scaler_.store(true, std::memory_order_relaxed);
     }
   }
 
@@ -104,21 +119,38 @@ class Writes {
     std::mutex mutex;
     std::vector<Writes*> watching;
     at::CallbackHandle handle = 0;
-    std::unordered_map<std::string, std::vector<size_t>> written_by;
+    // the operators of torch that write, and whose names do not say so
+    std::set<std::string, std::less<>> others;
+
+    All() {
+      auto& dispatcher = c10::Dispatcher::singleton();
+      for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
+        if (!name.name.starts_with("aten::") || name.name.ends_with('_')) continue;
+        if (name.overload_name.find("out") != std::string::npos) continue;
+        const auto found = dispatcher.findSchema(name);
+        if (found && std::any_of(found->schema().arguments().begin(),
+                                 found->schema().arguments().end(), is_written)) {
+          others.insert(name.name);
+        }
+      }
+    }
   };
   static All& all() {
     static All* const made = [] {
-      // no process is forked while a thread has the lock: in the child nobody would give it back
+      // No process is forked while a thread has the lock: in the child nobody would give it back.
+      // Nothing of what a child does is wanted.
       pthread_atfork([] { all().mutex.lock(); }, [] { all().mutex.unlock(); },
-                     [] { all().mutex.unlock(); });
+                     [] {
+                       all().watching.clear();
+                       all().mutex.unlock();
+                     });
       return new All;
     }();
     return *made;
   }
 
   std::unordered_set<const c10::StorageImpl*> written_;
-  std::atomic<bool> any_ = false;
-  bool is_watching_ = false;
+  std::atomic<bool> any_ = false, saw_scaler_ = false;
 };
 
 }  // namespace tensorprobe
