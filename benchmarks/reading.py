@@ -1,6 +1,6 @@
 """What the kernels take that read a tensor on a GPU: microseconds and TB/s, by size and dtype.
 
-    python benchmarks/kernels.py
+    python benchmarks/reading.py
 
 Each is captured into a CUDA graph over tensors that together are larger than the cache, and the
 quickest of five replays counts: no start of a kernel is in the figures.
