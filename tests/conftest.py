@@ -16,6 +16,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import default_device
+from tensorprobe.capture import compiled
 from tensorprobe.records import TensorRecord
 
 default_device.choose()
@@ -54,6 +55,14 @@ def nothing_left_installed() -> Iterator[None]:
     yield
     after = installed()
     assert after == before
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_compiled() -> Iterator[None]:
+    """Where dynamo has compiled something, calls are looked at more closely, and not in C++."""
+    yield
+    if compiled.may_run():
+        torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)

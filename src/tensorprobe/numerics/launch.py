@@ -155,7 +155,7 @@ class Kernel:
 
 def _starts_early(device: torch.device) -> bool:
     """Whether a kernel can be got ready on this device while the one before it ends."""
-    if device.type != "cuda" or torch.version.hip:
+    if device.index is None or torch.version.hip:  # the host, where kernels are interpreted
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
