@@ -182,6 +182,13 @@ def cast() -> Tensor:
     return torch.full((3,), 1e6).half()
 
 
+def times_infinity() -> Tensor:
+    """Numbers of both signs: not only the infinity that it is told to put in."""
+    weights = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
+    weights.data[0].mul_(float("inf"))
+    return weights * 2
+
+
 FAULTS = {
     row_of_masks: ("Tensor.softmax.0.forward", "a whole row of input.0 is -inf"),
     inf_minus_inf: ("Tensor.sub.0.forward", "input.0 holds -inf, which it turns into NaN"),
@@ -192,6 +199,7 @@ FAULTS = {
     division_and_a_loss: ("Tensor.div.0.forward", "it divides by zero, 3 of 3 in output.0"),
     division: ("Tensor.div.0.forward", "it divides by zero, 3 of 3 in output.0 (float32) are inf"),
     cast: ("Tensor.half.0.forward", "its inputs are finite (1e+06 to 1e+06), 3 of 3 in output.0"),
+    times_infinity: ("Tensor.mul_.0.forward", "it is told an infinite number, 2 of 2 in output.0"),
 }
 
 
@@ -207,7 +215,9 @@ LATER = [row_of_masks, inf_minus_inf, mask_times_zero, never_written, loss_of_a_
 
 
 @pytest.mark.parametrize(
-    "program", [*LATER, division, division_and_a_loss, cast], ids=lambda program: program.__name__
+    "program",
+    [*LATER, division, division_and_a_loss, cast, times_infinity],
+    ids=lambda program: program.__name__,
 )
 def test_the_same_call_found_later(tmp_path: Path, program: Callable[[], Tensor]) -> None:
     [finding] = found(tmp_path, program, look_every=1000)

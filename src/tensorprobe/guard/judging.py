@@ -220,5 +220,7 @@ def _range(inputs: list[Seen]) -> str:
 
 
 def _held(inputs: list[Seen]) -> str:
-    source = next(each for each in inputs if each.bits)
+    source = next((each for each in inputs if each.bits), None)
+    if source is None:
+        return "it is told an infinite number"
     return f"{source.label} holds {'inf' if source.bits & POSITIVE else '-inf'}"
