@@ -23,6 +23,7 @@ import torch
 from recording import SIZES, halves
 
 import tensorprobe as tp
+from tensorprobe.errors import BadUsage
 
 STEPS, WARM = 8, 4
 
@@ -94,4 +95,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BadUsage as error:  # of a row
+        sys.exit(str(error))

@@ -252,13 +252,17 @@ def measure_peer(args: argparse.Namespace, size: dict[str, int]) -> list[dict[st
             if keep == "tensors" and level not in args.tensor_levels:
                 continue
             spec = json.dumps({**vars(args), "level": level, "keep": keep, "size": size})
-            done = subprocess.run(
-                [args.peer_python, __file__, "--peer-child", spec],
-                capture_output=True,
-                text=True,
-                timeout=args.peer_timeout,
-                check=False,
-            )
+            try:
+                done = subprocess.run(
+                    [args.peer_python, __file__, "--peer-child", spec],
+                    capture_output=True,
+                    text=True,
+                    timeout=args.peer_timeout,
+                    check=False,
+                )
+            except (OSError, subprocess.TimeoutExpired) as error:  # our rows are told all the same
+                sys.stderr.write(f"msprobe at {level} {keep}: {error}\n")
+                continue
             lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
             if not lines:
                 sys.stderr.write(done.stderr[-2000:])

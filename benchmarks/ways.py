@@ -24,6 +24,7 @@ from recording import SIZES, build
 
 import tensorprobe as tp
 from tensorprobe import native
+from tensorprobe.errors import BadUsage
 
 ROUNDS, STEPS, WARM = 3, 6, 3
 WAYS = {"Python": None, "C++": native.MODULE}
@@ -100,4 +101,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BadUsage as error:  # of a row
+        sys.exit(str(error))
