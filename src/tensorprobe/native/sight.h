@@ -586,9 +586,15 @@ class Sight {
       }
       found.push_back(tuple_of(path, key.get()));
     }
-    Ref all = must(PyTuple_New(found.size()));
-    for (size_t i = 0; i < found.size(); ++i) PyTuple_SET_ITEM(all.get(), i, found[i].release());
-    return all;
+    return tuple_from(found);
+  }
+
+  static Ref tuple_from(std::vector<Ref>& items) {
+    Ref tuple = must(PyTuple_New(items.size()));
+    for (size_t i = 0; i < items.size(); ++i) {
+      PyTuple_SET_ITEM(tuple.get(), i, items[i].release());
+    }
+    return tuple;
   }
 
   static size_t nbytes_of(const at::TensorImpl& tensor) {
@@ -992,14 +998,6 @@ class Sight {
     const Ref inputs = tuple_from(given), outputs = tuple_from(held);
     add(call.get(), word<"backward">(), inputs.get(), outputs.get(), true);
     look_if_due();
-  }
-
-  static Ref tuple_from(std::vector<Ref>& items) {
-    Ref tuple = must(PyTuple_New(items.size()));
-    for (size_t i = 0; i < items.size(); ++i) {
-      PyTuple_SET_ITEM(tuple.get(), i, items[i].release());
-    }
-    return tuple;
   }
 
   void gradients_otherwise(const Ref& call, const Spots& spots, long passing,
