@@ -19,9 +19,9 @@ from tensorprobe.numerics import launch, rows, triton_kernels as kernels
 
 READS = {"bfloat16": "*i16", "float16": "*fp16", "float32": "*fp32"}
 PLACES = {"table": "*i64", "weights": "*i64", "rows": "*i64", "meta": "*i32", "digests": "*i64"}
-PLACES["flags"] = "*i32"
+PLACES |= {"flags": "*i32", "out": "*i64"}
 RUNS = ["run", "n1", "n2", "s0", "s1", "s2"]
-NUMBERS = dict.fromkeys(["n", "words", "row", "slot", *RUNS], "i32")
+NUMBERS = dict.fromkeys(["n", "words", "units", "row", "slot", *RUNS], "i32")
 SAME = {"FIELDS": rows.FIELDS, "LANES": launch.LANES, "EARLY": True}
 
 def ptx(function, pointers, constants):
@@ -65,6 +65,10 @@ for name, read in READS.items():
             kernel, {"x": "*i64", "elements": read}, {"KIND": kind, "UNIT": unit, **SAME}
         )
         assert "ld.global.v2.b64" in both, name
+BLOCKS = {"BLOCK": launch.BLOCK, "EARLY": True}
+ptx(kernels.tally_integers, {"x": "*i64"}, {"KIND": 3, "FIELDS": rows.FIELDS, **BLOCKS})
+ptx(kernels.digest_chunks, {"x": "*i64"}, {"UNIT": 8, **BLOCKS})
+ptx(kernels.reduce_rows, {}, {"FIELDS": rows.FIELDS, "BLOCK": 128, "EARLY": True})
 print("passed")
 """
 # Triton's own layer and ours, each before a function that notes what it is given.
