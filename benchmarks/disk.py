@@ -93,6 +93,7 @@ def record(folder: Path, step, args: argparse.Namespace) -> Times:
     import tensorprobe as tp
 
     options = {"queue": args.queue} if args.queue else {}
+    options["compress"] = args.compress
     recorder = tp.Recorder(
         folder / "run", level=args.level, keep="tensors", log=lambda text: None, **options
     )
@@ -123,6 +124,7 @@ def stages(scratch: str | None) -> None:
     import torch
 
     from tensorprobe.capture.transfer import Transfer
+    from tensorprobe.contents.packing import pack
     from tensorprobe.numerics.digest import digest_bytes
     from tensorprobe.numerics.summary import Summarizer
     from tensorprobe.store.shard import Shards
@@ -130,6 +132,7 @@ def stages(scratch: str | None) -> None:
     torch.set_num_threads(1)
     tensor = torch.randn(8 << 20)
     data = tensor.view(torch.uint8).numpy()
+    narrow = torch.randn(16 << 20).bfloat16().view(torch.uint8).numpy()
     summarizer, fresh, used = Summarizer(), Transfer(), Transfer(spare_nbytes=64 << 20)
     folder = Path(tempfile.mkdtemp(dir=scratch))
     fd = os.open(folder, os.O_RDONLY)
@@ -156,6 +159,8 @@ def stages(scratch: str | None) -> None:
         ("digest", lambda: digest_bytes(data)),
         ("looking for equal content, none", lambda: shards.find(other)),
         ("looking for equal content, found", lambda: shards.find(copy)),
+        ("packing (compress)", lambda: pack(data, 4)),
+        ("packing of bfloat16", lambda: pack(narrow, 2)),
         ("writing", write),
         ("64 bytes and the header's new end", write_small),
         ("raw pwrite", lambda: os.pwrite(raw_fd, copy.data, next(offsets))),
@@ -179,6 +184,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=None, help="fewer than the size has")
     parser.add_argument("--level", default="L0")
     parser.add_argument("--queue", default=None, help="as the recorder's: 256MiB")
+    parser.add_argument("--compress", action="store_true", help="as the recorder's")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--scratch", default=None, help="a folder on the disk in question")
     parser.add_argument("--stages", action="store_true", help="of a CPU tensor, one by one")

@@ -4,7 +4,7 @@
 
 Both record the same training step in full. We keep calls and roles that the peer has not (what an
 optimizer wrote, views, casts, more gradients), so the second ratio is of the same selection: the
-tensors that both have, by name.
+tensors that both have, by name. The last two columns are that with compress=True.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from pathlib import Path
 from recording import SIZES, build, folder_nbytes
 
 
-def record_ours(folder: Path, level: str, args: argparse.Namespace) -> None:
+def record_ours(folder: Path, level: str, args: argparse.Namespace, *, compress: bool) -> None:
     import tensorprobe as tp
 
     _, step = build(SIZES[args.size], "cpu", args.dtype)
     step()
-    options = {"level": level, "keep": "tensors", "operators": "dunder"}  # named as the peer does
+    options = {"level": level, "keep": "tensors", "compress": compress}
+    options["operators"] = "dunder"  # named as the peer does
     with tp.Recorder(folder, log=lambda text: None, **options) as recorder:
         step()
         recorder.step()
@@ -81,14 +82,14 @@ def compare(ours: Path, peer: Path) -> dict[str, float]:
         "peer": folder_nbytes(peer),
         "ours": total,
         "peer_same": sum(nbytes for name, nbytes in files.items() if name in names),
-        "ours_same": total - sum(blob.nbytes for blob in alone),
+        "ours_same": total - sum(blob.packed_nbytes or blob.nbytes for blob in alone),
         "names_same": len(names & files.keys()),
         "names_peer": len(files),
         "names_ours": len(names),
     }
 
 
-def row(level: str, found: dict[str, float]) -> str:
+def row(level: str, found: dict[str, float], packed: dict[str, float]) -> str:
     mb = {name: f"{nbytes / 1e6:.0f}" for name, nbytes in found.items()}
     cells = [
         level,
@@ -99,6 +100,8 @@ def row(level: str, found: dict[str, float]) -> str:
         mb["peer_same"],
         mb["ours_same"],
         f"{found['peer_same'] / found['ours_same']:.2f}x",
+        f"{packed['ours_same'] / 1e6:.0f}",
+        f"{packed['peer_same'] / packed['ours_same']:.2f}x",
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -123,17 +126,20 @@ def main() -> None:
     print(f"{args.size} Llama {args.dtype}, torch {torch.__version__}, ", end="")
     print(f"python {platform.python_version()}")
     titles = ["level", "msprobe MB", "ours MB", "ratio", "tensors both have", "msprobe MB"]
-    titles += ["ours MB", "ratio"]
+    titles += ["ours MB", "ratio", "compressed MB", "ratio"]
     print(f"| {' | '.join(titles)} |\n|{' --- |' * len(titles)}")
     for level in args.levels:
         folder = Path(tempfile.mkdtemp(dir=args.scratch))
         try:
             record_peer(folder / "peer", level, args)
-            record_ours(folder / "ours", level, args)
-            found = compare(folder / "ours", folder / "peer")
+            found = []
+            for compress in (False, True):
+                record_ours(folder / "ours", level, args, compress=compress)
+                found.append(compare(folder / "ours", folder / "peer"))
+                shutil.rmtree(folder / "ours")
         finally:
             shutil.rmtree(folder)
-        print(row(level, found), flush=True)
+        print(row(level, *found), flush=True)
         sys.stderr.write(json.dumps(found) + "\n")
 
 

@@ -54,6 +54,7 @@ class RecordConfig(msgspec.Struct, frozen=True, kw_only=True):
     flush: Flush = "queue"
     max_disk: int | None = None  # bytes
     queue: int = 256 * 2**20  # bytes
+    compress: bool = False  # tensors, without loss
     keep_last: int | None = None  # steps on disk: older ones are deleted as new ones end
     stop_after_last_step: bool = False
     on_write_error: OnWriteError = "continue"
@@ -237,6 +238,7 @@ _PARSERS: dict[str, Any] = {
     "flush": _parse_choice(get_args(Flush)),
     "max_disk": _parse_optional_size,
     "queue": parse_size,
+    "compress": _parse_bool,
     "keep_last": _parse_optional_count,
     "stop_after_last_step": _parse_bool,
     "on_write_error": _parse_choice(get_args(OnWriteError)),

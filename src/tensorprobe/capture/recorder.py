@@ -279,6 +279,7 @@ class Recorder:
             flush=config.flush,
             queue_nbytes=config.queue,
             max_disk_nbytes=config.max_disk,
+            compress=config.compress,
             results=summarizer,
             on_warning=self._log,
         )
@@ -470,7 +471,9 @@ class Recorder:
         total = ""
         if steps and len(steps) > 1:
             total = f", {format_nbytes(nbytes * len(steps))} for {len(steps)} steps"
-        self._log(f"recording about {format_nbytes(nbytes)} a step{total}, to {self.path}")
+        packed = ", before they are compressed" if self.config.compress else ""
+        size = f"{format_nbytes(nbytes)} a step{total}{packed}"
+        self._log(f"recording about {size}, to {self.path}")
 
     def _report_write_error(self) -> None:
         error = self._writer.error if self._writer is not None else None

@@ -15,17 +15,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("capture", metavar="CAPTURE", help="a run, a step or rank of one, a dump")
     parser.add_argument("--to", required=True, choices=LAYOUTS, help="the layout to write")
     parser.add_argument("-o", "--output", required=True, metavar="OUT", help="a new folder")
+    parser.add_argument(
+        "--compress", action="store_true", help="with --to native: tensors in fewer bytes"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    from tensorprobe.store import native
     from tensorprobe.store.loading import layout, load
 
     output = Path(args.output)
+    if args.compress and args.to != "native":
+        raise BadUsage(f"--compress needs --to native: {args.to} could not read its own files")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise BadUsage(f"'{output}' is there already: -o takes a new folder, or an empty one")
     capture = load(args.capture)
     check_output(output, capture.path)
-    lost = layout(args.to).write(capture, output)
+    if args.compress:
+        lost = native.write(capture, output, compress=True)
+    else:
+        lost = layout(args.to).write(capture, output)
     write = sys.stdout.write
     write(f"{len(capture.calls)} calls of {args.capture} ({capture.layout}) are in {output}")
     write(f" ({args.to}).\n")

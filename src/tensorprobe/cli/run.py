@@ -128,6 +128,7 @@ def _add_manner(group: argparse._ArgumentGroup) -> None:
     add("--no-stacks", "leave out the Python stacks", dest="stacks", action="store_false")
     add("--flush", "queue (default), or call: every value at once", metavar="HOW")
     add("--max-disk", "keep only statistics once this much is written", metavar="SIZE")
+    add("--compress", "store tensors in fewer bytes, which takes time", action="store_true")
     add("--queue", "memory for what is on its way to the disk (256M)", metavar="SIZE")
     add("--stop-after-last-step", "end the program after the last of --steps", action="store_true")
     add("--on-write-error", "continue (default) or stop, when the disk refuses", metavar="HOW")

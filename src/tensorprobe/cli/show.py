@@ -183,7 +183,9 @@ def tensor_row(call: Call, record: TensorRecord) -> Row:
     cells = [_number(number) for number in numbers] or [""] * 7
     kept = [f"digest {record.digest}"] if record.digest else []
     if record.blob is not None:
-        kept.append(f"{_size(record.blob.nbytes)} stored")
+        packed = record.blob.packed_nbytes
+        room = f" in {_size(packed)}" if packed else ""
+        kept.append(f"{_size(record.blob.nbytes)} stored{room}")
     if record.alias_of:
         kept.append(f"same tensor as {record.alias_of.removeprefix(call.name + '.')}")
     if record.gap:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tensorprobe.contents.blob import Blob
-from tensorprobe.contents.dtypes import numpy_dtype
+from tensorprobe.contents.dtypes import numpy_dtype, part_of
+from tensorprobe.contents.packing import PackedFile
 from tensorprobe.contents.tensor_files import locate
 from tensorprobe.contents.widening import narrow as narrowed
 from tensorprobe.errors import BadArtefact, MissingDependency, UnreadableCapture
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def read_array(name: str, dtype: str, shape: tuple[int, ...], blob: Blob) -> np.ndarray[Any, Any]:
-    """The stored content of the tensor of that name, memory-mapped and read-only."""
-    if blob.container != "raw":
+    """The stored content of the tensor of that name, read-only; memory-mapped if it can be."""
+    if blob.container in ("npy", "pt"):
         return _read_file(name, dtype, shape, blob)
     kind = numpy_dtype(dtype)
     nbytes = math.prod(shape) * kind.itemsize
@@ -30,12 +31,32 @@ def read_array(name: str, dtype: str, shape: tuple[int, ...], blob: Blob) -> np.
         )
     if blob.nbytes == 0:
         return np.empty(shape, kind)
+    if blob.container == "packed":
+        return _unpacked(name, kind, blob).view(kind).reshape(shape)
     raw: np.ndarray[Any, Any]
     raw = np.memmap(blob.path, np.uint8, "r", blob.offset, (blob.nbytes,))
     if blob.offset % kind.alignment:  # shards have no holes; ml_dtypes wants alignment
         raw = np.array(raw)
         raw.flags.writeable = False
     return np.frombuffer(raw, kind).reshape(shape)
+
+
+def _unpacked(name: str, kind: np.dtype[Any], blob: Blob) -> np.ndarray[Any, Any]:
+    data = np.empty(blob.nbytes, np.uint8)
+    at = 0
+    try:
+        itemsize = part_of(kind).itemsize
+        file = PackedFile(blob.path, blob.offset, blob.packed_nbytes, blob.nbytes, itemsize)
+        try:
+            for block in file.blocks():
+                data[at : at + block.nbytes] = block
+                at += block.nbytes
+        finally:
+            file.close()
+    except ValueError as error:
+        raise UnreadableCapture(f"{name}: {error}") from error
+    data.flags.writeable = False
+    return data
 
 
 def _read_file(name: str, dtype: str, shape: tuple[int, ...], blob: Blob) -> np.ndarray[Any, Any]:

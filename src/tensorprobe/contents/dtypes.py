@@ -36,6 +36,13 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return dtype
 
 
+def part_of(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """What complex numbers are pairs of; other numbers are themselves."""
+    if dtype.names:  # complex32 is a pair of halves
+        return np.dtype(np.float16)
+    return np.empty(0, dtype).real.dtype if dtype.kind == "c" else dtype
+
+
 def itemsize_of(name: str) -> int:
     """Bytes an element takes; TypeError for what is no dtype."""
     return numpy_dtype(name).itemsize

@@ -12,7 +12,8 @@ import numpy as np
 
 from tensorprobe.contents.arrays import read_array
 from tensorprobe.contents.blob import Blob
-from tensorprobe.contents.dtypes import numpy_dtype
+from tensorprobe.contents.dtypes import numpy_dtype, part_of
+from tensorprobe.contents.packing import BLOCK, PackedFile
 from tensorprobe.contents.tensor_files import locate
 from tensorprobe.errors import BadArtefact
 
@@ -40,7 +41,7 @@ class ArrayPieces:
     def __init__(self, array: Array) -> None:
         self.shape = array.shape
         self.stored = array.dtype
-        self.dtype = _parts(array.dtype)
+        self.dtype = part_of(array.dtype)
         self._flat = np.ascontiguousarray(array).reshape(-1).view(self.dtype)
         self.size = self._flat.size
 
@@ -60,7 +61,7 @@ class FilePieces:
     def __init__(self, path: Path, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]):
         self.shape = shape
         self.stored = dtype
-        self.dtype = _parts(dtype)
+        self.dtype = part_of(dtype)
         self.size = math.prod(shape) * dtype.itemsize // self.dtype.itemsize
         self._path = path
         self._offset = offset
@@ -84,11 +85,43 @@ class FilePieces:
         os.close(self._fd)
 
 
+class PackedPieces:
+    """Numbers of a packed content; a block is unpacked once where pieces come in order."""
+
+    def __init__(self, blob: Blob, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self.stored = dtype
+        self.dtype = part_of(dtype)
+        self.size = math.prod(shape) * dtype.itemsize // self.dtype.itemsize
+        self._file = PackedFile(
+            blob.path, blob.offset, blob.packed_nbytes, blob.nbytes, self.dtype.itemsize
+        )
+        self._block = np.empty(0, self.dtype)
+        self._number = -1
+
+    def piece(self, start: int, stop: int) -> Array:
+        first, last = start // BLOCK, (stop - 1) // BLOCK
+        blocks = [self._unpacked(number) for number in range(first, last + 1)]
+        numbers = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        return numbers[start - first * BLOCK : stop - first * BLOCK]
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _unpacked(self, number: int) -> Array:
+        if number != self._number:
+            self._block = self._file.block(number).view(self.dtype)
+            self._number = number
+        return self._block
+
+
 def open_pieces(name: str, dtype: str, shape: tuple[int, ...], blob: Blob) -> Pieces:
     """The stored content of the tensor of that name."""
     kind = numpy_dtype(dtype)
-    if blob.container == "raw":
+    if blob.container in ("raw", "packed"):
         if blob.nbytes and blob.nbytes == math.prod(shape) * kind.itemsize:
+            if blob.container == "packed":
+                return PackedPieces(blob, kind, shape)
             return FilePieces(blob.path, blob.offset, kind, shape)
     else:
         with suppress(BadArtefact):  # reading it says what is wrong
@@ -97,10 +130,3 @@ def open_pieces(name: str, dtype: str, shape: tuple[int, ...], blob: Blob) -> Pi
                 begin = stored.start + stored.offset * kind.itemsize
                 return FilePieces(blob.path, begin, kind, shape)
     return ArrayPieces(read_array(name, dtype, shape, blob))
-
-
-def _parts(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """What complex numbers are pairs of; other numbers are themselves."""
-    if dtype.names:  # complex32 is a pair of halves
-        return np.dtype(np.float16)
-    return np.empty(0, dtype).real.dtype if dtype.kind == "c" else dtype

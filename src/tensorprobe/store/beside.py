@@ -1,9 +1,10 @@
-"""A thread that works out one thing while its caller does another."""
+"""Threads that work things out while their caller does another."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Generic, TypeVar
@@ -14,41 +15,49 @@ _Work = tuple["Future[_Found]", Callable[[_Given], _Found], _Given]
 
 
 class Beside(Generic[_Given, _Found]):
-    """Calls functions in a thread of its own, started with the first of them.
+    """Calls functions in threads of its own, started with the first of them.
 
     Not an executor: those take no more work once the interpreter begins to end, which is when the
     rest of a recording is written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int = 1) -> None:
         self._todo: SimpleQueue[_Work[_Found, _Given] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._n_threads = threads
+        self._threads: list[threading.Thread] = []
 
     def start(self, function: Callable[[_Given], _Found], given: _Given) -> Future[_Found]:
         """Begin to call a function; it is called here where no thread can be started."""
         future: Future[_Found] = Future()
         work = (future, function, given)
-        if self._thread is None and not self._start_thread():
-            _do(*work)
-        else:
+        if self._threads or self._start_threads():
             self._todo.put(work)
+        else:
+            _do(*work)
         return future
 
-    def stop(self) -> None:
-        """End the thread; `start` may begin again."""
-        if self._thread is not None:
-            self._todo.put(None)
-            self._thread.join()
-            self._thread = None
+    def each_of(
+        self, function: Callable[[_Given], _Found], given: Iterable[_Given]
+    ) -> Iterator[_Found]:
+        """What the function gives for each of them, in order."""
+        for future in [self.start(function, each) for each in given]:
+            yield future.result()
 
-    def _start_thread(self) -> bool:
-        thread = threading.Thread(target=self._run, name="tensorprobe beside", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter is ending
-            return False
-        self._thread = thread
-        return True
+    def stop(self) -> None:
+        """End the threads; `start` may begin again."""
+        for _ in self._threads:
+            self._todo.put(None)
+        while self._threads:
+            self._threads.pop().join()
+
+    def _start_threads(self) -> bool:
+        """Whether there is one at least."""
+        with contextlib.suppress(RuntimeError):  # the interpreter is ending, or there is a limit
+            while len(self._threads) < self._n_threads:
+                thread = threading.Thread(target=self._run, name="tensorprobe beside", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        return bool(self._threads)
 
     def _run(self) -> None:
         while (work := self._todo.get()) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -77,12 +77,15 @@ class EndLine(msgspec.Struct, tag_field="type", tag="end", omit_defaults=True, k
 class ValueLine(
     msgspec.Struct, tag_field="type", tag="value", omit_defaults=True, kw_only=True, gc=False
 ):
-    """The content of every tensor that names this id; `blob` is (shard, file offset, nbytes)."""
+    """The content of every tensor that names this id.
+
+    `blob` is (shard, file offset, nbytes), and where the content is packed its own nbytes too.
+    """
 
     id: int
     summary: list[Any] | None = None
     digest: str | None = None
-    blob: tuple[int, int, int] | None = None
+    blob: Annotated[tuple[int, ...], msgspec.Meta(min_length=3, max_length=4)] | None = None
     gap: str | None = None
 
 

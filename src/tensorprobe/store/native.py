@@ -91,11 +91,11 @@ def read(path: Path) -> Capture:
     return Capture(path, "native", calls, gaps, {**facts, "unfinished": unfinished})
 
 
-def write(capture: Capture, folder: Path) -> list[str]:
+def write(capture: Capture, folder: Path, *, compress: bool = False) -> list[str]:
     """Write a capture in this layout."""
     from tensorprobe.store import native_copy  # here: reading needs neither it nor numpy
 
-    return native_copy.write(capture, folder)
+    return native_copy.write(capture, folder, compress=compress)
 
 
 def _number(pattern: re.Pattern[str], name: str) -> int:
@@ -294,12 +294,15 @@ class _StepReader:
         summary = lines.unpack_summary(line.summary) if line.summary is not None else None
         if line.blob is None:
             return summary, line.digest, None, line.gap
-        number, offset, nbytes = line.blob
+        number, offset, nbytes, *content_nbytes = line.blob
         path, size = self._shard(number)
         if offset + nbytes > size:
             missing = "is missing" if size < 0 else f"ends at byte {size}, before its content"
             return summary, line.digest, None, f"{path.name} {missing}"
-        return summary, line.digest, Blob(path, offset, nbytes), line.gap
+        blob = Blob(path, offset, nbytes)
+        if content_nbytes:
+            blob = Blob(path, offset, content_nbytes[0], "packed", packed_nbytes=nbytes)
+        return summary, line.digest, blob, line.gap
 
     def _shard(self, number: int) -> tuple[Path, int]:
         """A shard's path and size, looked at once; -1 when it is not there."""

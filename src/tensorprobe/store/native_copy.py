@@ -37,16 +37,15 @@ class _Known(msgspec.Struct):
     ready: bool = True
 
 
-def write(capture: Capture, folder: Path) -> list[str]:
+def write(capture: Capture, folder: Path, *, compress: bool = False) -> list[str]:
     """Write a capture into a folder; all of it is carried, the names of its calls too."""
     units = by_rank_and_step(capture.calls)
     ranks: dict[int, list[int]] = {}
     for rank, step in units:
         ranks.setdefault(rank, []).append(step)
     for rank, steps in ranks.items():
-        writer = CaptureWriter(
-            folder, rank, run_identity(os.environ), _facts(capture), _rank_facts(capture, rank)
-        )
+        facts = _facts(capture), _rank_facts(capture, rank)
+        writer = CaptureWriter(folder, rank, run_identity(os.environ), *facts, compress=compress)
         for step in steps:
             gaps = [gap for gap in capture.gaps if (gap.rank, gap.step) == (rank, step)]
             _StepWriter(writer).write(step, units[rank, step], gaps)

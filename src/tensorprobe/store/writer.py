@@ -16,6 +16,8 @@ from typing import Any, Literal, Protocol
 import msgspec
 import numpy as np
 
+from tensorprobe.contents.dtypes import numpy_dtype, part_of
+from tensorprobe.contents.packing import Coded, pack
 from tensorprobe.records import TensorSummary
 from tensorprobe.store.beside import Beside
 from tensorprobe.store.claim import claim
@@ -32,7 +34,7 @@ from tensorprobe.store.lines import (
     encode_now,
     pack_summary,
 )
-from tensorprobe.store.shard import SHARD_NBYTES, Bytes, Place, Shards
+from tensorprobe.store.shard import SHARD_NBYTES, Bytes, Shards
 from tensorprobe.store.step_files import LOG_FILE
 
 _GATHER_S = 0.1  # how long the thread lets small things gather before it writes them
@@ -40,7 +42,9 @@ _POLL_S = 0.2
 _BATCH_LINES = 256
 _BATCH_NBYTES = 16 << 20
 _LARGE_NBYTES = 1 << 20  # from here on a checksum is made in another thread meanwhile
+_PACKING_THREADS = 4
 _NO_DATA = np.empty(0, np.uint8)
+Packing = Beside[Sequence[Bytes], list[Coded]]
 OUT_OF_BUDGET = "disk budget reached"
 _TOO_LATE = "it came after its step had ended"
 
@@ -80,7 +84,7 @@ class _Step:
         n_shards = sum(file.endswith(".safetensors") for file in os.listdir(self.fd))
         self.shards = Shards(self.fd, n_shards, shard_nbytes)
         self.with_data: set[int] = set()  # values whose bytes are in the queue, or written
-        self.blobs: dict[int, Place] = {}  # written, their value line to come
+        self.blobs: dict[int, tuple[int, ...]] = {}  # written, their value line to come
         self.gaps: dict[int, str] = {}  # not written, and why
         self.checksums: dict[int, str] = {}  # likewise, of data that has gone by
         # Lines that wait for company: they go with the next call's, or when the thread comes by.
@@ -168,6 +172,7 @@ class CaptureWriter:
         flush: Literal["queue", "call"] = "queue",
         queue_nbytes: int = 256 << 20,
         max_disk_nbytes: int | None = None,
+        compress: bool = False,
         shard_nbytes: int = SHARD_NBYTES,
         results: Results | None = None,
         on_warning: Callable[[str], None] = lambda text: None,
@@ -205,6 +210,8 @@ class CaptureWriter:
         self._waiting: deque[_Value] = deque()  # in the order of their coming
         self._result_error: str | None = None
         self._beside: Beside[Bytes, str] = Beside()
+        threads = min(_PACKING_THREADS, len(os.sched_getaffinity(0)))
+        self._packing: Packing | None = Beside(threads) if compress else None
         self.log: Any = None  # where `write_by` has it
         self._thread: threading.Thread | None = None
 
@@ -402,6 +409,8 @@ class CaptureWriter:
             self._changed.notify_all()
         thread.join()
         self._beside.stop()
+        if self._packing is not None:
+            self._packing.stop()
 
     # -- helpers of the callers' side ----------------------------------------------------------
 
@@ -674,18 +683,29 @@ class CaptureWriter:
             step.gaps[item.value_id] = f"not written after an error: {self.error}"
             return
         try:
-            blob = step.shards.find(data)
-            if blob is None and self._exceeds_budget(step, data.nbytes):
+            packed = self._packed(item.dtype, data)
+            stored = data if packed is None else packed
+            place = step.shards.find(stored)
+            if place is None and self._exceeds_budget(step, stored.nbytes):
                 step.gaps[item.value_id] = OUT_OF_BUDGET
                 return
-            if blob is None:
-                blob = step.shards.append(item.key, item.dtype, item.shape, data)
-                self.nbytes_written += data.nbytes
+            if place is None:
+                place = step.shards.append(item.key, item.dtype, item.shape, stored)
+                self.nbytes_written += stored.nbytes
         except OSError as error:
             self._failed(error)
             step.gaps[item.value_id] = f"not written: {error}"
         else:
-            step.blobs[item.value_id] = blob
+            step.blobs[item.value_id] = place if packed is None else (*place, data.nbytes)
+
+    def _packed(self, dtype: str, data: Bytes) -> Bytes | None:
+        if self._packing is None:
+            return None
+        try:
+            itemsize = part_of(numpy_dtype(dtype)).itemsize
+        except TypeError:  # nobody knows its numbers
+            return None
+        return pack(data, itemsize, self._packing.each_of)
 
     def _exceeds_budget(self, step: _Step, nbytes: int) -> bool:
         if self._max_disk_nbytes is None or self._out_of_budget:
