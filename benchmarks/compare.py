@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import subprocess
@@ -214,7 +215,9 @@ def scaling(args: argparse.Namespace) -> None:
     """The same two captures by ever more processes: the command as a user runs it, and its parts.
 
     Serial is what the parts other than measuring take. Its share by the times (Karp and Flatt)
-    counts as serial also what processes lose by starting, by uneven shares and by the memory.
+    counts as serial also what processes lose by starting, by uneven shares and by the memory. The
+    machine's speed-up is of as many processes that measure arrays of their own, in memory, and
+    share nothing: two processors of one core have not the speed of two.
     """
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
         runs = [Path(folder) / name for name in ("actual", "expected")]
@@ -224,9 +227,10 @@ def scaling(args: argparse.Namespace) -> None:
         )
         print(f"scaling 2 x {nbytes / 2e9:.2f} GB, {args.calls} calls, {os.cpu_count()} cores")
         titles = ["processes", "command", "GB/s", "speed-up", "efficiency", "serial by times"]
-        titles += ["CPU", "measuring", "its speed-up", "its efficiency", "serial"]
+        titles += ["CPU", "measuring", "its speed-up", "the machine's", "of that", "serial"]
         print(f"| {' | '.join(titles)} |\n|{' --- |' * len(titles)}")
         first: tuple[float, float] | None = None
+        alone = measured_apart(1)
         for jobs in args.jobs:
             command = [sys.executable, "-m", "tensorprobe", "compare", *map(str, runs),
                        "-o", f"{folder}/out", "--processes", str(jobs)]  # fmt: skip
@@ -239,14 +243,40 @@ def scaling(args: argparse.Namespace) -> None:
             measured = parts.pop("measure")
             first = first or (wall * jobs, measured * jobs)
             gain, its_gain = first[0] / wall, first[1] / measured
+            machine = measured_apart(jobs) / alone
             share = f"{(jobs / gain - 1) / (jobs - 1):.1%}" if jobs > 1 else "-"
             print(
                 f"| {jobs} | {wall:.2f} s | {nbytes / 1e9 / wall:.2f} | {gain:.2f}x | "
                 f"{gain / jobs:.0%} | {share} | {cpu:.2f} s | {measured:.2f} s | {its_gain:.2f}x | "
-                f"{its_gain / jobs:.0%} | {sum(parts.values()):.2f} s: "
+                f"{machine:.2f}x | {its_gain / machine:.0%} | {sum(parts.values()):.2f} s: "
                 f"{', '.join(f'{k} {s:.2f}' for k, s in parts.items())} |",
                 flush=True,
             )
+
+
+def measured_apart(n: int, seconds: float = 1.5) -> float:
+    """Bytes a second that n processes measure, each the same pair again and again."""
+    context = multiprocessing.get_context("fork")
+    barrier, counts = context.Barrier(n), context.SimpleQueue()
+
+    def work() -> None:
+        expected = np.random.default_rng(0).standard_normal(4 << 20, np.float32)
+        actual = expected * np.float32(1 + 1e-6)
+        measure_pair(actual, expected)
+        barrier.wait()
+        began, count = time.perf_counter(), 0
+        while (passed := time.perf_counter() - began) < seconds:
+            measure_pair(actual, expected)
+            count += 1
+        counts.put(count * 2 * expected.nbytes / passed)
+
+    processes = [context.Process(target=work) for _ in range(n)]
+    for process in processes:
+        process.start()
+    speed = sum(counts.get() for _ in processes)
+    for process in processes:
+        process.join()
+    return speed
 
 
 def parts_in_a_process(runs: list[Path], jobs: int) -> dict[str, float]:
