@@ -42,7 +42,7 @@ _POLL_S = 0.2
 _BATCH_LINES = 256
 _BATCH_NBYTES = 16 << 20
 _LARGE_NBYTES = 1 << 20  # from here on a checksum is made in another thread meanwhile
-_PACKING_THREADS = 4
+_PACKING_THREADS = 8  # at most, and half of the processors
 _NO_DATA = np.empty(0, np.uint8)
 Packing = Beside[Sequence[Bytes], list[Coded]]
 OUT_OF_BUDGET = "disk budget reached"
@@ -210,7 +210,7 @@ class CaptureWriter:
         self._waiting: deque[_Value] = deque()  # in the order of their coming
         self._result_error: str | None = None
         self._beside: Beside[Bytes, str] = Beside()
-        threads = min(_PACKING_THREADS, len(os.sched_getaffinity(0)))
+        threads = max(1, min(_PACKING_THREADS, len(os.sched_getaffinity(0)) // 2))
         self._packing: Packing | None = Beside(threads) if compress else None
         self.log: Any = None  # where `write_by` has it
         self._thread: threading.Thread | None = None
