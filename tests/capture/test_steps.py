@@ -152,7 +152,7 @@ def test_a_step_that_the_scaler_skips_is_a_step(
             assert found[step] == (stepped[:1] if factor == torch.inf else stepped)
 
 
-@pytest.mark.parametrize("level", ["L0", "L1"])
+@pytest.mark.parametrize("level", ["L0", "L1", "L2"])
 def test_a_scaler_that_comes_later(tmp_path: Path, level: str) -> None:
     def program() -> None:
         model, _ = classifier()
@@ -366,6 +366,22 @@ def test_unwanted_steps_have_no_mode_and_no_hooks(tmp_path: Path) -> None:
     record(tmp_path, program, steps="2")
     on, off = (1, 1, True), (0, 0, False)
     assert seen == [on, off, on, off, off]  # the first step is watched for what sets the pace
+
+
+def test_at_l2_a_function_mode_is_on_in_the_first_step_alone(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Spy(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(len(_get_current_function_mode_stack()))
+            return x
+
+    def program() -> None:
+        model = nn.Sequential(nn.Linear(3, 3), Spy())
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), 3)
+
+    record(tmp_path, program, level="L2")
+    assert seen == [1, 0, 0]
 
 
 def test_calls_not_selected_consume_their_number(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tensorprobe.capture import compiled
+from tensorprobe.capture.function_mode import SCALER_UPDATE
 from tensorprobe.capture.hidden_state import written_arguments
 from tensorprobe.capture.naming import (
     ApiName,
@@ -43,10 +45,17 @@ class OpMode(TorchDispatchMode):
         self._operators: dict[Any, _Operator | None] = {}  # None: makes no tensor content
         # sequence number of the graph node a forward op was making -> that op's call
         self._made: dict[int, str] = {}
+        self.saw_scaler = False  # a GradScaler has ended a round
 
     def begin_step(self) -> None:
         self._made.clear()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch hides each run of the handler: 3 us a time, and it imports dynamo for it."""
+        return False
+
+    @compiled.unseen
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -56,6 +65,7 @@ class OpMode(TorchDispatchMode):
             return func(*args, **kwargs)
         if func not in self._operators:
             self._operators[func] = _look_up(func)
+            self.saw_scaler |= func._schema.name == f"aten::{SCALER_UPDATE}"
         operator = self._operators[func]
         if operator is None:
             return func(*args, **kwargs)

@@ -292,10 +292,12 @@ class Recorder:
         mode = CallMode if level in ("L1", "mix") else QuietMode
         self._mode = mode(tape, on_scaler_update=self._watch.scaler_updated)
         self._op_mode = OpMode(tape) if level == "L2" else None
-        # At L0 the mode is there for scalers and for writes, which C++ sees for less.
+        # At L0 the mode is there for scalers and for writes, which C++ sees for less, at L2 for
+        # scalers alone.
         self._values = values if level == "L0" and values.contents is not None else None
+        self._mode_is_rare = self._values is not None or self._op_mode is not None
         # Those that come along into backward, also while paused, and into other threads.
-        modes: list[Any] = [] if self._values is not None else [self._mode]
+        modes: list[Any] = [] if self._mode_is_rare else [self._mode]
         if self._op_mode is not None:
             modes.append(self._op_mode)
         self._modes = modes
@@ -335,14 +337,14 @@ class Recorder:
             self._values.watch_writes(writes)
         if mode and not self._mode_on:
             self._mode_on = True
-            if self._values is not None:
+            if self._mode_is_rare:
                 self._modes.append(self._mode)
             add_function_mode(self._mode)
         elif not mode and self._mode_on and remove_function_mode(self._mode):
             # not inside a call of its own, where torch has it off the stack: it stays till the
             # next step then, and lets everything pass
             self._mode_on = False
-            if self._values is not None:
+            if self._mode_is_rare:
                 self._modes.remove(self._mode)
 
     def _switch_inside(self, on: bool) -> None:
@@ -379,7 +381,7 @@ class Recorder:
         # The first step is watched even where it is not wanted: the models met in it get their
         # names, and it shows whether an optimizer or a scaler sets the pace.
         first = self._step == self._first_step
-        needs_mode = wanted and self._values is None
+        needs_mode = wanted and not self._mode_is_rare
         self._switch(
             mode=needs_mode or (watch.automatic and (first or watch.scaler_seen)),
             writes=wanted,
@@ -425,12 +427,16 @@ class Recorder:
             raise SystemExit(0)
 
     def _root_called(self, module: torch.nn.Module) -> None:
-        watch, values = self._watch, self._values
-        unseen = watch.automatic and not watch.scaler_seen
-        if unseen and values is not None and values.saw_scaler():  # with no mode on
+        watch = self._watch
+        if watch.automatic and not watch.scaler_seen and self._saw_scaler():  # with no mode on
             watch.scaler_found()
             self._put_on()
         watch.root_called(module)
+
+    def _saw_scaler(self) -> bool:
+        if self._op_mode is not None:
+            return self._op_mode.saw_scaler
+        return self._values is not None and self._values.saw_scaler()
 
     def _optimizer_stepped(self, optimizer: object) -> None:
         if self._tape is not None and self._tape.recording:
