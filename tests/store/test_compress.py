@@ -175,6 +175,17 @@ def test_run_convert_show_check_and_repro(
     assert run_script(case.parent, case.read_text()).returncode == 0
 
 
+def test_equal_bytes_of_other_dtypes_are_each_converted(tmp_path: Path) -> None:
+    def program() -> None:
+        for dtype in (torch.complex64, torch.int64, torch.float64):  # two parts, or one
+            torch.zeros(LEAST_NBYTES // 8, dtype=dtype).neg()
+
+    plain = record(tmp_path / "a", program, level="L1")
+    command = ["convert", f"{tmp_path}/a", "--to", "native", "--compress", "-o", f"{tmp_path}/b"]
+    assert main(command) == 0
+    assert contents(tp.load(tmp_path / "b")) == contents(plain)
+
+
 def test_no_threads_are_left(tmp_path: Path) -> None:
     before = threading.active_count()
     record(tmp_path / "a", training(), compress=True)
