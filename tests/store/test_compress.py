@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -184,6 +185,20 @@ def test_equal_bytes_of_other_dtypes_are_each_converted(tmp_path: Path) -> None:
     command = ["convert", f"{tmp_path}/a", "--to", "native", "--compress", "-o", f"{tmp_path}/b"]
     assert main(command) == 0
     assert contents(tp.load(tmp_path / "b")) == contents(plain)
+
+
+@pytest.mark.parametrize("blob", [(0, -5, 9, 9), (0, 2**70, -(2**70)), (0, 300_000, 9, -8)])
+def test_a_place_that_cannot_be_is_a_gap(tmp_path: Path, blob: tuple[int, ...]) -> None:
+    out = open_writer(tmp_path / "a", compress=True)
+    out.begin_step(0)
+    write_relu(out, 0, np.zeros(LEAST_NBYTES, np.float32))
+    out.close()
+    log = tmp_path / "a/rank0/step0/calls.jsonl"
+    text = re.sub(r'"blob":.*?]', f'"blob":{list(blob)}', log.read_text())
+    log.write_text(text)
+    (call,) = tp.load(tmp_path / "a").calls
+    assert [kept.blob for kept in call.tensors] == [None, None]
+    assert call.tensors[0].gap == f"calls.jsonl has a wrong place for it: {blob}"
 
 
 def test_no_threads_are_left(tmp_path: Path) -> None:
