@@ -19,6 +19,7 @@ from torch import nn
 import tensorprobe as tp
 from recorded import record, run_script, start_script
 from tensorprobe.cli.main import main
+from tensorprobe.contents import packing
 from tensorprobe.contents.packing import LEAST_NBYTES
 from tensorprobe.errors import BadUsage
 from tensorprobe.records import Capture
@@ -114,6 +115,24 @@ def test_repeats_are_stored_once_and_the_budget_counts_what_is_stored(tmp_path: 
     assert kept[2].blob is not None  # a second one: plain ones would not have had the room
     assert kept[3].gap == "disk budget reached"
     assert np.array_equal(kept[2].array(), -data)
+
+
+def test_without_memory_for_it_contents_are_stored_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planes(block: object, itemsize: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(packing, "_planes", planes)
+    data = np.zeros(LEAST_NBYTES, np.float32)
+    out = open_writer(tmp_path / "a", compress=True)
+    out.begin_step(0)
+    write_relu(out, 0, data)
+    out.close()
+    capture = tp.load(tmp_path / "a")
+    assert n_packed(capture) == 0
+    assert not capture.gaps
+    assert np.array_equal(capture.calls[0].tensors[0].array(), data)
 
 
 def test_a_killed_run_is_read_up_to_there(tmp_path: Path) -> None:
