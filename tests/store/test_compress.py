@@ -101,6 +101,21 @@ def test_comparing_with_one_that_is_not_compressed(tmp_path: Path) -> None:
     assert any(metrics is not None and metrics.max_abs for _, metrics in rows[0])
 
 
+def test_a_damaged_content_is_told_and_the_rest_compared(tmp_path: Path) -> None:
+    record(tmp_path / "plain", training(scale=1.5))
+    small = record(tmp_path / "small", training(), compress=True)
+    for call in small.calls:
+        for kept in call.tensors:
+            if kept.blob is not None and kept.blob.container == "packed":
+                with kept.blob.path.open("r+b") as file:
+                    file.seek(kept.blob.offset)
+                    file.write(bytes(4))
+    found = tp.compare(tmp_path / "small", tmp_path / "plain", processes=1)
+    told = [row.problem or "" for pair in found.pairs for row in pair.tensors]
+    assert any("a packed content has blocks that do not fill its place" in text for text in told)
+    assert "" in told
+
+
 def test_repeats_are_stored_once_and_the_budget_counts_what_is_stored(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     data = rng.standard_normal(LEAST_NBYTES).astype(np.float32)
