@@ -205,6 +205,17 @@ def test_damage_is_told(tmp_path: Path, what: str) -> None:
     assert str(told).startswith(f"ValueError: {path}")
 
 
+@pytest.mark.parametrize("n", [10**9, 10**12, 10**15, 2**62, 2**70])
+def test_a_size_that_cannot_be_is_told_at_once(tmp_path: Path, n: int) -> None:
+    packed = pack(numbers("float32", BLOCK), 4)
+    assert packed is not None
+    blob = stored(tmp_path / "t", packed, 4 * n)
+    with pytest.raises(UnreadableCapture, match="takes more than"):
+        read_array("a", "float32", (n,), blob)
+    side = ("a", "float32", (n,), blob)
+    assert "takes more than" in str(measure_stored(side, side))
+
+
 def test_a_file_is_closed_when_it_is_no_content(tmp_path: Path) -> None:
     path = tmp_path / "t"
     path.write_bytes(b"\0" * 100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch import nn
 import tensorprobe as tp
 from recorded import record, run_script, start_script
 from tensorprobe.cli.main import main
+from tensorprobe.contents import packing
 from tensorprobe.contents.packing import LEAST_NBYTES
 from tensorprobe.errors import BadUsage
 from tensorprobe.records import Capture
@@ -99,6 +101,21 @@ def test_comparing_with_one_that_is_not_compressed(tmp_path: Path) -> None:
     assert any(metrics is not None and metrics.max_abs for _, metrics in rows[0])
 
 
+def test_a_damaged_content_is_told_and_the_rest_compared(tmp_path: Path) -> None:
+    record(tmp_path / "plain", training(scale=1.5))
+    small = record(tmp_path / "small", training(), compress=True)
+    for call in small.calls:
+        for kept in call.tensors:
+            if kept.blob is not None and kept.blob.container == "packed":
+                with kept.blob.path.open("r+b") as file:
+                    file.seek(kept.blob.offset)
+                    file.write(bytes(4))
+    found = tp.compare(tmp_path / "small", tmp_path / "plain", processes=1)
+    told = [row.problem or "" for pair in found.pairs for row in pair.tensors]
+    assert any("a packed content has blocks that do not fill its place" in text for text in told)
+    assert "" in told
+
+
 def test_repeats_are_stored_once_and_the_budget_counts_what_is_stored(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     data = rng.standard_normal(LEAST_NBYTES).astype(np.float32)
@@ -113,6 +130,24 @@ def test_repeats_are_stored_once_and_the_budget_counts_what_is_stored(tmp_path: 
     assert kept[2].blob is not None  # a second one: plain ones would not have had the room
     assert kept[3].gap == "disk budget reached"
     assert np.array_equal(kept[2].array(), -data)
+
+
+def test_without_memory_for_it_contents_are_stored_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planes(block: object, itemsize: int) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(packing, "_planes", planes)
+    data = np.zeros(LEAST_NBYTES, np.float32)
+    out = open_writer(tmp_path / "a", compress=True)
+    out.begin_step(0)
+    write_relu(out, 0, data)
+    out.close()
+    capture = tp.load(tmp_path / "a")
+    assert n_packed(capture) == 0
+    assert not capture.gaps
+    assert np.array_equal(capture.calls[0].tensors[0].array(), data)
 
 
 def test_a_killed_run_is_read_up_to_there(tmp_path: Path) -> None:
@@ -173,6 +208,31 @@ def test_run_convert_show_check_and_repro(
     assert main(["repro", "a", "Functional.linear.0.forward", "-o", "case"]) == 0
     (case,) = Path("case").glob("**/*.py")
     assert run_script(case.parent, case.read_text()).returncode == 0
+
+
+def test_equal_bytes_of_other_dtypes_are_each_converted(tmp_path: Path) -> None:
+    def program() -> None:
+        for dtype in (torch.complex64, torch.int64, torch.float64):  # two parts, or one
+            torch.zeros(LEAST_NBYTES // 8, dtype=dtype).neg()
+
+    plain = record(tmp_path / "a", program, level="L1")
+    command = ["convert", f"{tmp_path}/a", "--to", "native", "--compress", "-o", f"{tmp_path}/b"]
+    assert main(command) == 0
+    assert contents(tp.load(tmp_path / "b")) == contents(plain)
+
+
+@pytest.mark.parametrize("blob", [(0, -5, 9, 9), (0, 2**70, -(2**70)), (0, 300_000, 9, -8)])
+def test_a_place_that_cannot_be_is_a_gap(tmp_path: Path, blob: tuple[int, ...]) -> None:
+    out = open_writer(tmp_path / "a", compress=True)
+    out.begin_step(0)
+    write_relu(out, 0, np.zeros(LEAST_NBYTES, np.float32))
+    out.close()
+    log = tmp_path / "a/rank0/step0/calls.jsonl"
+    text = re.sub(r'"blob":.*?]', f'"blob":{list(blob)}', log.read_text())
+    log.write_text(text)
+    (call,) = tp.load(tmp_path / "a").calls
+    assert [kept.blob for kept in call.tensors] == [None, None]
+    assert call.tensors[0].gap == f"calls.jsonl has a wrong place for it: {blob}"
 
 
 def test_no_threads_are_left(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tensorprobe.errors import NotReplayable
+from tensorprobe.errors import NotReplayable, UnreadableCapture
 from tensorprobe.records import Call, TensorRecord
 
 if TYPE_CHECKING:
@@ -64,25 +64,31 @@ def own_error(
 
     Without `noise` it takes half the time and the errors may come out larger than they are.
     """
+    try:
+        return _own_error(forward, backward, references, noise)
+    except (NotReplayable, UnreadableCapture) as error:
+        return Evidence(problem=str(error))
+
+
+def _own_error(
+    forward: Call, backward: Call | None, references: References | None, noise: bool
+) -> Evidence:
     from tensorprobe.replay.reference import replay
 
     subject = backward or forward
     moved = []
-    try:
-        replayed = replay(forward, backward=backward, references=references, noise=False)
-        if noise and replayed.kind not in ("exact", "conversion"):
-            moved = [
-                replay(
-                    forward,
-                    backward=backward,
-                    references=references,
-                    noise=False,
-                    source=_shaken(replayed.roundoff, seed),
-                ).outputs
-                for seed in range(_SHAKES)
-            ]
-    except NotReplayable as error:
-        return Evidence(problem=str(error))
+    replayed = replay(forward, backward=backward, references=references, noise=False)
+    if noise and replayed.kind not in ("exact", "conversion"):
+        moved = [
+            replay(
+                forward,
+                backward=backward,
+                references=references,
+                noise=False,
+                source=_shaken(replayed.roundoff, seed),
+            ).outputs
+            for seed in range(_SHAKES)
+        ]
     errors = {}
     blind = _blind(forward) if replayed.kind == "dropout" and backward is not None else None
     for record in subject.tensors:
@@ -152,7 +158,7 @@ def matters(call: Call, other: Call | None, references: References | None = None
     try:
         own = replay(call, references=references, noise=False)
         theirs = replay(other, references=references, noise=False)
-    except NotReplayable:
+    except (NotReplayable, UnreadableCapture):
         return None
     worst = 0.0
     for name, mine in own.outputs.items():

@@ -6,6 +6,7 @@ from tensorprobe.compare.judge import ROUNDING, distance
 from tensorprobe.compare.measure import TensorPair
 from tensorprobe.compare.nodes import Node
 from tensorprobe.compare.scene import Scene
+from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import TensorRecord
 
 # Of the numbers: a view that leaves fewer of them alone is taken for another tensor.
@@ -47,7 +48,10 @@ def _was(before: TensorRecord | None, after: TensorRecord) -> bool:
         return False
     if before.blob is None or after.blob is None:
         return True  # nobody can tell
-    return bool((before.array() == after.array()).mean() > _LEFT_ALONE)
+    try:
+        return bool((before.array() == after.array()).mean() > _LEFT_ALONE)
+    except UnreadableCapture:
+        return True
 
 
 def _explains(row: TensorPair, before: Node, writer: Node) -> bool:

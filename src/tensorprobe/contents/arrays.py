@@ -42,12 +42,12 @@ def read_array(name: str, dtype: str, shape: tuple[int, ...], blob: Blob) -> np.
 
 
 def _unpacked(name: str, kind: np.dtype[Any], blob: Blob) -> np.ndarray[Any, Any]:
-    data = np.empty(blob.nbytes, np.uint8)
     at = 0
     try:
         itemsize = part_of(kind).itemsize
         file = PackedFile(blob.path, blob.offset, blob.packed_nbytes, blob.nbytes, itemsize)
         try:
+            data = np.empty(blob.nbytes, np.uint8)  # as much as a file of that size may hold
             for block in file.blocks():
                 data[at : at + block.nbytes] = block
                 at += block.nbytes

@@ -69,6 +69,8 @@ class PackedFile:
         self._path = path
         self._itemsize = itemsize
         numbers = content_nbytes // itemsize
+        if 4 * itemsize * -(-numbers // BLOCK) > nbytes:
+            raise self._damaged(f"of {content_nbytes} bytes takes more than {nbytes}")
         self._sizes = [min(BLOCK, numbers - first) for first in range(0, numbers, BLOCK)]
         self._fd = os.open(path, os.O_RDONLY)
         try:

@@ -294,6 +294,8 @@ class _StepReader:
         summary = lines.unpack_summary(line.summary) if line.summary is not None else None
         if line.blob is None:
             return summary, line.digest, None, line.gap
+        if min(line.blob) < 0:
+            return summary, line.digest, None, f"{LOG_FILE} has a wrong place for it: {line.blob}"
         number, offset, nbytes, *content_nbytes = line.blob
         path, size = self._shard(number)
         if offset + nbytes > size:

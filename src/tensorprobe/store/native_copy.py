@@ -140,9 +140,10 @@ class _StepWriter:
         content = (record.summary, record.digest, record.blob, record.gap)
         if content == (None, None, None, None):
             return None
-        number = self._values.get(content)
+        known = (record.dtype, *content)  # equal bytes of another dtype may be packed otherwise
+        number = self._values.get(known)
         if number is None:
-            number = self._values[content] = len(self._values) + 1
+            number = self._values[known] = len(self._values) + 1
             gap = record.gap
             if record.blob is not None:
                 try:

@@ -705,7 +705,10 @@ class CaptureWriter:
             itemsize = part_of(numpy_dtype(dtype)).itemsize
         except TypeError:  # nobody knows its numbers
             return None
-        return pack(data, itemsize, self._packing.each_of)
+        try:
+            return pack(data, itemsize, self._packing.each_of)
+        except MemoryError:  # as it is it takes none
+            return None
 
     def _exceeds_budget(self, step: _Step, nbytes: int) -> bool:
         if self._max_disk_nbytes is None or self._out_of_budget:
