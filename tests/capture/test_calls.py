@@ -475,6 +475,24 @@ def test_place_thread_and_stack(record: Record) -> None:
     assert all(call.stack == () for call in bare.calls)
 
 
+@pytest.mark.parametrize("level", ["L1", "L2", "mix"])
+def test_a_stack_begins_at_the_line_that_calls(record: Record, level: str) -> None:
+    def add(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    def program() -> None:
+        add(torch.ones(2)) * 2
+
+    name = "Aten" if level == "L2" else "Tensor"
+    capture = record(program, level=level)
+    added, times = (capture.call(f"{name}.{op}.0.forward").stack for op in ("add", "mul"))
+    assert [line.rpartition(" in ")[2].rpartition(".")[2] for line in added[:2]] == [
+        "add",
+        "program",
+    ]
+    assert times[0].endswith("program")
+
+
 # Random calls
 
 

@@ -85,7 +85,8 @@ class OpMode(TorchDispatchMode):
             self._made.setdefault(torch._C._autograd._get_sequence_nr() - 1, names.name)
         else:
             parent = self._made.get(node._sequence_nr(), node.name())
-        call = tape.begin(names, args, kwargs, depth=2, parent=parent, random=random, writes=writes)
+        # the stack from this frame on, which is hidden: in a device's own thread it is the only one
+        call = tape.begin(names, args, kwargs, parent=parent, random=random, writes=writes)
         if call is None:
             return func(*args, **kwargs)
         return tape.run(call, func, args, kwargs)

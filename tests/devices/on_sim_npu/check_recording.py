@@ -119,3 +119,13 @@ def test_ops_of_the_vendor_have_its_prefix(tmp_path: Path) -> None:
     assert backward.tensor("output.0").load().equal(x.grad.cpu())
     kernels = record(tmp_path / "L2", lambda: torch_npu.fast_gelu(x), level="L2")
     assert kernels.calls[0].name == "NPU.fast_gelu.0.forward"
+
+
+def test_operators_of_backward_in_the_device_s_own_thread(tmp_path: Path) -> None:
+    """Nothing of Python is below them there: no frame that a stack could begin at."""
+    x = torch.ones(3, device="npu", requires_grad=True)
+    capture = record(tmp_path, lambda: (x * 2).exp().sum().backward(), level="L2")
+    assert capture.gaps == ()
+    backward = [call for call in capture.calls if call.direction == "backward"]
+    assert {call.name.split(".")[1] for call in backward} >= {"expand", "mul"}
+    assert all(call.thread != "MainThread" and call.stack == () for call in backward)
