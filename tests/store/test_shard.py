@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,30 @@ def folder(tmp_path: Path) -> Iterator[int]:
 def opened(path: Path) -> dict[str, bytes]:
     with safe_open(path, "numpy") as file:
         return {key: file.get_tensor(key).tobytes() for key in file.keys() if key != FREE}  # noqa: SIM118 not a dict
+
+
+def test_it_has_its_name_when_it_can_be_opened(
+    tmp_path: Path, folder: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is killed while a shard is made leaves none that the library refuses."""
+    (tmp_path / "t.safetensors.new").write_bytes(b"of a run that was killed")
+    seen: list[list[str]] = []
+    for name in ("open", "ftruncate", "pwrite", "rename"):
+        original = getattr(os, name)
+
+        def watched(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            seen.append([file for file in os.listdir(tmp_path) if file.endswith(".safetensors")])
+            return _original(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, watched)
+    shard = Shard("t.safetensors", folder, capacity=1000)
+    assert seen == [[]] * 4
+    monkeypatch.undo()
+    assert os.listdir(tmp_path) == ["t.safetensors"]
+    assert opened(tmp_path / "t.safetensors") == {}
+    shard.close()
+    with pytest.raises(FileExistsError):
+        Shard("t.safetensors", folder)
 
 
 def test_valid_at_every_moment(tmp_path: Path, folder: int) -> None:

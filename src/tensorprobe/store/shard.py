@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import math
 import os
@@ -62,15 +63,19 @@ class Shard:
         self._keys: set[str] = set()
         self._new: list[bytes] = []
         self._new_nbytes = 0
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=dir_fd)
+        if path in os.listdir(dir_fd):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        unborn = f"{path}.new"  # until the library could open it
+        self._fd = os.open(unborn, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644, dir_fd=dir_fd)
         opening = b'{"__metadata__":{"format":"pt","written_by":"tensorprobe"}'
         head = HEADER_NBYTES.to_bytes(8, "little") + opening + self._end()
         try:
             os.ftruncate(self._fd, self._start + capacity)
             _write_all(self._fd, head.ljust(self._start), 0)
+            os.rename(unborn, path, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
         except OSError:
             os.close(self._fd)
-            os.unlink(path, dir_fd=dir_fd)
+            os.unlink(unborn, dir_fd=dir_fd)
             raise
         self._tail = 8 + len(opening)  # where the header's last entry, the free one, begins
         self._tail_nbytes = len(self._end())
