@@ -477,7 +477,7 @@ class Recorder:
         total = ""
         if steps and len(steps) > 1:
             total = f", {format_nbytes(nbytes * len(steps))} for {len(steps)} steps"
-        packed = ", before they are compressed" if self.config.compress else ""
+        packed = ", before it is compressed" if self.config.compress else ""
         size = f"{format_nbytes(nbytes)} a step{total}{packed}"
         self._log(f"recording about {size}, to {self.path}")
 
