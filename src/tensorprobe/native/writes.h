@@ -9,7 +9,6 @@
 #include <atomic>
 #include <cstring>
 #include <mutex>
-#include <set>
 #include <string>
 #include <string_view>
 #include <unordered_set>
@@ -120,7 +119,8 @@ class Writes {
     std::vector<Writes*> watching;
     at::CallbackHandle handle = 0;
     // the operators of torch that write, and whose names do not say so
-    std::set<std::string, std::less<>> others;
+    std::vector<std::string> names;
+    std::unordered_set<std::string_view> others;
 
     All() {
       auto& dispatcher = c10::Dispatcher::singleton();
@@ -130,9 +130,10 @@ class Writes {
         const auto found = dispatcher.findSchema(name);
         if (found && std::any_of(found->schema().arguments().begin(),
                                  found->schema().arguments().end(), is_written)) {
-          others.insert(name.name);
+          names.push_back(name.name);
         }
       }
+      others.insert(names.begin(), names.end());
     }
   };
   static All& all() {
