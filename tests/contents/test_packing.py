@@ -169,7 +169,7 @@ def test_numbers_many_of_which_are_zeros_gain_in_every_byte(share: float) -> Non
 
 
 def test_threads_give_the_same_bytes() -> None:
-    data = numbers("bfloat16", 14 * BLOCK + 5)
+    data = numbers("bfloat16", 70 * BLOCK + 5)
     beside: Beside[Any, list[bytes]] = Beside(3)
     here, there = pack(data, 2), pack(data, 2, beside.each_of)
     beside.stop()
@@ -204,7 +204,7 @@ def test_damage_is_told(tmp_path: Path, what: str) -> None:
     assert str(told).startswith(f"ValueError: {path}")
 
 
-@pytest.mark.parametrize("n", [10**11, 10**12, 10**15, 2**62, 2**70])
+@pytest.mark.parametrize("n", [10**10, 10**12, 10**15, 2**62, 2**70])
 def test_a_size_that_cannot_be_is_told_at_once(tmp_path: Path, n: int) -> None:
     packed = pack(numbers("float32", BLOCK), 4)
     assert packed is not None

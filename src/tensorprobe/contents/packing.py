@@ -22,15 +22,15 @@ from typing import Any
 import numpy as np
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-Coded = list[bytes | Bytes]  # the planes of a block
+Coded = list[bytes | Bytes]  # the planes of a block; those left as they are still lie apart in it
 # A function's results for each of these, in order: map, or something that has threads for it.
 EachOf = Callable[
     [Callable[[Sequence[Bytes]], list[Coded]], Iterable[Sequence[Bytes]]], Iterable[list[Coded]]
 ]
 
-BLOCK = 1 << 17  # numbers: for fewer, threads would wait for the interpreter more than they code
+BLOCK = 1 << 15  # numbers: as many as a comparison reads at a time
 LEAST_NBYTES = 1 << 16  # below this it is not worth it
-_PORTION = 4  # blocks that are coded in one go
+_PORTION = 16  # blocks that are coded in one go
 _SAMPLE = 1024  # bytes of a plane that are looked at before
 _FEW = 2 / 256  # two of those are alike so often where a code gains; of noise half as often
 _RUNS = 0.75  # and with one value in so many, there are runs
@@ -53,7 +53,8 @@ def pack(data: Bytes, itemsize: int, each_of: EachOf = map) -> Bytes | None:
     packed = np.empty(places[-1], np.uint8)
     packed[: lengths.nbytes] = lengths
     for place, plane in zip(places, planes, strict=False):
-        packed[place : place + len(plane)] = np.frombuffer(plane, np.uint8)
+        numbers = np.frombuffer(plane, np.uint8) if isinstance(plane, bytes) else plane
+        packed[place : place + len(plane)] = numbers
     return packed
 
 
@@ -127,7 +128,7 @@ class PackedFile:
 
 
 def _planes(block: Bytes, itemsize: int) -> Coded:
-    return [_coded(np.ascontiguousarray(block[i::itemsize])) for i in range(itemsize)]
+    return [_coded(block[i::itemsize]) for i in range(itemsize)]
 
 
 def _coded(plane: Bytes) -> bytes | Bytes:
@@ -137,5 +138,5 @@ def _coded(plane: Bytes) -> bytes | Bytes:
         return plane
     strategy = zlib.Z_RLE if counts.max() > _RUNS else zlib.Z_HUFFMAN_ONLY
     coder = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, 9, strategy)
-    code = coder.compress(plane.data) + coder.flush()
-    return code if len(code) < _GAIN * plane.nbytes else plane
+    code = coder.compress(np.ascontiguousarray(plane).data) + coder.flush()
+    return code if len(code) < _GAIN * plane.size else plane
