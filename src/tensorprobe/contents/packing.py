@@ -115,16 +115,21 @@ class PackedFile:
 
     def _read(self, offset: int, nbytes: int) -> Bytes:
         found = np.empty(nbytes, np.uint8)
-        view = found.data
-        while view:
-            count = os.preadv(self._fd, [view], offset)
-            if not count:
-                raise ValueError(f"{self._path} ends at byte {offset}, before its content")
-            view, offset = view[count:], offset + count
+        read_into(found, self._fd, offset, self._path)
         return found
 
     def _damaged(self, how: str) -> ValueError:
         return ValueError(f"{self._path}: a packed content {how}")
+
+
+def read_into(out: Bytes, fd: int, offset: int, path: Path) -> None:
+    """Fill `out` with what a file has from there on; ValueError where it ends before."""
+    view = out.data
+    while view:
+        nbytes = os.preadv(fd, [view], offset)
+        if not nbytes:
+            raise ValueError(f"{path} ends at byte {offset}, before its content")
+        view, offset = view[nbytes:], offset + nbytes
 
 
 def _planes(block: Bytes, itemsize: int) -> Coded:

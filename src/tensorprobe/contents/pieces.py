@@ -13,7 +13,7 @@ import numpy as np
 from tensorprobe.contents.arrays import read_array
 from tensorprobe.contents.blob import Blob
 from tensorprobe.contents.dtypes import numpy_dtype, part_of
-from tensorprobe.contents.packing import BLOCK, PackedFile
+from tensorprobe.contents.packing import BLOCK, PackedFile, read_into
 from tensorprobe.contents.tensor_files import locate
 from tensorprobe.errors import BadArtefact
 
@@ -72,13 +72,8 @@ class FilePieces:
         if self._buffer.size < stop - start:
             self._buffer = np.empty(stop - start, self.dtype)
         piece = self._buffer[: stop - start]
-        view = piece.view(np.uint8).data
         offset = self._offset + start * self.dtype.itemsize
-        while view:
-            nbytes = os.preadv(self._fd, [view], offset)
-            if not nbytes:
-                raise ValueError(f"{self._path} ends at byte {offset}, before its content")
-            view, offset = view[nbytes:], offset + nbytes
+        read_into(piece.view(np.uint8), self._fd, offset, self._path)
         return piece
 
     def close(self) -> None:
