@@ -202,7 +202,7 @@ def test_a_late_scaler_that_skips_one_of_two_optimizers(tmp_path: Path, level: s
         for factor in (None, torch.inf, torch.inf, torch.inf, 1):
             losses = [model(torch.ones(2, 3)).sum() for model in models]
             if factor is None:
-                sum(losses).backward()  # type: ignore[union-attr]
+                (losses[0] + losses[1]).backward()
                 first.step()
                 second.step()
             else:
