@@ -174,6 +174,52 @@ def test_a_scaler_that_comes_later(tmp_path: Path, level: str) -> None:
     assert [step for step, calls in found.items() if calls] == [0, 1, 4]  # its first skip is missed
 
 
+@pytest.mark.parametrize("level", ["L0", "L1", "L2"])
+def test_a_scaler_that_comes_after_inference(tmp_path: Path, level: str) -> None:
+    def program() -> None:
+        model, _ = classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        with torch.no_grad():
+            model(torch.ones(2, 3))
+            model(torch.ones(2, 3))
+        for factor in (torch.inf, torch.inf, 1):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 3)).sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    record(tmp_path, program, level=level)
+    assert sorted(steps_of(tmp_path, "Optimizer")) == [4]  # two of inference, two skipped
+
+
+@pytest.mark.parametrize("level", ["L0", "L1", "L2"])
+def test_a_late_scaler_that_skips_one_of_two_optimizers(tmp_path: Path, level: str) -> None:
+    def program() -> None:
+        models = [classifier()[0] for _ in range(2)]
+        first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in models)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for factor in (None, torch.inf, torch.inf, torch.inf, 1):
+            losses = [model(torch.ones(2, 3)).sum() for model in models]
+            if factor is None:
+                (losses[0] + losses[1]).backward()
+                first.step()
+                second.step()
+            else:
+                scaler.scale(losses[0] * factor).backward()
+                scaler.scale(losses[1]).backward()
+                scaler.step(first)
+                scaler.step(second)
+                scaler.update()
+            first.zero_grad()
+            second.zero_grad()
+
+    record(tmp_path, program, level=level)
+    # the second steps when the step of the first is over; the first skip is missed
+    counts = {step: len(calls) for step, calls in steps_of(tmp_path, "Optimizer").items()}
+    assert counts == {0: 1, 1: 3, 2: 1, 3: 1, 4: 1}
+
+
 def test_the_round_of_another_optimizer_is_not_a_skip(tmp_path: Path) -> None:
     record(tmp_path, scaled_training([1, 1], n_optimizers=2))
     assert {k: len(v) for k, v in steps_of(tmp_path, "Optimizer").items()} == {0: 1, 1: 2, 2: 1}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,36 @@ def test_a_write_through_data_in_a_call_that_is_not_selected(level: str, tmp_pat
     capture = record(tmp_path, program, level=level, keep="tensors", apis=api)
     second = capture.call(f"{name}.1.forward").tensor("input.1")
     assert torch.equal(second.load(), weight)
+
+
+@pytest.fixture
+def undeclared() -> Iterator[Any]:
+    """Operators that write to what they are given, of which their schemas say nothing."""
+    with torch.library._scoped_library("undeclared", "DEF") as library:
+        library.define("double_(Tensor x) -> Tensor")
+        library.impl("double_", lambda x: x.data.mul_(2).clone(), "CPU")
+        library.define("double(Tensor x, *, Tensor out) -> Tensor")
+        library.impl("double", lambda x, out: out.data.copy_(x * 2).clone(), "CPU")
+        yield torch.ops.undeclared
+
+
+@pytest.mark.parametrize("apis", [None, "aten.neg"])
+@pytest.mark.parametrize("writes", ["in place", "out"])
+def test_an_operator_that_does_not_say_what_it_writes_to(
+    undeclared: Any, writes: str, apis: str | None, tmp_path: Path
+) -> None:
+    x = torch.ones(2)
+
+    def program(recorder: tp.Recorder) -> None:
+        x.neg()
+        if writes == "out":
+            undeclared.double(x, out=x)
+        else:
+            undeclared.double_(x)
+        x.neg()
+
+    capture = record(tmp_path, program, level="L2", keep="tensors", apis=apis)
+    assert capture.call("Aten.neg.1.forward").tensor("input.0").load().tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("norm", ["torch", "functional", "native"])

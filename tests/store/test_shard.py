@@ -52,6 +52,15 @@ def test_it_has_its_name_when_it_can_be_opened(
         Shard("t.safetensors", folder)
 
 
+def test_it_is_not_made_through_a_link(tmp_path: Path, folder: int) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(b"of someone else")
+    (tmp_path / "t.safetensors.new").symlink_to(other)
+    Shard("t.safetensors", folder, capacity=1000).close()
+    assert other.read_bytes() == b"of someone else"
+    assert not (tmp_path / "t.safetensors").is_symlink()
+
+
 def test_valid_at_every_moment(tmp_path: Path, folder: int) -> None:
     path = tmp_path / "t.safetensors"
     shard = Shard("t.safetensors", folder, capacity=1000)

@@ -33,7 +33,15 @@ def _look_up(func: Any) -> _Operator | None:
     if is_noise(api):
         return None
     random = torch.Tag.nondeterministic_seeded in func.tags
-    return _Operator(api, random, written_arguments(func._schema))
+    return _Operator(api, random, written_arguments(func._schema) or _unsaid(func._schema))
+
+
+def _unsaid(schema: Any) -> frozenset[str]:
+    """The arguments of an operator that writes in place, or to `out`, and does not say to which."""
+    names = [argument.name for argument in schema.arguments]
+    if not schema.name.endswith("_") and "out" not in names:
+        return frozenset()
+    return frozenset([*names, *(str(i) for i in range(len(names)))])
 
 
 class OpMode(TorchDispatchMode):

@@ -382,8 +382,9 @@ class Recorder:
         # names, and it shows whether an optimizer or a scaler sets the pace.
         first = self._step == self._first_step
         needs_mode = wanted and not self._mode_is_rare
+        scaler_may_come = first or watch.scaler_seen or watch.awaits_optimizer
         self._switch(
-            mode=needs_mode or (watch.automatic and (first or watch.scaler_seen)),
+            mode=needs_mode or (watch.automatic and scaler_may_come),
             writes=wanted,
             hooks=wanted or first or watch.needs_roots,
             inside=wanted or (watch.automatic and (first or watch.needs_backward)),
@@ -441,8 +442,11 @@ class Recorder:
     def _optimizer_stepped(self, optimizer: object) -> None:
         if self._tape is not None and self._tape.recording:
             self._tell_size()
-        if self._watch.automatic:
-            self._watch.optimizer_stepped(optimizer)
+        watch = self._watch
+        if watch.automatic:
+            watch.optimizer_stepped(optimizer)
+            if watch.scaler_seen and self._started and not self._mode_on:
+                self._put_on()  # it has yet to end its round, with those that it skipped
 
     def _backward_begins(self, roots: Any) -> None:
         tape = self._tape

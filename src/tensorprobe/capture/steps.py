@@ -56,6 +56,11 @@ class StepWatch:
         """Whether the end of a backward may be the end of a step, as far as is known."""
         return self._step_on == "auto" and not self._optimizers
 
+    @property
+    def awaits_optimizer(self) -> bool:
+        """Whether the first step of an optimizer is to come, which a GradScaler may skip."""
+        return self.needs_backward and _optimizer_made()
+
     def be_explicit(self) -> None:
         """The program says itself when a step ends."""
         self._step_on = "explicit"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import math
@@ -66,7 +67,9 @@ class Shard:
         if path in os.listdir(dir_fd):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         unborn = f"{path}.new"  # until the library could open it
-        self._fd = os.open(unborn, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644, dir_fd=dir_fd)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(unborn, dir_fd=dir_fd)  # of a run that was killed; a link is not followed
+        self._fd = os.open(unborn, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=dir_fd)
         opening = b'{"__metadata__":{"format":"pt","written_by":"tensorprobe"}'
         head = HEADER_NBYTES.to_bytes(8, "little") + opening + self._end()
         try:
