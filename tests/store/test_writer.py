@@ -505,3 +505,22 @@ def test_encoding_a_line_leaves_nothing_behind() -> None:
     for _ in range(1000):
         encode(line)
     assert len(gc.get_objects()) < before + 100
+
+
+def test_a_step_that_is_deleted_counts_no_more(tmp_path: Path) -> None:
+    out = open_writer(tmp_path / "a")
+    counted = []
+    for step in (0, 1):
+        out.begin_step(step)
+        write_relu(out, 0, np.arange(1000, dtype=np.float32))
+        out.end_step()
+        out.drain()
+        counted.append(out.nbytes_written)
+    out.begin_step(2)
+    out.drop_step(0)
+    out.drop_step(1)
+    out.close()
+    assert 4000 < counted[0] < counted[1]
+    assert out.nbytes_written == sum(
+        file.stat().st_size for file in (tmp_path / "a/rank0/step2").iterdir()
+    )

@@ -37,9 +37,13 @@ def _look_up(func: Any) -> _Operator | None:
 
 
 def _unsaid(schema: Any) -> frozenset[str]:
-    """The arguments of an operator that writes in place, or to `out`, and does not say to which."""
+    """The arguments of an operator that writes in place, or to `out`, and does not say to which.
+
+    Torch's own do say it (aten::__lshift__ writes to none).
+    """
     names = [argument.name for argument in schema.arguments]
-    if not schema.name.endswith("_") and "out" not in names:
+    writes = schema.name.endswith("_") or "out" in names
+    if not writes or schema.name.startswith("aten::"):
         return frozenset()
     return frozenset([*names, *(str(i) for i in range(len(names)))])
 

@@ -34,7 +34,7 @@ from tensorprobe.store.lines import (
     encode_now,
     pack_summary,
 )
-from tensorprobe.store.shard import SHARD_NBYTES, Bytes, Shards
+from tensorprobe.store.shard import HEADER_NBYTES, SHARD_NBYTES, Bytes, Shards
 from tensorprobe.store.step_files import LOG_FILE
 
 _GATHER_S = 0.1  # how long the thread lets small things gather before it writes them
@@ -596,7 +596,8 @@ class CaptureWriter:
             fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._rank_fd)
             try:
                 for file in os.listdir(fd):
-                    self.nbytes_written -= os.stat(file, dir_fd=fd).st_size
+                    head = 0 if file == LOG_FILE else 8 + HEADER_NBYTES  # of a shard: not counted
+                    self.nbytes_written -= os.stat(file, dir_fd=fd).st_size - head
                     os.unlink(file, dir_fd=fd)
             finally:
                 os.close(fd)
