@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,6 +59,7 @@ def kill_one(root: Path, seed: int, count: int, elements: int, within_s: float) 
     process.stdout.close()
     flushed = max(int(text) for text in said if text.endswith("\n") and text != "done\n")
     check(root, flushed, elements)
+    shutil.rmtree(root)  # of twenty of them 16 GB would stay
 
 
 def check(root: Path, flushed: int, elements: int) -> None:
