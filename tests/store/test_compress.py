@@ -201,7 +201,7 @@ def test_run_convert_show_check_and_repro(
     assert disk_nbytes(Path("again")) == disk_nbytes(Path("a")) < disk_nbytes(Path("plain"))
     capsys.readouterr()
     assert main(["convert", "a", "--to", "ptdbg", "--compress", "-o", "b"]) == 2
-    assert "--compress needs --to native: ptdbg could" in capsys.readouterr().err
+    assert "--compress needs --to native: tools for ptdbg could" in capsys.readouterr().err
     assert main(["show", "a", "Functional.linear.0.forward"]) == 0
     assert "147.5 kB stored in 1" in capsys.readouterr().out
     assert main(["check", "a", "--device", "cpu", "-o", "checked"]) == 0

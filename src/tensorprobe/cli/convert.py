@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
 
     output = Path(args.output)
     if args.compress and args.to != "native":
-        raise BadUsage(f"--compress needs --to native: {args.to} could not read its own files")
+        raise BadUsage(f"--compress needs --to native: tools for {args.to} could not read it")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise BadUsage(f"'{output}' is there already: -o takes a new folder, or an empty one")
     capture = load(args.capture)
