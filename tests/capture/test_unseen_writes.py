@@ -164,6 +164,52 @@ def test_gradients_of_parameters_when_backward_runs_in_several_threads(tmp_path:
     assert sum("parameters_grad" in call.name for call in capture.calls) == 12
 
 
+def test_half_of_the_gradients_of_another_threads_backward(tmp_path: Path) -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    half_way, go_on = threading.Event(), threading.Event()
+
+    def pause(parameter: torch.Tensor) -> None:
+        half_way.set()
+        assert go_on.wait(60)
+
+    def work() -> None:
+        loss = second(torch.ones(4, 2)).sum()
+        for parameter in second.parameters():  # whichever comes first
+            parameter.register_post_accumulate_grad_hook(pause)
+        loss.backward()
+
+    def program(recorder: tp.Recorder) -> None:
+        thread = threading.Thread(target=work)
+        loss = first(torch.ones(4, 2)).sum()
+        thread.start()
+        assert half_way.wait(60)
+        loss.backward()
+        go_on.set()
+        thread.join()
+
+    capture = record(tmp_path, program, level="L0")
+    grads = [call for call in capture.calls if "parameters_grad" in call.name]
+    assert [call.name for call in grads] == [
+        "Module.Linear.parameters_grad.0",
+        "Module.Linear_1.Linear.parameters_grad.0",
+    ]
+    assert [len(call.tensors) for call in grads] == [2, 2]
+
+
+def test_backward_in_another_thread_than_forward(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+
+    def program(recorder: tp.Recorder) -> None:
+        model(torch.ones(4, 2)).sum().backward()
+        thread = threading.Thread(target=model(torch.ones(4, 2)).sum().backward)
+        thread.start()
+        thread.join()
+
+    capture = record(tmp_path, program, level="L0")
+    grads = [call for call in capture.calls if "parameters_grad" in call.name]
+    assert [len(call.tensors) for call in grads] == [2, 2]
+
+
 def test_stopped_inside_a_module(tmp_path: Path) -> None:
     class Stops(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,9 @@ class EngineEntry:
         self._on_end = on_end
         self._on_error = on_error
         self._on_begin = on_begin
-        self._depth = 0  # of all threads
+        # by thread, one more when a backward begins there and when `on_end` is done: odd between
+        self.rounds: dict[int, int] = {}
+        self._running = 0  # in all threads
         self._thread = _Thread()
         self._lock = threading.Lock()
         self._wrapper: Callable[..., Any] | None = None
@@ -66,9 +68,14 @@ class EngineEntry:
 
     def _run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         entered = enter_missing(self._modes)
+        # one that runs inside of another may have a thread of its own, as nodes of a device have
+        inside = self._running and torch._C._current_graph_task_id() != -1
+        outermost = not inside and self._thread.depth == 0
         self._thread.depth += 1
-        with self._lock:
-            self._depth += 1
+        if outermost:
+            self._turn()
+            with self._lock:
+                self._running += 1
         calls = [mode for mode in self._modes if hasattr(mode, "dispatch_depth")]
         before = [mode.dispatch_depth for mode in calls]
         for mode in calls:
@@ -85,11 +92,21 @@ class EngineEntry:
             while entered:
                 entered.pop().__exit__(None, None, None)
             self._thread.depth -= 1
-            with self._lock:
-                self._depth -= 1
-                last = self._depth == 0
-            if self._thread.depth == 0:
-                self._on_end(last)
+            if outermost:
+                self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._running -= 1
+            last = self._running == 0
+        try:
+            self._on_end(last)
+        finally:
+            self._turn()
+
+    def _turn(self) -> None:
+        ident = threading.get_ident()
+        self.rounds[ident] = self.rounds.get(ident, 0) + 1
 
 
 def _put(function: Callable[..., Any]) -> None:

@@ -10,7 +10,7 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -51,7 +51,9 @@ _is_grad_enabled = torch.is_grad_enabled
 _interpreter_stack = torch._C._functorch.peek_interpreter_stack
 _CALL_IMPL = nn.Module._call_impl.__code__
 # The gradients of a module's parameters: what the call with them is named, where the module is.
-_Gradients = tuple[ApiName, str, list[tuple[str, torch.Tensor]]]
+_Named = list[tuple[str, torch.Tensor]]
+_Gradients = tuple[ApiName, str, _Named]
+_GradSeen = tuple[weakref.ref[torch.Tensor], tuple[int, int]]
 
 
 class ModulePaths:
@@ -169,9 +171,9 @@ class ModuleHooks:
         self._owner_thread = 0
         self._handles: list[Any] = []
         self._around: FrameType | None = None  # of the module whose forward we were started in
-        # modules called in this step whose parameters may get a gradient
-        self._trained: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
-        self._grads_seen: dict[int, tuple[weakref.ref[torch.Tensor], tuple[int, int]]] = {}
+        # modules called in this step whose parameters may get a gradient, each with its thread
+        self._trained: dict[int, tuple[weakref.ref[nn.Module], str, int]] = {}
+        self._grads_seen: dict[int, _GradSeen] = {}
         self._gradients = threading.RLock()  # a signal's handler may go backward meanwhile
         self._made = MadeNotes()
         self._api: Callable[..., ApiName] = functools.lru_cache(maxsize=20_000)(_api)
@@ -337,7 +339,7 @@ class ModuleHooks:
             call.notes.append("compiled: the calls inside are not visible")
         call.notes += self._made.of(module)
         if parameters:
-            self._trained[id(module)] = (weakref.ref(module), path)
+            self._trained[id(module)] = (weakref.ref(module), path, threading.get_ident())
 
     def leave(self, module: nn.Module, args: Any, result: Any) -> None:
         """A module has returned, or raised; by `_leave`, and that by torch."""
@@ -490,11 +492,15 @@ class ModuleHooks:
 
     # Gradients of parameters
 
-    def record_gradients(self) -> None:
-        """Write down the gradients that parameters of this step's modules have now."""
+    def record_gradients(self, rounds: Mapping[int, int]) -> None:
+        """Write down the gradients that parameters of this step's modules have now.
+
+        Those of modules whose thread goes backward meanwhile (an odd number in `rounds`) are left
+        to the end of that backward: some are made by now, others not.
+        """
         tape = self._tape
         stack = None
-        for api, path, gradients in self._all_fresh_gradients():
+        for api, path, gradients in self._all_fresh_gradients(rounds):
             try:
                 names = CallNames(api, f"{api.stem}.{tape.counter.next(api)}", path, "backward")
                 if tape.wants(names):
@@ -504,34 +510,39 @@ class ModuleHooks:
             except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
                 tape.gap(api.stem, error)
 
-    def _all_fresh_gradients(self) -> list[_Gradients]:
+    def _all_fresh_gradients(self, rounds: Mapping[int, int]) -> list[_Gradients]:
         found: list[_Gradients] = []
+        own = threading.get_ident()
         with Quiet(), self._gradients:  # backward may end in two threads at once
-            for reference, path in list(self._trained.values()):
+            for reference, path, thread in list(self._trained.values()):
                 module = reference()
-                if module is None:
+                began = rounds.get(thread, 0)
+                if module is None or (began % 2 and thread != own):
                     continue
                 api = self._api(path, type(module), ".parameters_grad")
                 try:
-                    if fresh := self._fresh_gradients(module):
+                    fresh, seen = self._fresh_gradients(module)
+                    if fresh and rounds.get(thread, 0) == began:
+                        self._grads_seen.update(seen)
                         found.append((api, path, fresh))
                 except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
                     self._tape.gap(api.stem, error)
         return found
 
-    def _fresh_gradients(self, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-        seen, fresh = self._grads_seen, []
+    def _fresh_gradients(self, module: nn.Module) -> tuple[_Named, dict[int, _GradSeen]]:
+        fresh: _Named = []
+        seen: dict[int, _GradSeen] = {}
         for name, parameter in _parameters(module):
             grad = parameter.grad
             if grad is None:
                 continue
             state = _state_of(grad)
-            known = seen.get(id(parameter))
+            known = self._grads_seen.get(id(parameter))
             # by itself, too: a new one may lie where the last one lay
             if known is None or known[0]() is not grad or known[1] != state:
                 seen[id(parameter)] = (weakref.ref(grad), state)
                 fresh.append((name, grad))
-        return fresh
+        return fresh, seen
 
 
 def _api(path: str, kind: type, what: str = "") -> ApiName:

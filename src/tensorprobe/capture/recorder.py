@@ -465,7 +465,7 @@ class Recorder:
             if last:
                 tape.finish_backwards()
             if self.config.level in ("L0", "mix"):
-                self._modules.record_gradients()
+                self._modules.record_gradients(self._engine.rounds)
         if self._advance_later:
             self._advance_later = False
             self._advance()

@@ -92,12 +92,13 @@ class Stacks:
         key = self._walk(depth + 1, base, base_id, _MAX_FRAMES)
         number = self._ids.get(key)
         if number is None:
-            number = self._ids[key] = next(self._count)
+            number = next(self._count)
             below = self._frames.get(key[0], [])
             self._frames[number] = self._render(sys._getframe(depth + 1), len(key) // 2) + below
+            self._ids[key] = number  # other threads may go by it from now on
         if number not in self._told:
-            self._told.add(number)
             self._new(number, self._frames[number])
+            self._told.add(number)
         return number
 
     def _render(self, frame: FrameType | None, count: int) -> list[str]:

@@ -61,7 +61,7 @@ class Hooks {
       if (int stop = ref->visit(visit, arg)) return stop;
     }
     for (const auto& [module, card] : cards_) {
-      for (const Ref* ref : {&card->reference, &card->kind, &card->trained}) {
+      for (const Ref* ref : {&card->reference, &card->kind}) {
         if (int stop = ref->visit(visit, arg)) return stop;
       }
       if (!card->made) continue;
@@ -79,7 +79,6 @@ class Hooks {
   struct Card {
     Ref reference, kind, path, api;
     Ref counted_as, before, after;  // in the table of counts; around the number of a call's name
-    Ref trained;  // (reference, path)
     std::unique_ptr<Made> made;
     bool is_noted = false;  // made after Python had noted how it was made
   };
@@ -339,7 +338,6 @@ class Hooks {
     card->counted_as = Ref::borrow(counted_as);
     card->before = Ref::borrow(before);
     card->after = Ref::borrow(after);
-    card->trained = must(PyTuple_Pack(2, reference, path));
     if (made != Py_None) card->made = std::make_unique<Made>(made);
     if (cards_.size() >= MAX_CARDS) const auto gone = std::exchange(cards_, {});
     const std::shared_ptr<const Card> old = std::exchange(cards_[module], card);
@@ -442,7 +440,10 @@ class Hooks {
     add_notes(card, module, held, call);
     if (parameters) {
       const Ref id = must(PyLong_FromVoidPtr(module));
-      put(python_.trained, id.get(), card.trained.get());
+      const Ref thread = must(PyLong_FromUnsignedLong(PyThread_get_thread_ident()));
+      const Ref trained =
+          must(PyTuple_Pack(3, card.reference.get(), card.path.get(), thread.get()));
+      put(python_.trained, id.get(), trained.get());
     }
     return call;
   }

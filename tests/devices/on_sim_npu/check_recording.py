@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch_npu
+from torch.utils.checkpoint import checkpoint
 
 from recorded import record
 from tensorprobe.devices import sim_npu
@@ -45,6 +46,23 @@ def values(capture: Capture) -> list[Any]:
         (call.name, [(t.name, t.dtype, t.shape, t.summary, t.digest) for t in call.tensors])
         for call in capture.calls
     ]
+
+
+def test_backward_inside_of_backward(tmp_path: Path) -> None:
+    """It has a thread of its own on the device, and is not the end of the one around it."""
+    names = {}
+    for device in ("cpu", "npu"):
+        layers = [torch.nn.Linear(4, 4).to(device) for _ in range(3)]
+
+        def program(device: str = device, layers: Any = layers) -> None:
+            x = torch.ones(2, 4, device=device, requires_grad=True)
+            for layer in layers[:2]:
+                x = checkpoint(layer, x, use_reentrant=True)
+            layers[2](x).sum().backward()
+
+        capture = record(tmp_path / device, program, level="L0")
+        names[device] = [call.name for call in capture.calls]
+    assert names["npu"] == names["cpu"]
 
 
 @pytest.mark.parametrize("level", ["L0", "L1", "mix"])
