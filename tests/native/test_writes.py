@@ -214,37 +214,43 @@ def test_several_watch_and_one_ends() -> None:
 
 
 def test_a_forked_process_goes_on() -> None:
-    numbers = Numbers()
-    numbers.watch(True)
-    stop = threading.Event()
-
-    def write() -> None:
-        x = torch.ones(3)
-        while not stop.is_set():
-            x.data.mul_(1)
-
-    threads = [threading.Thread(target=write) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(20):
-            child = os.fork()
-            if not child:  # where nothing is seen, but of those that begin there
-                x = torch.ones(3)
-                known = numbers.of(x)
-                x.data.mul_(2)
-                right = numbers.of(x) == known
-                numbers.watch(True)
-                x.data.mul_(2)
-                right &= numbers.of(x) != known
-                numbers.watch(False)
-                os._exit(0 if right else 1)
-            assert os.waitpid(child, 0)[1] == 0
-    finally:
-        stop.set()
+    """Also where threads make their first calls meanwhile: those take a lock of torch's."""
+    for _ in range(20):
+        numbers = Numbers()
+        numbers.watch(True)
+        stop = threading.Event()
+        threads = [threading.Thread(target=write_until, args=(stop,)) for _ in range(4)]
         for thread in threads:
-            thread.join()
-        numbers.watch(False)
+            thread.start()
+        try:
+            child = os.fork()
+            if not child:
+                os._exit(0 if sees_its_own_alone(numbers) else 1)
+            assert os.waitpid(child, 0)[1] == 0
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+            numbers.watch(False)
+
+
+def write_until(stop: threading.Event) -> None:
+    x = torch.ones(3)
+    while not stop.is_set():
+        x.data.mul_(1)
+
+
+def sees_its_own_alone(numbers: Numbers) -> bool:
+    """In a child, where nothing is seen but of those that begin there."""
+    x = torch.ones(3)
+    known = numbers.of(x)
+    x.data.mul_(2)
+    right = numbers.of(x) == known
+    numbers.watch(True)
+    x.data.mul_(2)
+    right &= numbers.of(x) != known
+    numbers.watch(False)
+    return right
 
 
 def test_a_parameter_written_through_data_is_read_again(tmp_path: Path) -> None:

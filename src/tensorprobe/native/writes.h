@@ -42,7 +42,7 @@ class Writes {
     if (on && !shared.handle) {
       auto callback = at::RecordFunctionCallback(&Writes::begins).needsInputs(true);
       shared.handle = at::addGlobalCallback(callback.scopes({at::RecordScope::FUNCTION}));
-    } else if (watching.empty()) {
+    } else if (watching.empty() && !shared.is_child) {
       at::removeCallback(std::exchange(shared.handle, 0));
     }
   }
@@ -118,6 +118,7 @@ class Writes {
     std::mutex mutex;
     std::vector<Writes*> watching;
     at::CallbackHandle handle = 0;
+    bool is_child = false;  // a forked one: it keeps the callback it has
     // the operators of torch that write, and whose names do not say so
     std::vector<std::string> names;
     std::unordered_set<std::string_view> others;
@@ -139,12 +140,20 @@ class Writes {
   static All& all() {
     static All* const made = [] {
       // No process is forked while a thread has the lock: in the child nobody would give it back.
+      // Torch has one of its own, which each thread takes with its first operation after a callback
+      // has come or gone: the thread that forks does so now, and the child not any more.
       // Nothing of what a child does is wanted.
-      pthread_atfork([] { all().mutex.lock(); }, [] { all().mutex.unlock(); },
-                     [] {
-                       all().watching.clear();
-                       all().mutex.unlock();
-                     });
+      pthread_atfork(
+          [] {
+            all().mutex.lock();
+            at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
+          },
+          [] { all().mutex.unlock(); },
+          [] {
+            all().watching.clear();
+            all().is_child = all().handle != 0;
+            all().mutex.unlock();
+          });
       return new All;
     }();
     return *made;
