@@ -17,41 +17,51 @@ import torch
 import tensorprobe as tp
 from recorded import SRC, record
 
-# What a call does is in a file that every process of the check runs first.
+# What a call does is in a file that every process of the check runs first: it says who runs it,
+# and goes on when it may.
 OPS = """
 import os, time, torch
 from pathlib import Path
 import tensorprobe as tp
 library = torch.library.Library("tensorprobe_survival", "DEF")
-library.define("work(Tensor x, float seconds) -> Tensor")
+library.define("work(Tensor x) -> Tensor")
 here = Path(__file__).parent
 
-def work(x, seconds):
-    time.sleep(seconds)
+def may_go_on():
+    pids = (here / "pids").read_text().split()
+    return CONDITION
+
+def work(x):
     with (here / "pids").open("a") as file:
         file.write(f"{os.getpid()}\\n")
+    while not may_go_on():
+        time.sleep(0.01)
     return x * 2
 
 library.impl("work", work, "CPU")
-tp.reference("tensorprobe_survival::work")(lambda x, seconds: x * 2)
+tp.reference("tensorprobe_survival::work")(lambda x: x * 2)
 """
 
 
 @pytest.fixture
 def work(tmp_path: Path) -> Path:
-    """A capture of eight calls, each of which takes a while."""
+    """A capture of eight calls."""
     library = torch.library.Library("tensorprobe_survival", "FRAGMENT")
-    library.define("work(Tensor x, float seconds) -> Tensor")
-    library.impl("work", lambda x, seconds: x * 2, "CPU")
+    library.define("work(Tensor x) -> Tensor")
+    library.impl("work", lambda x: x * 2, "CPU")
 
     def program() -> None:
         for n in range(8):
-            torch.ops.tensorprobe_survival.work(torch.ones(n + 1), 0.2)
+            torch.ops.tensorprobe_survival.work(torch.ones(n + 1))
 
     record(tmp_path / "run", program, level="L1")
     library._destroy()
-    (tmp_path / "ops.py").write_text(OPS)
+    go_on_when(tmp_path, "True")
     return tmp_path
+
+
+def go_on_when(folder: Path, condition: str) -> None:
+    (folder / "ops.py").write_text(OPS.replace("CONDITION", condition))
 
 
 def command(folder: Path, *more: str) -> list[str]:
@@ -65,6 +75,7 @@ ENVIRON = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
 
 
 def test_several_processes_share_the_work(work: Path) -> None:
+    go_on_when(work, "len(set(pids)) == 2")  # neither does all of it before the other is there
     checked = tp.check(
         work / "run", work / "out", only=["work"], jobs=2, references=work / "ops.py"
     )
@@ -77,12 +88,13 @@ def test_several_processes_share_the_work(work: Path) -> None:
 
 
 def test_ctrl_c_keeps_what_is_done(work: Path) -> None:
+    go_on_when(work, "len(pids) < 4 or (here / 'go').exists()")
     process = subprocess.Popen(
         command(work), env=ENVIRON, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     rows = work / "out" / "rows.jsonl"
     deadline = time.monotonic() + 60
-    while not rows.exists() or len(rows.read_bytes().splitlines()) < 3:
+    while not rows.exists() or len(rows.read_bytes().splitlines()) < 4:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the workers get it too
@@ -91,13 +103,14 @@ def test_ctrl_c_keeps_what_is_done(work: Path) -> None:
     assert "of 8 calls are done and kept in" in stderr
     assert "Traceback" not in stderr
     done = {json.loads(line)["name"] for line in rows.read_bytes().splitlines()[1:]}
-    assert 2 <= len(done) < 8
+    assert len(done) == 3
+    (work / "go").touch()
     before = (work / "pids").read_text().split()
     again = subprocess.run(command(work), env=ENVIRON, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
     assert "8 calls, 8 different: 8 pass" in again.stdout
     after = (work / "pids").read_text().split()
-    assert len(after) - len(before) == 8 - len(done)
+    assert len(after) - len(before) == 5
 
 
 @pytest.mark.slow

@@ -57,6 +57,12 @@ class _Worker:
         self.deadline = time.monotonic() + timeout_s
         self.connection.send(tuple(task))
 
+    def is_overdue(self) -> bool:
+        """Whether an answer should be there by now; one that nobody has read yet counts."""
+        if self.ready and self.task is None:
+            return False
+        return time.monotonic() > self.deadline and not self.connection.poll()
+
     def end(self) -> None:
         self.connection.close()
         self.process.kill()
@@ -106,9 +112,8 @@ class Pool:
         for connection in wait(list(busy), max(left, 0.0)):
             assert isinstance(connection, Connection)
             yield from self._hear(busy[connection])
-        now = time.monotonic()
-        for worker in list(busy.values()):
-            if worker in self._workers and now > worker.deadline:
+        for worker in busy.values():
+            if worker in self._workers and worker.is_overdue():
                 yield from self._give_up(worker)
 
     def _hear(self, worker: _Worker) -> Iterator[tuple[Task, Row]]:
