@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from torch.nn.modules import module as modules
 from torch.optim import optimizer as optimizers
 from torch.overrides import _get_current_function_mode_stack
@@ -20,6 +21,13 @@ from tensorprobe.capture import compiled
 from tensorprobe.records import TensorRecord
 
 default_device.choose()
+# The same examples in every run, however slow the machine. To look for others:
+# pytest --hypothesis-profile=search
+settings.register_profile(
+    "same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("search", deadline=None)
+settings.load_profile("same")
 
 _ENGINE = torch.autograd.graph._engine_run_backward
 _GLOBAL_HOOKS = (
