@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -229,13 +229,13 @@ DIFFERENTIATED = set(list(CASES)[:2] + list(CASES)[3:10]) | {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
     """The repro folder of each case."""
     base = tmp_path_factory.mktemp("repros")
     mine = base / "mine.py"
     mine.write_text(CUSTOM)
     names: dict[str, Any] = {}
-    exec(CUSTOM, names)  # the library is registered as long as its object lives
+    exec(CUSTOM, names)
     made = {}
     for number, (name, program) in enumerate(CASES.items()):
         torch.manual_seed(0)
@@ -243,7 +243,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         capture = record(base / f"run{number}", program, level=level)
         imports = mine if program is custom_op else None
         made[name] = tp.repro(capture, name.strip(), base / f"repro{number}", imports=imports)
-    return made
+    yield made
+    names["library"]._destroy()
 
 
 @pytest.fixture(scope="module")
