@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,12 +19,12 @@ pytestmark = pytest.mark.skipif(
 
 SRC = str(Path(__file__).parents[2] / "src")
 SCRIPT = """
-import hashlib, sys
+import hashlib, os, sys
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", os.environ.get("MEET"))
 rank = dist.get_rank()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
@@ -67,10 +66,8 @@ def torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def bare(folder: Path, *words: str) -> str:
     """What the two ranks print on their own, started by hand: quicker than torchrun."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     (folder / "ddp.py").write_text(SCRIPT)
+    meet = f"file://{folder}/meet?world_size=2"  # of a port another program may be as quick
     ranks = [
         subprocess.Popen(
             [sys.executable, *words],
@@ -78,10 +75,7 @@ def bare(folder: Path, *words: str) -> str:
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
-                "RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
+                "MEET": f"{meet}&rank={rank}",
             },
             stdout=subprocess.PIPE,
             text=True,

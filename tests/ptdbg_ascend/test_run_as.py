@@ -13,6 +13,7 @@ import pytest
 
 import tensorprobe as tp
 from recorded import SRC
+from tensorprobe.records import Capture
 from tensorprobe.store import ptdbg
 
 SCRIPT = """\
@@ -134,7 +135,7 @@ def test_under_torchrun_every_rank_has_its_folder(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
-            *("--master-port", "29731", "-m", "tensorprobe", "run", "--as", "ptdbg_ascend"),
+            *("--standalone", "-m", "tensorprobe", "run", "--as", "ptdbg_ascend"),
             "train.py",
         ],
         cwd=tmp_path,
@@ -147,6 +148,12 @@ def test_under_torchrun_every_rank_has_its_folder(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert sorted(p.name for p in (tmp_path / "all_v2.3").iterdir()) == ["rank0", "rank1"]
     assert tp.load(tmp_path / "all_v2.3").ranks == (0, 1)
+
+
+def is_written(capture: Capture) -> bool:
+    """Whether nothing of it waits in a queue."""
+    tensors = [record for call in capture.calls for record in call.tensors]
+    return not capture.begun and all(record.blob is not None for record in tensors)
 
 
 def test_what_a_killed_program_dumped_can_be_had(tmp_path: Path) -> None:
@@ -165,7 +172,11 @@ def test_what_a_killed_program_dumped_can_be_had(tmp_path: Path) -> None:
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "dumped\n"
-    time.sleep(1)  # what is in the queue
+    (recording,) = (tmp_path / "all_v2.3").glob("*.recording-*")
+    deadline = time.monotonic() + 60
+    while not is_written(tp.load(recording)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()

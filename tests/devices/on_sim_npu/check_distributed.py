@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -23,7 +22,7 @@ WORKER = textwrap.dedent(
     rank = int(os.environ["RANK"])
     assert (current_rank(), local_rank()) == (rank, rank)
     torch.npu.set_device(f"npu:{rank}")
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", os.environ["MEET"])
     assert (current_rank(), world_size()) == (rank, 2)
 
     x = torch.full((3,), rank + 1.0, device="npu")
@@ -59,14 +58,17 @@ WORKER = textwrap.dedent(
 def run_two(tmp_path: Path, option: str) -> None:
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
-    common = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-              "TORCH_CPP_LOG_LEVEL": "ERROR"}  # fmt: skip
-    common["MASTER_PORT"] = str(free_port())
+    common = {**os.environ, "WORLD_SIZE": "2", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     common["PYTHONPATH"] = os.pathsep.join(sys.path)
     workers = [
         subprocess.Popen(
             [sys.executable, str(script), option],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={
+                **common,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "MEET": f"file://{tmp_path}/meet?world_size=2&rank={rank}",
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -75,12 +77,6 @@ def run_two(tmp_path: Path, option: str) -> None:
     ]
     outputs = [worker.communicate(timeout=120)[0] for worker in workers]
     assert [worker.returncode for worker in workers] == [0, 0], "\n".join(outputs)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.slow
