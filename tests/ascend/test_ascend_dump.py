@@ -250,7 +250,7 @@ def test_oversized_claims_cost_neither_memory_nor_time(tmp_path: Path) -> None:
     many = chunk(4, b"") * 1_000_000
     third = write(tmp_path / "A.d.1.2", struct.pack("<Q", len(many)) + many)
     tracemalloc.start()
-    began = time.perf_counter()
+    began = time.thread_time()
     tensor = read_dump(path).tensors[0]
     assert tensor.array().shape == (2,)
     assert "needs" in tensor.warnings[0]
@@ -261,7 +261,7 @@ def test_oversized_claims_cost_neither_memory_nor_time(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 100e6
-    assert time.perf_counter() - began < 10
+    assert time.thread_time() - began < 10
 
 
 @pytest.mark.slow

@@ -193,7 +193,14 @@ LEAVING = {
     "status": ("import sys; sys.exit(7)", 7, ""),
     "text": ("raise SystemExit('no data')", 1, "no data\n"),
     "nothing": ("raise SystemExit", 0, ""),
-    "hard": ("import os, time; time.sleep(0.5); os._exit(9)", 9, ""),
+    "hard": (
+        "import os, pathlib, time\n"
+        "log = pathlib.Path('out/rank0/step0/calls.jsonl')\n"
+        'while \'"type":"end","id":1\' not in log.read_text(): time.sleep(0.01)\n'
+        "os._exit(9)",
+        9,
+        "",
+    ),
     "interrupt": ("raise KeyboardInterrupt", -2, "KeyboardInterrupt\n"),
 }
 

@@ -336,10 +336,10 @@ def test_deciding_is_cheap(arguments: dict[str, Any]) -> None:
     names = CallNames(api_name("torch.relu"), "Torch.relu.0.forward", "h.0.mlp")
     best = float("inf")
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.thread_time()  # of this thread alone, whoever else computes
         for _ in range(2000):
             chosen.decide(names)
-        best = min(best, (time.perf_counter() - start) / 2000)
+        best = min(best, (time.thread_time() - start) / 2000)
     assert best < 10e-6  # about 0.6 us on a quiet machine
 
 

@@ -113,7 +113,7 @@ def test_bytes_of_another_encoding_are_named(tmp_path: Path) -> None:
     ids=lambda record: record[:50],
 )
 def test_absurd_records_are_gaps(tmp_path: Path, record: str) -> None:
-    began = time.monotonic()
+    began = time.thread_time()
     (tmp_path / "dump.json").write_text(
         '{"task": "statistics", "level": "L1", "data": {\n'
         f'  "Torch.bad.0.forward": {record},\n'
@@ -122,7 +122,7 @@ def test_absurd_records_are_gaps(tmp_path: Path, record: str) -> None:
     capture = tp.load(tmp_path)
     assert [call.name for call in capture.calls] == ["Torch.good.0.forward"]
     assert len(capture.gaps) == 1
-    assert time.monotonic() - began < 5
+    assert time.thread_time() - began < 5
 
 
 def test_huge_and_strange_numbers_are_taken_for_what_they_are(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import gc
 import itertools
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -860,8 +861,9 @@ def test_ctrl_c_while_a_line_is_written(tmp_path: Path) -> None:
     got: list[bytes] = []
 
     def interrupt() -> None:
-        time.sleep(0.2)
-        os.kill(os.getpid(), signal.SIGINT)
+        while select.select([], [write_end], [], 0)[1]:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)  # the pipe is full: the line is being written
         time.sleep(0.2)
         got.append(os.read(read_end, 1 << 22))
         while not got[-1].endswith(b"\n"):
@@ -869,7 +871,7 @@ def test_ctrl_c_while_a_line_is_written(tmp_path: Path) -> None:
 
     def write() -> None:
         writer.call(CallLine(id=0, name="x" * (1 << 20), op="b"))
-        time.sleep(5)
+        time.sleep(60)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=interrupt)

@@ -60,7 +60,7 @@ class Device:
     def land(self) -> None:
         if self.fault:
             raise self.fault
-        assert self.is_done.wait(10)
+        assert self.is_done.wait(60)
         self.n_landings += 1
         self.n_polls += 100
 
@@ -86,7 +86,7 @@ def test_values_are_in_the_file_soon_without_being_asked_for(tmp_path: Path) -> 
     root, out = late_capture(tmp_path / "a", device)
     began = time.monotonic()
     while tensorprobe.load(root).calls[0].tensors[0].summary is None:
-        assert time.monotonic() - began < 5, "a second, on a machine that is not busy"
+        assert time.monotonic() - began < 60, "a second, on a machine that is not busy"
         time.sleep(0.05)
     call = tensorprobe.load(root).calls[0]
     assert call.status == "complete"
@@ -107,7 +107,7 @@ def test_the_thread_is_awake_after_being_called_in_vain(tmp_path: Path) -> None:
         writer.end(EndLine(id=number))
         if number % 50 == 0:
             time.sleep(0.15)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while log.read_text().count('"type":"end"') < 200:
         assert time.monotonic() < deadline, "the last end is not written while the program sleeps"
         time.sleep(0.02)
@@ -132,10 +132,10 @@ def test_the_program_is_one_step_ahead_of_the_device_and_no_more(tmp_path: Path)
     out.call(CallLine(id=1, name="D", op="op", args=[tensor(2)]))
     out.value(2, Late(device))
     out.end(EndLine(id=1))
+    assert not device.is_done.is_set()
     threading.Timer(0.3, device.is_done.set).start()
-    began = time.monotonic()
     out.begin_step(2)  # waits for step 0
-    assert time.monotonic() - began > 0.2
+    assert device.is_done.is_set()
     out.close()
     tensors = [record for call in tensorprobe.load(root).calls for record in call.tensors]
     assert [record.summary for record in tensors] == [SUMMARY] * 3
@@ -150,7 +150,7 @@ def test_values_of_a_step_that_ends_are_found_behind_those_of_the_next(tmp_path:
     release = threading.Event()
 
     def data() -> np.ndarray:  # type: ignore[type-arg]
-        assert release.wait(10)
+        assert release.wait(60)
         return np.zeros(4, np.float32)
 
     out.call(CallLine(id=0, name="C", op="op", args=[tensor(0)]))
@@ -273,17 +273,22 @@ def test_data_that_comes_later(tmp_path: Path) -> None:
 def test_a_full_queue_is_waited_for(tmp_path: Path) -> None:
     out = open_writer(tmp_path / "a", queue_nbytes=1000)
     out.begin_step(0)
-    release = threading.Event()
+    release, wait_for = threading.Event(), out._changed.wait_for
 
     def slow() -> np.ndarray:  # type: ignore[type-arg]
-        release.wait(5)
+        assert release.wait(60)
         return np.zeros(900, np.uint8)
 
+    def waits(*arguments: Any) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            threading.Timer(0.3, release.set).start()
+        return wait_for(*arguments)
+
+    out._changed.wait_for = waits  # type: ignore[method-assign]
     out.tensor(0, "a", "uint8", (900,), slow, 900)
-    threading.Timer(0.3, release.set).start()
-    began = time.monotonic()
+    assert out.waited_s == 0
     out.tensor(1, "b", "uint8", (5000,), np.ones(5000, np.uint8))  # larger than all of the queue
-    assert time.monotonic() - began > 0.2
+    assert release.is_set()
     assert out.waited_s > 0.2
     out.close()
     assert out.nbytes_written > 5900
