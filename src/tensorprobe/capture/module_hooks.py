@@ -406,7 +406,6 @@ class ModuleHooks:
         tape = self._tape
         parts: dict[str, Any] = {"keep": None}
         if tape._keep not in (None, "tensors") and tape.lines.swift_named is not None:
-            known_stacks, stack_frames, told_stacks = tape._stacks.tables()
             parts = {
                 "keep": tape._keep,
                 "lines": tape.lines,
@@ -429,11 +428,8 @@ class ModuleHooks:
                 "encode": encode,
                 "traced": self._traced,
                 "end_failed": tape._end_failed,
-                "stack_numbers": tape._stacks.current,
+                "stack_table": tape._stacks,
                 "new_stack": tape._write_stack,
-                "known_stacks": known_stacks,
-                "stack_frames": stack_frames,
-                "told_stacks": told_stacks,
                 "only_path": ONLY,
                 "wants_input": tape.wants_input,
                 "wants_output": tape.wants_output,

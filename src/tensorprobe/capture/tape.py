@@ -235,7 +235,6 @@ class Tape:
             return None
         if not self.everything or type(self) is not Tape or not self._sees_functions:
             return None
-        ids, frames, told = self._stacks.tables()
         return native.MODULE.Calls(
             tape=self,
             lines=lines,
@@ -246,9 +245,6 @@ class Tape:
             place=self.place,
             keep=keep,
             stacks=self._stacks if self.config.stacks else None,
-            known_stacks=ids,
-            stack_frames=frames,
-            told_stacks=told,
             compiler=vars(torch.compiler),
             state_notes=_state_notes,
             encode=encode_now,

@@ -12,6 +12,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <charconv>
+#include <optional>
 
 #include "following.h"
 #include "lines.h"
@@ -24,7 +25,7 @@ namespace tensorprobe {
 // Python's side of it: `capture.plain_calls` says what each is.
 struct Recording {
   Ref tape, lines, log, plans, describe, counter, place, keep;
-  Ref stacks, known_stacks, stack_frames, told_stacks;
+  std::optional<StackTable> stacks;  // where they are wanted
   Ref compiler, state_notes, encode, positions, only_path, output_spots, no_aliases;
   Ref open_call, call_names, end_line, raw, one_node, one_way, any_way, node_run;
   bool wants_input = false, wants_output = false;
@@ -73,9 +74,11 @@ class Calls : public Follower {
 
   int traverse(visitproc visit, void* arg) const {
     const Recording& p = python_;
-    for (const Ref* ref : {&p.tape, &p.lines, &p.log, &p.plans, &p.describe, &p.counter, &p.place,
-                           &p.stacks, &p.known_stacks, &p.stack_frames, &p.told_stacks}) {
+    for (const Ref* ref : {&p.tape, &p.lines, &p.log, &p.plans, &p.describe, &p.counter, &p.place}) {
       if (int stop = ref->visit(visit, arg)) return stop;
+    }
+    if (p.stacks) {
+      if (int stop = p.stacks->traverse(visit, arg)) return stop;
     }
     if (int stop = tape_.visit(visit, arg)) return stop;
     return counter_.visit(visit, arg);
@@ -332,7 +335,7 @@ class Calls : public Follower {
   void begin(Open& open, PyObject* place, PyObject* args, PyObject* kwargs) {
     static PyObject* const ids = name("ids");
     static PyObject* const record_functions = name("_record_functions_of");
-    open.stack = python_.stacks.get() == Py_None ? Ref::borrow(Py_None) : stack_number(place);
+    open.stack = python_.stacks ? stack_number(place) : Ref::borrow(Py_None);
     const FunctionsOff off;
     std::string arguments;
     arguments.reserve(600);
@@ -398,48 +401,21 @@ class Calls : public Follower {
     return counter.enabled() ? static_cast<int64_t>(counter.current_version()) : -1;
   }
 
-  // As `Stacks.current`, of the program's own frame: the mode's is the one this is called from.
+  // Of the program's own frame: the mode's is the one this is called from.
   Ref stack_number(PyObject* place) {
-    static PyObject* const frame = name("frame");
-    static PyObject* const stack = name("stack");
-    static PyObject* const current = name("current");
-    static PyObject* const one = PyLong_FromLong(1);
-    static PyObject* const zero = PyLong_FromLong(0);
-    Ref base = Ref::borrow(PyDict_GetItemWithError(place, frame));
-    Ref base_id = Ref::borrow(PyDict_GetItemWithError(place, stack));
-    if (!base || !base_id) {
-      PyErr_SetString(PyExc_RuntimeError, "a thread has no place");
-      throw python_error();
-    }
-    const int known = PyDict_Contains(python_.stack_frames.get(), base_id.get());
-    if (known < 0) throw python_error();
-    PyObject* from = known ? base.get() : Py_None;
-    Ref key = must(walk_stack(1, from, known ? base_id.get() : zero, MAX_FRAMES));
-    Ref number = Ref::borrow(PyDict_GetItemWithError(python_.known_stacks.get(), key.get()));
-    if (!number && PyErr_Occurred()) throw python_error();
-    const int told = number ? PySet_Contains(python_.told_stacks.get(), number.get()) : 0;
-    if (told < 0) throw python_error();
-    if (told || (number && tell_again(number))) return number;
-    return must(PyObject_CallMethodObjArgs(python_.stacks.get(), current, one, base.get(),
-                                          base_id.get(), nullptr));
+    return python_.stacks->number(place, [&](const Ref& number, const Ref& frames) {
+      const Ref line = stack_line(number, frames);
+      return line && log_.wait(line);
+    });
   }
 
-  // Every step is told its stacks: one that an earlier step was told is the same text.
-  bool tell_again(const Ref& number) {
-    Ref line = stack_line(number);
-    if (!line || !log_.wait(line)) return false;
-    if (PySet_Add(python_.told_stacks.get(), number.get()) < 0) throw python_error();
-    return true;
-  }
-
-  Ref stack_line(const Ref& number) {
+  // One that an earlier step was told is the same text.
+  Ref stack_line(const Ref& number, const Ref& frames) {
     const long long id = PyLong_AsLongLong(number.get());
     auto known = stack_lines_.find(id);
     if (known != stack_lines_.end()) return known->second;
-    const Ref frames = Ref::borrow(PyDict_GetItemWithError(python_.stack_frames.get(),
-                                                           number.get()));
     Ref line;
-    const bool is_made = frames && attempt([&] {
+    const bool is_made = attempt([&] {
       std::string text = "{\"type\":\"stack\",\"id\":";
       append_number(text, id);
       text.append(",\"frames\":").append(spell_.json(frames.get())).append("}\n");
@@ -963,7 +939,6 @@ class Calls : public Follower {
     });
   }
 
-  static constexpr long MAX_FRAMES = 200;
   static constexpr size_t MAX_STACKS = 5'000;
 
   Recording python_;

@@ -23,7 +23,8 @@ struct ModuleCalls {
   Ref keep, lines, named, results, versions, edges, writer, open_call, call_line, end_line;
   Ref way, ways, output_spots, no_aliases;
   Ref is_autocast, graph_task, state_notes, functions_of, encode, traced, end_failed;
-  Ref stack_numbers, new_stack, known_stacks, stack_frames, told_stacks, only_path;
+  Ref new_stack, only_path;
+  StackTable stack_table;
   Ref wants_input, wants_output, wants_parameters;
   bool config_stacks = false, backward = false, sees_functions = false;
 };
@@ -57,9 +58,10 @@ class Hooks {
     for (const Ref* ref :
          {&p.hooks, &p.tape, &p.place, &p.thread, &p.trained, &p.entered, &p.left, &p.describe,
           &p.failed, &p.note_buffers, &p.lines, &p.named, &p.results, &p.writer, &p.functions_of, &p.traced,
-          &p.end_failed, &p.stack_numbers, &p.new_stack, &p.known_stacks, &p.stack_frames, &p.told_stacks}) {
+          &p.end_failed, &p.new_stack}) {
       if (int stop = ref->visit(visit, arg)) return stop;
     }
+    if (int stop = p.stack_table.traverse(visit, arg)) return stop;
     for (const auto& [module, card] : cards_) {
       for (const Ref* ref : {&card->reference, &card->kind}) {
         if (int stop = ref->visit(visit, arg)) return stop;
@@ -84,7 +86,6 @@ class Hooks {
   };
 
   static constexpr size_t MAX_CARDS = 20'000;  // modules made anew for every call
-  static constexpr long MAX_FRAMES = 200;      // of a stack
 
   // -- Python's objects ----------------------------------------------------------------------
 
@@ -578,29 +579,12 @@ class Hooks {
     return PyLong_AsLong(task.get()) != -1;
   }
 
-  // As `Stacks.current`, of torch's frame.
+  // Of torch's frame.
   Ref stack_number(const Ref& place) const {
-    const Ref frame = item(place.get(), word().frame), stack = item(place.get(), word().stack);
-    TORCH_CHECK(frame && stack, "nobody knows where this is");
-    if (PyDict_GetItemWithError(python_.stack_frames.get(), stack.get()) != nullptr) {
-      const Ref key = must(walk_stack(1, frame.get(), stack.get(), MAX_FRAMES));
-      const Ref number = item(python_.known_stacks.get(), key.get());
-      if (number) {
-        const int is_told = PySet_Contains(python_.told_stacks.get(), number.get());
-        if (is_told == 0) tell_stack(number);
-        if (is_told >= 0) return number;
-      }
-    }
-    if (PyErr_Occurred()) throw python_error();
-    const Ref one = must(PyLong_FromLong(1));  // frame up: torch's
-    return called(python_.stack_numbers, one.get(), frame.get(), stack.get());
-  }
-
-  void tell_stack(const Ref& number) const {
-    if (PySet_Add(python_.told_stacks.get(), number.get()) < 0) throw python_error();
-    const Ref frames = item(python_.stack_frames.get(), number.get());
-    TORCH_CHECK(frames, "nobody knows the stack");
-    called(python_.new_stack, number.get(), frames.get());
+    return python_.stack_table.number(place.get(), [&](const Ref& number, const Ref& frames) {
+      called(python_.new_stack, number.get(), frames.get());
+      return true;
+    });
   }
 
   // -- The end -------------------------------------------------------------------------------

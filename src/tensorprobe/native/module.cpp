@@ -478,10 +478,8 @@ PyObject* new_calls(PyTypeObject* type, PyObject*, PyObject* parts) {
     python.counter = part(parts, "counter");
     python.place = part(parts, "place");
     python.keep = part(parts, "keep", &PyUnicode_Type);
-    python.stacks = part(parts, "stacks");
-    python.known_stacks = part(parts, "known_stacks", &PyDict_Type);
-    python.stack_frames = part(parts, "stack_frames", &PyDict_Type);
-    python.told_stacks = part(parts, "told_stacks", &PySet_Type);
+    const Ref stacks = part(parts, "stacks");
+    if (stacks.get() != Py_None) python.stacks.emplace(stacks);
     python.compiler = part(parts, "compiler", &PyDict_Type);
     python.state_notes = part(parts, "state_notes");
     python.encode = part(parts, "encode");
@@ -578,11 +576,8 @@ PyObject* new_hooks(PyTypeObject* type, PyObject*, PyObject* parts) {
       python.encode = part(parts, "encode");
       python.traced = part(parts, "traced");
       python.end_failed = part(parts, "end_failed");
-      python.stack_numbers = part(parts, "stack_numbers");
+      python.stack_table = StackTable(part(parts, "stack_table"));
       python.new_stack = part(parts, "new_stack");
-      python.known_stacks = part(parts, "known_stacks", &PyDict_Type);
-      python.stack_frames = part(parts, "stack_frames", &PyDict_Type);
-      python.told_stacks = part(parts, "told_stacks", &PySet_Type);
       python.only_path = part(parts, "only_path", &PyTuple_Type);
       python.wants_input = part(parts, "wants_input", &PyBool_Type);
       python.wants_output = part(parts, "wants_output", &PyBool_Type);

@@ -1,7 +1,7 @@
-// The key of a Python stack: what `capture.stacks` walks.
+// Stacks of Python and their numbers: what `capture.stacks` does for those that it has seen.
 #pragma once
 
-#include "python.h"
+#include "asking.h"
 
 namespace tensorprobe {
 
@@ -45,5 +45,72 @@ inline PyObject* walk_stack(long depth, PyObject* base, PyObject* base_id, long 
   }
   return key.release();
 }
+
+// The numbers that a `Stacks` has given.
+class StackTable {
+ public:
+  StackTable() = default;
+  explicit StackTable(const Ref& stacks) : stacks_(stacks) {
+    const Ref tables = method<"tables">(stacks);
+    PyObject *known, *frames, *told;
+    if (!PyArg_ParseTuple(tables.get(), "O!O!O!", &PyDict_Type, &known, &PyDict_Type, &frames,
+                          &PySet_Type, &told)) {
+      throw python_error();
+    }
+    known_ = Ref::borrow(known);
+    frames_ = Ref::borrow(frames);
+    told_ = Ref::borrow(told);
+  }
+
+  // As `Stacks.current`, of the frame around the one that this is called from, of a thread that is
+  // at `place`. `tell(number, frames)` writes down a stack that this step has not been told;
+  // Python does where it gives false.
+  template <typename Tell>
+  Ref number(PyObject* place, Tell tell) const {
+    static PyObject* const none = PyLong_FromLong(0);
+    static PyObject* const one = PyLong_FromLong(1);
+    const Ref base = found(place, word<"frame">()), base_id = found(place, word<"stack">());
+    TORCH_CHECK(base && base_id, "a thread has no place");
+    const bool is_known = static_cast<bool>(found(frames_.get(), base_id.get()));
+    const Ref key = must(is_known ? walk_stack(1, base.get(), base_id.get(), MAX_FRAMES)
+                                  : walk_stack(1, Py_None, none, MAX_FRAMES));
+    const Ref number = found(known_.get(), key.get());
+    if (number && (is_told(number) || tells(number, tell))) return number;
+    return method<"current">(stacks_, one, base.get(), base_id.get());
+  }
+
+  int traverse(visitproc visit, void* arg) const {
+    for (const Ref* ref : {&stacks_, &known_, &frames_, &told_}) {
+      if (int stop = ref->visit(visit, arg)) return stop;
+    }
+    return 0;
+  }
+
+ private:
+  static constexpr long MAX_FRAMES = 200;
+
+  static Ref found(PyObject* dict, PyObject* key) {
+    PyObject* value = PyDict_GetItemWithError(dict, key);
+    if (value == nullptr && PyErr_Occurred()) throw python_error();
+    return Ref::borrow(value);
+  }
+
+  bool is_told(const Ref& number) const {
+    const int told = PySet_Contains(told_.get(), number.get());
+    if (told < 0) throw python_error();
+    return told;
+  }
+
+  // Every step is told its stacks.
+  template <typename Tell>
+  bool tells(const Ref& number, Tell tell) const {
+    const Ref frames = found(frames_.get(), number.get());
+    if (!frames || !tell(number, frames)) return false;
+    if (PySet_Add(told_.get(), number.get()) < 0) throw python_error();
+    return true;
+  }
+
+  Ref stacks_, known_, frames_, told_;
+};
 
 }  // namespace tensorprobe
