@@ -132,6 +132,28 @@ def test_repeats_are_stored_once_and_the_budget_counts_what_is_stored(tmp_path: 
     assert np.array_equal(kept[2].array(), -data)
 
 
+def test_nothing_is_packed_once_the_budget_is_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coded: list[int] = []
+    planes = packing._planes
+
+    def counted(block: packing.Bytes, itemsize: int) -> packing.Coded:
+        coded.append(block.nbytes)
+        return planes(block, itemsize)
+
+    monkeypatch.setattr(packing, "_planes", counted)
+    data = np.random.default_rng(0).standard_normal(LEAST_NBYTES).astype(np.float32)
+    out = open_writer(tmp_path / "a", compress=True, max_disk_nbytes=data.nbytes)
+    out.begin_step(0)
+    for n in range(4):
+        write_relu(out, n, data + n)
+    out.close()
+    kept = [call.tensors[0].gap for call in tp.load(tmp_path / "a").calls]
+    assert kept == [None, *3 * ["disk budget reached"]]
+    assert sum(coded) == 2 * data.nbytes  # the first, and the one that found no room
+
+
 def test_without_memory_for_it_contents_are_stored_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -700,7 +700,7 @@ class CaptureWriter:
             step.blobs[item.value_id] = place if packed is None else (*place, data.nbytes)
 
     def _packed(self, dtype: str, data: Bytes) -> Bytes | None:
-        if self._packing is None:
+        if self._packing is None or self._out_of_budget:
             return None
         try:
             itemsize = part_of(numpy_dtype(dtype)).itemsize
