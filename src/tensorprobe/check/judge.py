@@ -7,8 +7,10 @@ import math
 import torch
 
 from tensorprobe.check.row import Judgement
+from tensorprobe.errors import NotReplayable
 from tensorprobe.records import Call
 from tensorprobe.replay.kinds import api_of
+from tensorprobe.replay.rebuild import load
 from tensorprobe.replay.reference import HUGE, ROUNDOFF, Replayed, misplaced, rms, smallest
 from tensorprobe.replay.rules import Rule, limit, rule_for
 
@@ -194,7 +196,10 @@ def same_choice(call: Call, found: dict[str, torch.Tensor], expected: Replayed) 
     source = next((t for t in call.tensors if t.role == "input" and t.blob is not None), None)
     if source is None:
         return False
-    values = source.load()
+    try:
+        values = load(source)
+    except NotReplayable:
+        return False
     place, default = _DIM.get(api_of(call.op), (1, None))
     dim = call.kwargs.get("dim", call.args[place] if len(call.args) > place else default)
     for name, reference in expected.outputs.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from tensorprobe.errors import NotReplayable
 from tensorprobe.records import Call
 from tensorprobe.replay.generate import load_or_generate
 from tensorprobe.replay.kinds import kind_of
-from tensorprobe.replay.pairing import Pair
+from tensorprobe.replay.pairing import Pair, is_generated
 from tensorprobe.replay.rebuild import Source, load, refuse, remember
 from tensorprobe.replay.reference import Replayed, Results, perform, replay_both, rng_state
 from tensorprobe.replay.rules import length
@@ -69,9 +70,9 @@ def _checked(pair: Pair, device: torch.device, benchmark: Pair | None, peer: boo
     if benchmark is not None:
         _three_way(forwards, backwards, benchmark, peer)
     row = _summed(call, forwards, backwards, notes, there.how)
-    if row.verdict == "pass":
-        row.recorded = _wrong_recording(pair, there, back, source)
     row.generated = any(t.blob is None for t in call.tensors if t.role == "input")
+    if row.verdict == "pass" and not is_generated(pair):  # else it is of other inputs
+        row.recorded = _wrong_recording(pair, there, back, source)
     return row
 
 
@@ -156,12 +157,13 @@ def _may_use_tf32(device: str) -> bool:
 
 
 def _outputs(call: Call) -> dict[str, torch.Tensor]:
-    """The results that were kept, by their names without the call's."""
-    return {
-        t.name.removeprefix(call.name + "."): t.load()
-        for t in call.tensors
-        if t.role == "output" and t.blob is not None
-    }
+    """The results that were kept and can be read, by their names without the call's."""
+    found = {}
+    for record in call.tensors:
+        if record.role == "output" and record.blob is not None:
+            with contextlib.suppress(NotReplayable):
+                found[record.name.removeprefix(call.name + ".")] = load(record)
+    return found
 
 
 def _judge_chance(

@@ -30,6 +30,11 @@ def run(args: argparse.Namespace) -> int:
         step=args.step,
         rank=args.rank,
         imports=args.imports,
+        tell=_tell,
     )
     sys.stdout.write(f"wrote {folder}: python {folder / 'repro.py'} --device cpu\n")
     return 0
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"tensorprobe repro: {line}\n")

@@ -34,11 +34,19 @@ def read_array(name: str, dtype: str, shape: tuple[int, ...], blob: Blob) -> np.
     if blob.container == "packed":
         return _unpacked(name, kind, blob).view(kind).reshape(shape)
     raw: np.ndarray[Any, Any]
-    raw = np.memmap(blob.path, np.uint8, "r", blob.offset, (blob.nbytes,))
+    try:
+        raw = np.memmap(blob.path, np.uint8, "r", blob.offset, (blob.nbytes,))
+    except (OSError, ValueError) as error:  # it may have changed since the capture was loaded
+        raise UnreadableCapture(f"{name}: {_problem(blob, error)}") from error
     if blob.offset % kind.alignment:  # shards have no holes; ml_dtypes wants alignment
         raw = np.array(raw)
         raw.flags.writeable = False
     return np.frombuffer(raw, kind).reshape(shape)
+
+
+def _problem(blob: Blob, error: Exception) -> str:
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return reason if str(blob.path) in reason else f"{blob.path} cannot be read: {reason}"
 
 
 def _unpacked(name: str, kind: np.dtype[Any], blob: Blob) -> np.ndarray[Any, Any]:
@@ -53,8 +61,8 @@ def _unpacked(name: str, kind: np.dtype[Any], blob: Blob) -> np.ndarray[Any, Any
                 at += block.nbytes
         finally:
             file.close()
-    except ValueError as error:
-        raise UnreadableCapture(f"{name}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise UnreadableCapture(f"{name}: {_problem(blob, error)}") from error
     data.flags.writeable = False
     return data
 

@@ -24,6 +24,7 @@ from tensorprobe.store.foreign import UNFINISHED
 from tensorprobe.store.msprobe.folders import STEP
 from tensorprobe.store.msprobe.writing import NOT_MSPROBES, write_unit
 from tensorprobe.store.step_files import LOG_FILE
+from tensorprobe.store.unread import Unread
 
 # What a run leaves in the folder: its steps, and what it did not come to turn into files.
 _OF_A_RUN = re.compile(rf"{STEP.pattern}|{re.escape(UNFINISHED)}")
@@ -176,15 +177,19 @@ class Session:
         capture = native.read(source)
         self._place = self.folder / f"step{self.step_number}" / self._name()
         lost: Counter[str] = Counter()
+        unread = Unread(capture.calls)
         write_unit(
             list(capture.calls),
             self._place,
             self._settings.config.as_arguments(),
             lost,
+            unread,
             keep_files=step == self.step_number,  # what is there was written by stop()
         )
         for gap in capture.gaps:
             self._log(f"not recorded: {gap.name}: {gap.reason}")
+        for line in unread.lines():
+            self._log(line)
         self._lost[self.step_number] = lost
         self._written = (self.step_number, log.stat().st_size)
 

@@ -21,6 +21,7 @@ from tensorprobe.ptdbg_ascend.telling import say
 from tensorprobe.records import Capture
 from tensorprobe.store.loading import load
 from tensorprobe.store.ptdbg_writing import write_dump
+from tensorprobe.store.unread import Unread
 
 if TYPE_CHECKING:
     from tensorprobe.capture.steps import StepOn
@@ -123,18 +124,26 @@ class Dump:
     def _publish(self, capture: Capture, folder: Path) -> None:
         step = int(folder.name.removeprefix("step")) if self.target.release != "2.3" else None
         index = self.target.index_of(self.switch.prefix, self._rank(), step)
-        count = self.write(capture.calls, index)
+        unread = Unread(capture.calls)
+        count = self.write(capture.calls, index, unread)
         say(f"{count} calls dumped: {index}")
         for gap in capture.gaps[:3]:
             say(f"not recorded: {gap.name}: {gap.reason}")
         if len(capture.gaps) > 3:
             say(f"{len(capture.gaps)} gaps in all")
+        for line in unread.lines():
+            say(line)
         shutil.rmtree(folder)
 
-    def write(self, calls: Any, index: Path) -> int:
+    def write(self, calls: Any, index: Path, unread: Unread | None = None) -> int:
         """Write calls to an index: added to what this process wrote there before."""
         count = write_dump(
-            calls, index, self.switch.style, append=index in self._published, on_moved=_tell_moved
+            calls,
+            index,
+            self.switch.style,
+            append=index in self._published,
+            unread=unread,
+            on_moved=_tell_moved,
         )
         self._published.add(index)
         return count

@@ -70,3 +70,14 @@ def find_pair(
     near = [each for each in names if name in each] or difflib.get_close_matches(name, names, 3)
     hint = f"near names: {', '.join(near[:3])}" if near else f"try: tensorprobe show {capture.path}"
     raise UnreadableCapture(f"no call '{name}' among {len(pairs)} in '{capture.path}'; {hint}")
+
+
+def is_generated(pair: Pair) -> bool:
+    """Whether inputs are made up from statistics, because no content was kept."""
+    calls = [each for each in pair if each is not None]
+    return any(
+        record.blob is None
+        for each in calls
+        for record in each.tensors
+        if record.role in ("input", "parameter")
+    )

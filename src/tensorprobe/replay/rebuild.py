@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tensorprobe.errors import NotReplayable
+from tensorprobe.errors import NotReplayable, UnreadableCapture
 from tensorprobe.records import Call, Fields, Special, TensorRecord
 
 # Where the content of a recorded tensor comes from: its file, or a generator.
@@ -101,7 +101,11 @@ def load(record: TensorRecord) -> torch.Tensor:
     if record.blob is None:
         why = record.gap or "the capture keeps no tensors: record with keep='tensors'"
         raise NotReplayable(f"{record.name} has no stored content: {why}")
-    return record.load()
+    try:
+        return record.load()
+    except UnreadableCapture as error:
+        why = str(error).removeprefix(f"{record.name}: ")
+        raise NotReplayable(f"{record.name} cannot be read: {why}") from error
 
 
 def remember(source: Source) -> Source:

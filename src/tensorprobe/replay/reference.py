@@ -438,7 +438,7 @@ def rng_state(call: Call, device: str) -> torch.Tensor | None:
         if record.name.endswith(".buffers.rng_state") and record.blob is not None:
             drawn_on = {r.device.partition(":")[0] for r in call.tensors if r is not record}
             if device in drawn_on or not drawn_on:
-                return record.load()
+                return load(record)
     return None
 
 

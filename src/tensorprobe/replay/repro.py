@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,19 @@ from tensorprobe.replay.decompositions import vendor_formula
 from tensorprobe.replay.generate import load_or_generate
 from tensorprobe.replay.kinds import Kind, backward_kind, kind_of
 from tensorprobe.replay.modules import Made, calls_inside, how_made, with_children
-from tensorprobe.replay.pairing import Pair, find_pair
+from tensorprobe.replay.pairing import Pair, find_pair, is_generated
 from tensorprobe.replay.rebuild import Source, is_safe_name, refuse, remember, with_stride
+from tensorprobe.replay.rebuild import load as read
 from tensorprobe.replay.reference import ROUNDOFF, coarsest, replay_both, rng_state
 from tensorprobe.replay.references import find, registered
 from tensorprobe.replay.rules import length, limit, rule_for
 from tensorprobe.store.loading import load
 from tensorprobe.store.outputs import check_output
+from tensorprobe.store.unread import Unread
 
 _EXACT: tuple[Kind, ...] = ("exact", "selection", "conversion", "random")
 _WIDTH = 96
+_GENERATED = "Inputs without content are generated from statistics"
 _NOTES = ("buffers.input.", "buffers.rng_state")  # kept beside a module's own buffers
 
 
@@ -43,6 +46,7 @@ def repro(
     step: int | None = None,
     rank: int | None = None,
     imports: str | Path | None = None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Write a folder that shows one call alone: repro.py, its tensors, and what they are.
 
@@ -50,6 +54,7 @@ def repro(
         # python bug/repro.py --device npu
 
     `imports` is a Python file that registers a custom op's library; it goes into the folder.
+    `tell` is given a line where content is missing that the script can do without.
     """
     run = capture if isinstance(capture, Capture) else load(capture)
     pair = find_pair(run, call, step=step, rank=rank)
@@ -69,7 +74,8 @@ def repro(
         raise NotReplayable(f"'{pair.forward.op}' is no operator")
     source = remember(load_or_generate)
     script = _script(pair, source, imports, made)
-    tensors = _tensors(pair, source)
+    unread = Unread(each for each in pair if each is not None)
+    tensors = _tensors(pair, source, unread)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "repro.py").write_text(script)
     torch.save(tensors, folder / "tensors.pt")
@@ -80,6 +86,8 @@ def repro(
         shutil.copyfile(imports, folder / "custom_ops.py")
     if made is not None and made.constructor is None:
         _try_out(pair.forward, made, folder)
+    for line in unread.lines():
+        tell(f"{line}. {_GENERATED if is_generated(pair) else 'The script does without'}")
     return folder
 
 
@@ -109,32 +117,33 @@ def _try_out(call: Call, made: Made, folder: Path) -> None:
     )
 
 
-def is_generated(pair: Pair) -> bool:
-    """Whether inputs are made up from statistics, because no content was kept."""
-    calls = [each for each in pair if each is not None]
-    return any(
-        record.blob is None
-        for each in calls
-        for record in each.tensors
-        if record.role in ("input", "parameter")
-    )
+def _why_generated(pair: Pair) -> str:
+    lines = Unread(each for each in pair if each is not None).lines()
+    return lines[0] if lines else "the recording kept no tensors"
 
 
 # The tensors
 
 
-def _tensors(pair: Pair, source: Source) -> dict[str, torch.Tensor]:
+def _tensors(pair: Pair, source: Source, unread: Unread) -> dict[str, torch.Tensor]:
     call, back = pair
     tensors: dict[str, torch.Tensor] = {}
+
+    def kept(name: str, record: TensorRecord) -> None:
+        """What the program got, of its own inputs: the script shows it, and does without."""
+        content = None if is_generated(pair) else unread.attempt(record, record.load)
+        if content is not None:
+            tensors[name] = content
+
     for record in call.tensors:
         name = record.name.removeprefix(call.name + ".")
         if name == "buffers.rng_state":
-            tensors["rng_state"] = record.load()
+            tensors["rng_state"] = read(record)
         elif record.role in ("input", "parameter", "buffer") and not name.startswith(_NOTES):
             if record.alias_of is None:
                 tensors[name] = _as_it_was(record, source)
         elif record.role == "output" and record.blob is not None:
-            tensors[f"recorded.{name}"] = record.load()
+            kept(f"recorded.{name}", record)
     if isinstance(call.outputs, bool | int | float):
         number = call.outputs
         dtype = torch.float64 if isinstance(number, float) else None
@@ -145,7 +154,7 @@ def _tensors(pair: Pair, source: Source) -> dict[str, torch.Tensor]:
             if record.role == "input":
                 tensors[f"grad.{path}"] = _as_it_was(record, source).detach()
             elif record.role == "output" and record.blob is not None:
-                tensors[f"recorded.gradient of input.{path}"] = record.load()
+                kept(f"recorded.gradient of input.{path}", record)
     return {**tensors, **_stored_reference(pair, source)}
 
 
@@ -207,8 +216,8 @@ def _title(pair: Pair) -> str:
     lines += [f"Called from {frame}" for frame in call.stack[:3]]
     if is_generated(pair):
         lines.append(
-            "INPUTS ARE GENERATED from recorded statistics (shape, dtype, range, mean, norm): the "
-            "recording kept no tensors."
+            "INPUTS ARE GENERATED from recorded statistics (shape, dtype, range, mean, norm): "
+            f"{_why_generated(pair)}."
         )
     return "\n".join(line.replace("\\", "/").replace('"""', "'''") for line in lines)
 

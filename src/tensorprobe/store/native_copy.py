@@ -10,13 +10,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tensorprobe.errors import TensorprobeError, WriteFailed
+from tensorprobe.errors import WriteFailed
 from tensorprobe.records import Call, Capture, Gap, Role, TensorRecord, TensorSummary
 from tensorprobe.store import tree
 from tensorprobe.store.claim import run_identity
 from tensorprobe.store.lines import CallLine, EndLine, GapLine, StackLine, TensorLine
 from tensorprobe.store.names import by_rank_and_step
 from tensorprobe.store.shard import Bytes
+from tensorprobe.store.unread import Unread
 from tensorprobe.store.writer import CaptureWriter
 
 # Facts that a writer gives anew.
@@ -38,7 +39,11 @@ class _Known(msgspec.Struct):
 
 
 def write(capture: Capture, folder: Path, *, compress: bool = False) -> list[str]:
-    """Write a capture into a folder; all of it is carried, the names of its calls too."""
+    """Write a capture into a folder; all of it is carried, the names of its calls too.
+
+    Says what of it cannot be read.
+    """
+    unread = Unread(capture.calls)
     units = by_rank_and_step(capture.calls)
     ranks: dict[int, list[int]] = {}
     for rank, step in units:
@@ -48,11 +53,11 @@ def write(capture: Capture, folder: Path, *, compress: bool = False) -> list[str
         writer = CaptureWriter(folder, rank, run_identity(os.environ), *facts, compress=compress)
         for step in steps:
             gaps = [gap for gap in capture.gaps if (gap.rank, gap.step) == (rank, step)]
-            _StepWriter(writer).write(step, units[rank, step], gaps)
+            _StepWriter(writer, unread).write(step, units[rank, step], gaps)
         writer.close()
         if writer.error is not None:
             raise WriteFailed(f"'{folder}' could not be written: {writer.error}")
-    return []
+    return unread.lines()
 
 
 def _facts(capture: Capture) -> dict[str, Any]:
@@ -69,8 +74,9 @@ def _rank_facts(capture: Capture, rank: int) -> dict[str, Any]:
 class _StepWriter:
     """Writes the calls of one step; equal stacks and contents once."""
 
-    def __init__(self, writer: CaptureWriter) -> None:
+    def __init__(self, writer: CaptureWriter, unread: Unread) -> None:
         self._writer = writer
+        self._unread = unread
         self._stacks: dict[tuple[str, ...], int] = {}
         self._values: dict[Any, int] = {}
 
@@ -146,10 +152,9 @@ class _StepWriter:
             number = self._values[known] = len(self._values) + 1
             gap = record.gap
             if record.blob is not None:
-                try:
-                    data = _bytes(record)
-                except (TensorprobeError, OSError) as error:
-                    gap = str(error)
+                data = self._unread.attempt(record, lambda: _bytes(record))
+                if data is None:
+                    gap = self._unread.why(record)
                 else:
                     self._writer.tensor(number, record.name, record.dtype, record.shape, data)
             self._writer.value(number, _Known(record.summary, record.digest, gap))

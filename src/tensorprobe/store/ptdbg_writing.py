@@ -22,6 +22,7 @@ from tensorprobe.records import Call, Capture, Fields, TensorRecord, TensorSumma
 from tensorprobe.store.foreign import file_name
 from tensorprobe.store.names import peer_name, renamed
 from tensorprobe.store.ptdbg_names import name_of
+from tensorprobe.store.unread import Unread
 
 Stacks = Literal["no", "yes", "only"]
 Content = Literal["tensors", "statistics", "checksums"]
@@ -78,14 +79,15 @@ def write(capture: Capture, folder: Path) -> list[str]:
         # of `a + b` and `a.add(b)` a native name does not tell which it was; mostly the former
         return call if knows else renamed(call, peer_name)
 
+    unread = Unread(capture.calls)
     for step in capture.steps:
         for rank in capture.ranks:
             calls = [spelt(call) for call in capture.calls(step=step, rank=rank)]
             place = root / f"step{step}" if several else root
             if calls:
                 index = place / f"rank{rank}" / "api_stack_dump.pkl"
-                write_dump(calls, index, style)
-    return _lost(capture)
+                write_dump(calls, index, style, unread=unread)
+    return [*_lost(capture), *unread.lines()]
 
 
 def _lost(capture: Capture) -> list[str]:
@@ -131,12 +133,14 @@ def write_dump(
     style: Style,
     *,
     append: bool = False,
+    unread: Unread | None = None,
     on_moved: Callable[[Path], None] = lambda path: None,
 ) -> int:
     """Write one index and its folder of tensors; gives the number of calls in it.
 
     What another run left there is moved aside first, to name.1, and `on_moved` is told. With
-    `append` the calls are added to what is there.
+    `append` the calls are added to what is there. `unread` gets the tensors whose content cannot be
+    read: of those there are statistics only.
     """
     part, part_data = index.with_name(index.name + PART), index.with_name(index.stem + PART)
     try:
@@ -144,7 +148,7 @@ def write_dump(
         shutil.rmtree(part_data, ignore_errors=True)
         part_data.mkdir()
         with part.open("w", encoding="utf-8") as file:
-            count = _Dump(file, part_data, style).write(calls)
+            count = _Dump(file, part_data, style, unread or Unread()).write(calls)
         if append and index.exists():
             _join(part, part_data, index)
         else:
@@ -200,10 +204,11 @@ def make_room(index: Path) -> Path | None:
 class _Dump:
     """Writes the lines of one index, and the files they name."""
 
-    def __init__(self, lines: TextIO, data: Path, style: Style) -> None:
+    def __init__(self, lines: TextIO, data: Path, style: Style, unread: Unread) -> None:
         self._lines = lines
         self._data = data
         self._style = style
+        self._unread = unread
         self._keywords: dict[str, dict[str, str]] = {}  # forward call -> keyword -> its place
 
     def write(self, calls: Iterable[Call]) -> int:
@@ -273,7 +278,7 @@ class _Dump:
 
     def _tensor(self, name: str, record: TensorRecord) -> None:
         has_content = record.blob is not None and self._style.content != "statistics"
-        array = record.array() if has_content else None
+        array = self._unread.attempt(record, record.array) if has_content else None
         checksum: str | list[Any] = []
         stats = _statistics(record.summary, self._style)
         if array is not None and is_widened(record.dtype):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorprobe._version import __version__
-from tensorprobe.errors import MissingDependency, TensorprobeError
+from tensorprobe.errors import MissingDependency
 from tensorprobe.records import Call, Capture, Fields, TensorRecord
 from tensorprobe.store.foreign import file_name
 from tensorprobe.store.msprobe.folders import (
@@ -24,6 +24,7 @@ from tensorprobe.store.msprobe.folders import (
 from tensorprobe.store.msprobe.leaves import digest_of, write_statistics, write_value
 from tensorprobe.store.msprobe.reading import WRITTEN_BY
 from tensorprobe.store.names import by_rank_and_step, peer_name, renamed
+from tensorprobe.store.unread import Unread
 
 _FRAME = re.compile(r"(?P<file>.+):(?P<line>\d+) in (?P<function>.+)", re.DOTALL)
 _OPTIMIZER = re.compile(r"[/\\]torch[/\\]optim[/\\]")
@@ -38,10 +39,11 @@ _LONGEST_LIST = 2000  # of gradients by position: a larger number is a key
 def write(capture: Capture, folder: Path) -> list[str]:
     """Write a capture as step{N}/rank{R} into a folder; says what could not be carried."""
     lost: Counter[str] = Counter()
+    unread = Unread(capture.calls)
     for (rank, step), calls in by_rank_and_step(capture.calls).items():
         place = folder / f"step{step}" / f"rank{rank}"
-        write_unit(calls, place, _config(capture), lost)
-    return [f"{count} {what}" for what, count in lost.items() if count]
+        write_unit(calls, place, _config(capture), lost, unread)
+    return [*(f"{count} {what}" for what, count in lost.items() if count), *unread.lines()]
 
 
 def _config(capture: Capture) -> Mapping[str, Any]:
@@ -54,6 +56,7 @@ def write_unit(
     folder: Path,
     config: Mapping[str, Any],
     lost: Counter[str],
+    unread: Unread,
     *,
     keep_files: bool = False,
 ) -> None:
@@ -67,7 +70,7 @@ def write_unit(
     saved = [call for call in calls if call.name.startswith("Saved.")]
     others = _writable([call for call in calls if not call.name.startswith("Saved.")], lost)
     folder.mkdir(parents=True, exist_ok=True)
-    unit = _UnitWriter(folder, config, lost, keep_files)
+    unit = _UnitWriter(folder, config, lost, unread, keep_files)
     if saved:
         unit.write_saved(saved)
     if others or not saved:
@@ -90,12 +93,18 @@ class _UnitWriter:
     """Writes the files of one step of one rank."""
 
     def __init__(
-        self, folder: Path, config: Mapping[str, Any], lost: Counter[str], keep_files: bool
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        lost: Counter[str],
+        unread: Unread,
+        keep_files: bool,
     ) -> None:
         self._folder = folder
         self._keep_files = keep_files
         self._data = folder / DATA_FOLDER
         self._lost = lost
+        self._unread = unread
         self._sides = config.get("sides") or ("input", "output")
         self._level = config.get("level")
         self._structure = config.get("keep") == "structure"
@@ -178,24 +187,21 @@ class _UnitWriter:
             self._lost["digests (msprobe has a CRC-32, which cannot be made of one)"] += 1
         if record.blob is not None and record.numel:
             name = file_name(".".join((base, *path)), ".pt")
-            try:
-                self._save(record, self._data / name)
-            except (TensorprobeError, OSError, ValueError, TypeError) as error:
-                self._lost[f"tensors that could not be read or written ({error})"[:200]] += 1
-            else:
+            if self._unread.attempt(record, lambda: self._save(record, self._data / name)):
                 leaf["data_name"] = name
         return leaf
 
-    def _save(self, record: TensorRecord, path: Path) -> None:
+    def _save(self, record: TensorRecord, path: Path) -> bool:
         try:
             import torch
         except ImportError:
             raise MissingDependency("torch", "writing .pt files", "torch") from None
         self._wrote_tensor = True
         if self._keep_files and path.exists():
-            return
+            return True
         self._data.mkdir(exist_ok=True)
         torch.save(record.load(), path)
+        return True
 
     def _count_lost(self, call: Call) -> None:
         buffers = sum(record.role == "buffer" for record in call.tensors)
