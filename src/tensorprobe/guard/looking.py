@@ -66,8 +66,8 @@ class Looking:
         self._looks_later = look_every is not None and look_every > 1  # also on the host
         self.step = 0
         self.taint = Taint()
-        # optimizers at work, by identity: the call, and whether a gradient is bad
-        self.stepping: dict[int, tuple[Sighting, bool]] = {}
+        # by thread, the optimizer at work, by identity, the call, and whether a gradient is bad
+        self.stepping: dict[int, tuple[int, Sighting, bool]] = {}
         self._pass_case: Case | None = None  # of the backward that runs
         self._functions: set[tuple[int, int]] = set()
         # where the node of a call leads to, by what it calls and which inputs require a gradient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -128,7 +129,7 @@ class Sight(LaterLooking, OptimizerLooking):
     def call(self, plan: Plan, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Make a call of the program and look at what it returns."""
         number = self._tape.counter.next(plan.api)
-        if self.stepping:
+        if self.stepping and threading.get_ident() in self.stepping:
             return func(*args, **kwargs)
         if plan.is_special:
             kind = plan.kind
