@@ -149,6 +149,24 @@ def parents(capture: Capture, op: str) -> list[str | None]:
     return [c.parent for c in capture.calls if c.name.startswith(op) and c.direction == "backward"]
 
 
+def test_operators_of_backward_name_the_call_of_their_own_thread(tmp_path: Path) -> None:
+    """Nodes of the graph are numbered by each thread for itself."""
+    gate = Gate()
+
+    def held(x: torch.Tensor) -> torch.Tensor:
+        y = x.tanh().sigmoid()
+        gate.come()
+        return y
+
+    def program() -> None:
+        beside(backward_of(held), gate, backward_of(lambda x: x.exp().sin()))
+
+    capture = record(tmp_path, program, level="L2")
+    assert parents(capture, "Aten.cos.") == ["Aten.sin.0.forward"]
+    assert parents(capture, "Aten.sigmoid_backward.") == ["Aten.sigmoid.0.forward"]
+    assert parents(capture, "Aten.tanh_backward.") == ["Aten.tanh.0.forward"]
+
+
 class Double(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -161,3 +179,26 @@ class Double(torch.autograd.Function):
 
 class Treble(Double):
     pass
+
+
+@pytest.mark.parametrize("level", ["L1", "mix"])
+def test_functions_of_other_threads(tmp_path: Path, level: str) -> None:
+    """Their nodes have the same numbers, and are met in a thread that has not made them."""
+    made: dict[str, torch.Tensor] = {}
+
+    def program() -> None:
+        x = ones()
+        for kind in (Double, Treble):
+            in_thread(lambda kind=kind: made.update({kind.__name__: kind.apply(x)}))
+        sine = Calls(torch.sin)
+        in_thread(lambda: made.update(sine=sine(made["Double"])))
+        (made["Double"].cos() + made["Treble"].tan() + made["sine"]).sum().backward()
+
+    capture = record(tmp_path, program, level=level)
+    names = [call.name for call in capture.calls if call.name.startswith("Function.")]
+    assert sorted(names) == [
+        "Function.Double.0.backward",
+        "Function.Double.0.forward",
+        "Function.Treble.0.backward",
+        "Function.Treble.0.forward",
+    ]

@@ -60,3 +60,27 @@ def test_overflow_after_an_optimizer_has_raised(tmp_path: Path) -> None:
             Overflows()(torch.ones(2))
 
     assert findings(tmp_path, program) == ["Tensor.mul.1.forward"]
+
+
+def test_backward_of_another_thread_is_not_rerouted(tmp_path: Path) -> None:
+    """Nodes of the graph are numbered by each thread for itself."""
+    together = threading.Barrier(2)
+    layer = nn.Linear(3, 3)
+
+    class Curve(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sin().tanh().sigmoid()
+
+    def work(model: nn.Module) -> None:
+        loss = model(torch.ones(1, 3, requires_grad=True)).sum()
+        together.wait(60)
+        loss.backward()
+
+    with tp.reroute({"aten.addmm": "float64"}) as rerouted:
+        threads = [threading.Thread(target=work, args=(m,)) for m in (layer, Curve())]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    names = {name.rpartition(".")[0] for name in rerouted.calls}
+    assert names == {"Aten.addmm", "Aten.mm", "Aten.sum"}

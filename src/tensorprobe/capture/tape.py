@@ -136,9 +136,7 @@ class Tape:
         # passes of backward under way; None: not wanted
         self.running: dict[tuple[int, int], Run | None] = {}
         self.entered: Run | None = None  # the call whose node backward came to last
-        # custom Functions met in this step, by thread and sequence number of their node, with
-        # those of their outputs that were seen; None: not wanted
-        self._functions: dict[tuple[int, int], tuple[OpenCall, dict[Path, Any]] | None] = {}
+        self._key = object()  # of what is written on the nodes of Functions
         self._leaf_listeners: list[LeafListener] = []
         self._pending_work: list[tuple[OpenCall, list[Any], list[tuple[torch.Tensor, Path]]]] = []
         self.lines = TensorLines(selection, values)
@@ -182,7 +180,6 @@ class Tape:
             self._values.begin_step()
             self._early_stacks.clear()
             self._stacks.reset()
-            self._functions.clear()
 
     def open_step(self) -> None:
         """A step gets its folder with its first call, so that one nobody ran leaves no trace."""
@@ -632,12 +629,15 @@ class Tape:
     def _record_functions(self, functions: list[tuple[torch.Tensor, Any]]) -> None:
         """Custom autograd.Functions: `apply` is no torch call, but their node is in the graph."""
         for tensor, node in functions:
-            made = (threading.get_ident(), node._sequence_nr())
-            if made in self._functions:
-                if (seen := self._functions[made]) is not None:
+            # its calls in the steps that have met it, with those of its outputs that were seen;
+            # None: not wanted. On the node itself: numbers of nodes are those of a thread
+            met: dict[int, tuple[OpenCall, dict[Path, Any]] | None]
+            met = node.metadata.setdefault(self._key, {})
+            if self.step in met:
+                if (seen := met[self.step]) is not None:
                     self._write_function_output(*seen, tensor)
                 continue
-            self._functions[made] = None
+            met[self.step] = None
             kind = getattr(type(node), "_forward_cls", type(node))
             api = ApiName("Function", kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
             names = self.select(api, self.counter.next_name(api), self.place.module)
@@ -647,7 +647,7 @@ class Tape:
             if names.wanted:
                 self._write_function(call)
                 outputs: dict[Path, Any] = {}
-                self._functions[made] = (call, outputs)
+                met[self.step] = (call, outputs)
                 self._write_function_output(call, outputs, tensor)
             if self._backward:
                 self._follow(call, trace_function(node), {})
