@@ -138,11 +138,103 @@ def test_stopped_while_another_thread_is_in_an_optimizers_hook(tmp_path: Path) -
     assert not raised
 
 
+def test_backward_raises_while_another_goes_on(tmp_path: Path) -> None:
+    gate = Gate()
+
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            gate.come()
+            raise ValueError("bad")
+
+    def fails() -> None:
+        with pytest.raises(ValueError, match="bad"):
+            backward_of(lambda x: Bad.apply(x.cos()).tanh())()
+
+    goes_on = backward_of(lambda x: x.sin().exp())
+    capture = record(tmp_path, lambda: beside(fails, gate, goes_on), level="mix")
+    assert [call.name for call in capture.calls if call.status != "complete"] == [
+        "Module.Calls.backward.0",
+        "Function.Bad.0.backward",
+    ]
+    assert {call.thread for call in capture.calls if call.status == "raised"} == {"first"}
+
+
+def test_backward_raises_while_another_is_inside_a_call(tmp_path: Path) -> None:
+    gate = Gate()
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            gate.come()
+            return grad * 2
+
+    goes_on = backward_of(lambda x: Slow.apply(x.cos()).tanh())
+    thread = threading.Thread(target=goes_on, name="first")
+
+    def bad_hook(grad: torch.Tensor) -> None:
+        thread.start()
+        gate.wait()
+        raise ValueError("bad")
+
+    def with_hook(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        y.register_hook(bad_hook)
+        return y.exp()
+
+    def program() -> None:
+        with pytest.raises(ValueError, match="bad"):
+            backward_of(with_hook)()
+        gate.open()
+        thread.join()
+
+    capture = record(tmp_path, program, level="mix")
+    assert {call.status for call in capture.calls if call.thread == "first"} == {"complete"}
+    assert [call.name for call in capture.calls if call.status == "raised"] == []
+
+
 class Passing(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return func(*args, **(kwargs or {}))
+
+
+def test_dispatch_mode_in_the_backward_of_another_thread(tmp_path: Path) -> None:
+    gates = [Gate(), Gate()]
+
+    def work() -> None:
+        with Passing():
+            backward_of(held_at(gates[0]))()
+
+    def overlapping() -> None:
+        """The one that began first ends first."""
+        first = threading.Thread(target=work)
+        first.start()
+        gates[0].wait()
+        second = threading.Thread(target=backward_of(held_at(gates[1])))
+        second.start()
+        gates[1].wait()
+        gates[0].open()
+        first.join()
+        gates[1].open()
+        second.join()
+        backward_of(lambda x: x.sin().exp())()
+
+    capture = record(tmp_path, overlapping, level="L1")
+    names = [call.name for call in capture.calls]
+    for kind in ("sin", "exp"):
+        for number in range(3):
+            assert f"Tensor.{kind}.{number}.forward" in names
+            assert f"Tensor.{kind}.{number}.backward" in names
 
 
 def parents(capture: Capture, op: str) -> list[str | None]:
@@ -201,4 +293,43 @@ def test_functions_of_other_threads(tmp_path: Path, level: str) -> None:
         "Function.Double.0.forward",
         "Function.Treble.0.backward",
         "Function.Treble.0.forward",
+    ]
+
+
+def test_half_of_the_gradients_where_no_thread_made_the_graph(tmp_path: Path) -> None:
+    gate = Gate()
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def program() -> None:
+        losses = [model(torch.ones(2, 2)).sum() for model in (first, second)]
+        for parameter in second.parameters():  # whichever comes first
+            parameter.register_post_accumulate_grad_hook(gate.come)
+        beside(losses[1].backward, gate, losses[0].backward)
+
+    capture = record(tmp_path, program, level="L0")
+    grads = [call for call in capture.calls if "parameters_grad" in call.name]
+    assert [call.name for call in grads] == [
+        "Module.Linear.parameters_grad.0",
+        "Module.Linear_1.Linear.parameters_grad.0",
+    ]
+    assert [len(call.tensors) for call in grads] == [2, 2]
+
+
+def test_gradients_that_another_thread_has_changed(tmp_path: Path) -> None:
+    """They are its own: those that it made are written down, not what it does with them."""
+    gate = Gate()
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def clips() -> None:
+        first(torch.ones(2, 2)).sum().backward()
+        nn.utils.clip_grad_norm_(first.parameters(), 0.1)
+        gate.come()
+
+    def program() -> None:
+        beside(clips, gate, lambda: second(torch.ones(2, 2)).sum().backward())
+
+    capture = record(tmp_path, program, level="L0")
+    assert [call.name for call in capture.calls if "parameters_grad" in call.name] == [
+        "Module.Linear.parameters_grad.0",
+        "Module.Linear_1.Linear.parameters_grad.0",
     ]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -60,6 +61,44 @@ def test_overflow_after_an_optimizer_has_raised(tmp_path: Path) -> None:
             Overflows()(torch.ones(2))
 
     assert findings(tmp_path, program) == ["Tensor.mul.1.forward"]
+
+
+def test_error_in_backward_while_another_goes_on(tmp_path: Path) -> None:
+    inside, done = threading.Event(), threading.Event()
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            inside.set()
+            assert done.wait(60)
+            return grad
+
+    class Bad(Slow):
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            thread.start()
+            assert inside.wait(60)
+            return torch.ones(7)
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Slow.apply(x.cos()).tanh().sum()
+
+    model, x = Model(), torch.ones(2, requires_grad=True)
+    thread = threading.Thread(
+        target=lambda: model(torch.ones_like(x, requires_grad=True)).backward()
+    )
+    guard = tp.Guard(tmp_path, "errors", alone_timeout_s=0, log=lambda text: None)
+    with guard:
+        with pytest.raises(RuntimeError, match="invalid gradient"):
+            Bad.apply(x.sin()).exp().sum().backward()
+        done.set()
+        thread.join()
+    assert [finding.name for finding in guard.findings] == ["Function.Bad.0.backward"]
 
 
 def test_backward_of_another_thread_is_not_rerouted(tmp_path: Path) -> None:

@@ -453,9 +453,9 @@ class Recorder:
         if tape is not None and tape.recording and self.config.level in ("L1", "mix"):
             tape.begin_backward(roots)
 
-    def _backward_raised(self, error: BaseException) -> None:
+    def _backward_raised(self, error: BaseException, alone: bool) -> None:
         if self._tape is not None and self._tape.recording:
-            self._tape.fail_backwards(error)
+            self._tape.fail_backwards(error, alone)
 
     def _backward_ended(self, last: bool) -> None:
         """Backward is over in this thread; the last one, when it is over in all."""
@@ -465,7 +465,7 @@ class Recorder:
             if last:
                 tape.finish_backwards()
             if self.config.level in ("L0", "mix"):
-                self._modules.record_gradients(self._engine.rounds)
+                self._modules.record_gradients(self._engine.going, last)
         if self._advance_later:
             self._advance_later = False
             self._advance()

@@ -135,7 +135,8 @@ class Tape:
         self._early_stacks: list[StackLine] = []  # of modules entered before the first call
         # passes of backward under way; None: not wanted
         self.running: dict[tuple[int, int], Run | None] = {}
-        self.entered: Run | None = None  # the call whose node backward came to last
+        self.entered: dict[int, Run] = {}  # by thread, the call whose node backward is in
+        self.passed: dict[int, set[str]] = {}  # by thread, paths of modules that it came by
         self._key = object()  # of what is written on the nodes of Functions
         self._leaf_listeners: list[LeafListener] = []
         self._pending_work: list[tuple[OpenCall, list[Any], list[tuple[torch.Tensor, Path]]]] = []
@@ -697,15 +698,24 @@ class Tape:
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self.gap("backward", error)
 
-    def fail_backwards(self, error: BaseException) -> None:
+    def fail_backwards(self, error: BaseException, alone: bool) -> None:
         """An exception comes out of backward: the call it was in has raised, and the modules that
-        the call is in. What raises elsewhere, as in a hook of the program's, is no call's."""
-        entered, self.entered = self.entered, None
-        if entered is None or entered not in self.running.values():
+        the call is in. What raises elsewhere, as in a hook of the program's, is no call's.
+
+        `alone`: no other thread goes backward meanwhile.
+        """
+        entered = self.entered.pop(threading.get_ident(), None)
+        if entered is None and alone and self.entered:  # in a thread of a device
+            entered = self.entered.popitem()[1]
+        running = list(self.running.values())
+        if entered is None or entered not in running:
             return
         text = _error_text(error)[:2000]
-        for run in list(self.running.values()):
-            if run is not None and (run is entered or run.is_inside_module):
+        tasks = (entered.key[1], _graph_task_id())  # and the backward around that one, if any
+        for run in running:
+            if run is None or (run.key[1] not in tasks and not alone):
+                continue
+            if run is entered or run.is_inside_module:
                 try:
                     with Quiet():
                         run.fail(text)
@@ -716,7 +726,7 @@ class Tape:
         """Close what backward calls are open: the backward pass has ended."""
         runs = list(self.running.values())
         self.running.clear()
-        self.entered = None
+        self.entered.clear()
         with Quiet():
             for run in filter(None, runs):
                 try:

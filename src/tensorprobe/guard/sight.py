@@ -104,9 +104,8 @@ class SightMode(UserCalls):
 
     def _is_not_the_programs(self, plan: Plan) -> bool:
         """Whether a tool, a simulated device or a compiled part makes this call."""
-        depth = self.dispatch_depth
-        if depth and depth > torch._C._len_torch_dispatch_stack():
-            return True  # inside the handler of a dispatch mode that came by in backward
+        if self.dispatch_depth and self.is_in_handler():
+            return True
         if plan.is_operator and below_backward():
             return True
         if _compiler._is_compiling_flag:
