@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -333,3 +334,19 @@ def test_gradients_that_another_thread_has_changed(tmp_path: Path) -> None:
         "Module.Linear.parameters_grad.0",
         "Module.Linear_1.Linear.parameters_grad.0",
     ]
+
+
+def test_values_of_two_steps_share_no_number(tmp_path: Path) -> None:
+    """A thread may write one down in the step after that it was given the number in."""
+    with tp.Recorder(tmp_path, level="L1") as recorder:
+        for _ in range(2):
+            torch.ones(2).sin()
+            recorder.step()
+    numbers = []
+    for log in sorted(tmp_path.glob("rank0/step*/calls.jsonl")):
+        lines = map(json.loads, log.read_text().splitlines())
+        numbers.append({line["id"] for line in lines if line["type"] == "value"})
+    assert len(numbers) == 2
+    assert numbers[0]
+    assert numbers[1]
+    assert numbers[0].isdisjoint(numbers[1])
