@@ -350,3 +350,28 @@ def test_values_of_two_steps_share_no_number(tmp_path: Path) -> None:
     assert numbers[0]
     assert numbers[1]
     assert numbers[0].isdisjoint(numbers[1])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_stopped_by_another_thread(tmp_path: Path, level: str) -> None:
+    """Its modes stay where they are, and are not there twice after the next start."""
+    model = nn.Linear(2, 2)
+
+    def work() -> None:
+        model.zero_grad()
+        model(torch.ones(2, 2)).tanh().sum().backward()
+
+    with tp.Recorder(tmp_path / "once", level=level):
+        work()
+    once = tp.load(tmp_path / "once")
+    with tp.Recorder(tmp_path / "again", level=level) as recorder:
+        work()
+        in_thread(recorder.stop)
+        work()
+        recorder.start()
+        recorder.step()
+        work()
+    again = tp.load(tmp_path / "again")
+    names = [call.name for call in once.calls]
+    for step in (0, 1):
+        assert [call.name for call in again.calls(step=step)] == names

@@ -74,7 +74,9 @@ class ModulePaths:
         if known is not None and known[0]() is module:
             return known[1]
         with self._lock:
-            if parent is None:
+            if self.known(module) is not None:  # by now: another thread has called it
+                pass
+            elif parent is None:
                 self._add(module, self._root_name(module))
             else:  # made on the fly, or hung in after the root was first called
                 self._add(module, ".".join(filter(None, (parent, type(module).__name__))))

@@ -21,8 +21,8 @@ from tensorprobe.capture.engine import EngineEntry
 from tensorprobe.capture.facts import environment_facts
 from tensorprobe.capture.function_mode import CallMode, QuietMode
 from tensorprobe.capture.mode_stack import (
-    add_dispatch_mode,
     add_function_mode,
+    enter_missing,
     remove_dispatch_mode,
     remove_function_mode,
 )
@@ -354,7 +354,7 @@ class Recorder:
             self._frames_compiled = _frames_compiled()
             self._engine.install()
             if self._op_mode is not None:
-                add_dispatch_mode(self._op_mode)
+                enter_missing([self._op_mode])  # it is there yet where another thread stopped us
             return
         if self._op_mode is not None:
             remove_dispatch_mode(self._op_mode)
