@@ -375,3 +375,27 @@ def test_stopped_by_another_thread(tmp_path: Path, level: str) -> None:
     names = [call.name for call in once.calls]
     for step in (0, 1):
         assert [call.name for call in again.calls(step=step)] == names
+
+
+@pytest.mark.parametrize("method", ["stop", "pause"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_stopped_in_backward(tmp_path: Path, level: str, method: str) -> None:
+    """Torch puts back afterwards what modes were on: they are not there twice then."""
+    model = nn.Linear(2, 2)
+
+    def work() -> None:
+        model.zero_grad()
+        model(torch.ones(2, 2)).tanh().sum().backward()
+
+    with tp.Recorder(tmp_path / "once", level=level):
+        work()
+    once = tp.load(tmp_path / "once")
+    with tp.Recorder(tmp_path / "again", level=level) as recorder:
+        y = ones().sin()
+        y.register_hook(lambda grad: getattr(recorder, method)())
+        y.sum().backward()
+        recorder.start()
+        recorder.step()
+        work()
+    again = tp.load(tmp_path / "again")
+    assert [call.name for call in again.calls(step=1)] == [call.name for call in once.calls]
