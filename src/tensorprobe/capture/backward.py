@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _DISABLED = torch._C.DisableTorchFunction
 _graph_task_id = torch._C._current_graph_task_id
+_ident = threading.get_ident
 
 
 class _Followed(msgspec.Struct, eq=False, gc=False):
@@ -92,13 +94,14 @@ class NodeBackward(_Followed):
                 else:
                     names = self._wanted_names()
                 if names is None:
-                    tape.entered = tape.running[key] = None
+                    tape.running[key] = None
+                    tape.entered.pop(_ident(), None)
                     return
                 if not tape.is_open:
                     tape.open_step()
                 self.n_passes = n_passes = self.n_passes + 1
                 run = NodeRun(tape, key, names, self.keep, next(tape.ids))
-                tape.entered = tape.running[key] = run
+                tape.entered[_ident()] = tape.running[key] = run
                 args: list[Any] = [*grads[:1]]
                 if args and args[0] is not None:
                     wanted = tape.wants_input
@@ -126,7 +129,7 @@ class NodeBackward(_Followed):
         if not tape.recording:
             return
         try:
-            tape.entered = None
+            tape.entered.pop(_ident(), None)
             run: Any = tape.running.pop((id(self), _graph_task_id()), None)
             if run is None:
                 return
@@ -158,10 +161,11 @@ class ModuleBackward(WayBackward):
     def incoming(self, grads: Gradients) -> None:
         """Backward has come to the node of the output."""
         tape = self.tape
-        around = tape.entered
+        around = tape.entered.get(_ident())
+        tape.passed.setdefault(_ident(), set()).add(self.call.module)
         NodeBackward.incoming(self, grads)
         if around is not None:  # the call that made the output has the same node
-            tape.entered = around
+            tape.entered[_ident()] = around
 
 
 class Backward(_Followed):
@@ -181,8 +185,12 @@ class Backward(_Followed):
             with _DISABLED():
                 run = self._run()
                 # the node of a module's output is that of the call which made it
-                if tape.entered is None or self.call.api.prefix != "Module":
-                    tape.entered = run
+                if self.call.api.prefix != "Module":
+                    tape.entered.pop(_ident(), None)
+                else:
+                    tape.passed.setdefault(_ident(), set()).add(self.call.module)
+                if run is not None:
+                    tape.entered.setdefault(_ident(), run)
                 if run is not None:
                     run.receive(spots, grads)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
@@ -208,7 +216,7 @@ class Backward(_Followed):
             return
         try:
             with _DISABLED():
-                tape.entered = None
+                tape.entered.pop(_ident(), None)
                 run = self._run()
                 if run is not None:
                     run.send(spots, grads)

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tensorprobe.capture import compiled
 from tensorprobe.capture.function_mode import SCALER_UPDATE
 from tensorprobe.capture.hidden_state import written_arguments
+from tensorprobe.capture.made_nodes import MadeNodes
 from tensorprobe.capture.naming import (
     ApiName,
     CallNames,
@@ -55,8 +56,7 @@ class OpMode(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
         self._operators: dict[Any, _Operator | None] = {}  # None: makes no tensor content
-        # sequence number of the graph node a forward op was making -> that op's call
-        self._made: dict[int, str] = {}
+        self._made = MadeNodes[str]()  # the call of the forward op that was making the node
         self.saw_scaler = False  # a GradScaler has ended a round
 
     def begin_step(self) -> None:
@@ -94,9 +94,9 @@ class OpMode(TorchDispatchMode):
         parent = tape.place.parent
         if node is None:
             # the first op after a node was made is the node's own; saving its output detaches it
-            self._made.setdefault(torch._C._autograd._get_sequence_nr() - 1, names.name)
+            self._made.note(torch._C._autograd._get_sequence_nr() - 1, names.name)
         else:
-            parent = self._made.get(node._sequence_nr(), node.name())
+            parent = self._made.find(node) or node.name()
         # the stack from this frame on, which is hidden: in a device's own thread it is the only one
         call = tape.begin(names, args, kwargs, parent=parent, random=random, writes=writes)
         if call is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,31 @@ class _Thread(threading.local):
     depth = 0
 
 
+class InBackward:
+    """A mode that stays on in backward, where dispatch modes do not hide it as in forward: what a
+    simulated device, or another tool, calls in their handlers is not the program's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # dispatch modes on the stack while backward runs: the most of all threads, and by thread
+        self.dispatch_depth = 0
+        self.dispatch_depths: Mapping[int, int] = {}
+
+    def is_in_handler(self) -> bool:
+        """Whether a call is made by the handler of a dispatch mode that came by in backward."""
+        if not self.dispatch_depth:
+            return False
+        depth = self.dispatch_depths.get(threading.get_ident())
+        if depth is None:  # a thread that does not go backward, unless it is one of a device
+            depth = self.dispatch_depth if torch._C._current_graph_task_id() != -1 else 0
+        return depth > torch._C._len_torch_dispatch_stack()
+
+
 class EngineEntry:
     """Keeps `modes` on while backward runs, and calls `on_end` when the outermost one is over.
 
-    `on_begin` is given the tensors that backward starts from, `on_error` what it is left by.
+    `on_begin` is given the tensors that backward starts from, `on_error` what it is left by, and
+    whether no other thread goes backward meanwhile.
     """
 
     def __init__(
@@ -32,17 +53,17 @@ class EngineEntry:
         modes: Sequence[Any],
         on_begin: Callable[[Any], None],
         on_end: Callable[[bool], None],
-        on_error: Callable[[BaseException], None] = lambda error: None,
+        on_error: Callable[[BaseException, bool], None] = lambda error, alone: None,
     ) -> None:
         self._modes = modes
         self._on_end = on_end
         self._on_error = on_error
         self._on_begin = on_begin
-        # by thread, one more when a backward begins there and when `on_end` is done: odd between
-        self.rounds: dict[int, int] = {}
-        self._running = 0  # in all threads
+        self.going: set[int] = set()  # threads that go backward; `on_end` may not be done yet
+        self._running = 0  # of them
+        self._depths: dict[int, int] = {}  # by thread, the dispatch modes that its backward has on
         self._thread = _Thread()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may go backward meanwhile
         self._wrapper: Callable[..., Any] | None = None
 
     def install(self) -> None:
@@ -73,22 +94,19 @@ class EngineEntry:
         outermost = not inside and self._thread.depth == 0
         self._thread.depth += 1
         if outermost:
-            self._turn()
             with self._lock:
+                self.going.add(threading.get_ident())
                 self._running += 1
-        calls = [mode for mode in self._modes if hasattr(mode, "dispatch_depth")]
-        before = [mode.dispatch_depth for mode in calls]
-        for mode in calls:
-            mode.dispatch_depth = torch._C._len_torch_dispatch_stack()
+        around = self._depths.get(threading.get_ident())
         try:
+            self._set_depth(torch._C._len_torch_dispatch_stack())
             self._on_begin(args[0] if args else ())
             return original(*args, **kwargs)
         except BaseException as error:
-            self._on_error(error)
+            self._on_error(error, self._running <= 1)
             raise
         finally:
-            for mode, depth in zip(calls, before, strict=True):
-                mode.dispatch_depth = depth
+            self._set_depth(around)
             while entered:
                 entered.pop().__exit__(None, None, None)
             self._thread.depth -= 1
@@ -102,11 +120,20 @@ class EngineEntry:
         try:
             self._on_end(last)
         finally:
-            self._turn()
+            with self._lock:
+                self.going.discard(threading.get_ident())
 
-    def _turn(self) -> None:
-        ident = threading.get_ident()
-        self.rounds[ident] = self.rounds.get(ident, 0) + 1
+    def _set_depth(self, depth: int | None) -> None:
+        """Tell the modes how many dispatch modes are on around the backward of this thread."""
+        with self._lock:
+            if depth is None:
+                self._depths.pop(threading.get_ident(), None)
+            else:
+                self._depths[threading.get_ident()] = depth
+            most = max(self._depths.values(), default=0)
+            for mode in self._modes:
+                if isinstance(mode, InBackward):
+                    mode.dispatch_depths, mode.dispatch_depth = self._depths, most
 
 
 def _put(function: Callable[..., Any]) -> None:

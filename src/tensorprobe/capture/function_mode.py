@@ -12,6 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from tensorprobe.capture import compiled
+from tensorprobe.capture.engine import InBackward
 from tensorprobe.capture.hidden_state import WRITES_STATISTICS, writes_in_place
 from tensorprobe.capture.naming import ApiName, CallNames, Namer, is_noise, name_parts
 from tensorprobe.capture.spelling import Spelling
@@ -46,7 +47,7 @@ def below_backward() -> bool:
     return False
 
 
-class UserCalls(TorchFunctionMode):
+class UserCalls(InBackward, TorchFunctionMode):
     """Hands each torch call that the program makes to `called`, by its name.
 
     On the stack it disturbs nothing, and torch pops it inside each call: the calls that a
@@ -58,7 +59,6 @@ class UserCalls(TorchFunctionMode):
         super().__init__()
         self._namer = Namer(resolve_name)
         self._plans: dict[Any, ApiName | None] = {}
-        self.dispatch_depth = 0  # dispatch modes on the stack while backward runs
         self.passes_on = False  # whether `passed_on` is to be asked
         self.swift: Any = None  # as `Tape.plain_calls` says
 
@@ -87,9 +87,7 @@ class UserCalls(TorchFunctionMode):
             kwargs = {}
         if _is_compiling():
             return func(*args, **kwargs)
-        if self.dispatch_depth and self.dispatch_depth > torch._C._len_torch_dispatch_stack():
-            # Inside the handler of a dispatch mode that came by in backward: what a simulated
-            # device, or another tool, does is not the program's call. In forward it is hidden too.
+        if self.dispatch_depth and self.is_in_handler():
             return func(*args, **kwargs)
         if api is None or (api.prefix == "Aten" and below_backward()):
             return self.passed_on(func, args, kwargs)
@@ -106,7 +104,7 @@ class UserCalls(TorchFunctionMode):
         return plan
 
 
-class QuietMode(TorchFunctionMode):
+class QuietMode(InBackward, TorchFunctionMode):
     """Records no call, but sees those that tell a recorder of modules or operators something.
 
     Every small call of the program comes by here, so those without a meaning are passed on from the
@@ -119,7 +117,6 @@ class QuietMode(TorchFunctionMode):
         self._on_scaler_update = on_scaler_update
         self._namer = Namer(resolve_name)
         self._silent: set[Any] = set()  # functions that tell nothing, unless they are given `out`
-        self.dispatch_depth = 0  # dispatch modes on the stack while backward runs
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -141,8 +138,7 @@ class QuietMode(TorchFunctionMode):
 
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that may tell something: all those of one function do, or none does."""
-        inside = self.dispatch_depth > torch._C._len_torch_dispatch_stack()  # as in UserCalls
-        if inside or _is_compiling():
+        if self.is_in_handler() or _is_compiling():
             return func(*args, **kwargs)
         api = self._namer(func)
         updates = api.api == SCALER_UPDATE

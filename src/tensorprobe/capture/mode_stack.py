@@ -21,11 +21,6 @@ def add_function_mode(mode: Any) -> None:
     mode.__enter__()
 
 
-def add_dispatch_mode(mode: Any) -> None:
-    """Put `mode` on top of this thread's stack."""
-    mode.__enter__()
-
-
 def enter_missing(modes: Iterable[Any]) -> list[Any]:
     """Put those of `modes` on this thread's stacks that are not there; gives them back."""
     function_modes = _get_current_function_mode_stack()

@@ -10,7 +10,7 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence, Set
 from types import FrameType
 from typing import Any
 
@@ -53,7 +53,6 @@ _CALL_IMPL = nn.Module._call_impl.__code__
 # The gradients of a module's parameters: what the call with them is named, where the module is.
 _Named = list[tuple[str, torch.Tensor]]
 _Gradients = tuple[ApiName, str, _Named]
-_GradSeen = tuple[weakref.ref[torch.Tensor], tuple[int, int]]
 
 
 class ModulePaths:
@@ -75,7 +74,9 @@ class ModulePaths:
         if known is not None and known[0]() is module:
             return known[1]
         with self._lock:
-            if parent is None:
+            if self.known(module) is not None:  # by now: another thread has called it
+                pass
+            elif parent is None:
                 self._add(module, self._root_name(module))
             else:  # made on the fly, or hung in after the root was first called
                 self._add(module, ".".join(filter(None, (parent, type(module).__name__))))
@@ -173,7 +174,7 @@ class ModuleHooks:
         self._around: FrameType | None = None  # of the module whose forward we were started in
         # modules called in this step whose parameters may get a gradient, each with its thread
         self._trained: dict[int, tuple[weakref.ref[nn.Module], str, int]] = {}
-        self._grads_seen: dict[int, _GradSeen] = {}
+        self._grads_seen: dict[int, tuple[weakref.ref[torch.Tensor], tuple[int, int]]] = {}
         self._gradients = threading.RLock()  # a signal's handler may go backward meanwhile
         self._made = MadeNotes()
         self._api: Callable[..., ApiName] = functools.lru_cache(maxsize=20_000)(_api)
@@ -488,15 +489,16 @@ class ModuleHooks:
 
     # Gradients of parameters
 
-    def record_gradients(self, rounds: Mapping[int, int]) -> None:
-        """Write down the gradients that parameters of this step's modules have now.
+    def record_gradients(self, going: Set[int], last: bool) -> None:
+        """Write down the gradients that parameters of this step's modules have got.
 
-        Those of modules whose thread goes backward meanwhile (an odd number in `rounds`) are left
-        to the end of that backward: some are made by now, others not.
+        Backward has ended in this thread, one of those that are `going` backward; the `last` one
+        where no other is. Of modules that another comes by, gradients are its own to write down:
+        some are made by now, others not, and torch writes to them without asking anybody.
         """
         tape = self._tape
         stack = None
-        for api, path, gradients in self._all_fresh_gradients(rounds):
+        for api, path, gradients in self._all_fresh_gradients(going, last):
             try:
                 names = CallNames(api, f"{api.stem}.{tape.counter.next(api)}", path, "backward")
                 if tape.wants(names):
@@ -506,39 +508,47 @@ class ModuleHooks:
             except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
                 tape.gap(api.stem, error)
 
-    def _all_fresh_gradients(self, rounds: Mapping[int, int]) -> list[_Gradients]:
+    def _all_fresh_gradients(self, going: Set[int], last: bool) -> list[_Gradients]:
         found: list[_Gradients] = []
-        own = threading.get_ident()
+        own, passed = threading.get_ident(), self._tape.passed
+        by_own = passed.pop(own, set())
+
+        def is_own(path: str, thread: int) -> bool:
+            others = [ident for ident, paths in list(passed.items()) if path in paths]
+            if path in by_own or not going.isdisjoint(others):
+                return path in by_own
+            # the rest are threads of devices, which go backward for whichever calls it
+            return thread == own or (bool(others) and last)
+
         with Quiet(), self._gradients:  # backward may end in two threads at once
             for reference, path, thread in list(self._trained.values()):
                 module = reference()
-                began = rounds.get(thread, 0)
-                if module is None or (began % 2 and thread != own):
+                if module is None or not is_own(path, thread):
                     continue
                 api = self._api(path, type(module), ".parameters_grad")
                 try:
-                    fresh, seen = self._fresh_gradients(module)
-                    if fresh and rounds.get(thread, 0) == began:
-                        self._grads_seen.update(seen)
+                    if fresh := self._fresh_gradients(module):
                         found.append((api, path, fresh))
                 except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
                     self._tape.gap(api.stem, error)
+            if last:
+                for ident in set(passed) - going:
+                    passed.pop(ident, None)
         return found
 
-    def _fresh_gradients(self, module: nn.Module) -> tuple[_Named, dict[int, _GradSeen]]:
-        fresh: _Named = []
-        seen: dict[int, _GradSeen] = {}
+    def _fresh_gradients(self, module: nn.Module) -> _Named:
+        seen, fresh = self._grads_seen, []
         for name, parameter in _parameters(module):
             grad = parameter.grad
             if grad is None:
                 continue
             state = _state_of(grad)
-            known = self._grads_seen.get(id(parameter))
+            known = seen.get(id(parameter))
             # by itself, too: a new one may lie where the last one lay
             if known is None or known[0]() is not grad or known[1] != state:
                 seen[id(parameter)] = (weakref.ref(grad), state)
                 fresh.append((name, grad))
-        return fresh, seen
+        return fresh
 
 
 def _api(path: str, kind: type, what: str = "") -> ApiName:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from types import FrameType
@@ -21,6 +22,14 @@ from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.tape import Tape
 
 
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}  # of parameters, when the last step began
+        self.versions: dict[int, int] = {}  # of parameters, then, of an optimizer of torch's own
+        # steps under way; a wrapper that is an Optimizer itself steps around the real one
+        self.open: list[tuple[weakref.ref[Optimizer], OpenCall | None]] = []
+
+
 class OptimizerHooks:
     """Records `Optimizer.{Class}.step`: settings, parameters and gradients in, parameters out."""
 
@@ -34,12 +43,10 @@ class OptimizerHooks:
         self._parameter_names = parameter_names
         self._on_step = on_step
         self._handles: list[Any] = []
-        self._names: dict[int, str] = {}  # of parameters, when the last step began
-        self._versions: dict[int, int] = {}  # of parameters, then, of an optimizer of torch's own
-        self._inside = False  # torch is going through its hooks, which must not change then
+        self._thread = _Thread()
+        # threads in which torch is going through its hooks, which must not change then
+        self._inside: set[int] = set()
         self._on = False
-        # steps under way; a wrapper that is an Optimizer itself steps around the real one
-        self._open: list[tuple[weakref.ref[Optimizer], OpenCall | None]] = []
 
     def install_once(self) -> None:
         self._on = True
@@ -51,24 +58,33 @@ class OptimizerHooks:
         ]
 
     def remove(self) -> None:
-        """Take the hooks away; called inside of one, they stay, idle, until the next `remove`."""
+        """Take the hooks away; while one runs, they stay, idle, until the next `remove`."""
         self._on = False
         if self._inside:
             return
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._open.clear()
+        self._thread = _Thread()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._on:
             return
-        if self._open:
-            under_way = _stepping(sys._getframe(1))
-            # the others are steps that raised
-            self._open = [step for step in self._open if id(step[0]()) in under_way]
-        call = self._begin(optimizer) if self._tape.recording else None
-        self._open.append((weakref.ref(optimizer), call))
+        ident = threading.get_ident()
+        self._inside.add(ident)
+        try:
+            self.forget_raised(sys._getframe(1))
+            call = self._begin(optimizer) if self._tape.recording else None
+            self._thread.open.append((weakref.ref(optimizer), call))
+        finally:
+            self._inside.discard(ident)
+
+    def forget_raised(self, frame: FrameType) -> None:
+        """Forget steps of this thread that are not among the callers of `frame`: no hook tells."""
+        thread = self._thread
+        if thread.open:
+            under_way = _stepping(frame)
+            thread.open = [step for step in thread.open if id(step[0]()) in under_way]
 
     def _begin(self, optimizer: Optimizer) -> OpenCall | None:
         tape = self._tape
@@ -78,10 +94,10 @@ class OptimizerHooks:
             names = tape.select(api, tape.counter.next_name(api), "")
             if names is None:
                 return None
-            self._names = self._parameter_names()
+            self._thread.names = self._parameter_names()
             parameters = self._parameters(optimizer)
             grads = _gradients(parameters)
-            self._versions = _versions(parameters) if _is_torchs_own(kind) else {}
+            self._thread.versions = _versions(parameters) if _is_torchs_own(kind) else {}
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 tape.forget(grad for _, grad in grads)  # collectives move no version
             settings = [
@@ -102,18 +118,20 @@ class OptimizerHooks:
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._on:
             return
-        while self._open:
-            reference, call = self._open.pop()
-            if reference() is optimizer:
-                if call is not None:
-                    self._end(optimizer, call)
-                break
-        if not self._open:
-            self._inside = True
-            try:
+        ident = threading.get_ident()
+        self._inside.add(ident)
+        try:
+            under_way = self._thread.open
+            while under_way:
+                reference, call = under_way.pop()
+                if reference() is optimizer:
+                    if call is not None:
+                        self._end(optimizer, call)
+                    break
+            if not under_way:
                 self._on_step(optimizer)
-            finally:
-                self._inside = False
+        finally:
+            self._inside.discard(ident)
 
     def _end(self, optimizer: Optimizer, call: OpenCall) -> None:
         try:
@@ -129,7 +147,7 @@ class OptimizerHooks:
         Many optimizers write to `p.data`. Those of torch itself do not: what they wrote has another
         version, and is known already where the calls inside of the step were recorded.
         """
-        before, self._versions = self._versions, {}
+        before, self._thread.versions = self._thread.versions, {}
         with Quiet():
             return [
                 parameter
@@ -138,7 +156,7 @@ class OptimizerHooks:
             ]
 
     def _parameters(self, optimizer: Optimizer) -> list[tuple[str, torch.Tensor]]:
-        names = self._names
+        names = self._thread.names
         return [
             (names.get(id(parameter)) or f"group{group_number}.{number}", parameter)
             for group_number, group in enumerate(optimizer.param_groups)

@@ -21,8 +21,8 @@ from tensorprobe.capture.engine import EngineEntry
 from tensorprobe.capture.facts import environment_facts
 from tensorprobe.capture.function_mode import CallMode, QuietMode
 from tensorprobe.capture.mode_stack import (
-    add_dispatch_mode,
     add_function_mode,
+    enter_missing,
     remove_dispatch_mode,
     remove_function_mode,
 )
@@ -320,6 +320,8 @@ class Recorder:
     def _take_away(self) -> None:
         self._optimizers.remove()
         self._switch(mode=False, writes=False, hooks=False, inside=False)
+        if self._op_mode is not None:  # in backward it was put back
+            remove_dispatch_mode(self._op_mode)
 
     def _switch(self, *, mode: bool, writes: bool, hooks: bool, inside: bool) -> None:
         """Put on the stack, and register, what the coming step needs; take away all else."""
@@ -340,9 +342,9 @@ class Recorder:
             if self._mode_is_rare:
                 self._modes.append(self._mode)
             add_function_mode(self._mode)
-        elif not mode and self._mode_on and remove_function_mode(self._mode):
-            # not inside a call of its own, where torch has it off the stack: it stays till the
-            # next step then, and lets everything pass
+        elif not mode and self._mode_on and not _in_backward() and remove_function_mode(self._mode):
+            # not inside a call of its own, where torch has it off the stack, nor in backward, after
+            # which torch puts it back: it stays till the next step then, and lets everything pass
             self._mode_on = False
             if self._mode_is_rare:
                 self._modes.remove(self._mode)
@@ -354,7 +356,7 @@ class Recorder:
             self._frames_compiled = _frames_compiled()
             self._engine.install()
             if self._op_mode is not None:
-                add_dispatch_mode(self._op_mode)
+                enter_missing([self._op_mode])  # it is there yet where another thread stopped us
             return
         if self._op_mode is not None:
             remove_dispatch_mode(self._op_mode)
@@ -402,7 +404,7 @@ class Recorder:
 
     def _advance(self) -> None:
         """Go to the next step."""
-        if self._inside_on and torch._C._current_graph_task_id() != -1:
+        if self._inside_on and _in_backward():
             self._advance_later = True  # an optimizer that steps inside of backward
             return
         self._step += 1
@@ -453,9 +455,9 @@ class Recorder:
         if tape is not None and tape.recording and self.config.level in ("L1", "mix"):
             tape.begin_backward(roots)
 
-    def _backward_raised(self, error: BaseException) -> None:
+    def _backward_raised(self, error: BaseException, alone: bool) -> None:
         if self._tape is not None and self._tape.recording:
-            self._tape.fail_backwards(error)
+            self._tape.fail_backwards(error, alone)
 
     def _backward_ended(self, last: bool) -> None:
         """Backward is over in this thread; the last one, when it is over in all."""
@@ -465,7 +467,7 @@ class Recorder:
             if last:
                 tape.finish_backwards()
             if self.config.level in ("L0", "mix"):
-                self._modules.record_gradients(self._engine.rounds)
+                self._modules.record_gradients(self._engine.going, last)
         if self._advance_later:
             self._advance_later = False
             self._advance()
@@ -524,6 +526,10 @@ class Recorder:
             f"{format_nbytes(writer.nbytes_written)} in {where}{waited}. "
             f"Next: tensorprobe show {shlex.quote(str(self.path))}"
         )
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _count(number: int, noun: str) -> str:

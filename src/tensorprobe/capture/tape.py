@@ -135,10 +135,9 @@ class Tape:
         self._early_stacks: list[StackLine] = []  # of modules entered before the first call
         # passes of backward under way; None: not wanted
         self.running: dict[tuple[int, int], Run | None] = {}
-        self.entered: Run | None = None  # the call whose node backward came to last
-        # custom Functions met in this step, by thread and sequence number of their node, with
-        # those of their outputs that were seen; None: not wanted
-        self._functions: dict[tuple[int, int], tuple[OpenCall, dict[Path, Any]] | None] = {}
+        self.entered: dict[int, Run] = {}  # by thread, the call whose node backward is in
+        self.passed: dict[int, set[str]] = {}  # by thread, paths of modules that it came by
+        self._key = object()  # of what is written on the nodes of Functions
         self._leaf_listeners: list[LeafListener] = []
         self._pending_work: list[tuple[OpenCall, list[Any], list[tuple[torch.Tensor, Path]]]] = []
         self.lines = TensorLines(selection, values)
@@ -182,7 +181,6 @@ class Tape:
             self._values.begin_step()
             self._early_stacks.clear()
             self._stacks.reset()
-            self._functions.clear()
 
     def open_step(self) -> None:
         """A step gets its folder with its first call, so that one nobody ran leaves no trace."""
@@ -628,12 +626,15 @@ class Tape:
     def _record_functions(self, functions: list[tuple[torch.Tensor, Any]]) -> None:
         """Custom autograd.Functions: `apply` is no torch call, but their node is in the graph."""
         for tensor, node in functions:
-            made = (threading.get_ident(), node._sequence_nr())
-            if made in self._functions:
-                if (seen := self._functions[made]) is not None:
+            # its calls in the steps that have met it, with those of its outputs that were seen;
+            # None: not wanted. On the node itself: numbers of nodes are those of a thread
+            met: dict[int, tuple[OpenCall, dict[Path, Any]] | None]
+            met = node.metadata.setdefault(self._key, {})
+            if self.step in met:
+                if (seen := met[self.step]) is not None:
                     self._write_function_output(*seen, tensor)
                 continue
-            self._functions[made] = None
+            met[self.step] = None
             kind = getattr(type(node), "_forward_cls", type(node))
             api = ApiName("Function", kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
             names = self.select(api, self.counter.next_name(api), self.place.module)
@@ -643,7 +644,7 @@ class Tape:
             if names.wanted:
                 self._write_function(call)
                 outputs: dict[Path, Any] = {}
-                self._functions[made] = (call, outputs)
+                met[self.step] = (call, outputs)
                 self._write_function_output(call, outputs, tensor)
             if self._backward:
                 self._follow(call, trace_function(node), {})
@@ -693,15 +694,24 @@ class Tape:
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             self.gap("backward", error)
 
-    def fail_backwards(self, error: BaseException) -> None:
+    def fail_backwards(self, error: BaseException, alone: bool) -> None:
         """An exception comes out of backward: the call it was in has raised, and the modules that
-        the call is in. What raises elsewhere, as in a hook of the program's, is no call's."""
-        entered, self.entered = self.entered, None
-        if entered is None or entered not in self.running.values():
+        the call is in. What raises elsewhere, as in a hook of the program's, is no call's.
+
+        `alone`: no other thread goes backward meanwhile.
+        """
+        entered = self.entered.pop(threading.get_ident(), None)
+        if entered is None and alone and self.entered:  # in a thread of a device
+            entered = self.entered.popitem()[1]
+        running = list(self.running.values())
+        if entered is None or entered not in running:
             return
         text = _error_text(error)[:2000]
-        for run in list(self.running.values()):
-            if run is not None and (run is entered or run.is_inside_module):
+        tasks = (entered.key[1], _graph_task_id())  # and the backward around that one, if any
+        for run in running:
+            if run is None or (run.key[1] not in tasks and not alone):
+                continue
+            if run is entered or run.is_inside_module:
                 try:
                     with Quiet():
                         run.fail(text)
@@ -712,7 +722,7 @@ class Tape:
         """Close what backward calls are open: the backward pass has ended."""
         runs = list(self.running.values())
         self.running.clear()
-        self.entered = None
+        self.entered.clear()
         with Quiet():
             for run in filter(None, runs):
                 try:

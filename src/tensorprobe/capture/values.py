@@ -88,12 +88,17 @@ class Values:
             self.of, self.forget = self.contents.of, self.contents.forget
 
     def begin_step(self) -> None:
-        """Start numbering afresh: a step can be read, or deleted, without the others."""
+        """Number every content anew: a step can be read, or deleted, without the others.
+
+        The numbers go on: another thread may have one that it is about to write down, in the step
+        that begins now.
+        """
+        # not the other way round: another thread may mark a storage meanwhile, which is then held
+        held, self._held = self._held, _Held()
         self._marks.clear()
         self._numbers.clear()
-        self._held.clear()
+        held.clear()
         self.nbytes = 0
-        self._ids = itertools.count(1)
         if self.contents is not None:
             self.contents.begin_step(self._ids)
 
@@ -166,10 +171,11 @@ class Values:
 
     def _mark(self, storage: torch.UntypedStorage) -> int:
         key = storage._cdata
+        mark = self._marks.setdefault(key, next(self._new_marks))
         if key not in self._held:
             reference: Any = storage._weak_ref()  # is where the storage is, as is the key
             self._held.add(reference)
-        return self._marks.setdefault(key, next(self._new_marks))
+        return mark
 
     def _new(
         self, tensor: torch.Tensor, name: TensorName, tensors: bool, form: int | None = None

@@ -76,9 +76,10 @@ class BackwardWatch(EngineEntry):
             self._creating -= creates
             for handle in leaves:
                 handle.remove()
-            # a node that is held keeps the graph below it
-            entered = {k: each for k, each in list(self._entered.items()) if each[0] < began}
-            self._entered = entered if before is None else {**entered, ident: before}
+            for thread in self._entered_since(began):  # one that is held keeps the graph below it
+                self._entered.pop(thread, None)
+            if before is not None:
+                self._entered[ident] = before
 
     def _begins(self, roots: Any) -> None:
         """A loss may come from a custom Function that no other call has used."""
@@ -92,8 +93,14 @@ class BackwardWatch(EngineEntry):
             tape.gap("backward", error)
 
     def _last_entered(self, began: int) -> Any:
-        recent = [each for each in list(self._entered.values()) if each[0] > began]
+        recent = self._entered_since(began).values()
         return max(recent, key=lambda each: each[0])[1] if recent else None
+
+    def _entered_since(self, began: int) -> dict[int, tuple[int, Any]]:
+        """By thread, the last nodes entered, but of others that go backward themselves."""
+        others = self.going - {threading.get_ident()}
+        entered = list(self._entered.items())
+        return {k: each for k, each in entered if each[0] > began and k not in others}
 
     def _listen(self, roots: Any) -> list[Any]:
         """Put our prehook on every node below `roots` that has none; gives those to take away.

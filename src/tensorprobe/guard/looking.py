@@ -66,10 +66,10 @@ class Looking:
         self._looks_later = look_every is not None and look_every > 1  # also on the host
         self.step = 0
         self.taint = Taint()
-        # optimizers at work, by identity: the call, and whether a gradient is bad
-        self.stepping: dict[int, tuple[Sighting, bool]] = {}
+        # by thread, the optimizer at work, by identity, the call, and whether a gradient is bad
+        self.stepping: dict[int, tuple[int, Sighting, bool]] = {}
         self._pass_case: Case | None = None  # of the backward that runs
-        self._functions: set[tuple[int, int]] = set()
+        self._key = object()  # of what is written on the nodes of Functions
         # where the node of a call leads to, by what it calls and which inputs require a gradient
         self._spots: dict[tuple[str, type, tuple[Path, ...]], list[Spot]] = {}
         # the same, by their positions, or by the paths of all where some are in a list
@@ -103,7 +103,6 @@ class Looking:
         self._stepped = [each for each in self._stepped if each[1].step >= step - 1]
         self.taint.begin_step()
         self._pass_case = None
-        self._functions.clear()
         self._asleep.clear()
         self._uninitialised.clear()
         self._seen_gradients.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -78,10 +77,10 @@ class BackwardLooking(Looking):
     def _watch_functions(self, functions: list[tuple[torch.Tensor, Any]]) -> None:
         """Custom autograd.Functions: `apply` is no torch call, but their node is in the graph."""
         for _, node in functions:
-            made = (threading.get_ident(), node._sequence_nr())
-            if made in self._functions:
+            # written on the node itself: numbers of nodes are those of a thread
+            if node.metadata.get(self._key) == self.step:
                 continue
-            self._functions.add(made)
+            node.metadata[self._key] = self.step
             kind = getattr(type(node), "_forward_cls", type(node))
             api = ApiName("Function", kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
             number = self._tape.counter.next(api)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable
+from types import FrameType
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -175,16 +177,21 @@ class OptimizerSight(OptimizerHooks):
         self._sight = sight
 
     def _begin(self, optimizer: Optimizer) -> OpenCall | None:
-        self._sight.stepping.clear()
+        ident = threading.get_ident()
+        self._sight.stepping.pop(ident, None)
         sighting, bad = self._sight.optimizer_begins(optimizer)
-        self._sight.stepping[id(optimizer)] = sighting, bad
+        self._sight.stepping[ident] = id(optimizer), sighting, bad
         return OpenCall(sighting.names(), "structure", sighting.step)
 
     def _end(self, optimizer: Optimizer, call: OpenCall) -> None:
-        sighting, bad = self._sight.stepping.pop(id(optimizer), (None, False))
-        self._sight.stepping.clear()
-        if sighting is not None:
-            self._sight.optimizer_ended(optimizer, sighting, bad)
+        step = self._sight.stepping.pop(threading.get_ident(), None)
+        if step is not None and step[0] == id(optimizer):
+            self._sight.optimizer_ended(optimizer, *step[1:])
+
+    def forget_raised(self, frame: FrameType) -> None:
+        super().forget_raised(frame)
+        if not self._thread.open:
+            self._sight.stepping.pop(threading.get_ident(), None)
 
 
 def _parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:

@@ -136,7 +136,7 @@ class OverflowWatch:
         self._sight = Sight(tape, self, self._look_every)
         self._mode = SightMode(self._sight)
         self._modules = Whereabouts(
-            tape, record=False, modes=[self._mode], on_root=self._steps.root_called
+            tape, record=False, modes=[self._mode], on_root=self._root_called
         )
         self._optimizers = OptimizerSight(
             tape, self._modules.paths.parameter_names, self._optimizer_stepped, self._sight
@@ -239,7 +239,12 @@ class OverflowWatch:
 
     # Backward, optimizers, steps
 
+    def _root_called(self, module: torch.nn.Module) -> None:
+        self._optimizers.forget_raised(sys._getframe())
+        self._steps.root_called(module)
+
     def _backward_begins(self, roots: Any) -> None:
+        self._optimizers.forget_raised(sys._getframe())
         try:
             self._sight.backward_begins(roots)
         except Exception as error:  # noqa: BLE001 recording a loss: it becomes a gap

@@ -14,6 +14,7 @@ from tensorprobe.capture import compiled
 from tensorprobe.capture.engine import EngineEntry
 from tensorprobe.capture.function_mode import SCALER_UPDATE, UserCalls
 from tensorprobe.capture.hidden_state import written_arguments
+from tensorprobe.capture.made_nodes import MadeNodes
 from tensorprobe.capture.mode_stack import (
     add_below,
     add_dispatch_mode_below,
@@ -301,8 +302,7 @@ class _OpMode(TorchDispatchMode):
         self._counter = Counter()
         self._operators: dict[Any, tuple[ApiName, frozenset[str]] | None] = {}
         self._last = threading.local()
-        # graph nodes whose own op was rerouted, by sequence number
-        self._nodes: dict[int, Rule] = {}
+        self._nodes = MadeNodes[Rule | None]()  # by whose rule their own op was rerouted
 
     def __enter__(self) -> _OpMode:
         add_dispatch_mode_below(self)
@@ -337,14 +337,13 @@ class _OpMode(TorchDispatchMode):
     def _rule(self, api: ApiName, name: str) -> Rule | None:
         node = torch._C._current_autograd_node()
         if node is not None:
-            return self._rules.find_operator(api, name) or self._nodes.get(node._sequence_nr())
+            return self._rules.find_operator(api, name) or self._nodes.find(node)
         rule = self._rules.find_operator(api, name)
         # the first op after a node was made is the node's own
         made = torch._C._autograd._get_sequence_nr() - 1
         if made != getattr(self._last, "made", -1):
             self._last.made = made
-            if rule is not None:
-                self._nodes[made] = rule
+            self._nodes.note(made, rule)
         return rule
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -103,9 +104,8 @@ class SightMode(UserCalls):
 
     def _is_not_the_programs(self, plan: Plan) -> bool:
         """Whether a tool, a simulated device or a compiled part makes this call."""
-        depth = self.dispatch_depth
-        if depth and depth > torch._C._len_torch_dispatch_stack():
-            return True  # inside the handler of a dispatch mode that came by in backward
+        if self.dispatch_depth and self.is_in_handler():
+            return True
         if plan.is_operator and below_backward():
             return True
         if _compiler._is_compiling_flag:
@@ -128,7 +128,7 @@ class Sight(LaterLooking, OptimizerLooking):
     def call(self, plan: Plan, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Make a call of the program and look at what it returns."""
         number = self._tape.counter.next(plan.api)
-        if self.stepping:
+        if self.stepping and threading.get_ident() in self.stepping:
             return func(*args, **kwargs)
         if plan.is_special:
             kind = plan.kind

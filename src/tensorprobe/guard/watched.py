@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -108,14 +109,15 @@ class WatchTape(Tape):
         self._kept = kept
         self._on_raised = on_raised
         self._frames: dict[int, list[str]] = {}
-        self._stepping = False  # inside an optimizer, which is given all parameters there are
+        # threads that are inside an optimizer, which is given all parameters there are
+        self._stepping: set[int] = set()
 
     # Steps
 
     def begin_step(self, step: int, wanted: bool = True) -> None:
         if step != self.step:
             self._kept.release()
-            self._stepping = False
+            self._stepping.clear()
             self._frames.clear()
             self.compiled.clear()
         super().begin_step(step, wanted)
@@ -162,7 +164,7 @@ class WatchTape(Tape):
                 if noting.functions:
                     self.note_functions(noting.functions)
             if names.api.prefix == "Optimizer":
-                self._stepping = True
+                self._stepping.add(threading.get_ident())
             if torch.is_grad_enabled():
                 call.start = torch._C._autograd._get_sequence_nr()
             return call
@@ -177,7 +179,7 @@ class WatchTape(Tape):
         try:
             if not self.selection.everything:
                 return self._kept.take(tensor, copy=True)
-            if self._stepping and can_be_lost(tensor):
+            if threading.get_ident() in self._stepping and can_be_lost(tensor):
                 return Content(None, reason=STEPPING)
             copies = copy or can_be_lost(tensor)
             call.nbytes += tensor.nbytes if copies else 0
@@ -198,7 +200,7 @@ class WatchTape(Tape):
         """Follow a call that has returned into backward, if it will be there."""
         assert isinstance(call, WatchedCall)
         if call.names.api.prefix == "Optimizer":
-            self._stepping = False
+            self._stepping.discard(threading.get_ident())
         try:
             if call.start >= 0:
                 with Quiet():

@@ -709,6 +709,10 @@ class Calls : public Follower {
     return attribute(python_.place, dict);
   }
 
+  static Ref thread_ident() {
+    return must(PyLong_FromUnsignedLong(PyThread_get_thread_ident()));
+  }
+
   static Ref key_of(const Followed& call) {
     return must(Py_BuildValue("(Ni)", PyLong_FromVoidPtr(const_cast<Followed*>(&call)),
                              torch::autograd::get_current_graph_task_id()));
@@ -745,7 +749,9 @@ class Calls : public Follower {
                          number.get()};
     Ref run = must(PyObject_Vectorcall(python_.node_run.get(), given, 5, nullptr));
     if (PyDict_SetItem(running().get(), key.get(), run.get()) < 0) throw python_error();
-    tape_.set(entered, run.get());
+    if (PyDict_SetItem(tape_.get(entered).get(), thread_ident().get(), run.get()) < 0) {
+      throw python_error();
+    }
     std::string line;
     line.reserve(500);
     line += "{\"type\":\"call\",\"id\":";
@@ -777,7 +783,9 @@ class Calls : public Follower {
     static PyObject* const entered = name("entered");
     static PyObject* const id = name("id");
     static PyObject* const output = name("output");
-    tape_.set(entered, Py_None);
+    Ref calls = tape_.get(entered), ident = thread_ident();
+    const int is_in = PyDict_Contains(calls.get(), ident.get());
+    if (is_in < 0 || (is_in && PyDict_DelItem(calls.get(), ident.get()) < 0)) throw python_error();
     if (!run || run.get() == Py_None) return;
     const FunctionsOff off;
     Ref number = attribute(run, id);

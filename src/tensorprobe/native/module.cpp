@@ -743,7 +743,21 @@ PyObject* walk_stack(PyObject*, Arguments args, Py_ssize_t count) {
   });
 }
 
+// The number by which torch knows this thread.
+PyObject* thread(PyObject*, PyObject*) {
+  return PyLong_FromUnsignedLongLong(at::RecordFunction::currentThreadId());
+}
+
+// That of the thread which has made a node of the graph.
+PyObject* thread_of(PyObject*, PyObject* node) {
+  return guarded([&]() -> PyObject* {
+    return PyLong_FromUnsignedLongLong(Regions::thread_of(node));
+  });
+}
+
 PyMethodDef functions[] = {
+    {"thread", thread, METH_NOARGS, nullptr},
+    {"thread_of", thread_of, METH_O, nullptr},
     {"versions", versions, METH_O, nullptr},
     {"walk_stack", reinterpret_cast<PyCFunction>(walk_stack), METH_FASTCALL, nullptr},
     {nullptr}};

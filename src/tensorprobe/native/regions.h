@@ -61,6 +61,12 @@ class Regions {
     return told(own, sent_to(edges, own));
   }
 
+  // The number by which torch knows the thread that has made a node.
+  static uint64_t thread_of(PyObject* object) {
+    const NodePtr node = node_in(object);
+    return node ? node->thread_id() : 0;
+  }
+
  private:
   static constexpr int64_t OF_LEAF = -1;
 

@@ -124,7 +124,11 @@ class Sight {
     if (fields_.is(plan, fields_.is_operator) || may_be_others()) return Py_NewRef(self);
     const Ref stepping = attribute<"stepping">(sight);
     if (!PyDict_Check(stepping.get())) return Py_NewRef(self);
-    const bool is_stepping = PyDict_GET_SIZE(stepping.get()) != 0;
+    bool is_stepping = false;
+    if (PyDict_GET_SIZE(stepping.get()) != 0) {
+      const Ref ident = must(PyLong_FromUnsignedLong(PyThread_get_thread_ident()));
+      is_stepping = PyDict_Contains(stepping.get(), ident.get()) == 1;
+    }
     bool passes = false;
     if (!is_stepping) {
       const bool is_special = fields_.is(plan, fields_.is_special);
