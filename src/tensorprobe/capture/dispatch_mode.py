@@ -57,6 +57,7 @@ class OpMode(TorchDispatchMode):
         self._tape = tape
         self._operators: dict[Any, _Operator | None] = {}  # None: makes no tensor content
         self._made = MadeNodes[str]()  # the call of the forward op that was making the node
+        self.on = True  # else on the stack of a backward only, inside of which recording was paused
         self.saw_scaler = False  # a GradScaler has ended a round
 
     def begin_step(self) -> None:
@@ -73,7 +74,7 @@ class OpMode(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         tape = self._tape
-        if not tape.recording:
+        if not (tape.recording and self.on):
             return func(*args, **kwargs)
         if func not in self._operators:
             self._operators[func] = _look_up(func)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tensorprobe.capture.mode_stack import enter_missing
+from tensorprobe.capture.mode_stack import enter_missing, is_wanted, leave, remove_mode
 
 
 class _Thread(threading.local):
@@ -88,7 +88,9 @@ class EngineEntry:
         _put(function)
 
     def _run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        entered = enter_missing(self._modes)
+        modes = list(self._modes)
+        wanted = [mode for mode in modes if is_wanted(mode)]
+        entered = enter_missing(modes)
         # one that runs inside of another may have a thread of its own, as nodes of a device have
         inside = self._running and torch._C._current_graph_task_id() != -1
         outermost = not inside and self._thread.depth == 0
@@ -107,8 +109,11 @@ class EngineEntry:
             raise
         finally:
             self._set_depth(around)
-            while entered:
-                entered.pop().__exit__(None, None, None)
+            # not one that the program has asked for meanwhile
+            leave(mode for mode in entered if mode in wanted or not is_wanted(mode))
+            for mode in wanted:
+                if not is_wanted(mode):  # stopped meanwhile, maybe in a device's own thread
+                    remove_mode(mode)
             self._thread.depth -= 1
             if outermost:
                 self._end()

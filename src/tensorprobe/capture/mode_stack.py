@@ -1,9 +1,18 @@
-"""Putting a mode on torch's mode stack, and taking it off when it is not the top one."""
+"""Putting a mode of ours on torch's mode stacks, and taking it off, wherever the program is.
+
+Torch puts a stack back as it was in two places: after each node of backward, and after a function
+of its own that is written in Python, such as `Tensor.backward`, for which it had taken the mode
+off. What is asked for inside of one is asked for once more when that is left.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -11,48 +20,143 @@ from torch.overrides import (
     _get_current_function_mode_stack,
     _pop_mode,
     _push_mode,
+    handle_torch_function,
 )
 from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+_HANDLER = handle_torch_function.__code__
+_ENGINE = inspect.unwrap(torch.autograd.graph._engine_run_backward).__code__
 
 
-def add_function_mode(mode: Any) -> None:
-    """Put `mode` on top of this thread's stack."""
-    mode.__enter__()
+def add_mode(mode: Any) -> bool:
+    """Put `mode` on this thread's stack. False if it will not stay there: this is the thread of a
+    device, which goes backward."""
+    mode._is_wanted = True
+    frame = _restoring(mode)
+    if frame is not None and frame.f_code is _HANDLER:
+        return True  # it comes back
+    if mode not in _stack_of(mode):
+        _put_on(mode)
+    if frame is not None:
+        _when_left(frame, functools.partial(_add_again, mode))
+    return frame is not None or torch._C._current_graph_task_id() == -1
+
+
+def remove_mode(mode: Any) -> bool:
+    """Take `mode` off this thread's stack, leaving those above it; False if it is not there, nor
+    will come back there."""
+    mode._is_wanted = False
+    found = _take_off(mode)
+    frame = _restoring(mode)
+    if frame is not None:
+        _when_left(frame, functools.partial(_remove_again, mode))
+    return found or frame is not None
+
+
+def is_wanted(mode: Any) -> bool:
+    """Whether the last that was asked for, in whichever thread, was to have `mode` on a stack."""
+    return bool(getattr(mode, "_is_wanted", False))
 
 
 def enter_missing(modes: Iterable[Any]) -> list[Any]:
     """Put those of `modes` on this thread's stacks that are not there; gives them back."""
-    function_modes = _get_current_function_mode_stack()
-    dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
-    missing = [mode for mode in modes if mode not in (*function_modes, *dispatch_modes)]
+    missing = [mode for mode in modes if mode not in _stack_of(mode)]
     for mode in missing:
         mode.__enter__()
     return missing
 
 
-def remove_function_mode(mode: Any) -> bool:
-    """Take `mode` off this thread's stack, leaving those above it; False if it is not there."""
-    if mode not in _get_current_function_mode_stack():
-        return False
-    above = []
-    while (top := _pop_mode()) is not mode:
-        above.append(top)
-    for other in reversed(above):
-        _push_mode(other)
-    return True
+def leave(modes: Iterable[Any]) -> None:
+    """Take those off again that `enter_missing` has put on."""
+    for mode in modes:
+        _take_off(mode)
 
 
-def remove_dispatch_mode(mode: Any) -> bool:
-    """The same for dispatch modes."""
-    if mode not in _python_dispatch._get_current_dispatch_mode_stack():
+def _add_again(mode: Any) -> None:
+    if is_wanted(mode):
+        add_mode(mode)
+
+
+def _remove_again(mode: Any) -> None:
+    if not is_wanted(mode):
+        remove_mode(mode)
+
+
+def _stack_of(mode: Any) -> list[Any]:
+    if isinstance(mode, TorchDispatchMode):
+        return list(_get_current_dispatch_mode_stack())
+    return list(_get_current_function_mode_stack())
+
+
+def _put_on(mode: Any) -> None:
+    if isinstance(mode, TorchDispatchMode) and _flags(mode):
+        _python_dispatch._push_mode(mode)  # entered inside of backward, which has taken it off
+    else:
+        mode.__enter__()
+
+
+def _take_off(mode: Any) -> bool:
+    """Take `mode` off this thread's stack; says whether it was there."""
+    if mode not in _stack_of(mode):
         return False
-    above = []
-    while (top := _python_dispatch._pop_mode()) is not mode:
-        above.append(top)
+    above: list[Any] = []
+    if not isinstance(mode, TorchDispatchMode):
+        while (top := _pop_mode()) is not mode:
+            above.append(top)
+        for other in reversed(above):
+            _push_mode(other)
+        return True
+    while _python_dispatch._get_current_dispatch_mode() is not mode:
+        above.append(_python_dispatch._pop_mode())
+    noted = _flags(mode)
+    if not noted:  # it was left before, and backward has put it back
+        _python_dispatch._pop_mode()
+    else:
+        # as if the next one had been entered first
+        for flags in (_flags(other) for other in reversed(above) if _flags(other)):
+            for name in noted:
+                flags[name][-1], noted[name][-1] = noted[name][-1], flags[name][-1]
+            break
+        TorchDispatchMode.__exit__(mode, None, None, None)
     for other in reversed(above):
         _python_dispatch._push_mode(other)
     return True
+
+
+def _flags(mode: Any) -> dict[str, Any]:
+    """What torch told everyone of modes being on before `mode` was, which leaving it tells again:
+    torch.compile asks."""
+    return {name: flags for name, flags in vars(mode).items() if name.startswith("old_") and flags}
+
+
+def _restoring(mode: Any) -> FrameType | None:
+    """The innermost call of torch, in this thread, that will put the stack of `mode` back as it
+    was: one that goes backward, or one that has `mode` off the stack meanwhile."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code is _ENGINE or (code is _HANDLER and frame.f_locals.get("mode") is mode):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+class _Leaving:
+    """Lies among the locals of a frame and calls when they are dropped."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
+
+    def __del__(self) -> None:
+        self._callback()
+
+
+def _when_left(frame: FrameType, callback: Callable[[], None]) -> None:
+    """Call back when `frame` has been left; when an exception that it is left by is gone, too."""
+    leaving = _Leaving(callback)
+    frame.f_locals[f"tensorprobe {id(leaving)}"] = leaving
 
 
 def add_below(mode: Any) -> None:

@@ -38,7 +38,7 @@ from tensorprobe.capture.gradients import (
 )
 from tensorprobe.capture.hidden_state import WRITES_STATISTICS
 from tensorprobe.capture.making import MadeNotes, uncalled_parameters, uses_uncalled
-from tensorprobe.capture.mode_stack import enter_missing
+from tensorprobe.capture.mode_stack import enter_missing, leave
 from tensorprobe.capture.naming import ApiName, CallNames, module_name, name_parts
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.tape import Tape, _state_notes
@@ -170,7 +170,9 @@ class ModuleHooks:
         self._on_root = on_root
         self._thread = _Thread()
         self._owner_thread = 0
+        self._abroad: set[int] = set()  # the other threads that have our modes
         self._handles: list[Any] = []
+        self._last: Any = None  # what stays until all threads have left the modules they are in
         self._around: FrameType | None = None  # of the module whose forward we were started in
         # modules called in this step whose parameters may get a gradient, each with its thread
         self._trained: dict[int, tuple[weakref.ref[nn.Module], str, int]] = {}
@@ -198,8 +200,24 @@ class ModuleHooks:
         if self._thread.entries:  # stopped inside a module
             self._go_back(self._thread.entries[0])
         self._thread.entries.clear()
-        self._thread.owners.clear()
+        self._leave_root()
         self._forget_around()
+        self._abroad &= {thread.ident for thread in threading.enumerate()}
+        if self._abroad and self._last is None:  # those are inside modules, and have our modes on
+            self._last = register_module_forward_hook(self._come_home, always_call=True)
+
+    def _come_home(self, module: nn.Module, args: Any, result: Any) -> None:
+        """A module has returned after we were removed."""
+        if _is_traced():
+            return
+        entries = self._thread.entries
+        if entries and entries[0].module is module:
+            self._go_back(entries[0])
+            entries.clear()
+            self._leave_root()
+        if not self._abroad and self._last is not None:
+            self._last.remove()
+            self._last = None
 
     def _find_around(self) -> None:
         """Started inside a module's forward: the modules around it name those that it calls."""
@@ -305,6 +323,8 @@ class ModuleHooks:
             return
         # modes are not inherited by threads: bring ours along while a module runs
         self._thread.entered_modes = enter_missing(self._modes)
+        if self._thread.entered_modes:
+            self._abroad.add(threading.get_ident())
 
     def _begin(self, entry: _Entry, path: str, args: tuple[Any, ...]) -> None:
         module, tape = entry.module, self._tape
@@ -371,8 +391,9 @@ class ModuleHooks:
 
     def _leave_root(self) -> None:
         self._thread.owners.clear()
-        while self._thread.entered_modes:
-            self._thread.entered_modes.pop().__exit__(None, None, None)
+        leave(self._thread.entered_modes)
+        self._thread.entered_modes = []
+        self._abroad.discard(threading.get_ident())
 
     def _end(self, entry: _Entry, call: OpenCall, result: Any, error: BaseException | None) -> None:
         if error is not None:

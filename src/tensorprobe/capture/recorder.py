@@ -20,12 +20,7 @@ from tensorprobe.capture.dispatch_mode import OpMode
 from tensorprobe.capture.engine import EngineEntry
 from tensorprobe.capture.facts import environment_facts
 from tensorprobe.capture.function_mode import CallMode, QuietMode
-from tensorprobe.capture.mode_stack import (
-    add_function_mode,
-    enter_missing,
-    remove_dispatch_mode,
-    remove_function_mode,
-)
+from tensorprobe.capture.mode_stack import add_mode, remove_mode
 from tensorprobe.capture.module_hooks import ModuleHooks
 from tensorprobe.capture.naming import Counter
 from tensorprobe.capture.optimizer_hooks import OptimizerHooks
@@ -97,7 +92,8 @@ class Recorder:
         self._advance_later = False
         self._mode_on = False  # the function mode and the hooks of modules: these also tell where
         self._hooks_on = False  # steps end
-        self._inside_on = False  # the engine's entry, and the mode of L2
+        self._inside_on = False  # the engine's entry
+        self._ops_on = False  # the mode of L2
         self._writes_on = False  # what torch writes to is seen in C++
         self._filters: Any = None
         self._frames_compiled: int | None = None  # when recording began
@@ -320,8 +316,6 @@ class Recorder:
     def _take_away(self) -> None:
         self._optimizers.remove()
         self._switch(mode=False, writes=False, hooks=False, inside=False)
-        if self._op_mode is not None:  # in backward it was put back
-            remove_dispatch_mode(self._op_mode)
 
     def _switch(self, *, mode: bool, writes: bool, hooks: bool, inside: bool) -> None:
         """Put on the stack, and register, what the coming step needs; take away all else."""
@@ -337,17 +331,21 @@ class Recorder:
         if writes != self._writes_on and self._values is not None:
             self._writes_on = writes
             self._values.watch_writes(writes)
+        # One that cannot be put on or taken off here is at the next step, and lets everything pass
+        # till then: inside a call of its own torch has it off the stack.
         if mode and not self._mode_on:
-            self._mode_on = True
-            if self._mode_is_rare:
-                self._modes.append(self._mode)
-            add_function_mode(self._mode)
-        elif not mode and self._mode_on and not _in_backward() and remove_function_mode(self._mode):
-            # not inside a call of its own, where torch has it off the stack, nor in backward, after
-            # which torch puts it back: it stays till the next step then, and lets everything pass
-            self._mode_on = False
-            if self._mode_is_rare:
-                self._modes.remove(self._mode)
+            self._mode_on = add_mode(self._mode)
+        elif not mode and self._mode_on:
+            self._mode_on = not remove_mode(self._mode)
+        if self._mode_is_rare and self._mode_on != (self._mode in self._modes):
+            (self._modes.append if self._mode_on else self._modes.remove)(self._mode)
+        if self._op_mode is None:
+            return
+        self._op_mode.on = inside
+        if inside and not self._ops_on:
+            self._ops_on = add_mode(self._op_mode)
+        elif not inside and self._ops_on:
+            self._ops_on = not remove_mode(self._op_mode)
 
     def _switch_inside(self, on: bool) -> None:
         if on:
@@ -355,11 +353,7 @@ class Recorder:
             self._filters = _ignore_compile_warning()
             self._frames_compiled = _frames_compiled()
             self._engine.install()
-            if self._op_mode is not None:
-                enter_missing([self._op_mode])  # it is there yet where another thread stopped us
             return
-        if self._op_mode is not None:
-            remove_dispatch_mode(self._op_mode)
         self._engine.remove()
         _restore_warnings(self._filters)
         rare_searches.end()
@@ -404,7 +398,7 @@ class Recorder:
 
     def _advance(self) -> None:
         """Go to the next step."""
-        if self._inside_on and _in_backward():
+        if self._inside_on and torch._C._current_graph_task_id() != -1:
             self._advance_later = True  # an optimizer that steps inside of backward
             return
         self._step += 1
@@ -526,10 +520,6 @@ class Recorder:
             f"{format_nbytes(writer.nbytes_written)} in {where}{waited}. "
             f"Next: tensorprobe show {shlex.quote(str(self.path))}"
         )
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _count(number: int, noun: str) -> str:

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from tensorprobe.capture.encode import map_tensors
 from tensorprobe.capture.facts import environment_facts
-from tensorprobe.capture.mode_stack import add_function_mode, remove_function_mode
+from tensorprobe.capture.mode_stack import add_mode, remove_mode
 from tensorprobe.capture.naming import ApiName, CallNames, Namer, call_name
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.recorder import Recorder, say
@@ -70,14 +70,14 @@ class StartState(abc.ABC):
             register_module_forward_pre_hook(self._enter),  # type: ignore[arg-type]
             register_module_forward_hook(self._leave, always_call=True),
         ]
-        add_function_mode(self._mode)
+        add_mode(self._mode)
 
     def close(self) -> None:
         """Leave the program alone from here on."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        remove_function_mode(self._mode)
+        remove_mode(self._mode)
 
     # What a run does with what it meets
 
@@ -126,8 +126,8 @@ class StartState(abc.ABC):
             return None
         if _get_current_function_mode_stack()[-1:] != [self._mode]:
             # the recorder's came later: data must be met before it is recorded
-            remove_function_mode(self._mode)
-            add_function_mode(self._mode)
+            remove_mode(self._mode)
+            add_mode(self._mode)
         inner = unwrapped(module)
         kind = type(inner)
         place = f"{self._root(inner)}.{kind.__name__}"

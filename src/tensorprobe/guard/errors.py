@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from tensorprobe.capture.function_mode import CallMode
-from tensorprobe.capture.mode_stack import add_function_mode, remove_function_mode
+from tensorprobe.capture.mode_stack import add_mode, remove_mode
 from tensorprobe.capture.module_hooks import ModuleHooks
 from tensorprobe.capture.naming import ApiName, CallNames, call_name
 from tensorprobe.capture.optimizer_hooks import OptimizerHooks
@@ -141,7 +141,7 @@ class ErrorWatch:
         self._engine.install()
         self._left = register_module_forward_hook(self._module_left, always_call=True)
         rare_searches.begin()
-        add_function_mode(self._mode)
+        add_mode(self._mode)
 
     def leave(self, error: BaseException | None) -> None:
         """Watch no more: `error` is what the program leaves by. What failed is tried alone."""
@@ -159,7 +159,7 @@ class ErrorWatch:
         self._advance()
 
     def _take_away(self) -> None:
-        remove_function_mode(self._mode)
+        remove_mode(self._mode)
         rare_searches.end()
         self._left.remove()
         self._engine.remove()

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from tensorprobe.capture.engine import EngineEntry
-from tensorprobe.capture.mode_stack import add_function_mode, remove_function_mode
+from tensorprobe.capture.mode_stack import add_mode, remove_mode
 from tensorprobe.capture.steps import StepOn, StepWatch
 from tensorprobe.devices import current_rank
 from tensorprobe.errors import GuardStopped
@@ -97,7 +97,7 @@ class OverflowWatch:
         self._optimizers.install_once()
         self._engine.install()
         rare_searches.begin()
-        add_function_mode(self._mode)
+        add_mode(self._mode)
         self._sight.begin()
         self._sight.on = True
 
@@ -107,7 +107,7 @@ class OverflowWatch:
             return
         self._on = False
         self._sight.on = False
-        remove_function_mode(self._mode)
+        remove_mode(self._mode)
         rare_searches.end()
         self._engine.remove()
         self._optimizers.remove()

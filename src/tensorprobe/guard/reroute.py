@@ -18,8 +18,8 @@ from tensorprobe.capture.made_nodes import MadeNodes
 from tensorprobe.capture.mode_stack import (
     add_below,
     add_dispatch_mode_below,
-    remove_dispatch_mode,
-    remove_function_mode,
+    add_mode,
+    remove_mode,
 )
 from tensorprobe.capture.module_hooks import ModuleHooks
 from tensorprobe.capture.naming import (
@@ -104,7 +104,7 @@ class Reroute:
             self._modules.install()
             self._engine.install()
             for mode in self._modes:
-                mode.__enter__()
+                add_mode(mode)
         return self
 
     def stop(self) -> None:
@@ -113,7 +113,7 @@ class Reroute:
             return
         self._on = False
         for mode in reversed(self._modes):
-            mode.__exit__(None, None, None)
+            remove_mode(mode)
         self._engine.remove()
         self._modules.remove()
         self._optimizers.remove()
@@ -264,7 +264,7 @@ class _CallMode(UserCalls):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        remove_function_mode(self)
+        remove_mode(self)
 
     def begin_step(self) -> None:
         self._recomputation.begin_step()
@@ -309,7 +309,7 @@ class _OpMode(TorchDispatchMode):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        remove_dispatch_mode(self)
+        remove_mode(self)
 
     def begin_step(self) -> None:
         self._counter.reset()
