@@ -311,6 +311,26 @@ class Wrapper(torch.optim.Optimizer):
         self.inner.step()
 
 
+class Derived(torch.optim.SGD):
+    """Steps as its base does, and more."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+
+
+def test_a_step_that_calls_that_of_its_base(tmp_path: Path) -> None:
+    """Torch calls the hooks of both, as there has been an optimizer of the base itself."""
+
+    def program() -> None:
+        model, _ = classifier()
+        train(model, Derived(model.parameters(), lr=0.1), 3)
+
+    record(tmp_path, program)
+    assert steps_of(tmp_path, "Optimizer.Derived") == {
+        step: ["Optimizer.Derived"] for step in (0, 1, 2)
+    }
+
+
 def test_an_optimizer_around_another_steps_once(tmp_path: Path) -> None:
     def program() -> None:
         model, optimizer = classifier()

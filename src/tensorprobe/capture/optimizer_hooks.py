@@ -68,7 +68,7 @@ class OptimizerHooks:
         self._thread = _Thread()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._on:
+        if not self._on or _is_inside(optimizer, sys._getframe(1)):
             return
         ident = threading.get_ident()
         self._inside.add(ident)
@@ -116,7 +116,7 @@ class OptimizerHooks:
             return None
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._on:
+        if not self._on or _is_inside(optimizer, sys._getframe(1)):
             return
         ident = threading.get_ident()
         self._inside.add(ident)
@@ -178,6 +178,12 @@ def _versions(parameters: list[tuple[str, torch.Tensor]]) -> dict[int, int]:
     with Quiet():
         tracked = (parameter for _, parameter in parameters if not parameter.is_inference())
         return {id(parameter): parameter._version for parameter in tracked}
+
+
+def _is_inside(optimizer: Optimizer, frame: FrameType) -> bool:
+    """Whether the step that `frame` begins or ends is part of one: torch calls the hooks of a
+    class that another is made of as well, once there has been an optimizer of just that class."""
+    return id(optimizer) in _stepping(frame)
 
 
 def _stepping(frame: FrameType | None) -> set[int]:
