@@ -266,6 +266,16 @@ def test_stopped_in_nested_modules_below_other_modes(tmp_path: Path, level: str)
     rec.close()
 
 
+def test_closed_below_a_mode_with_attributes_like_torchs(tmp_path: Path) -> None:
+    rec = recorder(tmp_path, "L2").start()
+    mode: Any = _Dispatch()
+    mode.old_values = torch.ones(3)
+    with mode:
+        torch.ones(2).add(1)
+        rec.close()
+        assert modes() == [mode]
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("where", ["main", "there"])
 def test_stopped_while_another_thread_is_in_a_module(
