@@ -187,6 +187,7 @@ class ModuleHooks:
 
     def install(self) -> None:
         self._owner_thread = threading.get_ident()
+        self._forget_last()  # from here on `_leave` is told of threads that come home
         self._find_around()
         self._handles = [
             register_module_forward_pre_hook(self._enter),
@@ -215,7 +216,11 @@ class ModuleHooks:
             self._go_back(entries[0])
             entries.clear()
             self._leave_root()
-        if not self._abroad and self._last is not None:
+        if not self._abroad:
+            self._forget_last()
+
+    def _forget_last(self) -> None:
+        if self._last is not None:
             self._last.remove()
             self._last = None
 
