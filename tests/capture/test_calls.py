@@ -397,6 +397,22 @@ def test_a_custom_function_is_seen_wherever_its_result_goes(record: Record) -> N
     assert found["Function.Half.0.backward"] == {"input.0": 1, "output.0": 0.5}
 
 
+def test_an_optimizer_whose_step_calls_that_of_its_base_class(record: Record) -> None:
+    class Clipped(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+
+    def program() -> None:
+        weight = torch.ones(2, requires_grad=True)
+        optimizers = [kind([weight], lr=0.5) for kind in (torch.optim.SGD, Clipped)]
+        weight.sum().backward()
+        optimizers[1].step()
+
+    (step,) = record(program).calls(name="Optimizer")
+    assert (step.name, step.status) == ("Optimizer.Clipped.step.0", "complete")
+    assert tensors(step)["output.group0.0"] == [0.5, 0.5]
+
+
 def test_a_custom_function_whose_graph_is_kept_over_steps(tmp_path: Path) -> None:
     class Half(torch.autograd.Function):
         @staticmethod
