@@ -542,9 +542,11 @@ class ModuleHooks:
         self._come_by.update(by_own, *list(passed.values()))
 
         def is_own(path: str, thread: int) -> bool:
+            if path in by_own:
+                return True
             others = [ident for ident, paths in list(passed.items()) if path in paths]
-            if path in by_own or not going.isdisjoint(others):
-                return path in by_own
+            if not going.isdisjoint(others):
+                return False
             # the rest are threads of devices, which go backward for whichever calls it; nobody is
             # seen to come by where a module has returned no tensor that backward starts from
             return thread == own or (last and (bool(others) or path not in self._come_by))
