@@ -397,6 +397,45 @@ def test_a_custom_function_is_seen_wherever_its_result_goes(record: Record) -> N
     assert found["Function.Half.0.backward"] == {"input.0": 1, "output.0": 0.5}
 
 
+def test_an_optimizer_whose_step_calls_that_of_its_base_class(record: Record) -> None:
+    class Clipped(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step(closure)
+
+    def program() -> None:
+        weight = torch.ones(2, requires_grad=True)
+        optimizers = [kind([weight], lr=0.5) for kind in (torch.optim.SGD, Clipped)]
+        weight.sum().backward()
+        optimizers[1].step()
+
+    (step,) = record(program).calls(name="Optimizer")
+    assert (step.name, step.status) == ("Optimizer.Clipped.step.0", "complete")
+    assert tensors(step)["output.group0.0"] == [0.5, 0.5]
+
+
+def test_a_custom_function_whose_graph_is_kept_over_steps(tmp_path: Path) -> None:
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x / 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient / 2
+
+    half = Half.apply(torch.ones(2, requires_grad=True))
+    with tp.Recorder(tmp_path, level="L1", log=lambda text: None) as rec:
+        for _ in range(3):
+            (half * 2).sum().backward(retain_graph=True)
+            rec.step()
+    capture = tp.load(tmp_path)
+    for step in range(3):
+        assert [call.name for call in capture.calls(step=step, name="Function")] == [
+            "Function.Half.0.forward",
+            "Function.Half.0.backward",
+        ]
+
+
 def test_a_custom_function_shows_every_result_that_is_used(record: Record) -> None:
     class Parts(torch.autograd.Function):
         @staticmethod

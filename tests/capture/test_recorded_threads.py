@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -314,6 +317,55 @@ def test_half_of_the_gradients_where_no_thread_made_the_graph(tmp_path: Path) ->
         "Module.Linear_1.Linear.parameters_grad.0",
     ]
     assert [len(call.tensors) for call in grads] == [2, 2]
+
+
+class Boxed(nn.Module):
+    """Returns an object that the recorder does not look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return SimpleNamespace(x=x * self.weight)
+
+
+def test_gradients_of_a_module_that_another_thread_has_called(tmp_path: Path) -> None:
+    """Backward is not seen to come by it."""
+    model = Boxed()
+    results: list[Any] = []
+
+    def program() -> None:
+        in_thread(lambda: results.append(model(torch.ones(2, 2)).x))
+        results[0].sum().backward()
+
+    capture = record(tmp_path, program, level="L0")
+    assert [call.name for call in capture.calls if "parameters_grad" in call.name] == [
+        "Module.Boxed.parameters_grad.0"
+    ]
+
+
+def test_gradients_of_a_module_that_is_recomputed_on_a_device(tmp_path: Path) -> None:
+    """In the thread of the device, which does not begin a backward of its own."""
+    code = (
+        "import sys; from types import SimpleNamespace; import torch; from torch import nn\n"
+        "from torch.utils.checkpoint import checkpoint\n"
+        "import tensorprobe as tp; from tensorprobe.devices import sim_npu; sim_npu.install()\n"
+        "class Boxed(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.weight = nn.Parameter(torch.ones(2))\n"
+        "    def forward(self, x): return SimpleNamespace(x=x * self.weight)\n"
+        "model = Boxed().npu()\n"
+        "with tp.Recorder(sys.argv[1], level='L0'):\n"
+        "    x = torch.ones(2, 2, device='npu', requires_grad=True)\n"
+        "    checkpoint(lambda x: model(x).x, x, use_reentrant=True).sum().backward()\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=300)
+    capture = tp.load(tmp_path)
+    assert [call.name for call in capture.calls if "parameters_grad" in call.name] == [
+        "Module.Boxed.parameters_grad.0"
+    ]
 
 
 def test_gradients_that_another_thread_has_changed(tmp_path: Path) -> None:

@@ -266,6 +266,16 @@ def test_stopped_in_nested_modules_below_other_modes(tmp_path: Path, level: str)
     rec.close()
 
 
+def test_closed_below_a_mode_with_attributes_like_torchs(tmp_path: Path) -> None:
+    rec = recorder(tmp_path, "L2").start()
+    mode: Any = _Dispatch()
+    mode.old_values = torch.ones(3)
+    with mode:
+        torch.ones(2).add(1)
+        rec.close()
+        assert modes() == [mode]
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("where", ["main", "there"])
 def test_stopped_while_another_thread_is_in_a_module(
@@ -296,3 +306,31 @@ def test_stopped_while_another_thread_is_in_a_module(
     assert left == []
     rec.close()
     assert modes() == []
+
+
+@pytest.mark.parametrize("level", ["L0", "mix"])
+def test_started_again_while_another_thread_is_in_a_module(tmp_path: Path, level: str) -> None:
+    inside, started = threading.Event(), threading.Event()
+    rec = recorder(tmp_path, level).start()
+    left: list[Any] = []
+
+    def do() -> None:
+        inside.set()
+        assert started.wait(60)
+
+    def work() -> None:
+        _Doing(do)(torch.ones(2, 3))
+        left.extend(modes())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert inside.wait(60)
+    rec.stop()
+    rec.start()
+    net()(torch.ones(2, 3))
+    started.set()
+    thread.join()
+    rec.close()
+    assert left == modes() == []
+    (call,) = tp.load(tmp_path).calls(op="Sequential", direction="forward")
+    assert call.status == "complete"

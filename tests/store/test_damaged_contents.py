@@ -106,6 +106,25 @@ def test_conversions_tell_of_a_shard_that_is_cut_or_gone(
     assert f"The first: tensors-0.safetensors {reason}\n" in said
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_conversions_count_the_tensors_of_every_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    with tp.Recorder(run, level="L1", keep="tensors", log=lambda text: None) as rec:
+        for step in range(2):
+            torch.full((64,), float(step)).neg()
+            rec.step()
+    for shard in run.glob("rank0/*/*.safetensors"):
+        shard.unlink()
+    assert main(["convert", str(run), "--to", layout, "-o", str(out)]) == 0
+    names = (
+        "Torch.full.0.forward.output.0, Tensor.neg.0.forward.input.0, "
+        "Tensor.neg.0.forward.output.0 and 3 more"
+    )
+    assert f"not as it was: 6 tensors are without content: {names}. " in capsys.readouterr().out
+
+
 def test_a_repro_names_the_input_that_cannot_be_read(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -160,12 +160,15 @@ class ModuleBackward(WayBackward):
 
     def incoming(self, grads: Gradients) -> None:
         """Backward has come to the node of the output."""
-        tape = self.tape
-        around = tape.entered.get(_ident())
-        tape.passed.setdefault(_ident(), set()).add(self.call.module)
+        tape, ident = self.tape, _ident()
+        around = tape.entered.get(ident)
+        passed = tape.passed.get(ident)
+        if passed is None:
+            passed = tape.passed.setdefault(ident, set())
+        passed.add(self.call.module)
         NodeBackward.incoming(self, grads)
         if around is not None:  # the call that made the output has the same node
-            tape.entered[_ident()] = around
+            tape.entered[ident] = around
 
 
 class Backward(_Followed):

@@ -27,6 +27,8 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 _HANDLER = handle_torch_function.__code__
+# by the names that every dispatch mode has, which another tool's may have more of
+_FLAGS = [name for name in vars(TorchDispatchMode()) if name.startswith("old_")]
 _ENGINE = inspect.unwrap(torch.autograd.graph._engine_run_backward).__code__
 
 
@@ -115,10 +117,9 @@ def _take_off(mode: Any) -> bool:
         _python_dispatch._pop_mode()
     else:
         # as if the next one had been entered first
-        for flags in (_flags(other) for other in reversed(above) if _flags(other)):
-            for name in noted:
-                flags[name][-1], noted[name][-1] = noted[name][-1], flags[name][-1]
-            break
+        entered = (flags for other in reversed(above) if (flags := _flags(other)))
+        for name, told in next(entered, {}).items():
+            told[-1], noted[name][-1] = noted[name][-1], told[-1]
         TorchDispatchMode.__exit__(mode, None, None, None)
     for other in reversed(above):
         _python_dispatch._push_mode(other)
@@ -128,7 +129,7 @@ def _take_off(mode: Any) -> bool:
 def _flags(mode: Any) -> dict[str, Any]:
     """What torch told everyone of modes being on before `mode` was, which leaving it tells again:
     torch.compile asks."""
-    return {name: flags for name, flags in vars(mode).items() if name.startswith("old_") and flags}
+    return {name: flags for name in _FLAGS if (flags := vars(mode).get(name))}
 
 
 def _restoring(mode: Any) -> FrameType | None:

@@ -176,6 +176,7 @@ class ModuleHooks:
         self._around: FrameType | None = None  # of the module whose forward we were started in
         # modules called in this step whose parameters may get a gradient, each with its thread
         self._trained: dict[int, tuple[weakref.ref[nn.Module], str, int]] = {}
+        self._come_by: set[str] = set()  # paths of modules that backward was ever seen to come by
         self._grads_seen: dict[int, tuple[weakref.ref[torch.Tensor], tuple[int, int]]] = {}
         self._gradients = threading.RLock()  # a signal's handler may go backward meanwhile
         self._made = MadeNotes()
@@ -187,6 +188,7 @@ class ModuleHooks:
 
     def install(self) -> None:
         self._owner_thread = threading.get_ident()
+        self._forget_last()  # from here on `_leave` is told of threads that come home
         self._find_around()
         self._handles = [
             register_module_forward_pre_hook(self._enter),
@@ -215,7 +217,11 @@ class ModuleHooks:
             self._go_back(entries[0])
             entries.clear()
             self._leave_root()
-        if not self._abroad and self._last is not None:
+        if not self._abroad:
+            self._forget_last()
+
+    def _forget_last(self) -> None:
+        if self._last is not None:
             self._last.remove()
             self._last = None
 
@@ -533,13 +539,17 @@ class ModuleHooks:
         found: list[_Gradients] = []
         own, passed = threading.get_ident(), self._tape.passed
         by_own = passed.pop(own, set())
+        self._come_by.update(by_own, *list(passed.values()))
 
         def is_own(path: str, thread: int) -> bool:
+            if path in by_own:
+                return True
             others = [ident for ident, paths in list(passed.items()) if path in paths]
-            if path in by_own or not going.isdisjoint(others):
-                return path in by_own
-            # the rest are threads of devices, which go backward for whichever calls it
-            return thread == own or (bool(others) and last)
+            if not going.isdisjoint(others):
+                return False
+            # the rest are threads of devices, which go backward for whichever calls it; nobody is
+            # seen to come by where a module has returned no tensor that backward starts from
+            return thread == own or (last and (bool(others) or path not in self._come_by))
 
         with Quiet(), self._gradients:  # backward may end in two threads at once
             for reference, path, thread in list(self._trained.values()):

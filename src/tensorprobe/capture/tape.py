@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from msgspec import Raw
+from msgspec import Raw, Struct
 from torch.autograd.function import BackwardCFunction
 
 from tensorprobe import native
@@ -98,6 +98,15 @@ class Place(threading.local):
         self.frame: FrameType | None = None
         self.stack = 0
         self.thread = threading.current_thread().name
+
+
+class _Met(Struct, eq=False):
+    """What is written on the node of a custom Function, which may live on over steps."""
+
+    step: int | None = None  # the last one that has met it
+    # its call there, with those of its outputs that were seen; None: not wanted
+    seen: tuple[OpenCall, dict[Path, Any]] | None = None
+    is_followed: bool = False  # into backward
 
 
 class Tape:
@@ -626,15 +635,13 @@ class Tape:
     def _record_functions(self, functions: list[tuple[torch.Tensor, Any]]) -> None:
         """Custom autograd.Functions: `apply` is no torch call, but their node is in the graph."""
         for tensor, node in functions:
-            # its calls in the steps that have met it, with those of its outputs that were seen;
-            # None: not wanted. On the node itself: numbers of nodes are those of a thread
-            met: dict[int, tuple[OpenCall, dict[Path, Any]] | None]
-            met = node.metadata.setdefault(self._key, {})
-            if self.step in met:
-                if (seen := met[self.step]) is not None:
-                    self._write_function_output(*seen, tensor)
+            # on the node itself: numbers of nodes are those of a thread
+            met: _Met = node.metadata.setdefault(self._key, _Met())
+            if met.step == self.step:
+                if met.seen is not None:
+                    self._write_function_output(*met.seen, tensor)
                 continue
-            met[self.step] = None
+            met.step, met.seen = self.step, None
             kind = getattr(type(node), "_forward_cls", type(node))
             api = ApiName("Function", kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
             names = self.select(api, self.counter.next_name(api), self.place.module)
@@ -644,9 +651,10 @@ class Tape:
             if names.wanted:
                 self._write_function(call)
                 outputs: dict[Path, Any] = {}
-                met[self.step] = (call, outputs)
+                met.seen = (call, outputs)
                 self._write_function_output(call, outputs, tensor)
-            if self._backward:
+            if self._backward and not met.is_followed:
+                met.is_followed = True
                 self._follow(call, trace_function(node), {})
 
     def _write_function(self, call: OpenCall) -> None:
