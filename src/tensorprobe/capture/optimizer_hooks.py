@@ -74,12 +74,8 @@ class OptimizerHooks:
         self._inside.add(ident)
         try:
             self.forget_raised(sys._getframe(1))
-            under_way = self._thread.open
-            # inside of its own step: that of a base class, which has hooks where one was ever made
-            is_again = any(reference() is optimizer for reference, _ in under_way)
-            begins = self._tape.recording and not is_again
-            call = self._begin(optimizer) if begins else None
-            under_way.append((weakref.ref(optimizer), call))
+            call = self._begin(optimizer) if self._tape.recording else None
+            self._thread.open.append((weakref.ref(optimizer), call))
         finally:
             self._inside.discard(ident)
 
