@@ -194,7 +194,6 @@ class Backward(_Followed):
                     tape.passed.setdefault(_ident(), set()).add(self.call.module)
                 if run is not None:
                     tape.entered.setdefault(_ident(), run)
-                if run is not None:
                     run.receive(spots, grads)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
             tape.gap(self.name, error)
