@@ -17,9 +17,9 @@ from recorded import record
 from tensorprobe.check.one import check_one
 from tensorprobe.errors import NotReplayable
 from tensorprobe.records import Call
-from tensorprobe.replay.modules import how_made
+from tensorprobe.replay.allowed import _ALLOWED, function_named
+from tensorprobe.replay.modules import build_module, check_names, how_made
 from tensorprobe.replay.pairing import pair
-from tensorprobe.replay.rebuild import find_function
 from tensorprobe.replay.reference import replay
 
 X = (2, 4)
@@ -240,6 +240,7 @@ def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     yield users_of_modules
     del sys.modules["users_of_modules"]
+    _ALLOWED.discard("users_of_modules")
 
 
 def run_repro(folder: Path, *path: str) -> tuple[int, str]:
@@ -282,7 +283,12 @@ def test_modules_of_modules_run_alone(name: str, tmp_path: Path) -> None:
 def test_a_users_module_runs_alone_where_it_can_be_imported(users: Any, tmp_path: Path) -> None:
     model = users.Block(4, Settings())
     capture = record(tmp_path / "run", lambda: run_once(model, (floats(3, 4),)), level="L0")
-    folder = tp.repro(capture, "Module.Block.forward.0", tmp_path / "repro")
+    name = "Module.Block.forward.0"
+    with pytest.raises(
+        NotReplayable, match=r"\(allow its package with --import users_of_modules\)"
+    ):
+        tp.repro(capture, name, tmp_path / "repro")
+    folder = tp.repro(capture, name, tmp_path / "repro", imports="users_of_modules")
     status, text = run_repro(folder, str(tmp_path))
     assert status == 0, text
     assert "FAIL" not in text
@@ -301,7 +307,9 @@ def test_what_a_module_lacks_is_said(users: Any, tmp_path: Path) -> None:
     capture = record(tmp_path / "run", lambda: run_once(model, (floats(3, 4),)), level="L0")
     reason = r"no attribute 'settings' \(of settings only the names were recorded\)\. Repro a call "
     with pytest.raises(NotReplayable, match=reason):
-        tp.repro(capture, "Module.Needs.forward.0", tmp_path / "repro")
+        tp.repro(
+            capture, "Module.Needs.forward.0", tmp_path / "repro", imports=["users_of_modules"]
+        )
     assert not (tmp_path / "repro").exists()
 
 
@@ -319,18 +327,36 @@ def test_a_class_of_the_script_itself_is_refused(tmp_path: Path) -> None:
     "note",
     [
         "made as Linear(in_features=__import__('os').system('true'))",
+        "made as Linear(4, 4)()",
+        "made as Linear(4, 4, **{'a': 1})",
+        "made as Linear(4, 4)(exit())",
         "made with lib.Block({'a': __import__('os')}, {}, [])",
-        "made with lib.Block({'a': os.system}, {}, [])",
+        "made with lib.Block({**{}, 'a': 1}, {}, [])",
+        "made with lib.Block({'a': 1}, {'': 'lib.Block'}, [])",
         "made with lib.Block({}, {'a': 'made as torch.nn.Linear(exit())'}, [])",
+        "made with lib.Block({'a': " + "-" * 5000 + "1}, {}, [])",
+        "made with lib.Block({'a': x" + ".y" * 3000 + "}, {}, [])",
     ],
 )
 def test_a_capture_is_data(note: str) -> None:
-    call = Call(index=0, name="Module.a.Block.forward.0", op="lib.Block", notes=(note,))
+    op = "torch.nn.modules.container.Sequential"
+    call = Call(index=0, name="Module.a.Block.forward.0", op=op, notes=(note,))
     with pytest.raises(NotReplayable, match="does not say how"):
-        how_made(call, {})
+        check_names(how_made(call, {}))
+
+
+@pytest.mark.parametrize("name", ["os.system", "torch.load", "torch.hub.load", "builtins.exec"])
+def test_an_attribute_names_nothing_outside_of_the_table(name: str) -> None:
+    note = f"made with lib.Block({{'a': {name}}}, {{}}, [])"
+    op = "torch.nn.modules.container.Sequential"
+    call = Call(index=0, name="Module.a.Block.forward.0", op=op, notes=(note,))
+    with pytest.raises(NotReplayable, match=f"not run: {name} is not an operator of torch"):
+        check_names(how_made(call, {}))
+    with pytest.raises(NotReplayable, match=f"not run: {name} is not an operator of torch"):
+        build_module(call)
 
 
 @pytest.mark.parametrize("op", ["os.system", "builtins.exec", "subprocess.run", "numpy.save"])
 def test_no_function_of_the_system_is_looked_up(op: str) -> None:
-    with pytest.raises(NotReplayable, match="is no operator"):
-        find_function(op)
+    with pytest.raises(NotReplayable, match=r"not run: .* is not an operator of torch$"):
+        function_named(op)

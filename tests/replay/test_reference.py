@@ -15,8 +15,10 @@ import tensorprobe as tp
 from recorded import record
 from tensorprobe.errors import NotReplayable
 from tensorprobe.records import Call, Capture
+from tensorprobe.replay.allowed import _ALLOWED, allow
 from tensorprobe.replay.rebuild import with_stride
 from tensorprobe.replay.reference import replay
+from tensorprobe.replay.references import _REGISTERED
 
 
 def grad_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -226,15 +228,19 @@ def test_a_custom_op_takes_the_users_reference(tmp_path: Path) -> None:
 
     capture = record(tmp_path / "run", program, level="L1")
     call = the_call(capture, "twice")
+    with pytest.raises(
+        NotReplayable, match=r"\(allow its package with --import tensorprobe_test\)"
+    ):
+        replay(call)
+    allow("tensorprobe_test")
     assert replay(call).error("output.0", call.tensor("output.0").load()) == 0
     own = {"tensorprobe_test::twice": lambda x: x * 2}
     done = replay(call, references=own)
     assert done.error("output.0", call.tensor("output.0").load()) > 100
     assert tp.reference("tensorprobe_test::twice")(own["tensorprobe_test::twice"])
     assert torch.equal(replay(call).outputs["output.0"], torch.full((3,), 2.0).double())
-    from tensorprobe.replay.references import _REGISTERED
-
     del _REGISTERED["tensorprobe_test::twice"]
+    _ALLOWED.remove("tensorprobe_test")
 
 
 def test_the_random_numbers_of_the_program_are_not_used(tmp_path: Path) -> None:

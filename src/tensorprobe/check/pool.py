@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -17,6 +16,7 @@ import msgspec
 from tensorprobe.check.row import Row, row_for
 from tensorprobe.check.worker import Setting
 from tensorprobe.errors import DeviceUnusable
+from tensorprobe.replay.limits import child_command
 from tensorprobe.replay.pairing import Pair
 
 _START_S = 120.0  # importing torch on a busy machine, and waking a device
@@ -35,12 +35,9 @@ class _Worker:
 
     def __init__(self, setting: Setting) -> None:
         ours, theirs = socket.socketpair()
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
-            f"from tensorprobe.check.worker import main; main({theirs.fileno()})"
-        )
+        code = f"from tensorprobe.check.worker import main; main({theirs.fileno()})"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code],
+            child_command(code),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

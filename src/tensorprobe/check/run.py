@@ -56,6 +56,7 @@ def check(
     jobs: int = 1,
     timeout_s: float = 120.0,
     references: str | Path | None = None,
+    imports: Sequence[str | Path] = (),
     peer_tables: bool = False,
     restart: bool = False,
     step: int | None = None,
@@ -70,6 +71,7 @@ def check(
 
     `against` is a capture of a benchmark device, or the output of a check there. Calls that crash
     or hang are marked and the rest goes on; run it again with the same output to take it up.
+    `imports` are packages whose operators, functions and modules may be called besides torch's.
     With `sim_npu` the device npu is the simulated one.
     """
     if jobs < 1 or timeout_s <= 0:
@@ -91,6 +93,8 @@ def check(
     setting = Setting(
         device=device,
         references=None if references is None else Path(references),
+        imports=tuple(imports),
+        processes=jobs,
         peer_metrics=peer_tables,
         sim_npu=sim_npu,
     )

@@ -20,6 +20,8 @@ class Setting(msgspec.Struct, frozen=True):
 
     device: str
     references: Path | None = None
+    imports: tuple[str | Path, ...] = ()
+    processes: int = 1  # that share the memory of the machine
     peer_metrics: bool = False
     threads: int = 1
     sim_npu: bool = False
@@ -56,7 +58,8 @@ def _ready(setting: Setting) -> tuple[Any, Any]:
 
     from tensorprobe.check.one import check_one
     from tensorprobe.check.target import find_device
-    from tensorprobe.replay.references import run_file
+    from tensorprobe.replay.limits import limit_memory
+    from tensorprobe.replay.references import bring_in, run_file
 
     torch.set_num_threads(setting.threads)
     if setting.sim_npu:
@@ -65,7 +68,9 @@ def _ready(setting: Setting) -> tuple[Any, Any]:
         sim_npu.install()
     if setting.references is not None:
         run_file(setting.references)
+    bring_in(setting.imports)
     device = find_device(setting.device)
+    limit_memory(setting.processes)
 
     def check(pair: Pair, benchmark: Pair | None) -> Any:
         return check_one(pair, device, benchmark, peer_metrics=setting.peer_metrics)

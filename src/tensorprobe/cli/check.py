@@ -41,7 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--references",
         metavar="FILE",
-        help="a Python file run first in every process: references and imports of custom ops",
+        help="a Python file run first in every process: references for custom operators",
+    )
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="PACKAGE",
+        help="a package whose operators and modules may be called, or a Python file",
     )
     parser.add_argument(
         "--peer-tables",
@@ -74,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
                 jobs=args.jobs,
                 timeout_s=args.timeout,
                 references=args.references,
+                imports=args.imports,
                 peer_tables=args.peer_tables,
                 restart=args.restart,
                 step=args.step,

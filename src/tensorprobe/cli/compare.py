@@ -28,6 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--references", metavar="FILE", help="Python file with @tensorprobe.reference functions"
     )
     parser.add_argument(
+        "--import", dest="imports", action="append", default=[], metavar="PACKAGE",
+        help="a package whose operators and modules may be called, or a Python file",
+    )  # fmt: skip
+    parser.add_argument(
         "--columns", choices=("native", "ptdbg", "msprobe"), default="native",
         help="columns of comparison.csv",
     )  # fmt: skip
@@ -58,10 +62,6 @@ def _run(args: argparse.Namespace, workers: Workers | None) -> int:
     from tensorprobe.report.saving import compare
     from tensorprobe.store.outputs import check_output
 
-    if args.references is not None:
-        from tensorprobe.replay.references import run_file
-
-        run_file(Path(args.references))
     if args.output is not None:  # before the work, not after it
         check_output(Path(args.output), Path(args.actual), Path(args.expected))
     progress = None
@@ -77,6 +77,8 @@ def _run(args: argparse.Namespace, workers: Workers | None) -> int:
             rank=args.rank,
             processes=workers or 1,
             seconds=args.replay_seconds,
+            references=args.references,
+            imports=args.imports,
             progress=progress,
         )
     finally:

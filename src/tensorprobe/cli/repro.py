@@ -15,8 +15,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--import",
         dest="imports",
-        metavar="FILE",
-        help="a Python file that registers a custom op; it goes into the folder",
+        action="append",
+        default=[],
+        metavar="PACKAGE",
+        help="a package whose operators and modules may be called, or a Python file that "
+        "registers one; the file goes into the folder",
     )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -13,6 +12,7 @@ from tensorprobe.compare.drift import drifted
 from tensorprobe.compare.hunt import hunt
 from tensorprobe.compare.judge import ROUNDING, pair_roundoff
 from tensorprobe.compare.measure import CallPair
+from tensorprobe.compare.replaying import Replayer
 from tensorprobe.compare.replays import Replays
 from tensorprobe.compare.scene import Scene
 from tensorprobe.compare.taint import Taint
@@ -36,14 +36,14 @@ class Findings(msgspec.Struct):
 def blame(
     pairs: Sequence[CallPair],
     *,
-    references: Mapping[str, Callable[..., Any]] | None = None,
+    replayer: Replayer | None = None,
     seconds: float = 120.0,
     floors: Mapping[str, float] | None = None,
     replay: bool = True,
 ) -> Findings:
     """All culprits among the paired calls of one rank, the earliest first."""
     scene = Scene(pairs, floors)
-    replays = Replays(scene, references=references, seconds=seconds, enabled=replay)
+    replays = Replays(scene, replayer=replayer, seconds=seconds, enabled=replay)
     taint = Taint(scene)
     if replays.enabled:
         hunt(scene, replays, faint=False)

@@ -6,6 +6,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -25,6 +26,7 @@ from tensorprobe.compare.measure import (
     measure,
     pair_tensors,
 )
+from tensorprobe.compare.replaying import Replayer, UserCode, replayer_for
 from tensorprobe.compare.units import (
     Lacking,
     are_one_each,
@@ -135,6 +137,8 @@ def compare(
     processes: int | Workers | None = None,
     replay: bool = True,
     seconds: float = 120.0,
+    references: str | os.PathLike[str] | None = None,
+    imports: Sequence[str | os.PathLike[str]] = (),
     progress: Progress | None = None,
 ) -> Comparison:
     """Compare two captures and name the call that made them differ.
@@ -142,8 +146,13 @@ def compare(
     `noise` are further runs of the expected side: what they differ by is no divergence. `mapping`
     is a file, or a dict, that says which calls or modules are the same. `seconds` bounds the time
     spent on replaying suspects; 0 or `replay=False` leaves it out. `processes` measure tensors: how
-    many (one a core, where that is worth it), or some that were started before.
+    many (one a core, where that is worth it), or some that were started before. `references` is a
+    Python file with tp.reference functions; `imports` are packages whose operators, functions and
+    modules a replay may call besides torch's.
     """
+    replayer = replayer_for(_user_code(references, imports))
+    if references is not None or imports:
+        replayer.start()  # what is wrong with a user's code is told before the work, not after it
     known = NO_MAPPING if mapping is None else read_mapping(mapping)
     with workers_for(map(_path, (actual, expected)), processes) as workers:
         ours, theirs = _opened(actual), _opened(expected)
@@ -155,7 +164,16 @@ def compare(
                 workers.end()
     with no_garbage():
         lacks = lacking(ours, theirs, step, rank)
-        return _judge(ours, theirs, pairs, lacks, floors, replay and seconds > 0, seconds)
+        wanted = replayer if replay and seconds > 0 else None
+        return _judge(ours, theirs, pairs, lacks, floors, wanted, seconds)
+
+
+def _user_code(
+    references: str | os.PathLike[str] | None, imports: Sequence[str | os.PathLike[str]]
+) -> UserCode:
+    file = None if references is None else Path(references)
+    names = tuple(each if isinstance(each, str) else Path(each) for each in imports)
+    return UserCode(file, names)
 
 
 def _path(source: Source) -> str | os.PathLike[str]:
@@ -214,7 +232,7 @@ def _judge(
     pairs: list[CallPair],
     lacks: Sequence[Lacking],
     floors: Mapping[str, float],
-    replay: bool,
+    replayer: Replayer | None,
     seconds: float,
 ) -> Comparison:
     n_actual = sum(pair.pair.actual is not None for pair in pairs)
@@ -246,12 +264,17 @@ def _judge(
     structure: list[str] = []
     findings: list[Findings] = []
     ranks = sorted({pair.call.rank for pair in pairs})
+    replay = replayer is not None
     if replay and verdict.mode == "tensors":
         replay = _torch_is_there(verdict)
     for rank in ranks:
         mine = [pair for pair in pairs if pair.call.rank == rank]
         found = blame(
-            _recorded(mine, narrow), replay=replay, seconds=seconds / len(ranks), floors=floors
+            _recorded(mine, narrow),
+            replayer=replayer,
+            replay=replay,
+            seconds=seconds / len(ranks),
+            floors=floors,
         )
         findings.append(found)
         structure += found.structure

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -50,40 +50,28 @@ class Evidence(msgspec.Struct, frozen=True):
         return max(self.errors.values(), key=lambda error: error.size, default=None)
 
 
-References = Mapping[str, Callable[..., Any]]
-
-
-def own_error(
-    forward: Call,
-    backward: Call | None = None,
-    references: References | None = None,
-    *,
-    noise: bool = True,
-) -> Evidence:
+def own_error(forward: Call, backward: Call | None = None, *, noise: bool = True) -> Evidence:
     """Replay a call, or the backward of one, and hold its recorded outputs against the result.
 
     Without `noise` it takes half the time and the errors may come out larger than they are.
     """
     try:
-        return _own_error(forward, backward, references, noise)
+        return _own_error(forward, backward, noise)
     except (NotReplayable, UnreadableCapture) as error:
         return Evidence(problem=str(error))
 
 
-def _own_error(
-    forward: Call, backward: Call | None, references: References | None, noise: bool
-) -> Evidence:
+def _own_error(forward: Call, backward: Call | None, noise: bool) -> Evidence:
     from tensorprobe.replay.reference import replay
 
     subject = backward or forward
     moved = []
-    replayed = replay(forward, backward=backward, references=references, noise=False)
+    replayed = replay(forward, backward=backward, noise=False)
     if noise and replayed.kind not in ("exact", "conversion"):
         moved = [
             replay(
                 forward,
                 backward=backward,
-                references=references,
                 noise=False,
                 source=_shaken(replayed.roundoff, seed),
             ).outputs
@@ -148,16 +136,14 @@ def _blind(dropout: Call) -> torch.Tensor | None:
     return given.load().abs() < 1e-30 if made.dtype != "float16" else given.load().abs() < 1e-7
 
 
-def matters(call: Call, other: Call | None, references: References | None = None) -> float | None:
+def matters(call: Call, other: Call) -> float | None:
     """How far the replay of a call moves when it is given the arguments of another, in roundings;
     None when that cannot be tried."""
     from tensorprobe.replay.reference import replay, rms
 
-    if other is None:
-        return None
     try:
-        own = replay(call, references=references, noise=False)
-        theirs = replay(other, references=references, noise=False)
+        own = replay(call, noise=False)
+        theirs = replay(other, noise=False)
     except (NotReplayable, UnreadableCapture):
         return None
     worst = 0.0

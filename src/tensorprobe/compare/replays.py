@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from tensorprobe.compare.evidence import Evidence, OwnError, own_error
+from tensorprobe.compare.evidence import Evidence, OwnError
 from tensorprobe.compare.nodes import FAINT, Node, shrink_factor
 from tensorprobe.compare.recomputation import recomputed_forwards
+from tensorprobe.compare.replaying import Replayer, UserCode, replayer_for
 from tensorprobe.compare.scene import Scene
 from tensorprobe.records import Call
+
+_LEAST_S = 10.0
 
 
 class Replays:
@@ -21,12 +23,12 @@ class Replays:
         self,
         scene: Scene,
         *,
-        references: Mapping[str, Callable[..., Any]] | None = None,
+        replayer: Replayer | None = None,
         seconds: float = 120.0,
         enabled: bool = True,
     ) -> None:
         self.scene = scene
-        self.references = references
+        self._replayer = replayer or replayer_for(UserCode())
         self.enabled = enabled and scene.has_tensors
         self.deadline = time.monotonic() + seconds
         self.n_replayed = 0
@@ -73,7 +75,7 @@ class Replays:
     def _backwards(self, node: Node, forwards: tuple[Call, Call]) -> Iterator[Evidence]:
         for forward, backward in zip(forwards, node.pair.pair[:2], strict=True):
             assert isinstance(backward, Call)
-            yield own_error(forward, backward, self.references)
+            yield self._own_error(forward, backward)
 
     def evidence(self, node: Node, side: int, noise: bool) -> Evidence:
         """One side's; a backward call is replayed together with its forward call."""
@@ -82,11 +84,25 @@ class Replays:
         at = self.scene.forward_of(node)
         is_kernel = at is None and call.op.startswith("torch.ops.")  # of backward, seen at L2
         if call.direction == "forward" or is_kernel:
-            return own_error(call, None, self.references, noise=noise)
+            return self._own_error(call, noise=noise)
         given = at.pair.pair[side] if at is not None else None
         if not isinstance(given, Call):
             return Evidence(problem=f"{call.name}: its forward call was not recorded")
-        return own_error(given, call, self.references, noise=noise)
+        return self._own_error(given, call, noise=noise)
+
+    def matters(self, call: Call, other: Call | None) -> float | None:
+        """How far a call's replay moves with the arguments of another; None: not to be told."""
+        return self._replayer.matters(call, other, seconds=self._seconds_for_one())
+
+    def _own_error(
+        self, forward: Call, backward: Call | None = None, noise: bool = True
+    ) -> Evidence:
+        seconds = self._seconds_for_one()
+        return self._replayer.own_error(forward, backward, noise=noise, seconds=seconds)
+
+    def _seconds_for_one(self) -> float:
+        """One call may take what is left of the time, and some seconds however late it is."""
+        return max(self.deadline - time.monotonic(), _LEAST_S)
 
 
 def worst(node: Node, evidence: Evidence) -> OwnError | None:

@@ -16,7 +16,6 @@ from tensorprobe.compare.culprit import (
     magnitude,
     proof_of,
 )
-from tensorprobe.compare.evidence import matters
 from tensorprobe.compare.judge import ROUNDING, distance, moved_values, pair_roundoff
 from tensorprobe.compare.measure import TensorPair
 from tensorprobe.compare.nodes import (
@@ -227,7 +226,7 @@ class Walk:
         if not absent or node.is_random is not None:
             return []
         if self.replays.in_time:
-            found = matters(a, arguments.transplant(a, node.pair), self.replays.references)
+            found = self.replays.matters(a, arguments.transplant(a, node.pair))
             if found is not None:
                 return absent if found > FAINT else []
         return absent if not node.taint and exceeds(node) else []
@@ -237,7 +236,7 @@ class Walk:
         assert a is not None
         assert e is not None
         if self.replays.in_time and node.call.direction == "forward" and node.is_random is None:
-            found = matters(a, arguments.graft(a, e), self.replays.references)
+            found = self.replays.matters(a, arguments.graft(a, e))
             if found is not None:
                 return found > FAINT
         if node.taint:

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from tensorprobe.errors import NotReplayable
 from tensorprobe.records import Call
+from tensorprobe.replay.allowed import function_named
 
 Formula = Callable[..., Any]
 
@@ -19,14 +21,7 @@ def vendor_formula(call: Call) -> Formula | None:
 
 def vendor_op_formula(op: str, kwargs: Mapping[str, Any]) -> Formula | None:
     """The same for an op that is called with these keyword arguments."""
-    if not op.startswith(("torch_npu.", "torch.ops.npu.")):
-        return None
-    from tensorprobe.devices.sim_npu.torch_npu import TABLES
-
-    name = op.removeprefix("torch_npu.").removeprefix("torch.ops.npu.")
-    wanted = {name, name.removesuffix(".default")}
-    found = (each for table in TABLES for each in table.ops if each.name in wanted)
-    known = next(found, None)
+    known = _vendor_op(op)
     if known is None:
         return None
     kept = kwargs.get("keep_prob", 1 if "keep_prob=1" in known.schema else 0)
@@ -34,16 +29,33 @@ def vendor_op_formula(op: str, kwargs: Mapping[str, Any]) -> Formula | None:
     return None if draws else known.body
 
 
+def is_vendor_op(op: str) -> bool:
+    """Whether this is the name of one of torch_npu's own ops, installed here or not."""
+    return _vendor_op(op) is not None
+
+
+def _vendor_op(op: str) -> Any:
+    home = next((home for home in ("torch_npu.", "torch.ops.npu.") if op.startswith(home)), None)
+    if home is None:
+        return None
+    from tensorprobe.devices.sim_npu.torch_npu import TABLES
+
+    name = op.removeprefix(home)
+    wanted = {name, name.removesuffix(".default")}
+    return next((each for table in TABLES for each in table.ops if each.name in wanted), None)
+
+
 def formula(op: str) -> Formula | None:
     """Another way to compute an op, tried where its own kernel does not run."""
     own = _OWN.get(op.removeprefix("torch.ops.aten.").removesuffix(".default"))
     if own is not None or not op.startswith("torch.ops.aten."):
         return own
-    overload: Any = torch.ops.aten
-    for part in op.removeprefix("torch.ops.aten.").split("."):
-        overload = getattr(overload, part, None)
     from torch._decomp import decomposition_table
 
+    try:
+        overload: Any = function_named(op)
+    except NotReplayable:
+        return None
     found: Formula | None = decomposition_table.get(overload)
     return found
 

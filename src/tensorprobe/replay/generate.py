@@ -9,6 +9,7 @@ import torch
 
 from tensorprobe.errors import NotReplayable
 from tensorprobe.records import TensorRecord, TensorSummary
+from tensorprobe.replay.allowed import dtype_named
 from tensorprobe.replay.rebuild import load
 
 _HUGE = 1e30  # a mask, not a number
@@ -26,7 +27,7 @@ def generate(record: TensorRecord) -> torch.Tensor:
         why = record.gap or "the capture keeps no statistics: record with keep='stats' or 'tensors'"
         raise NotReplayable(f"{record.name} has neither content nor statistics: {why}")
     generator = torch.Generator().manual_seed(zlib.crc32(record.name.encode()))
-    dtype: torch.dtype = getattr(torch, record.dtype)
+    dtype = dtype_named(record.dtype)
     n = record.numel
     if dtype is torch.bool:
         flat = torch.arange(n) >= summary.zero_count

@@ -1,10 +1,13 @@
-"""A module made anew from what a capture says about it: its class and how it was made."""
+"""A module made anew from what a capture says about it: its class and how it was made.
+
+Notes are text from a file. They are parsed into literals and names; a name is looked up in the
+table of what may be called, and source is written from the parsed values.
+"""
 
 from __future__ import annotations
 
 import ast
-import re
-import sys
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +17,7 @@ import torch
 
 from tensorprobe.errors import NotReplayable
 from tensorprobe.records import Call
-from tensorprobe.replay.rebuild import is_safe_name
+from tensorprobe.replay.allowed import module_named, public_module, value_named
 
 # Notes of a recorder: "made as Linear(in_features=4, out_features=8)", the constructor's call;
 # "made with lib.Block({'factor': 2.0}, {'up': 'torch.nn.modules.linear.Linear'}, ['config'])",
@@ -22,15 +25,27 @@ from tensorprobe.replay.rebuild import is_safe_name
 MADE_AS = "made as "
 MADE_WITH = "made with "
 EVAL = "eval"
+_LONGEST = 8000  # characters; a recorder writes half as many at most
+
+
+@dataclass(frozen=True)
+class Named:
+    """A value that is not a literal, by its name in the table: torch.float32, F.relu."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name
 
 
 @dataclass(frozen=True)
 class Made:
-    """How to make a module: by `constructor`, or by its class, attributes and children."""
+    """How to make a module: by its constructor, or by its class, attributes and children."""
 
-    kind: str
-    constructor: str | None = None
-    attributes: str = "{}"
+    kind: str  # a name in the table
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    attributes: dict[str, Any] | None = None  # None: its constructor is called
     children: dict[str, Made | None] = field(default_factory=dict)
     opaque: tuple[str, ...] = ()
     training: bool = True
@@ -38,30 +53,39 @@ class Made:
     def source(self, indent: int = 4) -> str:
         """The expression that makes it, as a repro has it."""
         mode = "" if self.training else ".eval()"
-        if self.constructor is not None:
-            return self.constructor + mode
+        if self.attributes is None:
+            given = [literal(arg) for arg in self.args]
+            given += [f"{key}={literal(value)}" for key, value in self.kwargs.items()]
+            return f"{self.kind}({', '.join(given)}){mode}"
         inner = " " * (indent + 4)
-        parts = [f"{inner}{self.kind},", f"{inner}{self.attributes},"]
+        parts = [f"{inner}{self.kind},", f"{inner}{literal(self.attributes)},"]
         if self.children:
             deeper = " " * (indent + 8)
             parts.append(f"{inner}{{")
             for name, child in self.children.items():
                 text = "None" if child is None else child.source(indent + 8)
-                parts.append(f'{deeper}"{name}": {text},')
+                parts.append(f"{deeper}{name!r}: {text},")
             parts.append(f"{inner}}},")
         return "\n".join(["make(", *parts, f"{' ' * indent}){mode}"])
 
     def packages(self) -> set[str]:
         """What has to be imported to make it."""
         inside = [child.packages() for child in self.children.values() if child is not None]
-        own = set() if self.kind.startswith("torch.nn.") else {self.kind.rpartition(".")[0]}
-        return own.union(*inside)
+        names = {self.kind, *_names_in(self.attributes or {})}
+        homes = {name.rpartition(".")[0] for name in names if not name.startswith("torch.")}
+        return homes.union(*inside)
 
     def may_draw(self) -> bool:
         """Whether it, or a child, drops numbers by chance."""
-        own = f"{self.constructor or ''} {self.attributes}"
-        active = self.training and re.search(r"ropout\w*(\(p=|=|': )(0\.0*[1-9]|\de-|1\.0)", own)
-        return bool(active) or any(c.may_draw() for c in self.children.values() if c is not None)
+        own = {**self.kwargs, **(self.attributes or {})}
+        if "ropout" in self.kind:
+            own = {**own, **{f"dropout{i}": value for i, value in enumerate(self.args)}}
+            own = {f"dropout {key}": value for key, value in own.items()}
+        active = self.training and any(
+            "ropout" in key and type(value) in (int, float) and 0 < value <= 1
+            for key, value in own.items()
+        )
+        return active or any(c.may_draw() for c in self.children.values() if c is not None)
 
     def unknown(self, path: str = "") -> list[str]:
         """The attributes of it and its children of which nothing was recorded."""
@@ -69,6 +93,39 @@ class Made:
         for name, child in self.children.items():
             found += child.unknown(f"{path}{name}.") if child is not None else []
         return found
+
+
+def literal(value: Any) -> str:
+    """A parsed value as Python source."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    if isinstance(value, list):
+        return f"[{', '.join(map(literal, value))}]"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(literal, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {literal(item)}' for key, item in value.items())}}}"
+    return repr(value)
+
+
+def _names_in(value: Any) -> set[str]:
+    if isinstance(value, Named):
+        return {value.name}
+    items = value.values() if isinstance(value, dict) else value
+    return set().union(*map(_names_in, items)) if isinstance(value, dict | list | tuple) else set()
+
+
+# Reading the notes
+
+
+class _Unclear(Exception):
+    """The note is not of the form that a recorder writes."""
+
+
+def _unclear(call: Call, note: str) -> NotReplayable:
+    return NotReplayable(
+        f"{call.name} cannot be run alone: '{note[:200]}' does not say how to make it"
+    )
 
 
 def how_made(call: Call, inside: Mapping[str, Call] | None = None) -> Made:
@@ -81,33 +138,23 @@ def how_made(call: Call, inside: Mapping[str, Call] | None = None) -> Made:
             f"{call.name} cannot be run alone: {call.op} cannot be imported. Move the class into a "
             f"module of its own, or repro a call inside it: {_look_inside(call)}"
         )
+    kind = public_module(call.op)
+    module_named(kind)
     training = EVAL not in call.notes
-    if not is_safe_name(call.op):
-        raise NotReplayable(f"{call.name} cannot be run alone: '{call.op}' is no class of a module")
-    if note.startswith(MADE_AS):
-        kind = _public(call.op)
-        constructor = f"{kind}{note[note.index('(') :]}"
-        arguments_of(constructor)  # a capture is data: no more than literals go on from here
-        return Made(kind, constructor, training=training)
     try:
-        tree = ast.parse(note.removeprefix(MADE_WITH), mode="eval").body
-        assert isinstance(tree, ast.Call)
-        attributes, children, opaque = tree.args
-        assert isinstance(attributes, ast.Dict)
-        assert all(_is_plain(value) for value in attributes.values)
-        names = ast.literal_eval(children)
-        unknown = tuple(ast.literal_eval(opaque))
-    except (SyntaxError, ValueError, AssertionError) as error:
-        raise NotReplayable(
-            f"{call.name} cannot be run alone: '{note}' does not say how to make it"
-        ) from error
+        if note.startswith(MADE_AS):
+            args, kwargs = _arguments(note.removeprefix(MADE_AS))
+            return Made(kind, args, kwargs, training=training)
+        attributes, names, unknown = _parts(note.removeprefix(MADE_WITH))
+    except (_Unclear, RecursionError) as error:
+        raise _unclear(call, note) from error
     if names and inside is None:
         raise NotReplayable(
             f"{call.name} is made of other modules, whose calls are checked. To see them: "
             f"{_look_inside(call)}"
         )
-    made = _children(names, call.module, inside or {})
-    return Made(_public(call.op), None, ast.unparse(attributes), made, unknown, training)
+    made = _children(call, names, call.module, inside or {})
+    return Made(kind, (), {}, attributes, made, unknown, training)
 
 
 def _look_inside(call: Call) -> str:
@@ -115,7 +162,7 @@ def _look_inside(call: Call) -> str:
 
 
 def _children(
-    names: Mapping[str, Any], path: str, inside: Mapping[str, Call]
+    call: Call, names: Mapping[str, Any], path: str, inside: Mapping[str, Call]
 ) -> dict[str, Made | None]:
     found: dict[str, Made | None] = {}
     for name, kind in names.items():
@@ -123,19 +170,148 @@ def _children(
         if kind is None:
             found[name] = None
         elif isinstance(kind, dict):  # a ModuleList
-            held = _children({k: v for k, v in kind.items() if k}, where, inside)
-            found[name] = Made(_public(kind[""]), None, "{}", held)
+            held = _children(call, {k: v for k, v in kind.items() if k}, where, inside)
+            holder = public_module(str(kind.get("", "torch.nn.ModuleList")))
+            module_named(holder)
+            found[name] = Made(holder, attributes={}, children=held)
         elif kind.startswith(MADE_AS):  # its parent does not call it, but uses its parameters
-            constructor = kind.removeprefix(MADE_AS)
-            arguments_of(constructor)
-            found[name] = Made(
-                "torch.nn.Linear", f"torch.nn.Linear{constructor[constructor.index('(') :]}"
-            )
+            try:
+                args, kwargs = _arguments(kind.removeprefix(MADE_AS))
+            except (_Unclear, RecursionError) as error:
+                raise _unclear(call, kind) from error
+            found[name] = Made("torch.nn.Linear", args, kwargs)
         elif where in inside:
             found[name] = how_made(inside[where], inside)
         else:
-            found[name] = Made("torch.nn.Module", "torch.nn.Module()")  # it was not called
+            found[name] = Made("torch.nn.Module")  # it was not called
     return found
+
+
+def _parse(text: str) -> ast.Call:
+    """A call in a note, as a tree; nothing of it is run."""
+    if len(text) > _LONGEST:
+        raise _Unclear(f"{len(text)} characters")
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise _Unclear(str(error)) from error
+    if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name | ast.Attribute):
+        raise _Unclear(text)
+    return tree
+
+
+def _arguments(text: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The literals that a constructor is called with: "Linear(4, 8, bias=False)"."""
+    tree = _parse(text)
+    kwargs = {}
+    for word in tree.keywords:
+        if word.arg is None or not word.arg.isascii():
+            raise _Unclear(text)
+        kwargs[word.arg] = _literal(word.value)
+    return tuple(_literal(arg) for arg in tree.args), kwargs
+
+
+def _parts(text: str) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]:
+    """The attributes, children and opaque attributes of "lib.Block({...}, {...}, [...])"."""
+    tree = _parse(text)
+    if len(tree.args) != 3 or tree.keywords:
+        raise _Unclear(text)
+    attributes, children, opaque = (_value(arg) for arg in tree.args)
+    if not (isinstance(attributes, dict) and isinstance(children, dict)):
+        raise _Unclear(text)
+    if not (isinstance(opaque, list) and all(isinstance(name, str) for name in opaque)):
+        raise _Unclear(text)
+    if "" in children or not _is_tree_of_names(children):
+        raise _Unclear(text)
+    return attributes, children, tuple(opaque)
+
+
+def _is_tree_of_names(children: dict[str, Any]) -> bool:
+    return all(
+        _is_tree_of_names(kind) if isinstance(kind, dict) else kind is None or isinstance(kind, str)
+        for kind in children.values()
+    )
+
+
+def _literal(node: ast.expr) -> Any:
+    value = _value(node)
+    if _names_in(value):
+        raise _Unclear(ast.unparse(node))
+    return value
+
+
+def _value(node: ast.expr) -> Any:
+    """A literal, a number that has none, or a name."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Attribute):
+        return Named(ast.unparse(node))
+    if isinstance(node, ast.List):
+        return [_value(item) for item in node.elts]
+    if isinstance(node, ast.Tuple):
+        return tuple(_value(item) for item in node.elts)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        number = _value(node.operand)
+        if type(number) in (int, float):
+            return -number
+    if isinstance(node, ast.Dict):
+        return _dict(node)
+    text = ast.unparse(node)
+    if text in ("float('inf')", "float('-inf')", "float('nan')"):
+        return float(text[7:-2])
+    raise _Unclear(text)
+
+
+def _dict(node: ast.Dict) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in zip(node.keys, node.values, strict=True):
+        if not (isinstance(key, ast.Constant) and isinstance(key.value, str)):
+            raise _Unclear(ast.unparse(node))  # `**` has no key
+        found[key.value] = _value(value)
+    return found
+
+
+# Making
+
+
+def build_module(call: Call) -> torch.nn.Module:
+    """The module of an L0 call, with parameters of the right shape and any content."""
+    made = how_made(call)
+    kind = module_named(made.kind)
+    module: torch.nn.Module
+    if made.attributes is not None:
+        module = kind.__new__(kind)
+        torch.nn.Module.__init__(module)
+        module.__dict__.update(_resolved(made.attributes))
+    else:
+        try:
+            with torch.random.fork_rng(devices=[]):  # making it draws numbers that are its call's
+                module = kind(*made.args, **made.kwargs)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise NotReplayable(
+                f"{call.name} cannot be run alone: {made.source()} cannot be made: {error}"
+            ) from error
+    return module.train(made.training)
+
+
+def _resolved(value: Any) -> Any:
+    """Values with their names looked up in the table."""
+    if isinstance(value, Named):
+        return value_named(value.name)
+    if isinstance(value, dict):
+        return {key: _resolved(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_resolved(item) for item in value)
+    return value
+
+
+def check_names(made: Made) -> None:
+    """NotReplayable unless every name that its source would hold is in the table."""
+    module_named(made.kind)
+    _resolved(made.attributes or {})
+    for child in made.children.values():
+        if child is not None:
+            check_names(child)
 
 
 def calls_inside(call: Call, calls: Iterable[Call]) -> dict[str, Call]:
@@ -165,98 +341,3 @@ def with_children(call: Call, inside: Mapping[str, Call]) -> Call:
                 known.add(full)
                 tensors.append(msgspec.structs.replace(record, name=full, alias_of=None))
     return msgspec.structs.replace(call, tensors=tuple(tensors))
-
-
-def build_module(call: Call) -> torch.nn.Module:
-    """The module of an L0 call, with parameters of the right shape and any content."""
-    made = how_made(call)
-    kind = _find_class(call)
-    module: torch.nn.Module
-    if made.constructor is None:
-        module = kind.__new__(kind)
-        torch.nn.Module.__init__(module)
-        module.__dict__.update(_evaluate(call, made.attributes))
-    else:
-        args, kwargs = arguments_of(made.constructor)
-        try:
-            with torch.random.fork_rng(devices=[]):  # making it draws numbers that are its call's
-                module = kind(*args, **kwargs)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise NotReplayable(
-                f"{call.name} cannot be run alone: {made.constructor} cannot be made: {error}"
-            ) from error
-    return module.train(made.training)
-
-
-def arguments_of(constructor: str) -> tuple[list[Any], dict[str, Any]]:
-    """The values that a constructor is called with, all of them literals."""
-    try:
-        tree = ast.parse(constructor, mode="eval").body
-        assert isinstance(tree, ast.Call)
-        args = [ast.literal_eval(arg) for arg in tree.args]
-        kwargs = {word.arg: ast.literal_eval(word.value) for word in tree.keywords if word.arg}
-    except (SyntaxError, ValueError, AssertionError) as error:
-        raise NotReplayable(
-            f"a module cannot be made again: '{constructor}' does not say how"
-        ) from error
-    return args, kwargs
-
-
-def _evaluate(call: Call, attributes: str) -> dict[str, Any]:
-    """The attributes as values: literals, and names of what this process has imported."""
-    tree = ast.parse(attributes, mode="eval").body
-    assert isinstance(tree, ast.Dict)
-    found = {}
-    for key, value in zip(tree.keys, tree.values, strict=True):
-        assert isinstance(key, ast.Constant)
-        found[str(key.value)] = _value(call, value)
-    return found
-
-
-def _is_plain(node: ast.expr) -> bool:
-    """Whether it is a literal, a number that has none, or the name of something in a package."""
-    if isinstance(node, ast.Attribute):
-        return is_safe_name(ast.unparse(node))
-    if isinstance(node, ast.Call):
-        return ast.unparse(node) in ("float('inf')", "float('-inf')", "float('nan')")
-    if isinstance(node, ast.List | ast.Tuple):
-        return all(_is_plain(item) for item in node.elts)
-    if isinstance(node, ast.UnaryOp):
-        return isinstance(node.operand, ast.Constant)
-    return isinstance(node, ast.Constant)
-
-
-def _value(call: Call, node: ast.expr) -> Any:
-    if isinstance(node, ast.Attribute):
-        home, _, name = ast.unparse(node).rpartition(".")
-        if hasattr(sys.modules.get(home), name):
-            return getattr(sys.modules[home], name)
-        raise NotReplayable(
-            f"{call.name} cannot be run alone: {home}.{name} is not imported here. "
-            "Import it in a file given by --references"
-        )
-    if isinstance(node, ast.Call):  # float('inf')
-        return float(ast.literal_eval(node.args[0]))
-    if isinstance(node, ast.List | ast.Tuple):
-        items = [_value(call, item) for item in node.elts]
-        return items if isinstance(node, ast.List) else tuple(items)
-    return ast.literal_eval(node)
-
-
-def _public(op: str) -> str:
-    """torch.nn.modules.linear.Linear is torch.nn.Linear."""
-    name = op.rpartition(".")[2]
-    if op.startswith("torch.nn.modules.") and hasattr(torch.nn, name):
-        return f"torch.nn.{name}"
-    return op
-
-
-def _find_class(call: Call) -> Any:
-    home, _, name = _public(call.op).rpartition(".")
-    found = getattr(sys.modules.get(home), name, None)
-    if not (isinstance(found, type) and issubclass(found, torch.nn.Module)):
-        raise NotReplayable(
-            f"{call.name} cannot be run alone: {call.op} is not imported here. "
-            "Import it in a file given by --references"
-        )
-    return found

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +11,8 @@ import torch
 
 from tensorprobe.errors import NotReplayable, UnreadableCapture
 from tensorprobe.records import Call, Fields, Special, TensorRecord
+from tensorprobe.replay.allowed import dtype_named, format_named, function_named, type_named
+from tensorprobe.replay.decompositions import is_vendor_op
 
 # Where the content of a recorded tensor comes from: its file, or a generator.
 Source = Callable[[TensorRecord], torch.Tensor]
@@ -131,15 +131,26 @@ def rebuild(
     """The live call for a forward call of a capture; raises NotReplayable with the reason."""
     refuse(call)
     builder = _Builder(call, place, grad, source)
-    if call.name.startswith("Module."):
-        function = builder.module()
-    elif function is None:
-        function = find_function(call.op)
-    args = tuple(builder.value(arg, f"argument {i}") for i, arg in enumerate(call.args))
-    kwargs = {key: builder.value(value, key) for key, value in call.kwargs.items()}
-    live = LiveCall(call, place, _at(place, call.op, function), args, kwargs)
+    try:
+        if call.name.startswith("Module."):
+            function = builder.module()
+        elif function is None:
+            function = _function_at(place, call.op)
+        args = tuple(builder.value(arg, f"argument {i}") for i, arg in enumerate(call.args))
+        kwargs = {key: builder.value(value, key) for key, value in call.kwargs.items()}
+    except NotReplayable:
+        raise
+    except Exception as error:  # replaying one call: what its record says cannot be made
+        raise cannot_run(call, error) from error
+    live = LiveCall(call, place, function, args, kwargs)
     live.tensors, live.leaves = builder.tensors, builder.leaves
     return live
+
+
+def cannot_run(call: Call, error: Exception) -> NotReplayable:
+    """What a call raised as the reason why it has no replay; a line of it."""
+    text = str(error).strip().partition("\n")[0][:160]
+    return NotReplayable(f"{call.name} does not run on the CPU: {type(error).__name__}: {text}")
 
 
 # Functions
@@ -150,19 +161,6 @@ _REFUSED_PREFIXES = {
     "Saved": "a saved value is no call",
     "Function": "of a custom autograd.Function only the graph node is seen, not its inputs",
 }
-# Functions of torch's own namespaces that read, write or compile: never run from a record.
-_HOST_IO = {
-    *("torch.load", "torch.save", "torch.compile", "torch.export", "torch.from_file"),
-    *("torch.from_dlpack", "torch.import_ir_module", "torch.set_default_device"),
-    *("torch.Tensor.numpy", "torch.Tensor.__dlpack__", "torch.Tensor.__reduce_ex__"),
-    *("torch.Tensor.share_memory_", "torch.Tensor.pin_memory", "torch.Tensor.record_stream"),
-    *("torch.Tensor.set_", "torch.Tensor.storage", "torch.Tensor.untyped_storage"),
-}
-_HOMES = (
-    "torch.Tensor.", "torch.nn.functional.", "torch.nn.init.", "torch.linalg.", "torch.fft.",
-    "torch.special.", "torch.sparse.", "torch.ops.", "torch.nested.", "torch.signal.windows.",
-    "torch.masked.", "torch_npu.",
-)  # fmt: skip
 _TRANSFERS = frozenset(f"torch.Tensor.{name}" for name in ("cpu", "cuda", "npu", "xpu"))
 
 
@@ -171,8 +169,6 @@ def refuse(call: Call) -> None:
     reason = _REFUSED_PREFIXES.get(call.name.partition(".")[0])
     if reason is None and ".parameters_grad." in call.name:
         reason = "these are the gradients of parameters, not a call"
-    if reason is None and call.op in _HOST_IO:
-        reason = "it reads or writes outside of tensors"
     if reason is None and any(note.startswith("compiled:") for note in call.notes):
         reason = "it is a compiled region: the calls inside are not visible"
     if reason is None and call.status == "begun" and not call.tensors:
@@ -181,55 +177,16 @@ def refuse(call: Call) -> None:
         raise NotReplayable(f"{call.name} cannot be run alone: {reason}")
 
 
-# Packages that are there in every process and hold no operator: a capture may not call them.
-_NO_OPERATORS = frozenset({*sys.stdlib_module_names, "numpy", "pip", "setuptools", "tensorprobe"})
+def check_callable(op: str) -> None:
+    """NotReplayable unless a call of this op may be run here, or where its vendor's library is."""
+    if op not in _TRANSFERS and not is_vendor_op(op):
+        function_named(op)
 
 
-def is_safe_name(op: str) -> bool:
-    """Whether a name out of a capture is dotted, and of torch or of a package that may be run."""
-    dotted = re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", op) is not None
-    return dotted and op.partition(".")[0] not in _NO_OPERATORS
-
-
-def find_function(op: str) -> Callable[..., Any]:
-    """The function that a capture names, looked up in torch and nowhere else.
-
-    A capture is data that may come from anybody: only the places where torch and its vendors keep
-    operators are searched, and packages that this process has imported by itself.
-    """
-    root, _, rest = op.partition(".")
-    if root == "torch_npu" and root not in sys.modules and hasattr(torch, "npu"):
-        importlib.import_module(root)
-    of_torch = op.startswith(_HOMES) or (root == "torch" and "." not in rest)
-    if not of_torch and (root == "torch" or root not in sys.modules or not is_safe_name(op)):
-        raise NotReplayable(
-            f"'{op}' is no operator of torch. Import its package in a file given by --references"
-        )
-    found: Any = sys.modules.get(root)
-    for part in rest.split("."):
-        found = getattr(found, part, None)
-        if found is None:
-            raise NotReplayable(_not_found(op))
-    if op.startswith("torch.ops.") and not isinstance(
-        found, torch._ops.OpOverload | torch._ops.OpOverloadPacket
-    ):
-        raise NotReplayable(f"'{op}' is no operator")
-    if not callable(found):
-        raise NotReplayable(f"'{op}' cannot be called")
-    function: Callable[..., Any] = found
-    return function
-
-
-def _not_found(op: str) -> str:
-    if op.startswith("torch.ops."):
-        return f"'{op}' is not registered here. Import its library in a file given by --references"
-    return f"this torch ({torch.__version__}) has no '{op}'"
-
-
-def _at(place: Place, op: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _function_at(place: Place, op: str) -> Callable[..., Any]:
     """Transfers (`.cuda()`) go to where the call is run: the copy is all there is to them."""
     if op not in _TRANSFERS:
-        return function
+        return function_named(op)
 
     def transfer(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return tensor.to(place.device, copy=True)
@@ -239,7 +196,17 @@ def _at(place: Place, op: str, function: Callable[..., Any]) -> Callable[..., An
 
 # Arguments
 
-_DEVICE = re.compile(r"(cpu|cuda|npu|xpu|mps|hpu|mlu|musa|privateuseone)(:\d+)?")
+_DEVICE = re.compile(r"(cpu|cuda|npu|xpu|mps|hpu|mlu|musa|privateuseone)(:[0-9]{1,4})?")
+
+
+def is_device(text: str) -> bool:
+    """Whether a text names a device: cuda, npu:1."""
+    return _DEVICE.fullmatch(text) is not None
+
+
+def device_type(text: str) -> str:
+    """The kind of a recorded device; cpu for what is none."""
+    return text.partition(":")[0] if is_device(text) else "cpu"
 
 
 class _Builder:
@@ -316,11 +283,11 @@ class _Builder:
     def _special(self, special: Special, where: str) -> Any:
         kind, text = special.kind, special.text
         if kind == "dtype":
-            return self._place.cast(getattr(torch, text.removeprefix("torch.")))
+            return self._place.cast(dtype_named(text))
         if kind == "device":
             return self._place.device
         if kind in ("layout", "memory_format"):
-            return getattr(torch, text.removeprefix("torch."))
+            return format_named(text)
         if kind == "generator":
             return None  # the default generator, at the recorded state where there is one
         if kind == "numpy":
@@ -337,24 +304,23 @@ class _Builder:
         values = {key: self.value(item, where) for key, item in fields.fields.items()}
         if fields.kind == "mapping":
             return values
-        module, _, name = fields.type.rpartition(".")
-        kind = getattr(sys.modules.get(module), name, None)
-        if kind is None:
-            raise NotReplayable(
-                f"{self._call.name} cannot be run alone: {where} is a {fields.type}, which is not "
-                "imported here. Import it in a file given by --references"
-            )
+        kind = type_named(fields.type)
+        if hasattr(kind, "n_fields"):  # torch.return_types
+            return kind(tuple(values.values()))
         return kind(**values)
 
     def _is_device(self, text: str, where: str) -> bool:
         named = where == "device" or self._call.op == "torch.Tensor.to"
-        return named and _DEVICE.fullmatch(text) is not None
+        return named and is_device(text)
 
 
 def _is_of_module(buffer: str) -> bool:
     """The recorder keeps more under that name: random state, written arguments, and what the
     call left in the module's own buffers."""
     return buffer != "rng_state" and not buffer.startswith("input.") and buffer[-6:] != ".after"
+
+
+_WIDEST = 4096  # memory that a view may reach over, in elements for each that it has
 
 
 def with_stride(content: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
@@ -366,6 +332,8 @@ def with_stride(content: torch.Tensor, stride: tuple[int, ...] | None) -> torch.
         return content
     shape = content.shape
     span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    if span > _WIDEST * max(content.numel(), 1 << 20):
+        raise NotReplayable(f"a stride of {stride} for the shape {tuple(shape)} cannot be laid out")
     memory = content.new_zeros(span)
     laid = memory.as_strided(shape, stride)
     if not _overlaps(laid):

@@ -17,9 +17,18 @@ from tensorprobe.devices import device_layer, rng_kept
 from tensorprobe.errors import NotReplayable
 from tensorprobe.records import HOST, Call, Special, TensorRecord
 from tensorprobe.replay import references as user_references
+from tensorprobe.replay.allowed import dtype_named
 from tensorprobe.replay.decompositions import formula, vendor_formula
 from tensorprobe.replay.kinds import Kind, api_of, backward_kind, kind_of
-from tensorprobe.replay.rebuild import LiveCall, Place, Source, load, rebuild, with_stride
+from tensorprobe.replay.rebuild import (
+    LiveCall,
+    Place,
+    Source,
+    cannot_run,
+    load,
+    rebuild,
+    with_stride,
+)
 
 References = Mapping[str, Callable[..., Any]]
 Results = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]  # outputs, gradients
@@ -129,7 +138,7 @@ def replay_both(
             return exact, None
     if kind == "random":
         raise NotReplayable(f"{forward.name} cannot be run in float64: it would draw other numbers")
-    job = _Job(forward, backward, Place(CPU, getattr(torch, dtype)), function)
+    job = _Job(forward, backward, Place(CPU, dtype_named(dtype)), function)
     if kind == "dropout" and rng_state(forward, "cpu") is None:
         job = _DropoutJob(forward, backward, job.place, function)
     try:
@@ -230,7 +239,7 @@ class _DropoutJob(_Job):
 def drop_probability(call: Call) -> float | None:
     """The p of a dropout call; a module's is in the note that says how it was made."""
     for note in call.notes:
-        if found := re.match(r"made as \w*Dropout\w*\(p=([\d.e-]+)", note):
+        if found := re.match(r"made as \w*Dropout\w*\(p=(\d+(?:\.\d+)?(?:e-?\d+)?)", note):
             return float(found[1])
     value = call.kwargs.get("p", call.args[1] if len(call.args) > 1 else 0.5)
     return float(value) if isinstance(value, int | float) else None
@@ -242,10 +251,7 @@ def _attempt(live: LiveCall, backward: Call | None, source: Source) -> Results:
     except NotReplayable:
         raise
     except Exception as error:  # replaying one call: the reason is its result
-        text = str(error).strip().partition("\n")[0][:160]
-        raise NotReplayable(
-            f"{live.call.name} does not run on the CPU: {type(error).__name__}: {text}"
-        ) from error
+        raise cannot_run(live.call, error) from error
 
 
 def run_call(live: LiveCall, backward: Call | None = None, source: Source = load) -> Results:
@@ -301,7 +307,7 @@ def _autocast_as_recorded(call: Call, device: torch.device) -> Iterator[None]:
     if note is None:
         yield
         return
-    with torch.autocast(device.type, getattr(torch, _bare(note.split()[-1]))):
+    with torch.autocast(device.type, dtype_named(note.split()[-1])):
         yield
 
 
@@ -314,9 +320,9 @@ def _as_recorded(call: Call, kind: Kind, source: Source) -> Replayed:
         live = rebuild(call, Place(CPU), source=source)
         try:
             outputs = run_call(live)[0]
-        except (RuntimeError, NotImplementedError, TypeError) as error:
+        except Exception as error:  # replaying one call: the reason is its result
             if "not implemented" not in str(error) and "not support" not in str(error):
-                raise NotReplayable(f"{call.name} does not run on the CPU: {error}") from error
+                raise cannot_run(call, error) from error
             wide = rebuild(call, Place(CPU, torch.float32), source=source)
             outputs = _narrowed(call, _attempt(wide, None, source)[0])
             how = "upcast to float32: the CPU has no kernel for its dtype"
@@ -330,7 +336,7 @@ def _narrowed(call: Call, outputs: dict[str, torch.Tensor]) -> dict[str, torch.T
         if record.role == "output"
     }
     return {
-        name: tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor
+        name: tensor.to(dtype_named(dtypes[name])) if name in dtypes else tensor
         for name, tensor in outputs.items()
     }
 

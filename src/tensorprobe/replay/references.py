@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tensorprobe.errors import BadUsage
+from tensorprobe.replay.allowed import NewOperators, allow, allow_operators
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,6 +31,7 @@ def reference(op: str) -> Callable[[F], F]:
 
     def register(function: F) -> F:
         _REGISTERED[op] = function
+        allow_operators({op.partition("::")[0]})
         return function
 
     return register
@@ -39,14 +42,30 @@ def registered() -> Mapping[str, Callable[..., Any]]:
     return _REGISTERED
 
 
-def run_file(path: Path) -> None:
+def run_file(path: Path, option: str = "--references") -> None:
     """Run a user's Python file for what it registers and imports."""
     if not path.is_file():
-        raise BadUsage(f"no file '{path}': --references takes a Python file with @tp.reference")
+        raise BadUsage(f"no file '{path}': {option} takes a Python file that registers operators")
     spec = importlib.util.spec_from_file_location(f"references_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise BadUsage(f"'{path}' is no Python file: --references takes one with @tp.reference")
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        raise BadUsage(f"'{path}' is no Python file: {option} takes one that registers operators")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # what it registers lives as long as it does
+    with NewOperators():
+        spec.loader.exec_module(module)
+
+
+def bring_in(imports: Sequence[str | Path]) -> tuple[list[str], list[Path]]:
+    """Import what the user names with --import: which of it are packages, and which files."""
+    names, files = [], []
+    for each in imports:
+        if str(each).endswith(".py"):
+            run_file(Path(each), "--import")
+            files.append(Path(each))
+        else:
+            allow(str(each))
+            names.append(str(each))
+    return names, files
 
 
 def find(op: str, references: Mapping[str, Callable[..., Any]]) -> Callable[..., Any] | None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
@@ -18,15 +16,25 @@ import torch
 
 from tensorprobe.errors import BadUsage, NotReplayable
 from tensorprobe.records import Call, Capture, Fields, Special, TensorRecord
+from tensorprobe.replay.allowed import dtype_named, format_named, is_word
 from tensorprobe.replay.decompositions import vendor_formula
 from tensorprobe.replay.generate import load_or_generate
 from tensorprobe.replay.kinds import Kind, backward_kind, kind_of
-from tensorprobe.replay.modules import Made, calls_inside, how_made, with_children
+from tensorprobe.replay.limits import run_limited
+from tensorprobe.replay.modules import Made, calls_inside, check_names, how_made, with_children
 from tensorprobe.replay.pairing import Pair, find_pair, is_generated
-from tensorprobe.replay.rebuild import Source, is_safe_name, refuse, remember, with_stride
+from tensorprobe.replay.rebuild import (
+    Source,
+    check_callable,
+    device_type,
+    is_device,
+    refuse,
+    remember,
+    with_stride,
+)
 from tensorprobe.replay.rebuild import load as read
 from tensorprobe.replay.reference import ROUNDOFF, coarsest, replay_both, rng_state
-from tensorprobe.replay.references import find, registered
+from tensorprobe.replay.references import bring_in, find, registered
 from tensorprobe.replay.rules import length, limit, rule_for
 from tensorprobe.store.loading import load
 from tensorprobe.store.outputs import check_output
@@ -35,6 +43,9 @@ from tensorprobe.store.unread import Unread
 _EXACT: tuple[Kind, ...] = ("exact", "selection", "conversion", "random")
 _WIDTH = 96
 _GENERATED = "Inputs without content are generated from statistics"
+_CUSTOM_OPS = "custom_ops.py"
+_FILES = {"repro.py", "tensors.pt", "environment.json", "README.md", _CUSTOM_OPS, "__pycache__"}
+_TRY_S = 120.0
 _NOTES = ("buffers.input.", "buffers.rng_state")  # kept beside a module's own buffers
 
 
@@ -45,7 +56,7 @@ def repro(
     *,
     step: int | None = None,
     rank: int | None = None,
-    imports: str | Path | None = None,
+    imports: str | Path | Sequence[str | Path] = (),
     tell: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Write a folder that shows one call alone: repro.py, its tensors, and what they are.
@@ -53,61 +64,66 @@ def repro(
         tp.repro("runs/npu", "Functional.layer_norm.3.forward", "bug")
         # python bug/repro.py --device npu
 
-    `imports` is a Python file that registers a custom op's library; it goes into the folder.
-    `tell` is given a line where content is missing that the script can do without.
+    `imports` are packages whose operators, functions and modules the script may call, or a Python
+    file that registers such operators, which goes into the folder. `tell` is given a line where
+    content is missing that the script can do without.
     """
     run = capture if isinstance(capture, Capture) else load(capture)
     pair = find_pair(run, call, step=step, rank=rank)
     folder = Path(output)
     check_output(folder, run.path)
-    if imports is not None and not Path(imports).is_file():
-        raise BadUsage(f"no file '{imports}': --import takes a Python file that registers an op")
-    if folder.exists() and any(folder.iterdir()) and not (folder / "repro.py").exists():
-        raise BadUsage(f"'{folder}' is not empty and holds no repro: give another -o")
+    _check_folder(folder)
+    given = [imports] if isinstance(imports, str | Path) else list(imports)
+    names, files = bring_in(given)
+    if len(files) > 1:
+        raise BadUsage("--import: one Python file goes into the folder; name packages for the rest")
+    file = files[0] if files else None
     refuse(pair.forward)
     made = None
     if pair.forward.name.startswith("Module."):
         inside = calls_inside(pair.forward, run.calls(step=pair.forward.step))
         made = how_made(pair.forward, inside)
+        check_names(made)
         pair = Pair(with_children(pair.forward, inside), pair.backward)
-    elif not is_safe_name(pair.forward.op):
-        raise NotReplayable(f"'{pair.forward.op}' is no operator")
+    else:
+        check_callable(pair.forward.op)
     source = remember(load_or_generate)
-    script = _script(pair, source, imports, made)
+    script = _script(pair, source, names, file, made)
     unread = Unread(each for each in pair if each is not None)
     tensors = _tensors(pair, source, unread)
     folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder / "__pycache__", ignore_errors=True)
     (folder / "repro.py").write_text(script)
     torch.save(tensors, folder / "tensors.pt")
     (folder / "environment.json").write_text(_environment(run, pair))
     needs = sorted(made.packages()) if made is not None else []
     (folder / "README.md").write_text(_readme(pair, needs))
-    if imports is not None:
-        shutil.copyfile(imports, folder / "custom_ops.py")
-    if made is not None and made.constructor is None:
+    if file is not None:
+        shutil.copyfile(file, folder / _CUSTOM_OPS)
+    if made is not None and made.attributes is not None:
         _try_out(pair.forward, made, folder)
     for line in unread.lines():
         tell(f"{line}. {_GENERATED if is_generated(pair) else 'The script does without'}")
     return folder
 
 
+def _check_folder(folder: Path) -> None:
+    """A repro may replace a repro. Beside it nothing may lie: Python would import it."""
+    if folder.exists() and not {path.name for path in folder.iterdir()} <= _FILES:
+        raise BadUsage(f"'{folder}' holds other files than a repro's: give another -o")
+
+
 def _try_out(call: Call, made: Made, folder: Path) -> None:
     """Run the script of a module made without its constructor: it may lack what it needs."""
-    path = os.pathsep.join([str(Path.cwd()), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, str(folder / "repro.py")],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    try:
+        done = run_limited(folder / "repro.py", _TRY_S)
+    except subprocess.TimeoutExpired:
+        return
     text = done.stdout + done.stderr
     found = re.search(r"^(?:FAIL  raised )?(AttributeError|TypeError|KeyError): (.*)", text, re.M)
     if found is None:
         return
-    for name in ("repro.py", "tensors.pt", "environment.json", "README.md", "custom_ops.py"):
-        (folder / name).unlink(missing_ok=True)
-    folder.rmdir()
+    shutil.rmtree(folder)
     unknown = made.unknown()
     lacking = f" (of {', '.join(unknown[:5])} only the names were recorded)" if unknown else ""
     where = f"{call.module}.*" if call.module else "*"
@@ -183,12 +199,16 @@ def _stored_reference(pair: Pair, source: Source) -> dict[str, torch.Tensor]:
 # The script
 
 
-def _script(pair: Pair, source: Source, imports: str | Path | None, made: Made | None) -> str:
+def _script(
+    pair: Pair, source: Source, names: Sequence[str], file: Path | None, made: Made | None
+) -> str:
     text = resources.files("tensorprobe.replay").joinpath("repro_template.txt").read_text()
     text = text.replace('"""TITLE', f'"""{_title(pair)}', 1)
     head, _, tail = text.partition("# the call\n")
-    if imports is not None:
-        head = head.rstrip() + "\n\nimport custom_ops  # registers the operator\n\n"
+    imported = [f"import {name}" for name in names]
+    imported += ["import custom_ops  # registers the operator"] if file is not None else []
+    if imported:
+        head = head.rstrip() + "\n\n" + "\n".join(imported) + "\n\n"
     about = _about(pair, source, made) + "\n\n\n"
     if made is not None and "make(" in made.source():
         about += _MAKE
@@ -219,14 +239,20 @@ def _title(pair: Pair) -> str:
             "INPUTS ARE GENERATED from recorded statistics (shape, dtype, range, mean, norm): "
             f"{_why_generated(pair)}."
         )
-    return "\n".join(line.replace("\\", "/").replace('"""', "'''") for line in lines)
+    return "\n".join(map(_plain, lines))
+
+
+def _plain(text: str) -> str:
+    """Text from a file that can end no string and no line: every odd character is escaped."""
+    return text.encode("unicode_escape").decode("ascii").replace('"', "'").replace("`", "'")
 
 
 def _about(pair: Pair, source: Source, made: Made | None) -> str:
     call = pair.forward
     kind = kind_of(call)
     unit = coarsest(*pair) or 2.0**-24
-    autocast = next((n.split()[-1] for n in call.notes if n.startswith("autocast ")), None)
+    notes = (note.split()[-1] for note in call.notes if note.startswith("autocast "))
+    autocast = next((str(dtype_named(note)) for note in notes), None)
     facts = {
         "EXACT": (kind in _EXACT, "its outputs are determined to the last bit"),
         "UNIT": (f"2.0**{int(math.log2(unit))}", "unit roundoff of the coarsest dtype in the call"),
@@ -244,7 +270,7 @@ def _about(pair: Pair, source: Source, made: Made | None) -> str:
         "ALLOWED = {  # how each result is judged, and how far off a healthy device may be"
     )
     for name, (measure, most) in _allowed(pair, source).items():
-        lines.append(f'    "{name}": ("{measure}", {most:.4g}),')
+        lines.append(f'    {json.dumps(name)}: ("{measure}", {most:.4g}),')
     return "\n".join([*lines, "}"])
 
 
@@ -279,7 +305,7 @@ def _allowed(pair: Pair, source: Source) -> dict[str, tuple[str, float]]:
 def _random_device(call: Call, made: Made | None) -> str | None:
     """Where the state of its random numbers can be set; "nowhere" if it draws and has none."""
     device = next((r.device for r in call.tensors if r.role in ("input", "output")), "cpu")
-    device = device.partition(":")[0]
+    device = device_type(device)
     if rng_state(call, device) is not None:
         return device
     draws = kind_of(call) in ("random", "dropout") or (made is not None and made.may_draw())
@@ -324,7 +350,7 @@ class _Writer:
     def __init__(self, call: Call) -> None:
         self._call = call
         self._args = [self.value(arg, f"argument {i}") for i, arg in enumerate(call.args)]
-        wrong = next((key for key in call.kwargs if not key.isidentifier()), None)
+        wrong = next((key for key in call.kwargs if not is_word(key)), None)
         if wrong is not None:
             raise NotReplayable(f"{call.name} cannot be run alone: '{wrong}' is no keyword")
         self._words = [f"{key}={self.value(value, key)}" for key, value in call.kwargs.items()]
@@ -453,18 +479,18 @@ class _Writer:
             return f'float("{value}")'
         if isinstance(value, str) and (where == "device" or _is_device(self._call, value)):
             return "device"
+        if not isinstance(value, bool | int | float | complex | str | bytes | None):
+            raise self._opaque(where, type(value).__name__, type(value).__name__)
         return repr(value)
 
     def _special(self, special: Special, where: str) -> str:
         kind, text = special.kind, special.text
-        if kind in ("dtype", "layout", "memory_format") and not re.fullmatch(r"torch\.\w+", text):
-            raise self._opaque(where, kind, text)
         if kind == "dtype":
-            return f"real({text})"
+            return f"real({dtype_named(text)})"
         if kind == "device":
             return "device"
         if kind in ("layout", "memory_format"):
-            return text
+            return str(format_named(text))
         if kind == "generator":
             return "None"
         if kind == "numpy" and re.fullmatch(r"-?[\d.]+(e-?\d+)?", text):
@@ -487,8 +513,7 @@ def _tensor(name: str) -> str:
 
 
 def _is_device(call: Call, text: str) -> bool:
-    found = re.fullmatch(r"(cpu|cuda|npu|xpu|mps)(:\d+)?", text)
-    return call.op == "torch.Tensor.to" and found is not None
+    return call.op == "torch.Tensor.to" and is_device(text)
 
 
 # What lies beside it
@@ -520,13 +545,14 @@ def _environment(capture: Capture, pair: Pair) -> str:
 
 def _readme(pair: Pair, packages: Sequence[str]) -> str:
     call = pair.forward
-    devices = sorted({record.device for record in call.tensors}) or ["cpu"]
+    devices = sorted({_plain(record.device) for record in call.tensors}) or ["cpu"]
     made = "generated from recorded statistics" if is_generated(pair) else "exactly as recorded"
     ways = "forward and backward" if pair.backward is not None else "forward"
     needs = f"torch and {', '.join(packages)}" if packages else "torch only"
     return (
-        f"`{call.op}` alone ({call.name}, {ways}), recorded on {', '.join(devices)}.\n"
-        f"Run: `python repro.py --device {devices[0].partition(':')[0]}` (needs {needs}; "
+        f"`{_plain(call.op)}` alone ({_plain(call.name)}, {ways}), "
+        f"recorded on {', '.join(devices)}.\n"
+        f"Run: `python repro.py --device {device_type(devices[0])}` (needs {needs}; "
         "`--dtype float64` for the same in double precision).\n"
         "It exits with 0 when the device agrees with the CPU reference, with 3 when it does not.\n"
         f"`tensors.pt` holds inputs ({made}), incoming gradients, recorded outputs and gradients.\n"
