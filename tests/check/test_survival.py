@@ -16,6 +16,7 @@ import torch
 
 import tensorprobe as tp
 from recorded import SRC, record
+from tensorprobe.records import Call, Capture
 
 # What a call does is in a file that every process of the check runs first: it says who runs it,
 # and goes on when it may.
@@ -164,3 +165,23 @@ def test_a_device_side_assert_is_survived(tmp_path: Path) -> None:
     assert rows["embedding"].verdict == "crashed"
     assert "assert" in rows["embedding"].reason
     assert (rows["tanh"].verdict, rows["exp"].verdict) == ("pass", "pass")
+
+
+def test_calls_of_a_file_that_want_all_memory_or_are_no_operators_are_skipped(
+    tmp_path: Path,
+) -> None:
+    calls = [
+        Call(index=0, name="Torch.zeros.0.forward", op="torch.zeros", args=(10**15,)),
+        Call(index=1, name="Torch.ones.0.forward", op="torch.ones", args=(10**12,)),
+        Call(index=2, name="Torch.x.0.forward", op="torch.hub.load", args=("a/b", "c")),
+        Call(index=3, name="Torch.full.0.forward", op="torch.full", args=((2,), 1.0)),
+    ]
+    capture = Capture(tmp_path / "run", "native", calls)
+    rows = {row.name: row for row in tp.check(capture, tmp_path / "out").rows}
+    assert "allocate" in rows["Torch.zeros.0.forward"].reason
+    assert "allocate" in rows["Torch.ones.0.forward"].reason
+    assert rows["Torch.x.0.forward"].reason == (
+        "not run: torch.hub.load is not an operator of torch"
+    )
+    assert {rows[call.name].verdict for call in calls[:3]} == {"skipped"}
+    assert rows["Torch.full.0.forward"].verdict == "pass"

@@ -35,7 +35,7 @@ class Alone(NamedTuple):
 def write_repro(capture: Path, name: str, step: int, rank: int, folder: Path) -> Path | str:
     """The folder of the repro, or why there is none."""
     try:
-        return repro(capture, name, folder, step=step, rank=rank)
+        return repro(capture, name, folder, step=step, rank=rank, recorded_here=True)
     except TensorprobeError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 replaying a call: the reason is the answer

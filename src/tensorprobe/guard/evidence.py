@@ -130,6 +130,6 @@ def write_repro(capture: Path, name: str, step: int, rank: int, folder: Path) ->
 
     try:
         with Quiet():
-            return repro(capture, name, folder, step=step, rank=rank)
+            return repro(capture, name, folder, step=step, rank=rank, recorded_here=True)
     except (TensorprobeError, KeyError, OSError):
         return None

@@ -246,6 +246,20 @@ def _namespaces() -> set[str]:
     return {operator.partition("::")[0] for operator in _registered()}
 
 
+def allow_imported(op: str) -> None:
+    """Let files call the package of this op, which the program itself has imported and called."""
+    package = _package_of(op)
+    if package in sys.modules or package in _namespaces():
+        _ALLOWED.update({package} - _NEVER - _TORCH_INSIDE)
+
+
+def _package_of(name: str) -> str:
+    """What would have to be allowed for a name: a namespace of operators, or a module."""
+    if name.startswith("torch.ops."):
+        return name.removeprefix("torch.ops.").partition(".")[0]
+    return name.rpartition(".")[0]
+
+
 class NewOperators:
     """Allows what is registered inside of it: by a file that the user has given."""
 
@@ -381,9 +395,7 @@ def not_run(name: str) -> NotReplayable:
     """Why a name is not called, and what would allow it."""
     if name.startswith("torch.") and _NOT_RUN.fullmatch(name.split(".")[-1]):
         return NotReplayable(f"not run: {name} reaches outside of its tensors")
-    home = name.removeprefix("torch.ops.").partition(".")[0]
-    if not name.startswith("torch.ops."):
-        home = name.rpartition(".")[0]
+    home = _package_of(name)
     never = {*_NEVER, *_TORCH_INSIDE, *NAMESPACES, "torch_npu", "__main__"}
     hint = f" (allow its package with --import {home})"
     if home.partition(".")[0] in never or not _NAME.fullmatch(home):

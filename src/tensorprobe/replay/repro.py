@@ -16,7 +16,7 @@ import torch
 
 from tensorprobe.errors import BadUsage, NotReplayable
 from tensorprobe.records import Call, Capture, Fields, Special, TensorRecord
-from tensorprobe.replay.allowed import dtype_named, format_named, is_word
+from tensorprobe.replay.allowed import allow_imported, dtype_named, format_named, is_word
 from tensorprobe.replay.decompositions import vendor_formula
 from tensorprobe.replay.generate import load_or_generate
 from tensorprobe.replay.kinds import Kind, backward_kind, kind_of
@@ -57,6 +57,7 @@ def repro(
     step: int | None = None,
     rank: int | None = None,
     imports: str | Path | Sequence[str | Path] = (),
+    recorded_here: bool = False,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Path:
     """Write a folder that shows one call alone: repro.py, its tensors, and what they are.
@@ -65,7 +66,8 @@ def repro(
         # python bug/repro.py --device npu
 
     `imports` are packages whose operators, functions and modules the script may call, or a Python
-    file that registers such operators, which goes into the folder. `tell` is given a line where
+    file that registers such operators, which goes into the folder. A call that was `recorded_here`,
+    by this very process, may call what the process has imported. `tell` is given a line where
     content is missing that the script can do without.
     """
     run = capture if isinstance(capture, Capture) else load(capture)
@@ -78,6 +80,8 @@ def repro(
     if len(files) > 1:
         raise BadUsage("--import: one Python file goes into the folder; name packages for the rest")
     file = files[0] if files else None
+    if recorded_here:
+        allow_imported(pair.forward.op)
     refuse(pair.forward)
     made = None
     if pair.forward.name.startswith("Module."):
