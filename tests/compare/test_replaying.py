@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 import tensorprobe as tp
 from recorded import record
+from tensorprobe.compare.culprit import Culprit
 from tensorprobe.compare.replaying import Replayer, UserCode
+from tensorprobe.compare.words import next_command
 from tensorprobe.errors import BadUsage
 from tensorprobe.records import Call
 
 SLOW_AND_DEADLY = """
 import os
+import shlex
 import time
 
 import torch
@@ -116,3 +121,19 @@ def test_what_is_wrong_with_a_users_code_is_told_before_the_work(tmp_path: Path)
     ):
         with pytest.raises(BadUsage, match=reason):
             tp.compare(tmp_path / "run", tmp_path / "run", **options)  # type: ignore[arg-type]
+
+
+def test_commands_to_type_next_are_safe_to_paste(tmp_path: Path) -> None:
+    record(tmp_path / "run", lambda: torch.ones(2).relu())
+    verdict = tp.compare(tmp_path / "run", tmp_path / "run").verdict
+    culprit = Culprit(
+        name="Functional.relu.0.forward; touch MARKER", kind="output", direction="forward", step=1,
+        rank=0, module="", op="torch.relu", stack=[], reason="", own_error=1.0,
+        inherited_error=0.0, metrics={}, affected=0,
+    )  # fmt: skip
+    for mode, kind in (("tensors", "output"), ("tensors", "input"), ("stats", "output")):
+        changed = msgspec.structs.replace(verdict, mode=mode, actual="$(touch MARKER)")
+        command = next_command(changed, msgspec.structs.replace(culprit, kind=kind))
+        words = shlex.split(command)
+        assert "Functional.relu.0.forward; touch MARKER" in words
+        assert mode == "stats" or "$(touch MARKER)" in words

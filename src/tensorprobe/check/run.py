@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -134,7 +135,8 @@ def _key(planned: Planned) -> tuple[int, int, str]:
 def _repro(capture: Path, row: Row) -> str:
     if row.verdict not in ("fail", "crashed") and not row.recorded:
         return ""
-    words = ["tensorprobe", "repro", str(capture), row.name, "-o", f"repro/{row.name}"]
+    folder = re.sub(r"[^A-Za-z0-9_.-]+|\.\.+", "_", row.name)  # a name is no path
+    words = ["tensorprobe", "repro", str(capture), row.name, "-o", f"repro/{folder}"]
     if row.step:
         words += ["--step", str(row.step)]
     if row.rank:

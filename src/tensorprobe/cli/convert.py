@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -41,5 +42,5 @@ def run(args: argparse.Namespace) -> int:
     for line in lost:
         write(f"not as it was: {line}\n")
     if capture.gaps:
-        write(f"{len(capture.gaps)} gaps: tensorprobe show {args.capture} --gaps\n")
+        write(f"{len(capture.gaps)} gaps: tensorprobe show {shlex.quote(args.capture)} --gaps\n")
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import re
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -122,7 +123,8 @@ class Session:
         self._forget_step()
         self._remove_private()
         if self._place is not None:
-            self._log(f"the dump is in {self.folder}. Next: tensorprobe show {self.folder}")
+            next_one = f"tensorprobe show {shlex.quote(str(self.folder))}"
+            self._log(f"the dump is in {self.folder}. Next: {next_one}")
         for what, count in sum(self._lost.values(), Counter[str]()).items():
             if what not in NOT_MSPROBES:
                 self._log(f"not in the dump: {count} {what}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import math
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -158,7 +159,12 @@ def how_made(call: Call, inside: Mapping[str, Call] | None = None) -> Made:
 
 
 def _look_inside(call: Call) -> str:
-    return f"tensorprobe show CAPTURE --module '{call.module + '.' if call.module else ''}*'"
+    return f"tensorprobe show CAPTURE --module {inside_of(call)}"
+
+
+def inside_of(call: Call) -> str:
+    """The pattern for the modules inside of this one, quoted for a shell."""
+    return shlex.quote(f"{call.module}.*" if call.module else "*")
 
 
 def _children(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -68,7 +69,11 @@ def find_pair(
                 return each
     names = sorted({each.forward.name for each in pairs})
     near = [each for each in names if name in each] or difflib.get_close_matches(name, names, 3)
-    hint = f"near names: {', '.join(near[:3])}" if near else f"try: tensorprobe show {capture.path}"
+    hint = (
+        f"near names: {', '.join(near[:3])}"
+        if near
+        else f"try: tensorprobe show {shlex.quote(str(capture.path))}"
+    )
     raise UnreadableCapture(f"no call '{name}' among {len(pairs)} in '{capture.path}'; {hint}")
 
 

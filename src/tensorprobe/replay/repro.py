@@ -21,7 +21,14 @@ from tensorprobe.replay.decompositions import vendor_formula
 from tensorprobe.replay.generate import load_or_generate
 from tensorprobe.replay.kinds import Kind, backward_kind, kind_of
 from tensorprobe.replay.limits import run_limited
-from tensorprobe.replay.modules import Made, calls_inside, check_names, how_made, with_children
+from tensorprobe.replay.modules import (
+    Made,
+    calls_inside,
+    check_names,
+    how_made,
+    inside_of,
+    with_children,
+)
 from tensorprobe.replay.pairing import Pair, find_pair, is_generated
 from tensorprobe.replay.rebuild import (
     Source,
@@ -130,10 +137,9 @@ def _try_out(call: Call, made: Made, folder: Path) -> None:
     shutil.rmtree(folder)
     unknown = made.unknown()
     lacking = f" (of {', '.join(unknown[:5])} only the names were recorded)" if unknown else ""
-    where = f"{call.module}.*" if call.module else "*"
     raise NotReplayable(
         f"{call.name} cannot be run alone: {found[2]}{lacking}. Repro a call inside it: "
-        f"tensorprobe show CAPTURE --module '{where}'"
+        f"tensorprobe show CAPTURE --module {inside_of(call)}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shlex
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -46,7 +47,7 @@ def load(path: str | os.PathLike[str]) -> Capture:
     if not path.exists():
         raise UnreadableCapture(
             f"no capture at '{path}': there is no such path. "
-            f"To record one: tensorprobe run -o {path} SCRIPT"
+            f"To record one: tensorprobe run -o {shlex.quote(str(path))} SCRIPT"
         )
     for place in (path, *_unfinished(path)):
         for name in LAYOUTS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,7 +57,8 @@ def find(path: Path) -> tuple[list[Unit], list[Gap]]:
             Gap(
                 str(folder / UNFINISHED),
                 "a step that the run did not finish; "
-                f"to see it: tensorprobe convert {folder / UNFINISHED} --to msprobe -o OUT",
+                "to see it: tensorprobe convert "
+                f"{shlex.quote(str(folder / UNFINISHED))} --to msprobe -o OUT",
             )
         )
     return units, gaps
