@@ -151,7 +151,8 @@ class _Child:
 def _end(process: subprocess.Popen[bytes], connection: Connection, owner: int) -> None:
     if os.getpid() != owner:  # a forked child has nothing to end
         return
-    connection.close()
+    with contextlib.suppress(OSError):  # a program may close all files that it does not know
+        connection.close()
     process.kill()
     process.wait()
 
