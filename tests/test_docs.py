@@ -69,6 +69,11 @@ def test_a_wrong_command_would_be_found(capsys: pytest.CaptureFixture[str]) -> N
     assert len(commands((ROOT / "README.zh.md").read_text())) > 10
 
 
+def test_the_guide_has_the_same_commands_in_both_languages() -> None:
+    english, chinese = ((ROOT / "docs" / name).read_text() for name in ("guide.md", "guide.zh.md"))
+    assert commands(chinese) == commands(english)
+
+
 def anchors(page: Path) -> set[str]:
     """The places of a page that a link may name: its headings, and what it marks itself."""
     text = BLOCK.sub("", page.read_text())
