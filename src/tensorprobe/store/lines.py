@@ -96,11 +96,15 @@ class GapLine(msgspec.Struct, tag_field="type", tag="gap"):
     reason: str
 
 
-class ClosedLine(msgspec.Struct, tag_field="type", tag="closed"):
-    """The step ended in good order. Lines after it are a recording resumed in the same step."""
+class ClosedLine(msgspec.Struct, tag_field="type", tag="closed", omit_defaults=True):
+    """The step ended in good order. Lines after it are a recording resumed in the same step.
+
+    It counts what came since the last such line; `whole` if that is all there is in the file.
+    """
 
     calls: int
     gaps: int
+    whole: bool = False
 
 
 Line = StackLine | CallLine | EndLine | ValueLine | GapLine | ClosedLine

@@ -42,7 +42,12 @@ def load(path: str | os.PathLike[str]) -> Capture:
         for call in capture.calls(step=0, op="*linear"):
             print(call.name, call.tensor("output.0").summary)
     """
-    path = Path(path)
+    name, place = find(Path(path))
+    return layout(name).read(place)
+
+
+def find(path: Path) -> tuple[str, Path]:
+    """The layout of what was recorded at a path, and where in it that begins."""
     if not path.exists():
         raise UnreadableCapture(
             f"no capture at '{path}': there is no such path. "
@@ -51,7 +56,7 @@ def load(path: str | os.PathLike[str]) -> Capture:
     for place in (path, *_unfinished(path)):
         for name in LAYOUTS:
             if layout(name).recognises(place):
-                return layout(name).read(place)
+                return name, place
     raise UnreadableCapture(
         f"'{path}' is not a capture: {_description(path)}; expected a folder with "
         "capture.json, or a folder of ranks or steps in one; or a dump of msprobe or ptdbg_ascend"

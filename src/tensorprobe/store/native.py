@@ -7,9 +7,9 @@ Every step folder stands alone, so one can be deleted or sent to a colleague.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -31,7 +31,11 @@ from tensorprobe.store.step_files import LOG_FILE, header_problem, shard_name
 NOT_WRITTEN = "value not written (the run ended before)"
 _RANK = re.compile(r"rank(\d+)")
 _STEP = re.compile(r"step(\d+)")
-_Content = tuple[TensorSummary | None, str | None, Blob | None, str | None]
+# What JSON that is no call of ours makes of its reader.
+UNREADABLE = (KeyError, TypeError, ValueError, RecursionError)
+Content = tuple[TensorSummary | None, str | None, Blob | None, str | None]
+OnGap = Callable[[Gap], object]
+_Reader = TypeVar("_Reader", bound="StepReader")
 
 
 def find(path: Path) -> list[Path] | None:
@@ -64,31 +68,41 @@ def _numbered(folder: Path, pattern: re.Pattern[str], holding: str = "") -> list
 
 def read(path: Path) -> Capture:
     """Everything at a path of a native capture: the run, one rank, one step, or a file of it."""
+    gaps: list[Gap] = []
+    steps, facts = open_run(path, gaps.append)
+    calls: list[Call] = []
+    unfinished = []
+    with no_garbage():
+        for step in in_turn(steps, lambda folder, n: StepReader(folder, n, gaps.append)):
+            calls += step.calls()
+            if not step.finished:
+                unfinished.append(step.name)
+    return Capture(path, "native", calls, gaps, {**facts, "unfinished": unfinished})
+
+
+def open_run(path: Path, on_gap: OnGap) -> tuple[list[Path], dict[str, Any]]:
+    """The step folders of a path, at least one, and the facts about their run."""
     steps = find(path)
     if steps is None:
         raise UnreadableCapture(f"'{path}' is not a native capture: it has no {RUN_FILE}")
-    gaps: list[Gap] = []
-    facts = _facts(path, steps, gaps)
+    facts = _facts(path, steps, on_gap)
     if not steps:
         hint = f"; earlier runs are in '{path / EARLIER}'" if (path / EARLIER).is_dir() else ""
         raise UnreadableCapture(
             f"capture '{path}' is empty: the run ended before its first recorded step{hint}"
         )
-    calls: list[Call] = []
-    unfinished = []
+    return steps, facts
+
+
+def in_turn(steps: list[Path], reader: Callable[[Path, int], _Reader]) -> Iterator[_Reader]:
+    """A reader a step, made of its folder and the index of its first call: when it is asked for the
+    next one, the one before has been read."""
     index, last_rank = 0, None
-    with no_garbage():
-        for folder in steps:
-            rank = _number(_RANK, folder.parent.name)
-            if rank != last_rank:
-                index, last_rank = 0, rank
-            step = _StepReader(folder, _number(_STEP, folder.name), rank, index)
-            calls += step.calls()
-            gaps += step.gaps
-            index = step.index
-            if not step.finished:
-                unfinished.append(f"{folder.parent.name}/{folder.name}")
-    return Capture(path, "native", calls, gaps, {**facts, "unfinished": unfinished})
+    for folder in steps:
+        rank = _number(_RANK, folder.parent.name)
+        step = reader(folder, index if rank == last_rank else 0)
+        yield step
+        index, last_rank = step.index, rank
 
 
 def write(capture: Capture, folder: Path, *, compress: bool = False) -> list[str]:
@@ -103,22 +117,22 @@ def _number(pattern: re.Pattern[str], name: str) -> int:
     return int(match[1]) if match else 0
 
 
-def _facts(path: Path, steps: list[Path], gaps: list[Gap]) -> dict[str, Any]:
+def _facts(path: Path, steps: list[Path], on_gap: OnGap) -> dict[str, Any]:
     """capture.json, with the content of every rank.json under `ranks`."""
     ranks = {_number(_RANK, step.parent.name): step.parent for step in steps}
     root = steps[0].parent.parent if steps else path
-    facts = _read_facts(root / RUN_FILE, gaps)
-    about = {rank: _read_facts(folder / RANK_FILE, gaps) for rank, folder in ranks.items()}
+    facts = _read_facts(root / RUN_FILE, on_gap)
+    about = {rank: _read_facts(folder / RANK_FILE, on_gap) for rank, folder in ranks.items()}
     return {**facts, "ranks": about}
 
 
-def _read_facts(path: Path, gaps: list[Gap]) -> dict[str, Any]:
+def _read_facts(path: Path, on_gap: OnGap) -> dict[str, Any]:
     try:
         facts = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:  # a step or rank folder that was copied alone
         return {}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        gaps.append(Gap(path.name, str(error)))
+        on_gap(Gap(path.name, str(error)))
         return {}
     version = facts.get("format")
     if version != FORMAT:
@@ -129,82 +143,118 @@ def _read_facts(path: Path, gaps: list[Gap]) -> dict[str, Any]:
     return facts
 
 
-class _StepReader:
+class StepReader:
     """Reads one calls.jsonl; what cannot be read becomes gaps that name file and line."""
 
-    def __init__(self, folder: Path, step: int, rank: int, index: int) -> None:
+    def __init__(self, folder: Path, index: int, on_gap: OnGap) -> None:
         self.folder = folder
-        self.step = step
-        self.rank = rank
+        self.name = f"{folder.parent.name}/{folder.name}"
+        self.step = _number(_STEP, folder.name)
+        self.rank = _number(_RANK, folder.parent.name)
         self.index = index
-        self.gaps: list[Gap] = []
         self.finished = False
-        self._begun: list[tuple[int, lines.CallLine, lines.EndLine | None]] = []
-        self._open: dict[int, int] = {}  # call id -> where it is in _begun
+        self.passed_by: tuple[bytes, ...] = ()  # lines that begin so are not looked at
+        self._on_gap = on_gap
+        self._begun: list[Begun] = []
+        self._open: dict[int, Begun] = {}
         self._stacks: dict[int, tuple[str, ...]] = {}
-        self._values: dict[int, lines.ValueLine] = {}
-        self._contents: dict[int, _Content] = {}
+        self._values: dict[int, Content] = {}
         self._shards: dict[int, tuple[Path, int]] = {}
         self._call_name = ""  # of the call that is being put together, as are the next two
         self._role: Role = "input"
         self._found: list[TensorRecord] = []
 
     def calls(self) -> Iterator[Call]:
+        """All calls in the order in which they began, with what their tensors hold."""
         for number, line in self._lines():
-            self.finished = False
-            if type(line) is lines.ValueLine:
-                self._values[line.id] = line
-            elif type(line) is lines.CallLine:
-                self._open[line.id] = len(self._begun)
-                self._begun.append((number, line, None))
-            elif type(line) is lines.EndLine:
-                self._end(number, line)
-            elif type(line) is lines.StackLine:
-                self._stacks[line.id] = tuple(line.frames)
-            elif type(line) is lines.GapLine:
-                self.gaps.append(Gap(line.name, line.reason, self.step, self.rank))
-            else:
-                self.finished = True
+            if self._take(number, line):
                 yield from self._settle()
         yield from self._settle()
 
     def _lines(self) -> Iterator[tuple[int, lines.Line]]:
-        data = (self.folder / LOG_FILE).read_bytes()
-        texts = data.split(b"\n")
-        torn = texts.pop()
-        for number, text in enumerate(texts, 1):
-            try:
-                yield number, lines.decode(text)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                self._damaged(number, str(error))
-        if torn:
-            self._damaged(len(texts) + 1, "cut off: the run ended while it was written")
+        """Each line with its number, but those that are to be passed by."""
+        with (self.folder / LOG_FILE).open("rb") as file:
+            for number, text in enumerate(file, 1):
+                if text.startswith(self.passed_by):
+                    continue
+                if not text.endswith(b"\n"):
+                    self._damaged(number, "cut off: the run ended while it was written")
+                    return
+                try:
+                    line = lines.decode(text)
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                    self._damaged(number, str(error))
+                else:
+                    yield number, line
+
+    def _take(self, number: int, line: lines.Line) -> bool:
+        """Take in a line; whether it closes what came before: ids may begin anew after it."""
+        self.finished = False
+        if type(line) is lines.ValueLine:
+            self._value(number, line)
+        elif type(line) is lines.CallLine:
+            self._begin(number, line)
+        elif type(line) is lines.EndLine:
+            self._end(number, line)
+        elif type(line) is lines.StackLine:
+            self._stacks[line.id] = tuple(line.frames)
+        elif type(line) is lines.GapLine:
+            self._on_gap(Gap(line.name, line.reason, self.step, self.rank))
+        else:
+            self.finished = True
+        return self.finished
 
     def _damaged(self, number: int, reason: str) -> None:
         self._add_gap(f"{LOG_FILE}:{number}", reason)
 
     def _add_gap(self, name: str, reason: str) -> None:
-        name = f"{self.folder.parent.name}/{self.folder.name}/{name}"
-        self.gaps.append(Gap(name, reason, self.step, self.rank))
+        self._on_gap(Gap(f"{self.name}/{name}", reason, self.step, self.rank))
 
-    def _end(self, number: int, line: lines.EndLine) -> None:
-        at = self._open.get(line.id)
-        if at is None:
+    def _value(self, number: int, line: lines.ValueLine) -> None:
+        try:
+            self._values[line.id] = self._read_value(line)
+        except UNREADABLE as error:
+            self._damaged(number, f"value {line.id}: {type(error).__name__}: {error}")
+
+    def _begin(self, number: int, line: lines.CallLine) -> None:
+        self._open[line.id] = begun = Begun(number, line)
+        self._begun.append(begun)
+
+    def _end(self, number: int, line: lines.EndLine) -> Begun | None:
+        begun = self._open.pop(line.id, None)
+        if begun is None:
             self._damaged(number, f"the end of call {line.id}, whose beginning is not there")
-            return
-        begun, call, _ = self._begun[at]
-        self._begun[at] = (begun, call, line)
+        else:
+            begun.end, begun.end_number = line, number
+        return begun
 
     def _settle(self) -> Iterator[Call]:
-        """The calls up to here. After a `closed` line ids may begin anew."""
-        for number, call, end in self._begun:
-            try:
-                yield self._call(call, end)
-            except (KeyError, TypeError, ValueError) as error:
-                self._damaged(number, f"{call.name}: {type(error).__name__}: {error}")
-        self._begun, self._open, self._contents = [], {}, {}
+        """The calls up to here."""
+        for begun in self._begun:
+            if call := self._call_of(begun, self.index):
+                yield call
+                self.index += 1
+        self._begun, self._open = [], {}
 
-    def _call(self, line: lines.CallLine, end: lines.EndLine | None) -> Call:
+    def _call_of(self, begun: Begun, index: int) -> Call | None:
+        """A call by its two lines, or by the first where the second cannot be read."""
+        line, end = begun.line, begun.end
+        try:
+            return self._call(line, end, index)
+        except UNREADABLE as error:
+            problem = f"{type(error).__name__}: {error}"
+        if end is not None:
+            try:
+                call = self._call(line, None, index)
+            except UNREADABLE:
+                pass
+            else:
+                self._damaged(begun.end_number, f"the end of call {end.id}: {problem}")
+                return call
+        self._damaged(begun.number, f"{line.name}: {problem}")
+        return None
+
+    def _call(self, line: lines.CallLine, end: lines.EndLine | None, index: int) -> Call:
         self._call_name = name = line.name
         self._found = []
         self._role = "input"
@@ -224,8 +274,8 @@ class _StepReader:
             outputs = tree.decode(
                 after.outputs, tree.output_root(name, after.outputs), self._tensor
             )
-        call = Call(
-            index=self.index,
+        return Call(
+            index=index,
             name=name,
             op=line.op,
             module=line.module,
@@ -243,8 +293,6 @@ class _StepReader:
             error=after.error,
             notes=(*line.notes, *after.notes),
         )
-        self.index += 1
-        return call
 
     def _held(
         self,
@@ -281,16 +329,10 @@ class _StepReader:
         self._found.append(record)
         return record
 
-    def _content(self, value_id: int) -> _Content:
-        """What the value line says, once per value: many tensors share one."""
-        content = self._contents.get(value_id)
-        if content is None:
-            line = self._values.get(value_id)
-            content = self._read_value(line) if line else (None, None, None, NOT_WRITTEN)
-            self._contents[value_id] = content
-        return content
+    def _content(self, value_id: int) -> Content:
+        return self._values.get(value_id, NOT_THERE)
 
-    def _read_value(self, line: lines.ValueLine) -> _Content:
+    def _read_value(self, line: lines.ValueLine) -> Content:
         summary = lines.unpack_summary(line.summary) if line.summary is not None else None
         if line.blob is None:
             return summary, line.digest, None, line.gap
@@ -320,5 +362,15 @@ class _StepReader:
         return shard
 
 
+class Begun(msgspec.Struct):
+    """A call by its lines: the one that it began with, and its end if there is one."""
+
+    number: int  # of the line in its file
+    line: lines.CallLine
+    end: lines.EndLine | None = None
+    end_number: int = 0
+
+
 _NO_END = lines.EndLine(id=-1)
-_NOTHING: _Content = (None, None, None, None)
+_NOTHING: Content = (None, None, None, None)
+NOT_THERE: Content = (None, None, None, NOT_WRITTEN)
