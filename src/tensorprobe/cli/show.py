@@ -151,6 +151,8 @@ def likeness(name: str, wanted: str) -> int:
             return rank + 2
         if want.startswith(spelt + "."):
             return rank + 3
+        if "__" not in name and "__" not in wanted:  # both are spelt in one way only
+            break
     return _UNLIKE
 
 

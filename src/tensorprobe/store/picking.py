@@ -7,15 +7,16 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from tensorprobe.records import Call, Capture, Gap
-from tensorprobe.store import lines
+from tensorprobe.store import lines, tree
 from tensorprobe.store.loading import find, layout
 from tensorprobe.store.native import (
     NOT_THERE,
+    UNREADABLE,
     Begun,
     Content,
     OnGap,
@@ -82,8 +83,8 @@ class Picker(Protocol):
     ) -> tuple[list[Picked], Tally]:
         """The calls that are wanted, in the order in which they began, and what there is in all.
 
-        `wanted` is asked of each call in that order, before it ends: it sees no outputs. Where no
-        more than `most` are to be picked, what comes behind them is neither read nor counted.
+        `wanted` is asked of each call in that order; it sees names and numbers, no tensors. Where
+        no more than `most` are to be picked, what comes behind them is neither read nor counted.
         """
 
     def whole(self, picked: Sequence[Picked]) -> Iterator[Call]:
@@ -265,41 +266,73 @@ class _StepPicker(StepReader):
         self._values.clear()
 
     def _begin(self, number: int, line: lines.CallLine) -> None:
-        begun = Begun(number, line)
-        self._asked = []
-        call = self._call_of(begun, self.index)
-        if call is None:
+        if problem := _problem(line):
+            self._damaged(number, f"{line.name}: {problem}")
             return
+        index = self.index
         self.index += 1
         self.n_calls += 1
         self.n_begun += 1
-        if self._wanted(call):
+        self._open[line.id] = begun = Begun(number, _FORGOTTEN)
+        self._unended.pop(line.id, None)
+        if self._wanted(self._heading(line, index)):
+            begun.line = line
+            self._asked = []
+            call = self._call(line, None, index)
             picked = Picked(call, begun, self.folder, self._part, self._asked)
             self.picked.append(picked)
             self._unended[line.id] = picked
-            self._open[line.id] = begun
-        else:
-            self._unended.pop(line.id, None)
-            self._open[line.id] = Begun(number, _FORGOTTEN)
+
+    def _heading(self, line: lines.CallLine, index: int) -> Call:
+        return Call(
+            index=index,
+            name=line.name,
+            op=line.op,
+            module=line.module,
+            direction=line.direction,
+            step=self.step,
+            rank=self.rank,
+        )
 
     def _end(self, number: int, line: lines.EndLine) -> Begun | None:
         begun = super()._end(number, line)
         if begun is None:
             return None
         picked = self._unended.pop(line.id, None)
-        self._asked = []
-        call = self._call_of(begun, picked.call.index if picked else 0)
-        if call is None or call.status == "begun":
+        if problem := _problem(line):
             begun.end = None
+            self._damaged(number, f"the end of call {line.id}: {problem}")
             return None
         self.n_begun -= 1
         if picked is not None:
-            picked.call, picked.values = call, self._asked
+            self._asked = []
+            picked.call = self._call(begun.line, line, picked.call.index)
+            picked.values = self._asked
         return begun
 
     def _content(self, value_id: int) -> Content:
         self._asked.append(value_id)
         return NOT_THERE
+
+
+def _problem(line: lines.CallLine | lines.EndLine) -> str | None:
+    """Why no call can be made of a line, None where one can. Tells it in less time than that."""
+    trees = [*(line.args or ()), *line.kwargs.values()]
+    if isinstance(line, lines.EndLine):
+        trees.append(line.outputs)
+    try:
+        for each in trees:
+            tree.decode(each, "", _check_tensor)
+    except UNREADABLE as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _check_tensor(name: str, body: dict[str, Any]) -> None:
+    line = lines.TensorLine(**body)
+    tuple(line.shape)
+    tuple(line.stride or ())
+    hash(line.value)
 
 
 class _ValueReader(StepReader):
