@@ -172,7 +172,7 @@ def header(capture: Picker, tally: Tally) -> list[str]:
     if tally.unfinished:
         lines.append(f"not closed: {', '.join(tally.unfinished)}")
     if not tally.is_read:
-        lines.append("counted while it was recorded; to read and count every line: --gaps")
+        lines.append("not every line was read to count them; to read all: --gaps")
     return [*lines, ""]
 
 

@@ -27,7 +27,7 @@ from tensorprobe.store.native import (
 from tensorprobe.store.step_files import LOG_FILE
 
 Wanted = Callable[[Call], bool]
-_READ_NBYTES = 4 << 20  # of a larger capture, `count` reads no more than the last steps
+_READ_NBYTES = 4 << 20  # of lines, which takes a tenth of a second
 _CLOSED_NBYTES = 256  # more than such a line has
 _CALL, _END, _VALUE, _STACK, _GAP = (
     b'{"type":"%s"' % kind for kind in (b"call", b"end", b"value", b"stack", b"gap")
@@ -46,7 +46,7 @@ class Tally(msgspec.Struct):
     steps: set[int] = msgspec.field(default_factory=set)
     ranks: set[int] = msgspec.field(default_factory=set)
     unfinished: list[str] = msgspec.field(default_factory=list)
-    is_read: bool = True  # in full; or some of it is as the recording counted it
+    is_read: bool = True  # every line; where not, one that is damaged is not seen to be
 
     def add(self, step: _StepPicker) -> None:
         if step.n_calls:
@@ -75,8 +75,9 @@ class Picker(Protocol):
     path: Path
     layout: str
 
-    def count(self) -> Tally:
-        """What it holds. Of a large native capture not all is read for it."""
+    def count(self, read_nbytes: int = ...) -> Tally:
+        """What it holds, told soon: of a native capture the last steps are read, as far as they
+        have so many bytes; what is in the others is seen by how their lines begin, or end."""
 
     def pick(
         self, wanted: Wanted, *, on_gap: OnGap = ..., most: int | None = ...
@@ -108,7 +109,7 @@ class _Loaded:
         self.layout = capture.layout
         self._capture = capture
 
-    def count(self) -> Tally:
+    def count(self, read_nbytes: int = 0) -> Tally:
         capture = self._capture
         return Tally(
             len(capture.calls),
@@ -141,9 +142,9 @@ class _Native:
         self._early_gaps: list[Gap] = []
         self._steps, _ = open_run(path, self._early_gaps.append)
 
-    def count(self) -> Tally:
+    def count(self, read_nbytes: int = _READ_NBYTES) -> Tally:
         tally = Tally(gaps=len(self._early_gaps))
-        left = _READ_NBYTES
+        left = read_nbytes
         for folder in reversed(self._steps):  # the last ones first: there a run breaks off
             step = _StepPicker(folder, 0, lambda call: False)
             nbytes = (folder / LOG_FILE).stat().st_size
@@ -211,6 +212,7 @@ class _StepPicker(StepReader):
                 self._part += 1
             if len(self.picked) == self._most:
                 self.passed_by = (_CALL, _VALUE, _STACK, _GAP)
+                self._on_gap = _ignore  # as ends are here whose calls were passed by
                 if not self._unended:
                     return
 
@@ -226,7 +228,7 @@ class _StepPicker(StepReader):
 
     def _closed(self) -> lines.ClosedLine | None:
         with (self.folder / LOG_FILE).open("rb") as file:
-            file.seek(-_CLOSED_NBYTES, os.SEEK_END)
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _CLOSED_NBYTES))
             text = file.read()
         last = text[text.rfind(b"\n", 0, -1) + 1 :]
         try:
