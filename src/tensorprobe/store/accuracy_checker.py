@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from tensorprobe.contents.blob import Blob
-from tensorprobe.contents.dtypes import itemsize_of
+from tensorprobe.contents.layouts import itemsize_of
 from tensorprobe.contents.tensor_files import locate
 from tensorprobe.errors import BadArtefact, UnreadableCapture
 from tensorprobe.records import (

@@ -14,7 +14,9 @@ from typing import Any
 import msgspec
 
 from tensorprobe.contents.blob import Blob
-from tensorprobe.errors import UnreadableCapture
+from tensorprobe.contents.layouts import check_layout
+from tensorprobe.contents.opening import inside, open_file, read_text, split_lines
+from tensorprobe.errors import BadArtefact, UnreadableCapture
 from tensorprobe.garbage import no_garbage
 from tensorprobe.records import (
     Call,
@@ -28,6 +30,8 @@ from tensorprobe.store import lines, tree
 from tensorprobe.store.claim import EARLIER, FORMAT, RANK_FILE, RUN_FILE
 from tensorprobe.store.step_files import LOG_FILE, header_problem, shard_name
 
+_MAX_FACTS_NBYTES = 16 << 20
+_MAX_LINE_NBYTES = 8 << 20  # a call of ours has some 1,000; as Python's objects it is 20 times that
 NOT_WRITTEN = "value not written (the run ended before)"
 _RANK = re.compile(r"rank(\d+)")
 _STEP = re.compile(r"step(\d+)")
@@ -82,7 +86,8 @@ def read(path: Path) -> Capture:
             rank = _number(_RANK, folder.parent.name)
             if rank != last_rank:
                 index, last_rank = 0, rank
-            step = _StepReader(folder, _number(_STEP, folder.name), rank, index)
+            root = path if path.is_dir() else path.parent
+            step = _StepReader(folder, root, _number(_STEP, folder.name), rank, index)
             calls += step.calls()
             gaps += step.gaps
             index = step.index
@@ -107,17 +112,19 @@ def _facts(path: Path, steps: list[Path], gaps: list[Gap]) -> dict[str, Any]:
     """capture.json, with the content of every rank.json under `ranks`."""
     ranks = {_number(_RANK, step.parent.name): step.parent for step in steps}
     root = steps[0].parent.parent if steps else path
-    facts = _read_facts(root / RUN_FILE, gaps)
-    about = {rank: _read_facts(folder / RANK_FILE, gaps) for rank, folder in ranks.items()}
+    facts = _read_facts(root / RUN_FILE, root, gaps)
+    about = {rank: _read_facts(folder / RANK_FILE, root, gaps) for rank, folder in ranks.items()}
     return {**facts, "ranks": about}
 
 
-def _read_facts(path: Path, gaps: list[Gap]) -> dict[str, Any]:
+def _read_facts(path: Path, root: Path, gaps: list[Gap]) -> dict[str, Any]:
     try:
-        facts = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        text = read_text(open_file(path, root), path, _MAX_FACTS_NBYTES)
+        facts = msgspec.json.decode(text, type=dict[str, Any])
+        tree.check_depth(facts)
     except FileNotFoundError:  # a step or rank folder that was copied alone
         return {}
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         gaps.append(Gap(path.name, str(error)))
         return {}
     version = facts.get("format")
@@ -132,8 +139,9 @@ def _read_facts(path: Path, gaps: list[Gap]) -> dict[str, Any]:
 class _StepReader:
     """Reads one calls.jsonl; what cannot be read becomes gaps that name file and line."""
 
-    def __init__(self, folder: Path, step: int, rank: int, index: int) -> None:
+    def __init__(self, folder: Path, root: Path, step: int, rank: int, index: int) -> None:
         self.folder = folder
+        self.root = root
         self.step = step
         self.rank = rank
         self.index = index
@@ -145,6 +153,7 @@ class _StepReader:
         self._values: dict[int, lines.ValueLine] = {}
         self._contents: dict[int, _Content] = {}
         self._shards: dict[int, tuple[Path, int]] = {}
+        self._layouts: set[tuple[Any, ...]] = set()  # of tensors that can be
         self._call_name = ""  # of the call that is being put together, as are the next two
         self._role: Role = "input"
         self._found: list[TensorRecord] = []
@@ -169,16 +178,22 @@ class _StepReader:
         yield from self._settle()
 
     def _lines(self) -> Iterator[tuple[int, lines.Line]]:
-        data = (self.folder / LOG_FILE).read_bytes()
-        texts = data.split(b"\n")
-        torn = texts.pop()
-        for number, text in enumerate(texts, 1):
-            try:
-                yield number, lines.decode(text)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                self._damaged(number, str(error))
-        if torn:
-            self._damaged(len(texts) + 1, "cut off: the run ended while it was written")
+        try:
+            file = open_file(self.folder / LOG_FILE, self.root)
+        except BadArtefact as error:
+            self._add_gap(LOG_FILE, str(error))
+            return
+        with file:
+            for number, text in enumerate(split_lines(file, _MAX_LINE_NBYTES), 1):
+                try:
+                    if text is None:
+                        self._damaged(number, f"a line of more than {_MAX_LINE_NBYTES} bytes")
+                    elif text.endswith(b"\n"):
+                        yield number, lines.decode(text)
+                    else:
+                        self._damaged(number, "cut off: the run ended while it was written")
+                except (ValueError, RecursionError) as error:
+                    self._damaged(number, str(error))
 
     def _damaged(self, number: int, reason: str) -> None:
         self._add_gap(f"{LOG_FILE}:{number}", reason)
@@ -200,7 +215,7 @@ class _StepReader:
         for number, call, end in self._begun:
             try:
                 yield self._call(call, end)
-            except (KeyError, TypeError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001 reading one record: it becomes a gap
                 self._damaged(number, f"{call.name}: {type(error).__name__}: {error}")
         self._begun, self._open, self._contents = [], {}, {}
 
@@ -262,14 +277,18 @@ class _StepReader:
                 self._tensor(f"{base}.{key}", tensor)
 
     def _tensor(self, name: str, body: lines.TensorLine | dict[str, Any]) -> TensorRecord:
-        line = body if isinstance(body, lines.TensorLine) else lines.TensorLine(**body)
+        line = msgspec.convert(body, lines.TensorLine) if isinstance(body, dict) else body
+        layout = line.dtype, line.shape, line.stride
+        if layout not in self._layouts:
+            check_layout(*layout)
+            self._layouts.add(layout)
         summary, digest, blob, gap = _NOTHING if line.value is None else self._content(line.value)
         record = TensorRecord(
             name,
             self._role,
             line.dtype,
-            tuple(line.shape),
-            tuple(line.stride) if line.stride is not None else None,
+            line.shape,
+            line.stride,
             line.device,
             line.grad,
             summary,
@@ -294,7 +313,7 @@ class _StepReader:
         summary = lines.unpack_summary(line.summary) if line.summary is not None else None
         if line.blob is None:
             return summary, line.digest, None, line.gap
-        if min(line.blob) < 0:
+        if min(line.blob) < 0 or max(line.blob) >= 1 << 63:
             return summary, line.digest, None, f"{LOG_FILE} has a wrong place for it: {line.blob}"
         number, offset, nbytes, *content_nbytes = line.blob
         path, size = self._shard(number)
@@ -310,12 +329,17 @@ class _StepReader:
         """A shard's path and size, looked at once; -1 when it is not there."""
         shard = self._shards.get(number)
         if shard is None:
-            path = self.folder / shard_name(number)
-            size = path.stat().st_size if path.is_file() else -1
-            if size < 0:
+            path, size = self.folder / shard_name(number), -1
+            try:
+                path = inside(path, self.root)
+                problem, size = header_problem(path)
+                if problem:
+                    text = f"{problem}; its tensors are read by the log's offsets"
+                    self._add_gap(path.name, text)
+            except FileNotFoundError:
                 self._add_gap(path.name, "missing: its tensors have statistics only")
-            elif problem := header_problem(path):
-                self._add_gap(path.name, f"{problem}; its tensors are read by the log's offsets")
+            except BadArtefact as error:
+                self._add_gap(path.name, f"{error}: its tensors have statistics only")
             shard = self._shards[number] = (path, size)
         return shard
 

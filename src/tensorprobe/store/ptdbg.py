@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tensorprobe.contents.blob import Blob
-from tensorprobe.contents.dtypes import itemsize_of
+from tensorprobe.contents.layouts import itemsize_of
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import (
     Call,

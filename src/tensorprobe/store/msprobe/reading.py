@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import force_setattr
 
 from tensorprobe.contents.blob import Blob
-from tensorprobe.contents.dtypes import itemsize_of
+from tensorprobe.contents.layouts import itemsize_of
 from tensorprobe.errors import BadArtefact, UnreadableCapture
 from tensorprobe.garbage import no_garbage
 from tensorprobe.operators import NATIVE_NAMES
