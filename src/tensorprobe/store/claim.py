@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 
 from tensorprobe._version import __version__
+from tensorprobe.contents.opening import open_file, read_text
+from tensorprobe.errors import BadArtefact
 from tensorprobe.store.lines import speakable
 
 FORMAT = 1
@@ -22,6 +24,7 @@ RUN_FILE = "capture.json"
 RANK_FILE = "rank.json"
 EARLIER = "earlier"
 _RUN_MARK = ".run"
+MAX_FACTS_NBYTES = 16 << 20
 _RANK_FOLDER = re.compile(r"rank\d+")
 
 
@@ -124,7 +127,7 @@ def _move_earlier(root: Path, mine: Path, run_id: str) -> Path | None:
         with contextlib.suppress(FileNotFoundError):
             path.rename(target / path.name)
     if not (target / RUN_FILE).exists() and (root / RUN_FILE).exists():
-        (target / RUN_FILE).write_bytes((root / RUN_FILE).read_bytes())
+        (target / RUN_FILE).write_bytes(_read(root / RUN_FILE))
     return target
 
 
@@ -153,15 +156,19 @@ def _earlier_folder(root: Path, moving: list[Path]) -> Path:
 def run_of(path: Path) -> str | None:
     """The run id in a capture.json or rank.json; None when there is none to be read."""
     try:
-        return str(msgspec.json.decode(path.read_bytes())["run"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return str(msgspec.json.decode(_read(path))["run"])
+    except (OSError, BadArtefact, ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def _read(path: Path) -> bytes:
+    return read_text(open_file(path), path, MAX_FACTS_NBYTES)
 
 
 @contextlib.contextmanager
 def _locked(root: Path) -> Iterator[None]:
     """One rank at a time. A file, not the folder: network disks lock only what can be written."""
-    fd = os.open(root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    fd = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         with contextlib.suppress(OSError):  # a disk without locks: renames are atomic anyway
             fcntl.flock(fd, fcntl.LOCK_EX)

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from tensorprobe.contents.layouts import MAX_DIMENSIONS
+from tensorprobe.contents.opening import inside
 from tensorprobe.errors import BadArtefact
 
 # Where a door keeps its recording until a step is over and turned into the files of its peer.
@@ -17,7 +19,6 @@ UNFINISHED = ".tensorprobe"
 LAST_NODE = "outputs are those of the last autograd node, not the gradients of the inputs"
 MAX_DEPTH = 60  # of nested containers in one record
 MAX_DIGITS = 40  # of a whole number: a 64-bit one has 20
-MAX_DIMENSIONS = 64
 _MAX_PROBLEMS = 200  # of one file: each costs a look through what is left
 _MAX_NAME = 180  # of a file: most disks take 255 bytes
 _LONGEST = 1 << 48  # elements along one dimension; larger than any disk
@@ -236,11 +237,11 @@ def file_name(name: str, suffix: str) -> str:
     return plain + suffix
 
 
-def numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
+def numbered(folder: Path, pattern: re.Pattern[str], root: Path) -> list[tuple[int, Path]]:
     """The sub-folders whose name is a word and a number, by that number."""
     found = []
     for path in folder.iterdir():
         match = pattern.fullmatch(path.name)
         if match and len(match[1]) <= MAX_DIGITS and path.is_dir():
-            found.append((int(match[1]), path))
+            found.append((int(match[1]), inside(path, root) if path.is_symlink() else path))
     return sorted(found)

@@ -27,10 +27,9 @@ from tensorprobe.records import (
     TensorSummary,
 )
 from tensorprobe.store import lines, tree
-from tensorprobe.store.claim import EARLIER, FORMAT, RANK_FILE, RUN_FILE
+from tensorprobe.store.claim import EARLIER, FORMAT, MAX_FACTS_NBYTES, RANK_FILE, RUN_FILE
 from tensorprobe.store.step_files import LOG_FILE, header_problem, shard_name
 
-_MAX_FACTS_NBYTES = 16 << 20
 _MAX_LINE_NBYTES = 8 << 20  # a call of ours has some 1,000; as Python's objects it is 20 times that
 NOT_WRITTEN = "value not written (the run ended before)"
 _RANK = re.compile(r"rank(\d+)")
@@ -93,6 +92,8 @@ def read(path: Path) -> Capture:
             index = step.index
             if not step.finished:
                 unfinished.append(f"{folder.parent.name}/{folder.name}")
+    if not calls and gaps and all(gap.name.endswith(f"/{LOG_FILE}") for gap in gaps):
+        raise UnreadableCapture(f"nothing of '{path}' can be read: {gaps[0].reason}")
     return Capture(path, "native", calls, gaps, {**facts, "unfinished": unfinished})
 
 
@@ -119,7 +120,7 @@ def _facts(path: Path, steps: list[Path], gaps: list[Gap]) -> dict[str, Any]:
 
 def _read_facts(path: Path, root: Path, gaps: list[Gap]) -> dict[str, Any]:
     try:
-        text = read_text(open_file(path, root), path, _MAX_FACTS_NBYTES)
+        text = read_text(open_file(path, root), path, MAX_FACTS_NBYTES)
         facts = msgspec.json.decode(text, type=dict[str, Any])
         tree.check_depth(facts)
     except FileNotFoundError:  # a step or rank folder that was copied alone
@@ -332,7 +333,8 @@ class _StepReader:
             path, size = self.folder / shard_name(number), -1
             try:
                 path = inside(path, self.root)
-                problem, size = header_problem(path)
+                problem = header_problem(path)
+                size = path.stat().st_size
                 if problem:
                     text = f"{problem}; its tensors are read by the log's offsets"
                     self._add_gap(path.name, text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
@@ -18,16 +17,15 @@ def shard_name(number: int) -> str:
     return f"tensors-{number}.safetensors"
 
 
-def header_problem(path: Path) -> tuple[str | None, int]:
-    """What is wrong with a shard's header, None when it is as it should be; the shard's size."""
+def header_problem(path: Path) -> str | None:
+    """What is wrong with a shard's header, None when it is as it should be."""
     with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
         nbytes = int.from_bytes(file.read(8), "little")
         text = file.read(nbytes) if nbytes <= _MAX_HEADER_NBYTES else b""
     if not text or len(text) != nbytes:
-        return f"its header, from byte 8, should have {nbytes} bytes", size
+        return f"its header, from byte 8, should have {nbytes} bytes"
     try:
         _entries.decode(text)
     except (ValueError, RecursionError) as error:
-        return f"its header is damaged: {error}, counted from byte 8", size
-    return None, size
+        return f"its header is damaged: {error}, counted from byte 8"
+    return None
