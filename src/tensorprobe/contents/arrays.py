@@ -38,7 +38,11 @@ def read_array(name: str, dtype: str, shape: tuple[int, ...], blob: Blob) -> np.
     try:
         with open_file(blob.path) as file:
             raw = np.memmap(file, np.uint8, "r", blob.offset, (blob.nbytes,))
-    except (OSError, ValueError, BadArtefact) as error:  # it may have changed since the capture was loaded
+    except (
+        OSError,
+        ValueError,
+        BadArtefact,
+    ) as error:  # it may have changed since the capture was loaded
         raise UnreadableCapture(f"{name}: {_problem(blob, error)}") from error
     if blob.offset % kind.alignment:  # shards have no holes; ml_dtypes wants alignment
         raw = np.array(raw)

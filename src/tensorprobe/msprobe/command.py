@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tensorprobe.contents.json_files import read_json
+from tensorprobe.contents.opening import open_named
 from tensorprobe.errors import BadUsage, TensorprobeError
 
 # Verbs without a counterpart under msprobe's name, with what to type.
@@ -117,7 +118,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _read(path: str) -> dict[str, Any]:
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        content = read_json(open_named(Path(path)), Path(path))
     except (OSError, ValueError) as error:
         raise BadUsage(f"-i {path} cannot be read: {error}") from error
     if not isinstance(content, dict):

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from tensorprobe._version import __version__
+from tensorprobe.contents.json_files import MAX_NBYTES, read_json
 from tensorprobe.contents.opening import open_file, read_text
 from tensorprobe.errors import BadArtefact
 from tensorprobe.store.lines import speakable
@@ -24,7 +25,6 @@ RUN_FILE = "capture.json"
 RANK_FILE = "rank.json"
 EARLIER = "earlier"
 _RUN_MARK = ".run"
-MAX_FACTS_NBYTES = 16 << 20
 _RANK_FOLDER = re.compile(r"rank\d+")
 
 
@@ -127,7 +127,8 @@ def _move_earlier(root: Path, mine: Path, run_id: str) -> Path | None:
         with contextlib.suppress(FileNotFoundError):
             path.rename(target / path.name)
     if not (target / RUN_FILE).exists() and (root / RUN_FILE).exists():
-        (target / RUN_FILE).write_bytes(_read(root / RUN_FILE))
+        whole = read_text(open_file(root / RUN_FILE), root / RUN_FILE, MAX_NBYTES)
+        (target / RUN_FILE).write_bytes(whole)
     return target
 
 
@@ -156,13 +157,9 @@ def _earlier_folder(root: Path, moving: list[Path]) -> Path:
 def run_of(path: Path) -> str | None:
     """The run id in a capture.json or rank.json; None when there is none to be read."""
     try:
-        return str(msgspec.json.decode(_read(path))["run"])
-    except (OSError, BadArtefact, ValueError, KeyError, TypeError, RecursionError):
+        return str(read_json(open_file(path), path)["run"])
+    except (OSError, BadArtefact, ValueError, KeyError, TypeError):
         return None
-
-
-def _read(path: Path) -> bytes:
-    return read_text(open_file(path), path, MAX_FACTS_NBYTES)
 
 
 @contextlib.contextmanager

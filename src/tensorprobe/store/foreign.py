@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 from tensorprobe.contents.layouts import MAX_DIMENSIONS
 from tensorprobe.contents.opening import inside
 from tensorprobe.errors import BadArtefact
+from tensorprobe.store.lines import speakable
 
 # Where a door keeps its recording until a step is over and turned into the files of its peer.
 UNFINISHED = ".tensorprobe"
@@ -79,7 +80,7 @@ def open_object(text: str, key: str) -> tuple[dict[str, Any], int]:
                 raise BadArtefact(f"{problem_at(text, at, f'expected the key {key!r}')}")
             if found[1] == key:
                 return before, _open(text, found.end())
-            before[found[1]], at = _decoder.raw_decode(text, found.end())
+            before[found[1]], at = _decode(text, found.end())
             at = _skip(text, at)
             if text[at : at + 1] == ",":
                 at += 1
@@ -103,18 +104,6 @@ def parse_items(text: str, at: int | None = None) -> Iterator[tuple[str, Any] | 
                 return
 
 
-def parse_document(text: str) -> Any:
-    """One JSON value; BadArtefact says where it is damaged."""
-    try:
-        value = _decoder.decode(text)
-    except json.JSONDecodeError as error:
-        problem = problem_at(text, error.pos, error.msg)
-        raise BadArtefact(f"not JSON, {problem}") from error
-    except (ValueError, RecursionError) as error:
-        raise BadArtefact(f"not JSON: {_reason(error)}") from error
-    return value
-
-
 def parse_lines(data: bytes) -> Iterator[tuple[int, Any | Problem]]:
     """The JSON values of a file with one on each line, by the number of their line.
 
@@ -127,7 +116,7 @@ def parse_lines(data: bytes) -> Iterator[tuple[int, Any | Problem]]:
         at = _skip(line, 0)
         while at < len(line):
             try:
-                value, at = _decoder.raw_decode(line, at)
+                value, at = _decode(line, at)
             except (ValueError, RecursionError) as error:
                 column = getattr(error, "pos", at) + 1
                 yield number, Problem(number, column, _reason(error))
@@ -143,8 +132,17 @@ def _parse_int(digits: str) -> int:
 
 
 _decoder = json.JSONDecoder(parse_int=_parse_int, strict=False)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SPACE = re.compile(r"[ \t\r\n\f\v]*")
 _KEY = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*')
+
+
+def _decode(text: str, at: int = 0, surrogates: bool | None = None) -> tuple[Any, int]:
+    """The JSON value that begins there, and where it ends. No file can take a lone surrogate."""
+    value, end = _decoder.raw_decode(text, at)
+    if surrogates is None:
+        surrogates = _SURROGATE.search(text, at, end) is not None
+    return (speakable(value) if surrogates else value), end
 
 
 def _skip(text: str, at: int) -> int:
@@ -168,6 +166,7 @@ def _open(text: str, at: int) -> int:
 
 def _items(text: str, at: int) -> Iterator[tuple[str, Any] | Problem]:
     begin = None  # how the first key begins its line; so do all
+    surrogates = _SURROGATE.search(text) is not None
     while True:
         at = _skip(text, at)
         if text[at : at + 1] == "}":
@@ -178,8 +177,8 @@ def _items(text: str, at: int) -> Iterator[tuple[str, Any] | Problem]:
         try:
             if found is None:
                 raise json.JSONDecodeError("expected a name", text, at)
-            key = _decoder.decode(text[found.start() : found.end()].rstrip().removesuffix(":"))
-            value, end = _decoder.raw_decode(text, found.end())
+            key = _decode(text[found.start() : found.end()].rstrip().removesuffix(":"))[0]
+            value, end = _decode(text, found.end(), surrogates)
             end = _skip(text, end)
             if text[end : end + 1] not in (",", "}"):
                 raise json.JSONDecodeError("expected ',' or '}'", text, end)

@@ -14,8 +14,9 @@ from typing import Any
 import msgspec
 
 from tensorprobe.contents.blob import Blob
+from tensorprobe.contents.json_files import read_json
 from tensorprobe.contents.layouts import check_layout
-from tensorprobe.contents.opening import inside, open_file, read_text, split_lines
+from tensorprobe.contents.opening import inside, open_file, split_lines
 from tensorprobe.errors import BadArtefact, UnreadableCapture
 from tensorprobe.garbage import no_garbage
 from tensorprobe.records import (
@@ -27,7 +28,7 @@ from tensorprobe.records import (
     TensorSummary,
 )
 from tensorprobe.store import lines, tree
-from tensorprobe.store.claim import EARLIER, FORMAT, MAX_FACTS_NBYTES, RANK_FILE, RUN_FILE
+from tensorprobe.store.claim import EARLIER, FORMAT, RANK_FILE, RUN_FILE
 from tensorprobe.store.step_files import LOG_FILE, header_problem, shard_name
 
 _MAX_LINE_NBYTES = 8 << 20  # a call of ours has some 1,000; as Python's objects it is 20 times that
@@ -120,12 +121,10 @@ def _facts(path: Path, steps: list[Path], gaps: list[Gap]) -> dict[str, Any]:
 
 def _read_facts(path: Path, root: Path, gaps: list[Gap]) -> dict[str, Any]:
     try:
-        text = read_text(open_file(path, root), path, MAX_FACTS_NBYTES)
-        facts = msgspec.json.decode(text, type=dict[str, Any])
-        tree.check_depth(facts)
+        facts = msgspec.convert(read_json(open_file(path, root), path), dict[str, Any])
     except FileNotFoundError:  # a step or rank folder that was copied alone
         return {}
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         gaps.append(Gap(path.name, str(error)))
         return {}
     version = facts.get("format")

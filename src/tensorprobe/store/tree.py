@@ -10,11 +10,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from tensorprobe.contents.json_files import MAX_DEPTH, TOO_DEEP
 from tensorprobe.records import Fields, Special, TensorRecord
 
 OnTensor = Callable[[str, dict[str, Any]], Any]
-MAX_DEPTH = 100  # a recorder writes 12 at most, a peer's dump is read down to 60
-_TOO_DEEP = f"nested deeper than {MAX_DEPTH}"
 
 
 def child(name: str, key: object) -> str:
@@ -65,21 +64,10 @@ def encode(value: Any, on_tensor: Callable[[TensorRecord], Any]) -> Any:
     return {"ellipsis": True} if value is ... else encode_scalar(value)
 
 
-def check_depth(tree: Any) -> None:
-    """ValueError for JSON that is nested deeper than any reader goes."""
-    level = [tree]
-    for _ in range(MAX_DEPTH):
-        parts = (part.values() if type(part) is dict else part for part in level)
-        level = [part for below in parts for part in below if type(part) in (dict, list)]
-        if not level:
-            return
-    raise ValueError(_TOO_DEEP)
-
-
 def decode(tree: Any, name: str, on_tensor: OnTensor, depth: int = 0) -> Any:
     """The tree as Python values, each tensor in it what `on_tensor(its name, its line)` gives."""
-    if depth > MAX_DEPTH:
-        raise ValueError(_TOO_DEEP)
+    if depth > MAX_DEPTH:  # a recorder writes 12 at most, a peer's dump is read down to 60
+        raise ValueError(TOO_DEEP)
     if type(tree) is list:
         return _items(tree, name, on_tensor, depth)
     if type(tree) is not dict:
