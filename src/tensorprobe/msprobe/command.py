@@ -11,6 +11,7 @@ from typing import Any
 from tensorprobe.contents.json_files import read_json
 from tensorprobe.contents.opening import open_named
 from tensorprobe.errors import BadUsage, TensorprobeError
+from tensorprobe.terminal import say, warn
 
 # Verbs without a counterpart under msprobe's name, with what to type.
 _INSTEAD = {
@@ -31,12 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["-f"]:  # the framework, which earlier releases ask for
         if words[1:2] != ["pytorch"]:
-            sys.stderr.write("msprobe -f: only pytorch is supported\n")
+            warn("msprobe -f: only pytorch is supported")
             return 2
         words = words[2:]
     verb = words[0] if words else "--help"
     if verb in _INSTEAD:
-        sys.stderr.write(f"msprobe {verb} is not supported; use {_INSTEAD[verb]}\n")
+        warn(f"msprobe {verb} is not supported; use {_INSTEAD[verb]}")
         return 2
     parser = _parser()
     args = parser.parse_args(words)
@@ -47,10 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(args)
     except BadUsage as error:
-        sys.stderr.write(f"msprobe {args.verb}: {error}\n")
+        warn(f"msprobe {args.verb}: {error}")
         return 2
     except TensorprobeError as error:
-        sys.stderr.write(f"msprobe {args.verb}: {error}\n")
+        warn(f"msprobe {args.verb}: {error}")
         return 1
 
 
@@ -147,7 +148,7 @@ def _check(args: argparse.Namespace) -> int:
         jobs=args.num_splits,
         peer_tables=True,
     )
-    sys.stdout.write(f"{checked}\n")
+    say(*f"{checked}".split("\n"))
     return 0 if checked.passed else 3
 
 
