@@ -53,20 +53,21 @@ def inside(path: Path, root: Path) -> Path:
 def _open(path: Path, place: Path) -> BinaryIO:
     try:
         # Looked at before: opening some devices does something already.
-        _check_kind(path, place.lstat().st_mode)
+        check_regular(path, place.lstat().st_mode)
         file = os.fdopen(os.open(place, _FLAGS), "rb")
     except OSError as error:
         error.filename = os.fspath(path)
         raise
     try:
-        _check_kind(path, os.fstat(file.fileno()).st_mode)  # it may be another by now
+        check_regular(path, os.fstat(file.fileno()).st_mode)  # it may be another by now
     except BadArtefact:
         file.close()
         raise
     return file
 
 
-def _check_kind(path: Path, mode: int) -> None:
+def check_regular(path: Path, mode: int) -> None:
+    """BadArtefact for what is no regular file, by the mode that `stat` gives."""
     if not stat.S_ISREG(mode):
         kind = next((kind for is_kind, kind in _KINDS if is_kind(mode)), "no regular file")
         raise BadArtefact(f"'{path}' is {kind}; expected a regular file")

@@ -220,7 +220,8 @@ def _check_directory(path: Path, file: BinaryIO) -> None:
     sizes = [
         record.unpack_from(end, found.start())[0]
         for record, mark in ((_END, b"PK\x05\x06"), (_END_64, b"PK\x06\x06"))
-        for found in re.finditer(re.escape(mark), end[: 1 - record.size])
+        for found in re.finditer(re.escape(mark), end)
+        if found.start() + record.size <= len(end)
     ]
     nbytes = max((size for size in sizes if size != _SEE_END_64), default=0)
     if nbytes > _MAX_DIRECTORY_NBYTES:

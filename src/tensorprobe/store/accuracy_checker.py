@@ -184,7 +184,7 @@ class _ProcessReader:
             return record
         value = leaf.get("value")
         if kind == "slice" and isinstance(value, list) and len(value) == 3:
-            return slice(*value)
+            return slice(*(part if type(part) is int else None for part in value))
         if kind in ("torch.device", "torch.dtype", "torch.Size"):
             return Special(kind.removeprefix("torch."), str(value)[:200])
         if kind.startswith("numpy."):
@@ -209,6 +209,7 @@ class _ProcessReader:
         folder = self._process.folder / f"{direction}_real_data" / f"rank{self._process.pid}"
         path = confined(folder, PurePosixPath(str(datapath)).name)
         try:
+            path = inside(path, self._process.folder)
             stored = locate(path)
         except BadArtefact as error:
             raise ValueError(f"{name.rpartition('.input.')[2]}: {error}") from error

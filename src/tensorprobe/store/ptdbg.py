@@ -211,22 +211,28 @@ class _IndexReader:
 
     def __init__(self, path: Path, data: Path | None, step: int, rank: int) -> None:
         self._path = path
-        self._data = data if data is not None and data.is_dir() else None
-        # One look at the folder, not one at each file: whether it is a link.
-        self._files: dict[str, bool] = {}
-        self._root = path.parent
-        if self._data is not None:
-            if self._data.parent != path.parent:  # named by the user
-                self._root = self._data
-            with os.scandir(inside(self._data, self._root)) as files:
-                self._files = {file.name: file.is_symlink() for file in files}
         self._step = step
         self._rank = rank
-        self._ours = MARK in self._files
         self.gaps: list[Gap] = []
+        self._data = data if data is not None and data.is_dir() else None
+        self._root = path.parent
+        if self._data is not None and self._data.parent != path.parent:  # named by the user
+            self._root = self._data
+        self._files = self._look() if self._data is not None else {}
+        self._ours = MARK in self._files
         self._calls: list[_Lines] = []
         self._last: dict[str, _Lines] = {}  # the latest call of each name
         self._lost: dict[int, str] = {}  # by id() of a call: why its tensors are not there
+
+    def _look(self) -> dict[str, bool]:
+        """Which files there are, and whether they are links: one look, not one at each of them."""
+        assert self._data is not None
+        try:
+            with os.scandir(inside(self._data, self._root)) as files:
+                return {file.name: file.is_symlink() for file in files}
+        except BadArtefact as error:
+            self.gaps.append(Gap(self._data.name, str(error), self._step, self._rank))
+            return {}
 
     def calls(self) -> list[Call]:
         for number, record in self._records():

@@ -221,7 +221,7 @@ def write_statistics(record: TensorRecord) -> dict[str, Any]:
     if not record.shape and kind != "bool" and not kind.startswith("complex"):
         mean = norm = s.max  # of one number all four are that number, signed
     fields = {"Max": s.max, "Min": s.min, "Mean": mean, "Norm": norm}
-    if s.is_finite:
+    if s.is_finite and all(_if_finite(value) is value for value in fields.values()):
         return fields
     if s.nan_count:  # torch's max and min of a NaN are NaN
         return {**dict.fromkeys(_STATISTICS), "nonfinite": _write_nonfinite(s)}

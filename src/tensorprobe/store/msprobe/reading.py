@@ -11,7 +11,7 @@ from msgspec.structs import force_setattr
 
 from tensorprobe.contents.blob import Blob
 from tensorprobe.contents.layouts import check_layout, itemsize_of
-from tensorprobe.contents.opening import inside, open_file, read_text
+from tensorprobe.contents.opening import check_regular, inside, open_file, read_text
 from tensorprobe.errors import BadArtefact, UnreadableCapture
 from tensorprobe.garbage import no_garbage
 from tensorprobe.operators import NATIVE_NAMES
@@ -117,8 +117,11 @@ class _UnitReader:
         self._parents = dict(self._read_parents(folder / CONSTRUCT_FILE))
         data = folder / DATA_FOLDER
         if data.is_dir():
-            self._data = inside(data, self.unit.root)
-            self._files = {path.name for path in data.iterdir()}
+            try:
+                self._data = inside(data, self.unit.root)
+                self._files = {path.name for path in data.iterdir()}
+            except BadArtefact as error:
+                self._gap(DATA_FOLDER, str(error))
         made: list[Call] = []
         for name in (DUMP_FILE, DEBUG_FILE):
             for key, record in self._records(folder / name):
@@ -351,12 +354,14 @@ class _UnitReader:
                 return None, f"{DATA_FOLDER}/{path.name[:200]} is missing"
             if path.is_symlink():
                 path = inside(path, self.unit.root)
+            status = path.stat()
+            check_regular(path, status.st_mode)
         except (ValueError, BadArtefact) as error:
             return None, str(error)
         nbytes = itemsize_of(dtype)
         for length in shape:
             nbytes *= length
-        if nbytes > path.stat().st_size and path.suffix in (".pt", ".npy"):
+        if nbytes > status.st_size and path.suffix in (".pt", ".npy"):
             return None, f"{path.name} is too small for {dtype} of shape {list(shape)}"
         if path.suffix == ".pt":
             return Blob(path, 0, nbytes, "pt"), None
