@@ -119,7 +119,7 @@ def parse_numbers(field: str, value: object) -> tuple[int, ...] | None:
             numbers.add(item)
             continue
         text = item.strip() if isinstance(item, str) else ""
-        found = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", text)
+        found = re.fullmatch(r"(\d{1,18})(?:\s*-\s*(\d{1,18}))?", text)
         if not found:
             _refuse(field, value, wanted)
         first = int(found[1])

@@ -85,10 +85,10 @@ KINDS: dict[Callable[[Path], None], tuple[str, ...]] = {
 
 
 def files_of(layout: str) -> Iterator[Path]:
-    left_out = (".lock", ".tensorprobe")  # a lock has no content; the mark of our writer neither
-    yield from (
-        p for p in sorted(Path(layout).rglob("*")) if p.is_file() and p.name not in left_out
-    )
+    for path in sorted(Path(layout).rglob("*")):
+        # a lock has no content, and neither has the mark of our writer
+        if path.is_file() and path.name not in (".lock", ".tensorprobe"):
+            yield path
 
 
 def all_there_is() -> dict[str, bytes]:

@@ -127,6 +127,9 @@ def _read_facts(path: Path, root: Path, gaps: list[Gap]) -> dict[str, Any]:
     except ValueError as error:
         gaps.append(Gap(path.name, str(error)))
         return {}
+    if not isinstance(facts.get("config", {}), dict):
+        gaps.append(Gap(path.name, "`config` is no object"))
+        del facts["config"]
     version = facts.get("format")
     if version != FORMAT:
         raise UnreadableCapture(
