@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from tensorprobe.errors import BadUsage
 from tensorprobe.store.loading import LAYOUTS
 from tensorprobe.store.outputs import check_output
+from tensorprobe.terminal import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,11 +35,9 @@ def run(args: argparse.Namespace) -> int:
         lost = native.write(capture, output, compress=True)
     else:
         lost = layout(args.to).write(capture, output)
-    write = sys.stdout.write
-    write(f"{len(capture.calls)} calls of {args.capture} ({capture.layout}) are in {output}")
-    write(f" ({args.to}).\n")
-    for line in lost:
-        write(f"not as it was: {line}\n")
+    count = f"{len(capture.calls)} calls of {args.capture} ({capture.layout})"
+    say(f"{count} are in {output} ({args.to}).")
+    say(*(f"not as it was: {line}" for line in lost))
     if capture.gaps:
-        write(f"{len(capture.gaps)} gaps: tensorprobe show {args.capture} --gaps\n")
+        say(f"{len(capture.gaps)} gaps: tensorprobe show {args.capture} --gaps")
     return 0

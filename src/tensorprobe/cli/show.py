@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tensorprobe.terminal import printable, say
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -256,7 +258,9 @@ def describe(call: Call) -> Iterator[str]:
     parts.append(
         ("where", f"step {call.step}, rank {call.rank}, index {call.index}, {call.thread}")
     )
-    parts.append(("status", f"{call.status}: {call.error}" if call.error else call.status))
+    # an error of torch has many lines
+    status = f"{call.status}: {call.error}" if call.error else call.status
+    parts += [("" if i else "status", line) for i, line in enumerate(status.split("\n"))]
     parts += [("note", note) for note in call.notes]
     parts += [("" if i else "stack", frame) for i, frame in enumerate(call.stack)]
     for i, value in enumerate(call.args):
@@ -384,19 +388,25 @@ def _nbytes_recorded(path: Path) -> int:
     folder = path if path.is_dir() else path.parent
     nbytes = 0
     for file in folder.rglob("*"):
-        if "earlier" in file.relative_to(folder).parts or not file.is_file():
+        if "earlier" in file.relative_to(folder).parts or not _is_regular(file):
             continue
         if file.name in ("capture.json", "rank.json"):
             continue
-        stat = file.stat()
+        stat = file.lstat()
         nbytes += max(min(stat.st_size, stat.st_blocks * 512) - _header_nbytes(file), 0)
     return nbytes
 
 
+def _is_regular(file: Path) -> bool:
+    return file.is_file() and not file.is_symlink()
+
+
 def _header_nbytes(file: Path) -> int:
+    from tensorprobe.contents.opening import open_file
+
     if file.suffix != ".safetensors":
         return 0
-    with file.open("rb") as shard:
+    with open_file(file) as shard:
         return 8 + int.from_bytes(shard.read(8), "little")
 
 
@@ -413,13 +423,14 @@ def _write_gaps(gaps: Sequence[Gap]) -> None:
 
 
 def _write(lines: Iterator[str] | Sequence[str]) -> None:
-    sys.stdout.writelines(f"{line}\n" for line in lines)
+    say(*lines)
 
 
 def _write_table(columns: Row, rows: Sequence[Row]) -> None:
     """A table: on a terminal it fits the window, elsewhere every row is one whole line."""
     titles = tuple(column.removeprefix(">") for column in columns)
     right = [column.startswith(">") for column in columns]
+    rows = [tuple(map(printable, row)) for row in rows]
     if sys.stdout.isatty():
         _write_terminal_table(titles, right, rows)
         return

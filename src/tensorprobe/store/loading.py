@@ -68,13 +68,15 @@ def _unfinished(path: Path) -> list[Path]:
     place = path if path.name == UNFINISHED else path / UNFINISHED
     if not place.is_dir():
         return []
-    parts = sorted(place.iterdir(), key=lambda part: part.stat().st_mtime, reverse=True)
-    return [place, *(part for part in parts if part.is_dir())]
+    parts = [part for part in place.iterdir() if part.is_dir()]
+    return [place, *sorted(parts, key=lambda part: part.stat().st_mtime, reverse=True)]
 
 
 def _description(path: Path) -> str:
     if path.is_file():
         return "it is a file"
+    if not path.is_dir():
+        return "it is neither a file nor a folder"
     names = sorted(child.name for child in path.iterdir())
     if not names:
         return "it is an empty folder"

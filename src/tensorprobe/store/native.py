@@ -9,12 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
 from tensorprobe.contents.blob import Blob
-from tensorprobe.errors import UnreadableCapture
+from tensorprobe.contents.json_files import read_json
+from tensorprobe.contents.layouts import check_layout
+from tensorprobe.contents.opening import inside, open_file, split_lines
+from tensorprobe.errors import BadArtefact, UnreadableCapture
 from tensorprobe.garbage import no_garbage
 from tensorprobe.records import (
     Call,
@@ -28,11 +31,12 @@ from tensorprobe.store import lines, tree
 from tensorprobe.store.claim import EARLIER, FORMAT, RANK_FILE, RUN_FILE
 from tensorprobe.store.step_files import LOG_FILE, header_problem, shard_name
 
+MAX_LINE_NBYTES = 8 << 20  # a call of ours has some 1,000; as Python's objects it is 20 times that
 NOT_WRITTEN = "value not written (the run ended before)"
 _RANK = re.compile(r"rank(\d+)")
 _STEP = re.compile(r"step(\d+)")
 # What JSON that is no call of ours makes of its reader.
-UNREADABLE = (KeyError, TypeError, ValueError, RecursionError)
+UNREADABLE = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
 Content = tuple[TensorSummary | None, str | None, Blob | None, str | None]
 OnGap = Callable[[Gap], object]
 _Reader = TypeVar("_Reader", bound="StepReader")
@@ -72,11 +76,16 @@ def read(path: Path) -> Capture:
     steps, facts = open_run(path, gaps.append)
     calls: list[Call] = []
     unfinished = []
+    unopened: list[str] = []
     with no_garbage():
-        for step in in_turn(steps, lambda folder, n: StepReader(folder, n, gaps.append)):
+        root = root_of(path)
+        for step in in_turn(steps, lambda folder, n: StepReader(folder, root, n, gaps.append)):
             calls += step.calls()
             if not step.finished:
                 unfinished.append(step.name)
+            if step.unopened:
+                unopened.append(step.unopened)
+    check_readable(path, len(calls), len(gaps), unopened)
     return Capture(path, "native", calls, gaps, {**facts, "unfinished": unfinished})
 
 
@@ -92,6 +101,17 @@ def open_run(path: Path, on_gap: OnGap) -> tuple[list[Path], dict[str, Any]]:
             f"capture '{path}' is empty: the run ended before its first recorded step{hint}"
         )
     return steps, facts
+
+
+def root_of(path: Path) -> Path:
+    """The folder that files of a capture at this path must not lead out of."""
+    return path if path.is_dir() else path.parent
+
+
+def check_readable(path: Path, n_calls: int, n_gaps: int, unopened: list[str]) -> None:
+    """Refuse a capture of which nothing is there but logs that cannot be opened, and why."""
+    if unopened and not n_calls and n_gaps == len(unopened):
+        raise UnreadableCapture(f"nothing of '{path}' can be read: {unopened[0]}")
 
 
 def in_turn(steps: list[Path], reader: Callable[[Path, int], _Reader]) -> Iterator[_Reader]:
@@ -121,19 +141,22 @@ def _facts(path: Path, steps: list[Path], on_gap: OnGap) -> dict[str, Any]:
     """capture.json, with the content of every rank.json under `ranks`."""
     ranks = {_number(_RANK, step.parent.name): step.parent for step in steps}
     root = steps[0].parent.parent if steps else path
-    facts = _read_facts(root / RUN_FILE, on_gap)
-    about = {rank: _read_facts(folder / RANK_FILE, on_gap) for rank, folder in ranks.items()}
+    facts = _read_facts(root / RUN_FILE, root, on_gap)
+    about = {rank: _read_facts(folder / RANK_FILE, root, on_gap) for rank, folder in ranks.items()}
     return {**facts, "ranks": about}
 
 
-def _read_facts(path: Path, on_gap: OnGap) -> dict[str, Any]:
+def _read_facts(path: Path, root: Path, on_gap: OnGap) -> dict[str, Any]:
     try:
-        facts = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        facts = msgspec.convert(read_json(open_file(path, root), path), dict[str, Any])
     except FileNotFoundError:  # a step or rank folder that was copied alone
         return {}
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         on_gap(Gap(path.name, str(error)))
         return {}
+    if not isinstance(facts.get("config", {}), dict):
+        on_gap(Gap(path.name, "`config` is no object"))
+        del facts["config"]
     version = facts.get("format")
     if version != FORMAT:
         raise UnreadableCapture(
@@ -146,13 +169,15 @@ def _read_facts(path: Path, on_gap: OnGap) -> dict[str, Any]:
 class StepReader:
     """Reads one calls.jsonl; what cannot be read becomes gaps that name file and line."""
 
-    def __init__(self, folder: Path, index: int, on_gap: OnGap) -> None:
+    def __init__(self, folder: Path, root: Path, index: int, on_gap: OnGap) -> None:
         self.folder = folder
+        self.root = root
         self.name = f"{folder.parent.name}/{folder.name}"
         self.step = _number(_STEP, folder.name)
         self.rank = _number(_RANK, folder.parent.name)
         self.index = index
         self.finished = False
+        self.unopened: str | None = None  # why not
         self.passed_by: tuple[bytes, ...] = ()  # lines that begin so are not looked at
         self._on_gap = on_gap
         self._begun: list[Begun] = []
@@ -160,6 +185,7 @@ class StepReader:
         self._stacks: dict[int, tuple[str, ...]] = {}
         self._values: dict[int, Content] = {}
         self._shards: dict[int, tuple[Path, int]] = {}
+        self._layouts: set[tuple[Any, ...]] = set()  # of tensors that can be
         self._call_name = ""  # of the call that is being put together, as are the next two
         self._role: Role = "input"
         self._found: list[TensorRecord] = []
@@ -173,19 +199,32 @@ class StepReader:
 
     def _lines(self) -> Iterator[tuple[int, lines.Line]]:
         """Each line with its number, but those that are to be passed by."""
-        with (self.folder / LOG_FILE).open("rb") as file:
-            for number, text in enumerate(file, 1):
-                if text.startswith(self.passed_by):
-                    continue
-                if not text.endswith(b"\n"):
+        file = self._open_log()
+        if file is None:
+            return
+        with file:
+            for number, text in enumerate(split_lines(file, MAX_LINE_NBYTES), 1):
+                if text is None:
+                    self._damaged(number, f"a line of more than {MAX_LINE_NBYTES} bytes")
+                elif text.startswith(self.passed_by):
+                    pass
+                elif not text.endswith(b"\n"):
                     self._damaged(number, "cut off: the run ended while it was written")
-                    return
-                try:
-                    line = lines.decode(text)
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                    self._damaged(number, str(error))
                 else:
-                    yield number, line
+                    try:
+                        line = lines.decode(text)
+                    except (ValueError, RecursionError) as error:
+                        self._damaged(number, str(error))
+                    else:
+                        yield number, line
+
+    def _open_log(self) -> BinaryIO | None:
+        try:
+            return open_file(self.folder / LOG_FILE, self.root)
+        except BadArtefact as error:
+            self.unopened = str(error)
+            self._add_gap(LOG_FILE, self.unopened)
+            return None
 
     def _take(self, number: int, line: lines.Line) -> bool:
         """Take in a line; whether it closes what came before: ids may begin anew after it."""
@@ -310,14 +349,14 @@ class StepReader:
                 self._tensor(f"{base}.{key}", tensor)
 
     def _tensor(self, name: str, body: lines.TensorLine | dict[str, Any]) -> TensorRecord:
-        line = body if isinstance(body, lines.TensorLine) else lines.TensorLine(**body)
+        line = self._tensor_line(body)
         summary, digest, blob, gap = _NOTHING if line.value is None else self._content(line.value)
         record = TensorRecord(
             name,
             self._role,
             line.dtype,
-            tuple(line.shape),
-            tuple(line.stride) if line.stride is not None else None,
+            line.shape,
+            line.stride,
             line.device,
             line.grad,
             summary,
@@ -329,6 +368,16 @@ class StepReader:
         self._found.append(record)
         return record
 
+    def _tensor_line(self, body: lines.TensorLine | dict[str, Any]) -> lines.TensorLine:
+        line = (
+            body if isinstance(body, lines.TensorLine) else msgspec.convert(body, lines.TensorLine)
+        )
+        layout = line.dtype, line.shape, line.stride
+        if layout not in self._layouts:
+            check_layout(*layout)
+            self._layouts.add(layout)
+        return line
+
     def _content(self, value_id: int) -> Content:
         return self._values.get(value_id, NOT_THERE)
 
@@ -336,7 +385,7 @@ class StepReader:
         summary = lines.unpack_summary(line.summary) if line.summary is not None else None
         if line.blob is None:
             return summary, line.digest, None, line.gap
-        if min(line.blob) < 0:
+        if min(line.blob) < 0 or max(line.blob) >= 1 << 63:
             return summary, line.digest, None, f"{LOG_FILE} has a wrong place for it: {line.blob}"
         number, offset, nbytes, *content_nbytes = line.blob
         path, size = self._shard(number)
@@ -352,12 +401,18 @@ class StepReader:
         """A shard's path and size, looked at once; -1 when it is not there."""
         shard = self._shards.get(number)
         if shard is None:
-            path = self.folder / shard_name(number)
-            size = path.stat().st_size if path.is_file() else -1
-            if size < 0:
+            path, size = self.folder / shard_name(number), -1
+            try:
+                path = inside(path, self.root)
+                problem = header_problem(path)
+                size = path.stat().st_size
+                if problem:
+                    text = f"{problem}; its tensors are read by the log's offsets"
+                    self._add_gap(path.name, text)
+            except FileNotFoundError:
                 self._add_gap(path.name, "missing: its tensors have statistics only")
-            elif problem := header_problem(path):
-                self._add_gap(path.name, f"{problem}; its tensors are read by the log's offsets")
+            except BadArtefact as error:
+                self._add_gap(path.name, f"{error}: its tensors have statistics only")
             shard = self._shards[number] = (path, size)
         return shard
 

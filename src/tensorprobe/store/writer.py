@@ -706,7 +706,7 @@ class CaptureWriter:
             return None
         try:
             itemsize = part_of(numpy_dtype(dtype)).itemsize
-        except TypeError:  # nobody knows its numbers
+        except ValueError:  # nobody knows its numbers
             return None
         try:
             return pack(data, itemsize, self._packing.each_of)
