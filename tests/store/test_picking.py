@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import torch
 from store_making import Ready, open_writer, tensor, write_capture, write_relu
 
 import tensorprobe as tp
+from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import Call, Gap
 from tensorprobe.store.lines import CallLine, EndLine, StackLine
 from tensorprobe.store.picking import Tally, open_picker
@@ -178,3 +181,19 @@ def test_what_is_asked_of_a_call_is_known_before_it_ends(tmp_path: Path) -> None
     for ours, theirs in zip(asked, tp.load(root).calls, strict=True):
         for field in ("index", "name", "op", "module", "direction", "step", "rank"):
             assert getattr(ours, field) == getattr(theirs, field)
+
+
+def test_a_log_that_cannot_be_opened(tmp_path: Path) -> None:
+    """Alone it is refused, as by `load`; beside another step it is a gap."""
+    root = write_resumed(tmp_path / "a")
+    log = root / LOG
+    log.unlink()
+    os.mkfifo(log)
+    assert assert_same(root).gaps == 1
+    counted = open_picker(root).count(read_nbytes=0)
+    assert (counted.calls, counted.gaps) == (28, 1)
+    for other in (root / "rank0/step1", *root.glob("rank1/step*")):
+        shutil.rmtree(other)
+    for whole in (tp.load, lambda path: open_picker(path).count()):
+        with pytest.raises(UnreadableCapture, match="is a FIFO; expected a regular file"):
+            whole(root)
