@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 import msgspec
 
+from tensorprobe.contents.json_files import read_json
+from tensorprobe.contents.opening import open_named
 from tensorprobe.errors import BadUsage
 from tensorprobe.records import Direction, Keep, Level
 
@@ -117,7 +119,7 @@ def parse_numbers(field: str, value: object) -> tuple[int, ...] | None:
             numbers.add(item)
             continue
         text = item.strip() if isinstance(item, str) else ""
-        found = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", text)
+        found = re.fullmatch(r"(\d{1,18})(?:\s*-\s*(\d{1,18}))?", text)
         if not found:
             _refuse(field, value, wanted)
         first = int(found[1])
@@ -397,10 +399,10 @@ def _naming(path: str | Path | None) -> Iterator[None]:
 
 def _read_json(path: str | Path) -> Any:
     try:
-        return msgspec.json.decode(Path(path).read_bytes())
+        return read_json(open_named(Path(path)), Path(path))
     except OSError as error:
         raise BadUsage(f"no configuration can be read from '{path}': {error.strerror}") from None
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise BadUsage(f"{path} is not JSON: {error}") from None
 
 

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from tensorprobe.cli.doors import DOORS, open_doors, read_names
 from tensorprobe.config import RecordConfig, from_msprobe_config
+from tensorprobe.contents.json_files import read_json
+from tensorprobe.contents.opening import open_named
 from tensorprobe.errors import (
     BadUsage,
     GuardStopped,
@@ -339,7 +341,7 @@ def _reroute_rules(args: argparse.Namespace) -> dict[str, str]:
 
 def _rules_in(path: Path) -> dict[str, str]:
     try:
-        rules = json.loads(path.read_text())
+        rules = read_json(open_named(path), path)
     except OSError as error:
         raise BadUsage(f"cannot read '{path}': {error.strerror}") from error
     except ValueError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shlex
 import shutil
@@ -12,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tensorprobe.contents.json_files import read_json
+from tensorprobe.contents.opening import open_named
 from tensorprobe.errors import BadUsage, DeviceUnusable, NothingRecorded, NotReplayable
 from tensorprobe.ptdbg_ascend.dump import Dump, drop
 from tensorprobe.ptdbg_ascend.telling import say
@@ -37,7 +38,7 @@ def check_device() -> None:
 def check_config(path: Path) -> dict[str, Any]:
     """The object `dump` of a dump.json."""
     try:
-        content = json.loads(path.read_text())
+        content = read_json(open_named(path), path)
     except OSError as error:
         raise BadUsage(f"dump_config='{path}': {error.strerror}. It holds {_EXAMPLE}") from error
     except ValueError as error:

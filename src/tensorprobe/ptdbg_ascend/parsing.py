@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import difflib
-import linecache
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tensorprobe.errors import BadUsage, UnreadableCapture
+from tensorprobe.contents.opening import open_named, read_text
+from tensorprobe.errors import BadArtefact, BadUsage, UnreadableCapture
 from tensorprobe.records import Call, Capture
 from tensorprobe.store.loading import load
 from tensorprobe.store.ptdbg import spelt_name
 from tensorprobe.store.ptdbg_names import tensor_suffix
+from tensorprobe.terminal import say
 
+_MAX_SOURCE_NBYTES = 16 << 20
 _FRAME = re.compile(r"(.*):(\d+) in (.*)", re.DOTALL)
 
 
@@ -36,7 +37,7 @@ def describe(pkl_file: str | os.PathLike[str], prefix: str | None) -> None:
             f"parse: '{path}' has no call that begins with '{prefix}'{_near(capture, prefix)}"
         )
     for call in calls:
-        sys.stdout.write("\n".join(_lines(call)) + "\n")
+        say(*_lines(call))
 
 
 def _near(capture: Capture, prefix: str) -> str:
@@ -63,6 +64,17 @@ def _lines(call: Call) -> Iterator[str]:
             continue
         path, line, function = found.groups()
         yield f'  File "{path}", line {line}, in {function}'
-        source = linecache.getline(path, int(line)).strip() if os.path.isabs(path) else ""
-        if source:
+        if source := _source(path, line):
             yield f"    {source}"
+
+
+def _source(path: str, line: str) -> str:
+    """That line of the program, where it is on this machine; the dump may say anything."""
+    if not os.path.isabs(path) or not path.endswith(".py") or len(line) > 9:
+        return ""
+    try:
+        text = read_text(open_named(Path(path)), Path(path), _MAX_SOURCE_NBYTES)
+    except (OSError, ValueError, BadArtefact):
+        return ""
+    lines = text.decode(errors="replace").split("\n")
+    return lines[int(line) - 1].strip() if 0 < int(line) <= len(lines) else ""

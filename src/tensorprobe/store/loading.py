@@ -43,7 +43,12 @@ def load(path: str | os.PathLike[str]) -> Capture:
         for call in capture.calls(step=0, op="*linear"):
             print(call.name, call.tensor("output.0").summary)
     """
-    path = Path(path)
+    name, place = find(Path(path))
+    return layout(name).read(place)
+
+
+def find(path: Path) -> tuple[str, Path]:
+    """The layout of what was recorded at a path, and where in it that begins."""
     if not path.exists():
         raise UnreadableCapture(
             f"no capture at '{path}': there is no such path. "
@@ -52,7 +57,7 @@ def load(path: str | os.PathLike[str]) -> Capture:
     for place in (path, *_unfinished(path)):
         for name in LAYOUTS:
             if layout(name).recognises(place):
-                return layout(name).read(place)
+                return name, place
     raise UnreadableCapture(
         f"'{path}' is not a capture: {_description(path)}; expected a folder with "
         "capture.json, or a folder of ranks or steps in one; or a dump of msprobe or ptdbg_ascend"
@@ -64,13 +69,15 @@ def _unfinished(path: Path) -> list[Path]:
     place = path if path.name == UNFINISHED else path / UNFINISHED
     if not place.is_dir():
         return []
-    parts = sorted(place.iterdir(), key=lambda part: part.stat().st_mtime, reverse=True)
-    return [place, *(part for part in parts if part.is_dir())]
+    parts = [part for part in place.iterdir() if part.is_dir()]
+    return [place, *sorted(parts, key=lambda part: part.stat().st_mtime, reverse=True)]
 
 
 def _description(path: Path) -> str:
     if path.is_file():
         return "it is a file"
+    if not path.is_dir():
+        return "it is neither a file nor a folder"
     names = sorted(child.name for child in path.iterdir())
     if not names:
         return "it is an empty folder"

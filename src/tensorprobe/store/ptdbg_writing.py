@@ -273,8 +273,9 @@ class _Dump:
         elif not self._style.is_filtered:
             stats = [value] * (3 if self._style.release == "2.3" else 4)
             self._line([name, self._style.second_field, [], str(type(value)), "[]", stats])
-            if self._style.content == "tensors":
-                self._save(name, np.array(value))
+            number = np.array(value)
+            if self._style.content == "tensors" and not number.dtype.hasobject:  # 10**30 is one
+                self._save(name, number)
 
     def _tensor(self, name: str, record: TensorRecord) -> None:
         has_content = record.blob is not None and self._style.content != "statistics"

@@ -81,6 +81,7 @@ class _Step:
         self.fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=rank_fd)
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
         self.log_fd = os.open(LOG_FILE, flags, 0o644, dir_fd=self.fd)
+        self.is_resumed = os.fstat(self.log_fd).st_size > 0
         n_shards = sum(file.endswith(".safetensors") for file in os.listdir(self.fd))
         self.shards = Shards(self.fd, n_shards, shard_nbytes)
         self.with_data: set[int] = set()  # values whose bytes are in the queue, or written
@@ -580,7 +581,8 @@ class CaptureWriter:
                 self._ask(self._results.land)
             self._write_ready(ending=step)
             self._flush(step)
-            self._append(step, encode(ClosedLine(step.n_calls, step.n_gaps)))
+            closed = ClosedLine(step.n_calls, step.n_gaps, whole=not step.is_resumed)
+            self._append(step, encode(closed))
             with self._log_lock:  # no other thread is about to write to a number that is let go
                 try:
                     step.close()
@@ -704,7 +706,7 @@ class CaptureWriter:
             return None
         try:
             itemsize = part_of(numpy_dtype(dtype)).itemsize
-        except TypeError:  # nobody knows its numbers
+        except ValueError:  # nobody knows its numbers
             return None
         try:
             return pack(data, itemsize, self._packing.each_of)

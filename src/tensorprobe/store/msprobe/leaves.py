@@ -7,6 +7,7 @@ import re
 import zlib
 from typing import Any
 
+from tensorprobe.contents.layouts import ITEMSIZES
 from tensorprobe.records import Fields, Special, TensorRecord, TensorSummary
 from tensorprobe.store.foreign import MAX_DEPTH, read_shape
 
@@ -74,7 +75,8 @@ def read_dtype(value: object) -> str:
     """torch's name of a dtype, without its prefix."""
     if not isinstance(value, str) or not re.fullmatch(r"(torch\.)?\w{1,40}", value):
         raise ValueError(f"{str(value)[:60]!r} is no dtype")
-    return value.removeprefix("torch.")
+    name = value.removeprefix("torch.")
+    return name if name in ITEMSIZES else name.lower()  # MindSpore's is Float32
 
 
 def read_summary(leaf: dict[str, Any]) -> TensorSummary | None:
@@ -219,7 +221,7 @@ def write_statistics(record: TensorRecord) -> dict[str, Any]:
     if not record.shape and kind != "bool" and not kind.startswith("complex"):
         mean = norm = s.max  # of one number all four are that number, signed
     fields = {"Max": s.max, "Min": s.min, "Mean": mean, "Norm": norm}
-    if s.is_finite:
+    if s.is_finite and all(_if_finite(value) is value for value in fields.values()):
         return fields
     if s.nan_count:  # torch's max and min of a NaN are NaN
         return {**dict.fromkeys(_STATISTICS), "nonfinite": _write_nonfinite(s)}
