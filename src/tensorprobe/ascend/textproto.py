@@ -24,7 +24,7 @@ class Word(str):
 _TOKEN = re.compile(
     r"""
     [\s,;]*(?:
-      (?P<open>[A-Za-z_][\w.]*)\s*:?\s*[{<]
+      (?P<open>[A-Za-z_][\w.]*)\s*(?::\s*)?[{<]
     | (?P<close>[}>])
     | (?P<key>[A-Za-z_][\w.]*)\s*:\s*
     | (?P<extension>\[[\w./]+\])\s*:?\s*
@@ -36,7 +36,7 @@ _VALUE = re.compile(
     r"""
       "(?P<double>[^"\\\n]*(?:\\.[^"\\\n]*)*)"
     | '(?P<single>[^'\\\n]*(?:\\.[^'\\\n]*)*)'
-    | (?P<number>[-+]?(?:0[xX][0-9a-fA-F]+|(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?[fF]?))(?![\w.])
+    | (?P<number>[-+]?(?:0[xX][0-9a-fA-F]+|(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?[fF]?))(?![\w.])
     | (?P<word>-?[A-Za-z_][\w.]*)
     | (?P<list>\[)
     | (?P<open>[{<])

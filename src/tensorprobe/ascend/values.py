@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any, Literal
 
 import ml_dtypes
@@ -10,6 +11,8 @@ import msgspec
 import numpy as np
 
 from tensorprobe.ascend.dtypes import widened
+from tensorprobe.ascend.files import open_file
+from tensorprobe.errors import BadArtefact
 
 Array = np.ndarray[Any, Any]
 Problem = Literal[
@@ -73,6 +76,20 @@ def analyse(array: Array) -> Statistics:
     if array.dtype.kind not in "biufcV" and array.dtype.isbuiltin == 1:
         raise TypeError(f"values of {array.dtype} are not numbers")
     return _Analysis(array).result()
+
+
+def read_npy(path: Path) -> Array:
+    """An npy file of numbers, mapped; nothing in it is unpickled."""
+    open_file(path).close()  # numpy opens it by its name, and would wait for a pipe
+    try:
+        array = np.lib.format.open_memmap(path, "r")
+    except OSError:
+        raise
+    except Exception as error:  # numpy parses the header as Python: any error may come out of it
+        raise BadArtefact(f"{path}: {error}; expected an npy file of numbers") from error
+    if array.dtype.kind not in "biufc":
+        raise BadArtefact(f"{path}: elements of {array.dtype}; expected an npy file of numbers")
+    return array
 
 
 class _Limits(msgspec.Struct, frozen=True):

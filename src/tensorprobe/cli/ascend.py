@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tensorprobe.errors import BadArtefact, BadUsage, TensorprobeError
+from tensorprobe.printable import print_line
 
 if TYPE_CHECKING:
+    from tensorprobe.ascend.files import Found
     from tensorprobe.ascend.graph import Edge, Op, TensorDesc
     from tensorprobe.ascend.values import Statistics
 
@@ -38,20 +40,17 @@ def run(args: argparse.Namespace) -> int:
     return verbs[args.ascend_verb](args)
 
 
-# Names come out of foreign files: no control character of theirs reaches the terminal.
-_CONTROLS = {code: "?" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+def _say(line: str) -> None:
+    print_line(sys.stdout, line)
 
 
-def _clean(text: str) -> str:
-    return text.translate(_CONTROLS).encode("utf-8", "backslashreplace").decode()
+def _warn(line: str) -> None:
+    print_line(sys.stderr, line)
 
 
-def _say(text: str) -> None:
-    sys.stdout.write(_clean(text if text.endswith("\n") else text + "\n"))
-
-
-def _warn(text: str) -> None:
-    sys.stderr.write(_clean(text) + "\n")
+def _say_json(value: object) -> None:
+    for line in json.dumps(value, indent=2).split("\n"):
+        _say(line)
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -127,12 +126,14 @@ def _inspect(args: argparse.Namespace) -> int:
 
     records = []
     failed = alarmed = False
-    for path in _inspectable(args.paths):
+    for path, problem in _inspectable(args.paths):
         try:
+            if problem is not None:
+                raise BadArtefact(problem)
             tensors = list(_inspected(path))
-        except (TensorprobeError, OSError, ValueError) as error:
+        except (TensorprobeError, OSError) as error:
             failed = True
-            _warn(f"{error}\n" if str(path) in str(error) else f"{path}: {error}")
+            _warn(str(error) if str(path) in str(error) else f"{path}: {error}")
             continue
         if not args.json:
             _say(str(path))
@@ -146,37 +147,34 @@ def _inspect(args: argparse.Namespace) -> int:
             for line in [*(statistics_lines(statistics) if statistics else []), *notes]:
                 _say(f"    {line}")
     if args.json:
-        _say(json.dumps(records, indent=2))
+        _say_json(records)
     return 1 if failed else 3 if alarmed else 0
 
 
-def _inspectable(paths: list[Path]) -> Iterator[Path]:
-    for path in paths:
-        if not path.is_dir():
-            yield path
-            continue
-        from tensorprobe.ascend.convert import is_candidate
+def _inspectable(paths: list[Path]) -> Iterator[Found]:
+    from tensorprobe.ascend.convert import is_candidate
+    from tensorprobe.ascend.files import Found, found_below
 
-        for file in sorted(path.rglob("*")):
-            if file.suffix == ".npy" or is_candidate(file):
-                yield file
+    for path in paths:
+        if path.is_dir():
+            yield from found_below(path, lambda f: f.suffix == ".npy" or is_candidate(f))
+        elif path.exists():
+            yield Found(path)
+        else:
+            raise BadUsage(f"{path}: no such file or directory")
 
 
 _Row = tuple[str, dict[str, object], "Statistics | None", list[str]]
 
 
 def _inspected(path: Path) -> Iterator[_Row]:
-    import numpy as np
-
     from tensorprobe.ascend.dtypes import has_values
     from tensorprobe.ascend.dump import original_name, parse_dump_name, read_dump
     from tensorprobe.ascend.opdebug import parse_opdebug
-    from tensorprobe.ascend.values import analyse
+    from tensorprobe.ascend.values import analyse, read_npy
 
-    if not path.is_file():
-        raise BadUsage(f"{path}: no such file")
     if path.suffix == ".npy":
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = read_npy(path)
         facts = {"name": "npy", "dtype": array.dtype.name, "shape": list(array.shape)}
         yield f"{array.dtype.name} {list(array.shape)}", facts, analyse(array), []
         return
@@ -216,9 +214,11 @@ def _add_graph(parser: argparse.ArgumentParser) -> None:
 def _graph(args: argparse.Namespace) -> int:
     ops = _find_ops(args.paths, args.op, args.kernel)
     if args.json:
-        _say(json.dumps([_op_json(op, args.all) for op in ops], indent=2))
+        _say_json([_op_json(op, args.all) for op in ops])
         return 0
-    _say("\n".join(_op_text(op, args.all) for op in ops))
+    for op in ops:
+        for line in _op_lines(op, args.all):
+            _say(line)
     return 0
 
 
@@ -252,7 +252,7 @@ def _find_ops(paths: list[Path], name: str | None, kernel: str | None) -> list[O
     )
 
 
-def _op_text(op: Op, everything: bool) -> str:
+def _op_lines(op: Op, everything: bool) -> list[str]:
     lines = [f"{op.name} ({op.type})", f"  graph   {op.graph} in {op.path}"]
     if op.kernel:
         lines.append(f"  kernel  {op.kernel}")
@@ -276,7 +276,7 @@ def _op_text(op: Op, everything: bool) -> str:
         lines.append(f"  after   {', '.join(op.controls)}")
     attributes = op.attributes if everything else op.own_attributes
     lines += [f"  {key} = {value!r}"[:300] for key, value in sorted(attributes.items())]
-    return "\n".join(lines)
+    return lines
 
 
 def _op_json(op: Op, everything: bool) -> dict[str, object]:
@@ -337,6 +337,7 @@ def _add_incident(parser: argparse.ArgumentParser) -> None:
 def _incident(args: argparse.Namespace) -> int:
     import msgspec
 
+    from tensorprobe.ascend.files import open_file
     from tensorprobe.ascend.incident import Evidence, investigate
     from tensorprobe.ascend.incident_report import incidents_json, render
     from tensorprobe.ascend.opcase import case_warnings, write_case
@@ -345,8 +346,10 @@ def _incident(args: argparse.Namespace) -> int:
     reproduced = None if args.reproduced is None else args.reproduced == "yes"
     if args.case_log is not None:
         reproduced = _case_result(args.case_log)
-    if args.objdump is not None and not args.objdump.is_file():
-        raise BadUsage(f"--objdump {args.objdump}: no such file")
+    if args.objdump is not None:
+        if not args.objdump.exists():
+            raise BadUsage(f"--objdump {args.objdump}: no such file")
+        open_file(args.objdump).close()
     evidence = Evidence(
         tuple(args.log), tuple(args.graph), tuple(args.kernel_meta), tuple(args.dump),
         args.objdump, reproduced,
@@ -365,20 +368,22 @@ def _incident(args: argparse.Namespace) -> int:
             incident, warnings=tuple(dict.fromkeys((*incident.warnings, *more)))
         )
         cases.append(folder)
-    text = _clean(render(facts, incidents, cases))
+    text = render(facts, incidents, cases)
     write_text(args.out / "report.txt", text)
     content = json.dumps(incidents_json(incidents, cases), indent=2, default=str)
     write_text(args.out / "incident.json", content + "\n")
-    _say(text)
+    for line in text.removesuffix("\n").split("\n"):
+        _say(line)
     return 3 if incidents else 0
 
 
 def _case_result(path: Path) -> bool | None:
     """The guide's rule: a runtime code 0x7.... means it failed as the network did."""
-    try:
-        text = path.read_text(errors="replace")
-    except OSError as error:
-        raise BadUsage(f"--case-log {path}: {error}") from error
+    from tensorprobe.ascend.files import read_file
+
+    if not path.exists():
+        raise BadUsage(f"--case-log {path}: no such file")
+    text = read_file(path, 1 << 26, "the output of a case").decode("utf-8", "replace")
     if re.search(r"\b0x7[0-9a-fA-F]{4}\b|kernel execut\w+ failed", text):
         return True
     if re.search(r"\b(?:success(?:ful|fully|ed)?|pass(?:ed)?)\b", text, re.IGNORECASE):

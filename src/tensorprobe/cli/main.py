@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from tensorprobe._version import __version__
 from tensorprobe.errors import BadUsage, TensorprobeError
+from tensorprobe.printable import print_line
 
 # verb -> one line of help. Each verb is a module here: add_arguments(parser), run(args) -> status.
 # Only the module of the verb that was typed is imported, so --help never waits for torch.
@@ -52,10 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status = importlib.import_module(f"tensorprobe.cli.{args.verb}").run(args)
     except BadUsage as error:
-        sys.stderr.write(f"tensorprobe {args.verb}: {error}\n")
+        print_line(sys.stderr, f"tensorprobe {args.verb}: {error}")
         return 2
     except TensorprobeError as error:
-        sys.stderr.write(f"tensorprobe {args.verb}: {error}\n")
+        print_line(sys.stderr, f"tensorprobe {args.verb}: {error}")
         return 1
     except BrokenPipeError:  # `tensorprobe show ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -63,6 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # a disk that is full, a file that may not be read
         if error.filename is None:
             raise
-        sys.stderr.write(f"tensorprobe {args.verb}: '{error.filename}': {error.strerror}\n")
+        print_line(sys.stderr, f"tensorprobe {args.verb}: '{error.filename}': {error.strerror}")
         return 1
     return int(status)
