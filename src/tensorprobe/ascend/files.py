@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from tensorprobe.errors import BadArtefact
+from tensorprobe.errors import BadArtefact, BadUsage
 
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
@@ -46,6 +46,13 @@ def open_file(path: Path) -> BinaryIO:
         file.close()
         raise BadArtefact(problem)
     return file
+
+
+def require_file(path: Path, option: str = "") -> None:
+    """Refuse a path of the command line that is no regular file."""
+    if not path.exists():
+        raise BadUsage(f"{option} {path}: no such file or directory".lstrip())
+    open_file(path).close()
 
 
 def read_file(path: Path, limit: int, what: str) -> bytes:

@@ -13,9 +13,9 @@ import msgspec
 
 from tensorprobe.ascend.dtypes import dtype_of_name, ge_dtype, proto_dtype
 from tensorprobe.ascend.dump import MAX_DIMS
-from tensorprobe.ascend.files import files_below, open_file
+from tensorprobe.ascend.files import files_below, open_file, require_file
 from tensorprobe.ascend.textproto import MAX_DEPTH, Message, Word, parse_text
-from tensorprobe.errors import BadArtefact, BadUsage
+from tensorprobe.errors import BadArtefact
 
 MAX_FILE_NBYTES = 1 << 30
 _FUSION = "_datadump_original_op_names"
@@ -175,10 +175,9 @@ def graph_files(paths: Sequence[Path]) -> list[Path]:
             if not found:
                 every = files_below(path, lambda file: file.suffix == ".json", links=True)
                 found += (file for file in every if b'"op"' in _head(file))
-        elif path.exists():
-            found.append(path)
         else:
-            raise BadUsage(f"{path}: no such file or directory")
+            require_file(path)
+            found.append(path)
     return sorted(dict.fromkeys(found), key=_newest_build_first)
 
 

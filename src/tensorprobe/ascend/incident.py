@@ -29,7 +29,7 @@ from tensorprobe.ascend.dump import (
     with_dtype,
 )
 from tensorprobe.ascend.errorcodes import ErrorBit, decode_code
-from tensorprobe.ascend.files import files_below
+from tensorprobe.ascend.files import files_below, require_file
 from tensorprobe.ascend.graph import (
     Graph,
     Op,
@@ -175,10 +175,9 @@ def _dump_files(paths: Sequence[Path]) -> list[Path]:
             # A name that is all digits may stand for a longer one: mapping.csv tells, once read.
             every = files_below(path, lambda f: f.name.isdigit() or _is_dump(f.name), links=True)
             files += (file for file in every if _is_dump(original_name(file)))
-        elif path.exists():
-            files.append(path)
         else:
-            raise BadUsage(f"--dump {path}: no such file or directory")
+            require_file(path, "--dump")
+            files.append(path)
     return files
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from tensorprobe.ascend.files import files_below, open_file, read_file
+from tensorprobe.ascend.files import files_below, open_file, read_file, require_file
 from tensorprobe.ascend.graph import kernel_base
-from tensorprobe.errors import BadArtefact, BadUsage
+from tensorprobe.errors import BadArtefact
 
 _SUFFIXES = ("_loc.json", ".o.txt", ".json", ".cce", ".o")
 _MAX_JSON = 1 << 23
@@ -66,11 +66,9 @@ class KernelFolder:
             if path.is_dir():
                 for file in files_below(path, lambda f: f.name.endswith(_SUFFIXES), links=True):
                     self._add(file)
-            elif path.exists():
-                open_file(path).close()
-                self._add(path)
             else:
-                raise BadUsage(f"--kernel-meta {path}: no such file or directory")
+                require_file(path, "--kernel-meta")
+                self._add(path)
         self._by_function: dict[str, str] | None = None
 
     def _add(self, path: Path) -> None:

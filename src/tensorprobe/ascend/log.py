@@ -15,8 +15,7 @@ import msgspec
 
 from tensorprobe.ascend.dtypes import dtype_of_name
 from tensorprobe.ascend.dump import MAX_DIMS, parse_dump_name
-from tensorprobe.ascend.files import files_below, open_file
-from tensorprobe.errors import BadUsage
+from tensorprobe.ascend.files import files_below, open_file, require_file
 
 MAX_LINE = 1 << 16
 MAX_ALLOCATIONS = 2_000_000
@@ -165,10 +164,9 @@ def _log_files(paths: Sequence[Path]) -> Iterator[Path]:
     for path in paths:
         if path.is_dir():
             yield from filter(_is_text, files_below(path, lambda f: f.suffix not in _NO_LOGS))
-        elif path.exists():
-            yield path
         else:
-            raise BadUsage(f"--log {path}: no such file or directory")
+            require_file(path, "--log")
+            yield path
 
 
 def _is_text(path: Path) -> bool:
@@ -497,7 +495,9 @@ class _Reader:
 
     def _known(self, keys: dict[str, str], pid: int | None) -> Fault | None:
         same = ("device_id", "stream_id", "task_id", "fault kernel_name", "context_id")
-        for fault in reversed(self.faults):
+        # Beyond the limit with neighbours only: what is printed twice is mostly printed at once.
+        near = self.faults if len(self.faults) < MAX_FAULTS else self.faults[-16:]
+        for fault in reversed(near):
             if pid is not None and fault.pid is not None and pid != fault.pid:
                 continue
             flips = {keys.get("flip_num"), fault.keys.get("flip_num")} - {None}

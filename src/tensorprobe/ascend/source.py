@@ -14,7 +14,7 @@ VARINT, FIXED64, LENGTH, GROUP, END_GROUP, FIXED32 = 0, 1, 2, 3, 4, 5
 # Unknown groups nest; a hostile file must not exhaust the stack. protobuf itself stops at 100.
 MAX_DEPTH = 100
 # A header of 8192 tensors has some 100,000 fields and a megabyte of names.
-MAX_FIELDS = 1 << 20
+MAX_FIELDS = 1 << 18
 MAX_TEXT_NBYTES = 1 << 24
 
 

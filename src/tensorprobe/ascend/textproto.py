@@ -11,7 +11,8 @@ from tensorprobe.errors import BadArtefact
 # Values are str (quoted), int, float, Word (identifiers: enum names, true, nan) or a Message.
 Message = dict[str, list[Any]]
 MAX_DEPTH = 200
-MAX_MESSAGES = 5_000_000  # about a gigabyte of real graph; a hostile one is all braces
+# Messages and fields. Real graphs have one in 30 to 160 characters; a hostile one is all braces.
+MAX_PARTS = 5_000_000
 
 
 class Word(str):
@@ -112,7 +113,7 @@ class _Parser:
         root: Message = {}
         stack: list[Message] = []
         message = root
-        count = 0
+        count, limit = 0, min(MAX_PARTS, 10_000 + size // 8)
         at = 1 if text.startswith("\ufeff") else 0
         while True:
             match = token(text, at)
@@ -129,7 +130,12 @@ class _Parser:
                 if value is _OPEN:
                     kind, inner = "open", key
                 else:
-                    values = message.setdefault(key, [])
+                    if key not in message:
+                        message[key] = []
+                        count += 1
+                        if count > limit:
+                            raise self.bad(at, f"at most {limit} messages and fields")
+                    values = message[key]
                     values.extend(value) if isinstance(value, list) else values.append(value)
                     continue
             elif kind == "open":
@@ -149,8 +155,8 @@ class _Parser:
             else:  # a comment
                 continue
             count += 1
-            if len(stack) == MAX_DEPTH or count > MAX_MESSAGES:
-                raise self.bad(at, f"at most {MAX_DEPTH} levels and {MAX_MESSAGES} messages")
+            if len(stack) == MAX_DEPTH or count > limit:
+                raise self.bad(at, f"at most {MAX_DEPTH} levels and {limit} messages and fields")
             child: Message = {}
             message.setdefault(inner, []).append(child)
             stack.append(message)
@@ -181,7 +187,10 @@ class _Parser:
                 more = _MORE_STRING.match(self.text, at)
             return value, at
         if kind == "number":
-            return _number(match["number"]), at
+            found = _number(match["number"])
+            if isinstance(found, int) and abs(found) >= 1 << 64:
+                raise self.bad(match.start(), "a number of at most 64 bits")
+            return found, at
         if kind == "word":
             return Word(match["word"]), at
         if kind == "open":

@@ -337,7 +337,7 @@ def _add_incident(parser: argparse.ArgumentParser) -> None:
 def _incident(args: argparse.Namespace) -> int:
     import msgspec
 
-    from tensorprobe.ascend.files import open_file
+    from tensorprobe.ascend.files import require_file
     from tensorprobe.ascend.incident import Evidence, investigate
     from tensorprobe.ascend.incident_report import incidents_json, render
     from tensorprobe.ascend.opcase import case_warnings, write_case
@@ -347,9 +347,7 @@ def _incident(args: argparse.Namespace) -> int:
     if args.case_log is not None:
         reproduced = _case_result(args.case_log)
     if args.objdump is not None:
-        if not args.objdump.exists():
-            raise BadUsage(f"--objdump {args.objdump}: no such file")
-        open_file(args.objdump).close()
+        require_file(args.objdump, "--objdump")
     evidence = Evidence(
         tuple(args.log), tuple(args.graph), tuple(args.kernel_meta), tuple(args.dump),
         args.objdump, reproduced,
@@ -379,10 +377,9 @@ def _incident(args: argparse.Namespace) -> int:
 
 def _case_result(path: Path) -> bool | None:
     """The guide's rule: a runtime code 0x7.... means it failed as the network did."""
-    from tensorprobe.ascend.files import read_file
+    from tensorprobe.ascend.files import read_file, require_file
 
-    if not path.exists():
-        raise BadUsage(f"--case-log {path}: no such file")
+    require_file(path, "--case-log")
     text = read_file(path, 1 << 26, "the output of a case").decode("utf-8", "replace")
     if re.search(r"\b0x7[0-9a-fA-F]{4}\b|kernel execut\w+ failed", text):
         return True
