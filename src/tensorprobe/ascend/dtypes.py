@@ -63,16 +63,17 @@ class Kind(msgspec.Struct, frozen=True):
     decode: Callable[[Array], Array]
     wide: np.dtype[Any]
     is_plain: bool = False  # raw bytes are already the npy content
+    is_view: bool = False  # decoding takes no memory
 
 
 def _plain(code: str) -> Kind:
     dtype = np.dtype(code)
-    return Kind(dtype.itemsize * 8, lambda raw: raw.view(dtype), dtype, True)
+    return Kind(dtype.itemsize * 8, lambda raw: raw.view(dtype), dtype, True, True)
 
 
 def _exotic(name: str, wide: str) -> Kind:
     dtype = np.dtype(getattr(ml_dtypes, name))
-    return Kind(8 * dtype.itemsize, lambda raw: raw.view(dtype), np.dtype(wide))
+    return Kind(8 * dtype.itemsize, lambda raw: raw.view(dtype), np.dtype(wide), is_view=True)
 
 
 def _unpacked(raw: Array, bits: int) -> Array:
@@ -204,7 +205,7 @@ def _kinds() -> dict[str, Kind]:
 
 
 # What a type without elements that numpy could hold (strings, unknown numbers) is read as.
-_BYTES = Kind(8, lambda raw: raw.view(np.int8), np.dtype("i1"), True)
+_BYTES = Kind(8, lambda raw: raw.view(np.int8), np.dtype("i1"), True, True)
 
 
 def kind_of(dtype: str) -> Kind:

@@ -39,6 +39,7 @@ Style = Literal["adump", "serialised", "nano", "atb"]
 
 MAX_DIMS = 32
 MAX_TENSORS = 1 << 13
+MAX_DECODED = 1 << 26
 NANO_MAGIC = 0x5A5A5A5A
 ATB_HEADER_LIMIT = 1 << 16
 MAX_MAPPING_NBYTES = 1 << 24
@@ -88,6 +89,13 @@ class DumpTensor(msgspec.Struct, frozen=True):
             return self.count == self.nbytes
         return self.count * kind_of(self.dtype).bits <= self.nbytes * 8
 
+    @property
+    def size(self) -> int:
+        """How many elements are there."""
+        if self.fits and self.count is not None:
+            return self.count
+        return self.nbytes * 8 // kind_of(self.dtype).bits
+
     def raw(self) -> Array:
         """The bytes of the block, mapped."""
         if self.nbytes == 0:
@@ -97,9 +105,12 @@ class DumpTensor(msgspec.Struct, frozen=True):
 
     def flat(self) -> Array:
         """The elements in one row, exact; only those that are there."""
-        every = self.nbytes * 8 // kind_of(self.dtype).bits
-        count = self.count
-        return decode(self.raw(), self.dtype, count if self.fits and count is not None else every)
+        if not kind_of(self.dtype).is_view and self.size > MAX_DECODED:
+            raise BadArtefact(
+                f"{self.path}: {self.name}: {self.size} elements of {self.dtype}; expected at most "
+                f"{MAX_DECODED} to be held at once. Convert it to npy without --format"
+            )
+        return decode(self.raw(), self.dtype, self.size)
 
     def array(self) -> Array:
         """The elements in their shape; in one row where block and shape disagree."""

@@ -14,7 +14,7 @@ import msgspec
 from tensorprobe.ascend.dtypes import dtype_of_name, ge_dtype, proto_dtype
 from tensorprobe.ascend.dump import MAX_DIMS
 from tensorprobe.ascend.files import files_below, open_file, require_file
-from tensorprobe.ascend.textproto import MAX_DEPTH, Message, Word, parse_text
+from tensorprobe.ascend.textproto import MAX_DEPTH, Message, Word, most_parts, parse_text
 from tensorprobe.errors import BadArtefact
 
 MAX_FILE_NBYTES = 1 << 30
@@ -448,6 +448,9 @@ def _onnx_descs(attributes: dict[str, Any], side: str, where: str) -> Iterator[T
 
 
 def _from_json(path: Path, text: str) -> Message:
+    parts, limit = text.count("{") + text.count("["), most_parts(len(text))
+    if parts > limit:
+        raise BadArtefact(f"{path}: {parts} objects and lists; expected at most {limit}")
     try:
         message = _listed(json.loads(text), 0)
     except (ValueError, RecursionError) as error:

@@ -54,8 +54,13 @@ from tensorprobe.ascend.layouts import is_blocked, to_plain
 from tensorprobe.ascend.log import CoreError, Fault, LogFacts, LoggedTensor, read_logs
 from tensorprobe.ascend.missing import Given, Missing, missing_pieces
 from tensorprobe.ascend.opcase import CaseTensor, OpCase
-from tensorprobe.ascend.reference import REFERENCES, ReferenceCheck, check_outputs
-from tensorprobe.ascend.values import analyse
+from tensorprobe.ascend.reference import (
+    MAX_ELEMENTS,
+    REFERENCES,
+    ReferenceCheck,
+    check_outputs,
+)
+from tensorprobe.ascend.values import analyse_tensor
 from tensorprobe.errors import BadArtefact, BadUsage, TensorprobeError
 
 Array = np.ndarray[Any, Any]
@@ -482,7 +487,7 @@ class _Investigation:
                 )
                 continue
             self.warnings += (f"{tensor.data.name}: {w}" for w in tensor.data.warnings)
-            statistics = analyse(tensor.data.array())
+            statistics = analyse_tensor(tensor.data)
             reports.append(TensorReport(tensor.role, index, tensor.data, statistics))
         return tuple(reports)
 
@@ -493,6 +498,13 @@ class _Investigation:
             return None
         if op_type not in REFERENCES:
             return ReferenceCheck(None, f"no reference exists for {op_type}")
+        total = sum(tensor.data.size for tensor in tensors if tensor.data is not None)
+        if total > MAX_ELEMENTS:
+            return ReferenceCheck(
+                None,
+                f"no check against the reference: {total} elements, at most {MAX_ELEMENTS} are "
+                "checked",
+            )
         try:
             sides = {
                 role: [_plain_array(t) for t in tensors if t.role == role and t.data is not None]

@@ -354,6 +354,9 @@ class _Reader:
                 if not block.endswith(b"\n"):
                     block += file.readline(MAX_LINE)
                 counted = 0
+                if not block.strip(b"\0"):  # a hole, of which a file may have gigabytes
+                    is_open = True
+                    continue
                 for start, end in _wanted_lines(block):
                     number += block.count(b"\n", counted, start)
                     counted = start

@@ -35,8 +35,7 @@ _TOKEN = re.compile(
 )
 _VALUE = re.compile(
     r"""
-      "(?P<double>[^"\\\n]*(?:\\.[^"\\\n]*)*)"
-    | '(?P<single>[^'\\\n]*(?:\\.[^'\\\n]*)*)'
+      (?P<quote>["'])
     | (?P<number>[-+]?(?:0[xX][0-9a-fA-F]+|(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?[fF]?))(?![\w.])
     | (?P<word>-?[A-Za-z_][\w.]*)
     | (?P<list>\[)
@@ -44,6 +43,12 @@ _VALUE = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
+# In pieces: as one match, a megabyte of escapes would take a hundred of memory.
+_STRING = {
+    '"': re.compile(r"""(?:[^"\\\n]+|\\.){1,10000}""", re.DOTALL),
+    "'": re.compile(r"""(?:[^'\\\n]+|\\.){1,10000}""", re.DOTALL),
+}
+_DATA_FROM = 1 << 20  # characters from which a string is no name but weights: kept as written
 _SPACE = re.compile(r"[\s,;]*")
 _MORE_STRING = re.compile(r"\s*(?=[\"'])")
 _ESCAPE = re.compile(
@@ -54,8 +59,13 @@ _SIMPLE = {
 }  # fmt: skip
 
 
+def most_parts(length: int) -> int:
+    """How many messages and fields a graph of that many characters may have."""
+    return min(MAX_PARTS, 10_000 + length // 8)
+
+
 def _unescape(text: str) -> str:
-    if "\\" not in text:
+    if "\\" not in text or len(text) > _DATA_FROM:
         return text
 
     def one(match: re.Match[str]) -> str:
@@ -113,7 +123,7 @@ class _Parser:
         root: Message = {}
         stack: list[Message] = []
         message = root
-        count, limit = 0, min(MAX_PARTS, 10_000 + size // 8)
+        count, limit = 0, most_parts(size)
         at = 1 if text.startswith("\ufeff") else 0
         while True:
             match = token(text, at)
@@ -174,18 +184,18 @@ class _Parser:
         if match is None:
             raise self.bad(at, "a value")
         kind, at = match.lastgroup, match.end()
-        if kind in ("double", "single"):
-            value = _unescape(match[kind])
+        if kind == "quote":
+            value, at = self._string(at)
             # Adjacent strings are one; the common next character is a line's end.
             more = _MORE_STRING.match(self.text, at)
+            if more is None:
+                return value, at
+            values = [value]
             while more is not None:
-                follow = _VALUE.match(self.text, more.end())
-                if follow is None or follow.lastgroup not in ("double", "single"):
-                    raise self.bad(more.end(), "the rest of a string")
-                value += _unescape(follow[follow.lastgroup])
-                at = follow.end()
+                value, at = self._string(more.end() + 1)
+                values.append(value)
                 more = _MORE_STRING.match(self.text, at)
-            return value, at
+            return "".join(values), at
         if kind == "number":
             found = _number(match["number"])
             if isinstance(found, int) and abs(found) >= 1 << 64:
@@ -196,6 +206,16 @@ class _Parser:
         if kind == "open":
             return _OPEN, at
         return self._list(at)
+
+    def _string(self, start: int) -> tuple[str, int]:
+        """The string whose opening quote is before `start`, and the place after its end."""
+        quote = self.text[start - 1]
+        at = start
+        while match := _STRING[quote].match(self.text, at):
+            at = match.end()
+        if not self.text.startswith(quote, at):
+            raise self.bad(start - 1, "a string that ends on its line")
+        return _unescape(self.text[start:at]), at + 1
 
     def _list(self, at: int) -> tuple[list[Any], int]:
         values: list[Any] = []

@@ -10,7 +10,8 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
-from tensorprobe.ascend.dtypes import widened
+from tensorprobe.ascend.dtypes import decode, kind_of, widened
+from tensorprobe.ascend.dump import DumpTensor
 from tensorprobe.ascend.files import open_file
 from tensorprobe.errors import BadArtefact
 
@@ -75,7 +76,31 @@ def analyse(array: Array) -> Statistics:
     """Statistics and abnormal values of an array of any dtype, in chunks: memory stays small."""
     if array.dtype.kind not in "biufcV" and array.dtype.isbuiltin == 1:
         raise TypeError(f"values of {array.dtype} are not numbers")
-    return _Analysis(array).result()
+    return _Analysis(array.reshape(-1), array.shape).result()
+
+
+def analyse_tensor(tensor: DumpTensor) -> Statistics:
+    """The same of a tensor in a dump, decoded in chunks too: a byte may hold eight elements."""
+    if kind_of(tensor.dtype).is_view:
+        return analyse(tensor.array())
+    shape = tensor.shape if tensor.fits else (tensor.size,)
+    return _Analysis(_Decoded(tensor), shape).result()
+
+
+class _Decoded:
+    """A row of elements, of which only the slice asked for is ever decoded."""
+
+    def __init__(self, tensor: DumpTensor) -> None:
+        self.raw = tensor.raw()
+        self.name = tensor.dtype
+        self.bits = kind_of(tensor.dtype).bits
+        self.size = tensor.size
+        self.dtype = decode(np.zeros(8, np.uint8), tensor.dtype, 1).dtype
+
+    def __getitem__(self, part: slice) -> Array:
+        # Slices begin at multiples of a chunk, which is a whole number of bytes at any width.
+        stop = min(part.stop, self.size)
+        return decode(self.raw[part.start * self.bits // 8 :], self.name, stop - part.start)
 
 
 def read_npy(path: Path) -> Array:
@@ -119,10 +144,10 @@ def _limits(dtype: np.dtype[Any]) -> _Limits:
 
 
 class _Analysis:
-    def __init__(self, array: Array) -> None:
-        self.array = array
-        self.flat = array.reshape(-1)
-        self.limits = _limits(array.dtype)
+    def __init__(self, flat: Array | _Decoded, shape: tuple[int, ...]) -> None:
+        self.flat = flat
+        self.shape = shape
+        self.limits = _limits(flat.dtype)
         self.found: dict[Problem, tuple[int, list[int]]] = {}
         self.count = self.finite = self.zeros = 0
         self.total = self.squares = 0.0
@@ -232,15 +257,17 @@ class _Analysis:
             findings.append(fill)
         elif self.count > 1 and self.finite == self.count and self.low:
             low, high = _plain(self.low, min), _plain(self.high, max)
-            if low == high and self.array.dtype.kind != "c":
+            if low == high and self.flat.dtype.kind != "c":
                 findings.append(Finding("constant", 0, (), f"every element is {low:g}"))
         return tuple(findings)
 
     def _place(self, index: int) -> tuple[int, ...]:
-        return tuple(int(i) for i in np.unravel_index(index, self.array.shape))
+        return tuple(int(i) for i in np.unravel_index(index, self.shape))
 
     def _fill(self) -> Finding | None:
         """Runs of one of the words that allocators fill memory with."""
+        if isinstance(self.flat, _Decoded):  # these never were words
+            return None
         if self.flat.dtype == np.bool_ or not self.flat.flags.c_contiguous:
             return None
         raw = self.flat.view(np.uint8)

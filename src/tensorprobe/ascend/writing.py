@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from tensorprobe.ascend.files import open_file
-from tensorprobe.errors import WriteFailed
+from tensorprobe.errors import BadArtefact, WriteFailed
 
 Array = np.ndarray[Any, Any]
+MAX_COPY_NBYTES = 1 << 28  # kernels have megabytes at most
 
 
 def folder_inside(out: Path, folder: Path) -> Path:
@@ -88,8 +89,11 @@ def write_text(path: Path, text: str) -> Path:
 
 
 def copy_file(source: Path, target: Path) -> Path:
-    """A copy, whole."""
+    """A copy, whole, of a file that is expected to be small."""
     with open_file(source) as reader, whole_file(target) as file:
+        nbytes = os.fstat(reader.fileno()).st_size
+        if nbytes > MAX_COPY_NBYTES:
+            raise BadArtefact(f"{source}: {nbytes} bytes; expected at most {MAX_COPY_NBYTES}")
         while data := reader.read(1 << 22):
             write_all(file, data)
     return target

@@ -171,7 +171,7 @@ def _inspected(path: Path) -> Iterator[_Row]:
     from tensorprobe.ascend.dtypes import has_values
     from tensorprobe.ascend.dump import original_name, parse_dump_name, read_dump
     from tensorprobe.ascend.opdebug import parse_opdebug
-    from tensorprobe.ascend.values import analyse, read_npy
+    from tensorprobe.ascend.values import analyse, analyse_tensor, read_npy
 
     if path.suffix == ".npy":
         array = read_npy(path)
@@ -194,7 +194,7 @@ def _inspected(path: Path) -> Iterator[_Row]:
             yield title, facts, None, notes
             continue
         looked = has_values(tensor.dtype) and tensor.role in ("input", "output")
-        yield title, facts, analyse(tensor.array()) if looked else None, notes
+        yield title, facts, analyse_tensor(tensor) if looked else None, notes
     for warning in dump.warnings:
         _warn(f"{path}: {warning}")
 
