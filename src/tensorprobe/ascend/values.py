@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ _FIRST = 5
 # Elements at a time: a chunk and its float64 copy stay in cache, and below the size from which
 # malloc maps fresh pages for each temporary (2.5 times as slow).
 _CHUNK = 1 << 13
+_KEPT = 1 << 24
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -85,6 +87,16 @@ def analyse_tensor(tensor: DumpTensor) -> Statistics:
         return analyse(tensor.array())
     shape = tensor.shape if tensor.fits else (tensor.size,)
     return _Analysis(_Decoded(tensor), shape).result()
+
+
+def _forget(array: Array) -> None:
+    """Give back the pages of a mapped file that were read: they count as memory of this process."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    advice = getattr(mmap, "MADV_DONTNEED", None)
+    if isinstance(base, mmap.mmap) and advice is not None:
+        base.madvise(advice)
 
 
 class _Decoded:
@@ -160,6 +172,8 @@ class _Analysis:
     def result(self) -> Statistics:
         for at in range(0, self.flat.size, _CHUNK):
             self._take(at, self.flat[at : at + _CHUNK])
+            if at % _KEPT == 0:
+                _forget(self.flat.raw if isinstance(self.flat, _Decoded) else self.flat)
         mean = std = None
         if self.finite and self.center is not None:
             shifted = self.total / self.finite
@@ -273,6 +287,8 @@ class _Analysis:
         raw = self.flat.view(np.uint8)
         words = raw[: raw.size // 4 * 4].view("<u4")
         for at in range(0, words.size, _CHUNK):
+            if at % _KEPT == 0:
+                _forget(words)
             part = words[at : at + _CHUNK + _FILL_RUN]
             same = part[1:] == part[:-1]
             run = same[:-2] & same[1:-1] & same[2:]  # four in a row
