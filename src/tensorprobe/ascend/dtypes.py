@@ -71,8 +71,8 @@ def _plain(code: str) -> Kind:
     return Kind(dtype.itemsize * 8, lambda raw: raw.view(dtype), dtype, True, True)
 
 
-def _exotic(name: str, wide: str) -> Kind:
-    dtype = np.dtype(getattr(ml_dtypes, name))
+def _exotic(scalar: type[Any], wide: str) -> Kind:
+    dtype = np.dtype(scalar)
     return Kind(8 * dtype.itemsize, lambda raw: raw.view(dtype), np.dtype(wide), is_view=True)
 
 
@@ -182,9 +182,9 @@ def _kinds() -> dict[str, Kind]:
     }  # fmt: skip
     return {
         **{name: _plain(code) for name, code in plain.items()},
-        "bfloat16": _exotic("bfloat16", "<f4"),
-        "float8_e5m2": _exotic("float8_e5m2", "<f4"),
-        "float8_e4m3fn": _exotic("float8_e4m3fn", "<f4"),
+        "bfloat16": _exotic(ml_dtypes.bfloat16, "<f4"),
+        "float8_e5m2": _exotic(ml_dtypes.float8_e5m2, "<f4"),
+        "float8_e4m3fn": _exotic(ml_dtypes.float8_e4m3fn, "<f4"),
         "float8_e8m0": Kind(8, scales.take, np.dtype("<f4")),
         "float6_e3m2": _float6(3, 2, 3),
         "float6_e2m3": _float6(2, 3, 1),

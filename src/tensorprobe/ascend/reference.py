@@ -381,11 +381,18 @@ def _wide(have: Array, want: Array) -> type:
     return np.complex128 if "c" in (have.dtype.kind, want.dtype.kind) else np.float64
 
 
+_SMALL_FLOATS: dict[str, np.dtype[Any]] = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+}
+
+
 def _as_dtype(expected: Array, dtype: str) -> Array:
     """The reference rounded to the output's own type, as the operator must."""
     kind = kind_of(dtype)
-    if dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
-        return _exact(expected.astype(np.dtype(getattr(ml_dtypes, dtype))))
+    if dtype in _SMALL_FLOATS:
+        return _exact(expected.astype(_SMALL_FLOATS[dtype]))
     if kind.wide.kind in "iub" and expected.dtype.kind in "fiub":
         return np.trunc(expected) if expected.dtype.kind == "f" else expected
     return _exact(expected.astype(kind.wide))

@@ -126,7 +126,10 @@ def _inspect(args: argparse.Namespace) -> int:
 
     records = []
     failed = alarmed = False
-    for path, problem in _inspectable(args.paths):
+    found = list(_inspectable(args.paths))
+    if not found:
+        raise BadUsage(f"no dump or npy file in {', '.join(map(str, args.paths))}")
+    for path, problem in found:
         try:
             if problem is not None:
                 raise BadArtefact(problem)
@@ -408,8 +411,8 @@ def _opcase(args: argparse.Namespace) -> int:
 
     ops = _find_ops(args.graph, args.op, args.kernel)
     if len(ops) > 1:
-        names = ", ".join(op.name for op in ops)
-        raise BadUsage(f"{len(ops)} ops fit: {names}. Name one with --op")
+        names = ", ".join(f"{op.name} ({op.type}) in {op.path}" for op in ops[:5])
+        raise BadUsage(f"{len(ops)} ops fit: {names}. Name one with --op, its file with --graph")
     evidence = Evidence((), (), tuple(args.kernel_meta), tuple(args.dump))
     incident = incident_of_op(ops[0], evidence)
     case = incident.case(args.soc)
