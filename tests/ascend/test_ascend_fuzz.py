@@ -157,7 +157,7 @@ def test_mutations_of_a_small_incident(tmp_path: Path, monkeypatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_many_mutations_of_a_small_incident(tmp_path: Path, monkeypatch, seed: int) -> None:
-    fuzz(made_incident(tmp_path), "L2Loss", 1000, 100 + seed, monkeypatch)
+    fuzz(made_incident(tmp_path), "L2Loss", 500, 100 + seed, monkeypatch)
 
 
 @pytest.mark.slow

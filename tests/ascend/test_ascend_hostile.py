@@ -459,6 +459,7 @@ def ge(value: str) -> str:
 
 GRAPHS = {
     "deep": "a{" * 5000 + "}" * 5000,
+    "deep lists": "a: " + "[" * 5000,
     "deep JSON": '{"a":' * 5000 + "1" + "}" * 5000,
     "deep JSON lists": '{"graph":[{"op":[{"name":"n","attr":[{"key":"k","value":'
     + "[" * 900 + "]" * 900 + "}]}]}]}",

@@ -223,9 +223,9 @@ class _Parser:
             at = self._skip_space(at)
             if self.text.startswith("]", at):
                 return values, at + 1
-            value, at = self._value(at)
-            if value is _OPEN or isinstance(value, list):
+            if self.text.startswith(("[", "{", "<"), at):
                 raise self.bad(at, "numbers, words or strings in a list")
+            value, at = self._value(at)
             values.append(value)
 
 
