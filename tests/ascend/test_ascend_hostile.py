@@ -134,7 +134,7 @@ def test_no_name_chooses_the_encoding_of_the_case(tmp_path: Path, plain_skeleton
     assert skeleton(source) == plain_skeleton
 
 
-def run_case(folder: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run_case(folder: Path, cwd: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """The case under a frame that does nothing."""
     frame = cwd / "frame" / "op_test_frame"
     frame.mkdir(parents=True, exist_ok=True)
@@ -146,7 +146,7 @@ def run_case(folder: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
         "    def run(self, soc): pass\n"
     )
     return subprocess.run(
-        [sys.executable, str(folder / "main.py")],
+        [sys.executable, *flags, str(folder / "main.py")],
         cwd=cwd, env={**os.environ, "PYTHONPATH": str(frame.parent)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -166,11 +166,31 @@ def test_attacks_in_a_graph_are_data_in_its_case(tmp_path: Path, flags: list[str
     graph.write_text(text)
     words = ["ascend", "opcase", "--graph", str(graph), "--op", "L2Loss"]
     assert main([*words, "-o", str(tmp_path / "case")]) == 0
-    done = run_case(tmp_path / "case", tmp_path)
+    done = run_case(tmp_path / "case", tmp_path, *flags)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == ascii(evil)
     assert not list(tmp_path.rglob("MARKER"))
     assert capsys.readouterr().out.count("\n") == 2  # the case, and that no reference exists
+
+
+def test_an_encoding_in_a_name_does_not_run_the_values(tmp_path: Path, capsys) -> None:
+    """Under that encoding the value's line end is one: what follows was run."""
+    node = "x coding: unicode_escape"
+    op_type = "x'''\nif 1:\n  def f():\n    a=\"\"\n    a=('"
+    value = "\nopen('MARKER','w')\n'''"
+    graph = tmp_path / "ge_proto_1_Build.txt"
+    graph.write_text(
+        f'graph {{ name: "g" op {{ name: "{node}" type: {json.dumps(op_type)} '
+        'attr { key: "_kernelname" value { s: "k" } } '
+        f'attr {{ key: "k" value {{ s: {json.dumps(value)} }} }} '
+        'output_desc { dtype: DT_FLOAT layout: "ND" } } }'
+    )
+    words = ["ascend", "opcase", "--graph", str(graph), "--op", node]
+    assert main([*words, "-o", str(tmp_path / "case")]) == 0
+    done = run_case(tmp_path / "case", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == ascii(op_type)
+    assert not (tmp_path / "MARKER").exists()
 
 
 @given(texts, texts)
