@@ -25,7 +25,7 @@ X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
 PLANTED = [
     b'__import__("os").system("touch MARKER")', b"'''+open('MARKER','w').write('')+'''",
     b'"""\nopen("MARKER","w")\n"""', b"{0.__class__.__init__.__globals__}", b"../../../MARKER",
-    b"/tmp/MARKER", b"\nopen('MARKER','w')\n", b"\\nopen('MARKER','w')\\n#", b"coding: utf-7",
+    b"/tmp/MARKER-asc", b"\nopen('MARKER','w')\n", b"\\nopen('MARKER','w')\\n#", b"coding: utf-7",
     b"coding: unicode_escape", b"$(touch MARKER)", b"`touch MARKER`", b"\0", b"\x1b]0;x\x07\x1b[2J",
     b"\xe2\x80\xae", b"\xe2\x80\xa8", b"\xff\xfe", b"9" * 5000, b"-1", b"0x" + b"f" * 5000, b"nan",
     b"1e999", b'"', b"'", b"\\", b"{" * 300, b"[" * 2000, b"}" * 3, b"a" * 70_000, b": ", b"\n",
@@ -124,7 +124,7 @@ def fuzz(folder: Path, op: str, count: int, seed: int, monkeypatch) -> None:
             assert calls(case.read_bytes()) <= CALLS, f"turn {turn} of seed {seed}"
         shutil.rmtree(folder / "out", ignore_errors=True)
         path.write_bytes(before[path])
-    assert not Path("/tmp/MARKER").exists()
+    assert not Path("/tmp/MARKER-asc").exists()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2_000_000  # KB, of the whole run
 
 
