@@ -406,7 +406,7 @@ MODULES = [
 
 # Text that becomes part of a script, a table, a file name
 
-_BREAKS = {
+BREAKS = {
     "quotes": f'"""\n{EXPRESSION}\n"""',
     "single quotes": f"'''\n{EXPRESSION}\n'''",
     "a quote": f'"+{EXPRESSION}+"',
@@ -483,7 +483,7 @@ def _tensor(**fields: Any) -> Line:
 TEXTS = [
     Attack(f"{place}: {what}", *fields(text))
     for place, fields in _PLACES.items()
-    for what, text in _BREAKS.items()
+    for what, text in BREAKS.items()
 ]
 NO_SPACES = [
     Attack("autocast without a space", {"notes": [f"autocast cpu {NO_SPACE}"]}),
@@ -531,11 +531,11 @@ def everywhere(what: str) -> Attack:
     call: Line = {}
     end: Line = {}
     for place in ("name", "module", "thread", "key of an output", "note", "error", "buffer"):
-        begun, ended = _PLACES[place](_BREAKS[what])
+        begun, ended = _PLACES[place](BREAKS[what])
         call |= begun
         end |= ended
     return Attack(f"everywhere: {what}", call, {**end, "status": "complete"})
 
 
-EVERYWHERE = [everywhere(what) for what in _BREAKS if what != "very long"]
+EVERYWHERE = [everywhere(what) for what in BREAKS if what != "very long"]
 ALL = [*WALKS, *ENTRIES, *TYPES, *MODULES, *NO_SPACES, *TEXTS]

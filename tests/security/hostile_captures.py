@@ -55,17 +55,22 @@ class Block(torch.nn.Module):
         return {"y": self.up(x) * self.factor}
 
 
-def program() -> None:
+def program() -> Callable[[], None]:
+    """What is recorded; its modules are made before."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
     block = Block()
     x = torch.randn(3, 4, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        x @ torch.ones(4, 4)
-    y = block(model(x))["y"]
-    values = torch.max(y, dim=1).values
-    kept = y.to(torch.float64)[0:2]
-    (kept.sum() + values.sum()).backward()
+
+    def run() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            x @ torch.ones(4, 4)
+        y = block(model(x))["y"]
+        values = torch.max(y, dim=1).values
+        kept = torch.nn.functional.dropout(y.to(torch.float64)[0:2], 0.5)
+        (kept.sum() + values.sum()).backward()
+
+    return run
 
 
 def record_all(folder: Path) -> None:
@@ -73,11 +78,12 @@ def record_all(folder: Path) -> None:
     from tensorprobe.store.loading import layout
 
     for level in LEVELS:
+        run = program()
         with tp.Recorder(folder / level, level=level, keep="tensors"):
-            program()
+            run()
         for peer in ("msprobe", "ptdbg"):
-            layout(peer).write(tp.load(folder / level), folder / f"{peer}-{level}")
-    shutil.rmtree(folder / "msprobe-L2")  # ATen operators have no place in it
+            if (peer, level) != ("msprobe", "L2"):  # it has no place for operators of ATen
+                layout(peer).write(tp.load(folder / level), folder / f"{peer}-{level}")
 
 
 # Native captures
