@@ -3,6 +3,8 @@
 @M@ is the path of a marker that must not appear; see hostile_captures.py.
 """
 
+# ruff: noqa: RUF001 letters that look like others are some of the attacks
+
 from __future__ import annotations
 
 from typing import Any
@@ -14,7 +16,13 @@ PYTHON = "open('@M@', 'w').close()"
 EXPRESSION = "__import__('os').system('touch @M@')"
 NO_SPACE = "open('@M@','w')"
 TENSOR: Line = {
-    "tensor": {"dtype": "float32", "shape": [3, 4], "device": "cpu", "grad": True, "value": ANY_CONTENT}
+    "tensor": {
+        "dtype": "float32",
+        "shape": [3, 4],
+        "device": "cpu",
+        "grad": True,
+        "value": ANY_CONTENT,
+    }
 }
 _EVIL = {"weights_only": False}
 
@@ -251,7 +259,13 @@ TYPES = [
         "a class deep in an argument",
         {
             "kwargs": {
-                "x": [{"tuple": [_dict(k={"fields": ["namedtuple", "os.system", {"command": SHELL}]})]}]
+                "x": [
+                    {
+                        "tuple": [
+                            _dict(k={"fields": ["namedtuple", "os.system", {"command": SHELL}]})
+                        ]
+                    }
+                ]
             }
         },
     ),
@@ -381,7 +395,8 @@ MODULES = [
     _made_with("the name of a child, a line", "{}", repr({f'a\n"+{EXPRESSION}+"': None})),
     _made_with("the kind of a list", "{}", repr({"x": {"": EXPRESSION, "0": None}})),
     _made_with("the kind of a list imports", "{}", repr({"x": {"": "@MODULE@.X", "0": None}})),
-    _made_with("the kind of a list, a line", "{}", repr({"x": {"": f"os\n    {EXPRESSION}\n    x.y"}})),
+    _made_with("the kind of a list, a line", "{}",
+               repr({"x": {"": f"os\n    {EXPRESSION}\n    x.y"}})),
     _made_with("the kind of a list, a condition", "{}",
                repr({"x": {"": f"torch.nn.Module if {EXPRESSION} else torch.nn.Module"}})),
     _made_with("no kind of a list", "{}", repr({"x": {"0": None}})),
@@ -485,18 +500,24 @@ TEXTS = [
     for place, fields in _PLACES.items()
     for what, text in BREAKS.items()
 ]
+
+
+def _look_alike(name: str, op: str) -> Attack:
+    return Attack(f"op: {name}", {"op": op, "args": [SHELL], "kwargs": {}})
+
+
 NO_SPACES = [
     Attack("autocast without a space", {"notes": [f"autocast cpu {NO_SPACE}"]}),
     Attack("autocast of a function", {"notes": ["autocast cpu torch.load"]}),
     Attack("autocast of nothing", {"notes": ["autocast "]}),
     Attack("key of an output, code", {}, _output_dict(f'": {EXPRESSION}, "')),
     Attack("key of an output, closing", {}, _output_dict(f'": 1}}\n{EXPRESSION}\nx = {{"')),
-    Attack("op: a look-alike of os", {"op": "oｓ.system", "args": [SHELL], "kwargs": {}}),
-    Attack("op: a look-alike inside", {"op": "torch.nn.functional.torch.oｓ.system", "args": [SHELL], "kwargs": {}}),
+    _look_alike("a look-alike of os", "oｓ.system"),
+    _look_alike("a look-alike inside", "torch.nn.functional.torch.oｓ.system"),
     Attack("op: a look-alike package", {"op": "antigravitｙ.x", "args": []}),
-    Attack("op: Cyrillic", {"op": "tоrch.nn.functional.relu"}),  # noqa: RUF001
-    Attack("op: a mathematical letter", {"op": "torch.nn.functional.𝓽orch.os.system", "args": [SHELL], "kwargs": {}}),
-    Attack("op: a ligature", {"op": "torch.nn.functional.torch.hub.ﬁle", "args": [SHELL], "kwargs": {}}),
+    Attack("op: Cyrillic", {"op": "tоrch.nn.functional.relu"}),
+    _look_alike("a mathematical letter", "torch.nn.functional.𝓽orch.os.system"),
+    _look_alike("a ligature", "torch.nn.functional.torch.hub.ﬁle"),
     Attack("op: zero width", {"op": "torch.nn.functional.re\u200blu"}),
     Attack("op: a dunder", {"op": "torch.Tensor.__getitem__", "args": [TENSOR, EXPRESSION]}),
     Attack("op: a getter", {"op": f"torch.Tensor.{NO_SPACE}.__get__"}),
@@ -512,6 +533,11 @@ NO_SPACES = [
     Attack("a shape of many sides", {"args": [_tensor(shape=[1] * 1000)]}),
     Attack("a dtype that is none", {"args": [_tensor(dtype="load")]}),
     Attack("a dtype that runs", {"args": [_tensor(dtype="os.system")]}),
+    *(
+        Attack(f"a dtype of numpy: {name}", {"args": [_tensor(dtype=name)]})
+        for name in ("object", "O", "O8", "i4,O", "V8", "S4", "U99", "complex", "float", "str",
+                     "datetime64[ns]", "(1000000,1000000)f4", "f4,f4", ">f4", "void", "int", "m8")
+    ),
     Attack("a value that is not there", {"args": [_tensor(value=999_999)]}),
     Attack("a huge integer", {"args": [TENSOR, {"int": "9" * 100_000}]}),
     Attack("a float of words", {"args": [TENSOR, {"float": EXPRESSION}]}),
@@ -523,7 +549,6 @@ NO_SPACES = [
     Attack("a dict with a tensor as key", {"args": [TENSOR, {"dict": [[TENSOR, 2]]}]}),
     Attack("a deep argument", {"args": [TENSOR, [[[[[[[[[[[[[[[[EXPRESSION]]]]]]]]]]]]]]]]]}),
 ]  # fmt: skip
-
 
 
 def everywhere(what: str) -> Attack:

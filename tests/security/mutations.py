@@ -14,7 +14,8 @@ import attacks
 from hostile_captures import Attack, evil_files, planted
 from victims import Sandbox, Step
 
-LAYOUTS = ("L0", "L1", "mix", "L2", "msprobe-L0", "msprobe-L1", "msprobe-mix", "ptdbg-L0", "ptdbg-L1", "ptdbg-mix")  # fmt: skip
+LAYOUTS = ("L0", "L1", "mix", "L2")
+LAYOUTS += tuple(f"{peer}-{level}" for peer in ("msprobe", "ptdbg") for level in LAYOUTS[:3])
 _TEXT_FILES = (".json", ".jsonl", ".pkl")
 _MAX_PLANTED = 3
 
@@ -143,9 +144,17 @@ class Mutation:
         for i, line in enumerate(parsed):
             if isinstance(line, dict) and line.get("id") == number:
                 fields = {"call": attack.call, "end": attack.end}.get(line.get("type"), {})
-                if fields:
-                    lines[i] = json.dumps(line | self._planted(fields))
+                if line.get("type") in ("call", "end"):
+                    lines[i] = json.dumps(self._blamed(line | self._planted(fields)))
         _replace(path, "\n".join(lines).encode("utf-8", "surrogateescape"))
+
+    def _blamed(self, line: Any) -> Any:
+        """Often with another output, so that `compare` has to run the call to say who is wrong."""
+        output = line.get("outputs")
+        tensor = output.get("tensor") if isinstance(output, dict) else None
+        if isinstance(tensor, dict) and self._random.random() < 0.5:
+            tensor["value"] = self._random.randrange(1, 12)
+        return line
 
     def _rename(self, path: Path, op: str) -> None:
         content = _parsed(path.read_text(errors="surrogateescape"))

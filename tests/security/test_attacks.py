@@ -114,9 +114,7 @@ def _is_known(module: str) -> bool:
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_no_attack_gets_through(
-    victim: Victim, base: Base, sandbox: Sandbox, group: str
-) -> None:
+def test_no_attack_gets_through(victim: Victim, base: Base, sandbox: Sandbox, group: str) -> None:
     """All of a group in one capture."""
     tried = GROUPS[group]
     lay_out_bait(sandbox)
@@ -124,7 +122,7 @@ def test_no_attack_gets_through(
     write_native(base, sandbox, "b", tried, wrong=True)
     steps = reading("a", "b")
     for layout in ("msprobe", "ptdbg"):  # hostile dumps of the peers, as `convert` writes them
-        steps += [step for step in reading(f"out/{layout}", out=f"out/of-{layout}")[-9:-4]]
+        steps += reading(f"out/{layout}", out=f"out/of-{layout}")[-9:-4]
     outcome = victim.run(sandbox, steps)
     assert_harmless(outcome, tried)
     outcome = victim.run(sandbox, reproducing("a", names, sandbox))

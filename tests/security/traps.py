@@ -105,7 +105,7 @@ def is_ours(command: object) -> bool:
         return False
     if rest[0] == "-c":
         return rest[1].startswith("import sys; sys.path[:] = [") and "tensorprobe." in rest[1]
-    return rest[:1] == ["-m"] and rest[1].startswith("tensorprobe") or _is_script(rest[0])
+    return (rest[0] == "-m" and rest[1].startswith("tensorprobe")) or _is_script(rest[0])
 
 
 def _is_script(path: str) -> bool:
@@ -198,9 +198,9 @@ def _run(code: object) -> str | None:
         return f"code out of the capture, as {code.co_filename}"
     caller = _caller()
     home = caller.f_code.co_filename if caller is not None else ""
-    if code.co_filename.startswith("<") and not code.co_filename.startswith("<frozen"):
-        if not home.endswith(_MAY_MAKE_CODE):
-            return f"code of {code.co_filename}, run by {home}"
+    is_text = code.co_filename.startswith("<") and not code.co_filename.startswith("<frozen")
+    if is_text and not home.endswith(_MAY_MAKE_CODE):
+        return f"code of {code.co_filename}, run by {home}"
     return None
 
 
