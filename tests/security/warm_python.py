@@ -200,6 +200,7 @@ def serve() -> None:
     subprocess.Popen = WarmPopen  # type: ignore[misc]
     traps.install()
     _import_all()
+    sys.dont_write_bytecode = True  # from here on, a file that is written is an attack
     for line in requests:
         job = json.loads(line)
         pid = os.fork()
@@ -243,5 +244,4 @@ def _import_room(name: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.dont_write_bytecode = True
     serve()
