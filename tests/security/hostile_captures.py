@@ -239,16 +239,28 @@ def evil_files(marker: Path) -> dict[str, bytes]:
     found["legacy"] = legacy + pickle.dumps({}, 2) + pickle.dumps(Evil(marker), 2)
     found["npy of objects"] = _npy_of_objects(marker)
     found["script"] = _zip_of(pickle.dumps(Evil(marker)), "constants.pkl")
+    for dtype in ("object", "O", "i4,O", "void", "str", "complex", "load"):
+        found[f"a tensor of dtype {dtype}"] = _zip_of(_tensor_of(dtype), storage=b"A" * 192)
     found["two pickles"] = _zip_of(by_hand["GLOBAL"], "data.pkl", twice=True)
     return found
 
 
-def _zip_of(data: bytes, name: str = "data.pkl", *, twice: bool = False) -> bytes:
+def _tensor_of(dtype: str) -> bytes:
+    """Bytes that are taken for pointers to objects, where that dtype is believed."""
+    storage = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpuK\x0ctQ"
+    shape, strides = b"K\x03K\x04\x86", b"K\x04K\x01\x86"
+    rest = shape + strides + b"\x89}ctorch\n" + dtype.encode() + b"\ntR."
+    return b"\x80\x02ctorch._utils\n_rebuild_tensor_v3\n(" + storage + b"K\0" + rest
+
+
+def _zip_of(
+    data: bytes, name: str = "data.pkl", *, twice: bool = False, storage: bytes = b"\0" * 48
+) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr(f"archive/{name}", data)
         archive.writestr("archive/version", b"3\n")
-        archive.writestr("archive/data/0", b"\0" * 48)
+        archive.writestr("archive/data/0", storage)
         if twice:
             archive.writestr(f"other/{name}", data)
     return buffer.getvalue()
