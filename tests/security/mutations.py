@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,14 @@ _GROUPS = (
     attacks.NO_SPACES,
     attacks.TEXTS,
 )
+_HOMES = {
+    "torch.nn.functional.": "Functional",
+    "torch.Tensor.": "Tensor",
+    "torch.ops.aten.": "Aten",
+    "torch_npu.": "NPU",
+    "torch.distributed.": "Distributed",
+    "torch.": "Torch",
+}
 _OPS = [each.call["op"] for each in attacks.ALL if "op" in each.call]
 _NOTES = [note for each in attacks.MODULES for note in each.end["notes"]]
 TEXTS = [
@@ -62,13 +71,15 @@ VALUES += [_deep(50), _deep(300)]
 class Mutation:
     """Number `number`: which recording, what is planted where, and what is done with it."""
 
-    def __init__(self, number: int, recorded: Path, sandbox: Sandbox) -> None:
+    def __init__(
+        self, number: int, recorded: Path, sandbox: Sandbox, bases: Sequence[str] = LAYOUTS
+    ) -> None:
         self._random = random.Random(number)
         self._number = number
         self._sandbox = sandbox
         self.name = f"m{number}"
         self.folder = sandbox.folder / self.name
-        self._base = self._random.choice(LAYOUTS)
+        self._base = self._random.choice(bases)
         _link(recorded / self._base, self.folder)
         self.names: list[str] = []
         for _ in range(self._random.randint(1, _MAX_PLANTED)):
@@ -163,8 +174,10 @@ class Mutation:
             return
         name = self._random.choice(sorted(data))
         value = data.pop(name)
-        api = self._planted(op.removeprefix("torch.nn.functional.").removeprefix("torch."))
-        prefix = self._random.choice(("Functional", "Torch", "Tensor", "Aten", "NPU", "VF"))
+        home, prefix = next((each for each in _HOMES.items() if op.startswith(each[0])), ("", "VF"))
+        if self._random.random() < 0.2:
+            prefix = self._random.choice(sorted(_HOMES.values()))
+        api = self._planted(op.removeprefix(home))
         if isinstance(value, dict):
             command = self._planted(self._random.choice((attacks.SHELL, attacks.PYTHON)))
             value |= {"input_args": [{"type": "str", "value": command}], "input_kwargs": {}}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,22 +14,33 @@ from hostile_captures import lay_out_bait
 from mutations import LAYOUTS, Mutation
 from victims import Sandbox, Victim
 
+SHARED = Path(os.environ.get("TENSORPROBE_SHARED") or Path(__file__).parents[2] / ".." / "shared")
+# Dumps that the peers wrote themselves, each a folder of its own.
+SAMPLES = sorted(
+    folder
+    for folder in (*SHARED.glob("data/msprobe/dump/*"), *SHARED.glob("data/ptdbg/v*/*"))
+    if folder.is_dir()
+)
 _BATCH = 25
 _MANY = 20_000
 _PARTS = 20
 
 
 def problems_of(
-    numbers: Sequence[int], victim: Victim, recorded: Path, folder: Path
+    numbers: Sequence[int],
+    victim: Victim,
+    recorded: Path,
+    folder: Path,
+    bases: Sequence[str] = LAYOUTS,
 ) -> dict[int, list[str]]:
     """What went wrong with mutations of these numbers, all run in one process."""
     sandbox = Sandbox(folder)
     lay_out_bait(sandbox)
-    for base in LAYOUTS:
+    for base in bases:
         (sandbox.folder / f"twin-{base}").symlink_to(recorded / base)
     steps, owners = [], []
     for number in numbers:
-        for step in Mutation(number, recorded, sandbox).steps():
+        for step in Mutation(number, recorded, sandbox, bases).steps():
             steps.append(step)
             owners.append(number)
     outcome = victim.run(sandbox, steps)
@@ -87,3 +100,18 @@ def test_many_mutations(recorded: Path, tmp_path: Path, part: int) -> None:
     for victim in victims:
         victim.close()
     assert not first | second, told(first | second)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SAMPLES, reason="the samples are not here")
+def test_mutations_of_samples(victim: Victim, tmp_path: Path) -> None:
+    """What the peers' own tools wrote has forms that `convert` does not."""
+    recorded = tmp_path / "samples"
+    for number, sample in enumerate(SAMPLES):
+        shutil.copytree(sample, recorded / str(number))
+    bases = sorted(path.name for path in recorded.iterdir())
+    found: dict[int, list[str]] = {}
+    for first in range(0, 1000, _BATCH):
+        numbers = range(first, first + _BATCH)
+        found |= problems_of(numbers, victim, recorded, tmp_path / f"batch{first}", bases)
+    assert not found, told(found)

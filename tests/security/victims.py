@@ -183,7 +183,9 @@ def reading(capture: str, other: str | None = None, out: str = "out") -> list[St
     )
     steps: list[Step] = [{"verb": ["show", capture, *options]} for options in shown]
     steps += [{"verb": ["show", "--limit", "100000", "--", capture, "*"]}, {"load": capture}]
-    steps += [{"verb": ["check", capture, "--all", "--peer-tables", "-o", f"{out}/check"]}]
+    steps += [
+        {"verb": ["check", capture, "--all", "--peer-tables", "--jobs", "2", "-o", f"{out}/check"]}
+    ]
     steps += [
         {"verb": ["compare", capture, other, "--xlsx", "-o", f"{out}/compared"]},
         {"verb": ["compare", other, capture, "--columns", "msprobe", "-o", f"{out}/turned"]},
