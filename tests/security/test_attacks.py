@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,11 +20,15 @@ GROUPS = {
     "modules": attacks.MODULES,
     "texts": [*attacks.NO_SPACES, *attacks.EVERYWHERE],
 }
+# Packages that are imported late where there is no attack: of Python, of torch, and for tables.
+IMPORTED = {*sys.stdlib_module_names, "tensorprobe", "torch", "torchgen", "numpy", "xlsxwriter"}
 
 
 def assert_harmless(outcome: Outcome, tried: Sequence[Attack] = ()) -> None:
     """No problem; those there are, by the attack that caused them as far as that can be told."""
     lines = list(dict.fromkeys(outcome.problems))
+    packages = {name.partition(".")[0] for name in outcome.imported}
+    lines[:0] = [f"'{name}' was imported" for name in sorted(packages - IMPORTED)]
     found = {int(n) for line in lines for n in re.findall(rf"{CANARY}-a(\d+)\.", line)}
     found |= {int(n) for line in lines for n in re.findall(r"repro(\d+)\b", line)}
     blamed = [f"attack {n}: {tried[n].name[:100]}" for n in sorted(found) if n < len(tried)]
@@ -103,11 +108,6 @@ def test_a_capture_without_attacks_has_no_problems(
     assert_harmless(outcome)
     assert None not in outcome.statuses, "no script was written"
     assert set(outcome.statuses) <= {0, 3}
-    assert not {name for name in outcome.imported if not _is_known(name)}
-
-
-def _is_known(module: str) -> bool:
-    return module.partition(".")[0] not in ("hostile_captures", "pytest", "transformers", "yaml")
 
 
 # The corpus
