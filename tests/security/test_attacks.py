@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -159,3 +160,36 @@ def test_each_attack_alone(
         problems += [f"{attack.name[:100]}: {line}" for line in dict.fromkeys(outcome.problems)]
         sandbox.clear()
     assert not problems, "\n".join(problems)
+
+
+def test_commands_to_copy_are_quoted(victim: Victim, base: Base, sandbox: Sandbox) -> None:
+    """What a verb tells a user to type holds names of the capture, as one word each."""
+    text = attacks.BREAKS["shell"]
+    inside = "{'x': 'torch.nn.modules.linear.Linear'}"
+    tried = [
+        Attack("name", {"name": f"Functional.relu.{text}.0.forward"}),
+        Attack("module", {"module": text}, {"notes": [f"made with x({{}}, {inside}, [])"]}, "made"),
+        Attack("main", {"module": text, "op": "__main__.X"}, like="made"),
+        Attack("path", {"name": f"Module.{text}.Linear.forward.0", "module": text}, like="module"),
+    ]
+    names = write_native(base, sandbox, "a", tried)
+    write_native(base, sandbox, "b", tried, wrong=True)
+    steps = [*reading("a", "b"), *reading("b", out="out/b"), *reproducing("a", names, sandbox)]
+    outcome = victim.run(sandbox, steps)
+    assert_harmless(outcome, tried)
+    told = "\n".join(outcome.texts)
+    written = [path.read_text() for path in sandbox.out.rglob("*.json")]
+    commands = re.findall(r"tensorprobe (?:show|repro|check|compare) .*touch.*", told)
+    commands += re.findall(
+        r'tensorprobe (?:show|repro|check) [^"\n]*touch[^"\n]*', "".join(written)
+    )
+    wrong = [command for command in commands if not _is_one_command(command)]
+    assert not wrong, "\n".join(wrong)
+
+
+def _is_one_command(text: str) -> bool:
+    try:
+        words = list(shlex.shlex(text, posix=True, punctuation_chars=True))
+    except ValueError:
+        return False
+    return not {";", "|", "&", "&&", "||"} & set(words)
