@@ -256,13 +256,13 @@ def _tensor_of(dtype: str) -> bytes:
 def _zip_of(
     data: bytes, name: str = "data.pkl", *, twice: bool = False, storage: bytes = b"\0" * 48
 ) -> bytes:
+    entries = {f"archive/{name}": data, "archive/version": b"3\n", "archive/data/0": storage}
+    if twice:
+        entries[f"other/{name}"] = data
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr(f"archive/{name}", data)
-        archive.writestr("archive/version", b"3\n")
-        archive.writestr("archive/data/0", storage)
-        if twice:
-            archive.writestr(f"other/{name}", data)
+        for entry, content in entries.items():
+            archive.writestr(zipfile.ZipInfo(entry), content)  # of no time: the same every time
     return buffer.getvalue()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import attacks
-from hostile_captures import Attack, evil_files, planted
+from hostile_captures import ANY_CONTENT, Attack, evil_files, planted
 from victims import Sandbox, Step
 
 LAYOUTS = ("L0", "L1", "mix", "L2")
@@ -80,15 +80,17 @@ class Mutation:
         self.name = f"m{number}"
         self.folder = sandbox.folder / self.name
         self._base = self._random.choice(bases)
-        _link(recorded / self._base, self.folder)
-        self.names: list[str] = []
+        self._twin = recorded / self._base
+        _link(self._twin, self.folder)
+        self._evil: set[Path] = set()  # files that are replaced already
         for _ in range(self._random.randint(1, _MAX_PLANTED)):
             self._plant()
+        self._name_places()
 
     def steps(self) -> list[Step]:
-        """One or two verbs on it; `twin` in the sandbox is the same without anything planted."""
+        """One or two verbs on it; its twin is the same without anything planted."""
         draw = self._random
-        twin = f"twin-{self._base}"
+        twin = str(self._twin)
         name, out = self.name, f"out/{self.name}"
         pair = draw.choice(([name, twin], [twin, name], [name, name]))
         layout = draw.choice(("native", "msprobe", "ptdbg"))
@@ -128,7 +130,8 @@ class Mutation:
             return
         files = sorted(path for path in self.folder.rglob("*") if path.is_file())
         texts = [path for path in files if path.suffix in _TEXT_FILES]
-        others = [path for path in files if path.suffix in (".pt", ".npy", ".safetensors")]
+        binary = [path for path in files if path.suffix in (".pt", ".npy", ".safetensors")]
+        others = [path for path in binary if path not in self._evil]
         if others and self._random.random() < 0.15:
             self._spoil(self._random.choice(others))
         elif texts:
@@ -156,7 +159,7 @@ class Mutation:
             if isinstance(line, dict) and line.get("id") == number:
                 fields = {"call": attack.call, "end": attack.end}.get(line.get("type"), {})
                 if line.get("type") in ("call", "end"):
-                    lines[i] = json.dumps(self._blamed(line | self._planted(fields)))
+                    lines[i] = json.dumps(self._blamed(line | _with_content(fields)))
         _replace(path, "\n".join(lines).encode("utf-8", "surrogateescape"))
 
     def _blamed(self, line: Any) -> Any:
@@ -177,9 +180,9 @@ class Mutation:
         home, prefix = next((each for each in _HOMES.items() if op.startswith(each[0])), ("", "VF"))
         if self._random.random() < 0.2:
             prefix = self._random.choice(sorted(_HOMES.values()))
-        api = self._planted(op.removeprefix(home))
+        api = op.removeprefix(home)
         if isinstance(value, dict):
-            command = self._planted(self._random.choice((attacks.SHELL, attacks.PYTHON)))
+            command = self._random.choice((attacks.SHELL, attacks.PYTHON))
             value |= {"input_args": [{"type": "str", "value": command}], "input_kwargs": {}}
         data[f"{prefix}.{api}.0.forward"] = value
         _replace(path, json.dumps(content, indent=1).encode("utf-8", "surrogateescape"))
@@ -191,8 +194,9 @@ class Mutation:
         if draw.random() < 0.5:
             evil = evil_files(self._sandbox.marker(f"a{self._number}."))
             data = evil[draw.choice(sorted(evil))]
+            self._evil.add(path)
         else:
-            at = draw.randrange(min(len(data), 2000) or 1)
+            at = self._place(min(len(data), 2000))
             text = self._text().encode("utf-8", "surrogatepass")
             kept = data[at + draw.choice((0, len(text))) :]
             data = draw.choice((data[:at] + text + kept, data[:at], data[at:]))
@@ -202,7 +206,7 @@ class Mutation:
         draw = self._random
         text = path.read_text(errors="surrogateescape")
         if draw.random() < 0.06:  # not even JSON
-            at = draw.randrange(len(text) or 1)
+            at = self._place(len(text))
             text = text[:at] + draw.choice((self._text(), "", text[:at])) + text[at + 9 :]
         elif path.suffix == ".json":
             text = json.dumps(self._changed(_parsed(text)), indent=1)
@@ -232,10 +236,10 @@ class Mutation:
         elif isinstance(value, str) and how < 0.55:
             holder[key] = self._text()
         elif isinstance(value, str) and how < 0.75:  # in the middle of what is there
-            at = draw.randrange(len(value) + 1)
+            at = self._place(len(value) + 1)
             holder[key] = value[:at] + self._text() + value[at:]
         elif how < 0.9:
-            holder[key] = self._planted(copy.deepcopy(draw.choice(VALUES)))
+            holder[key] = _with_content(draw.choice(VALUES))
         elif how < 0.95 and isinstance(holder, dict):
             del holder[key]
         else:  # a copy of another part
@@ -243,12 +247,27 @@ class Mutation:
             holder[key] = copy.deepcopy(other[place])
         return nodes[0][0][0]
 
-    def _text(self) -> str:
-        text: str = self._planted(self._random.choice(TEXTS))
-        return text
+    def _place(self, length: int) -> int:
+        """Somewhere in a text; one draw, however long that is in this run."""
+        return int(self._random.random() * length)
 
-    def _planted(self, value: Any) -> Any:
-        return planted(value, self._sandbox, self._number, content=1)
+    def _text(self) -> str:
+        return self._random.choice(TEXTS)
+
+    def _name_places(self) -> None:
+        """The marks of this sandbox, last of all: their length must not change what is drawn."""
+        for path in sorted(self.folder.rglob("*")):
+            if path.is_file() and path not in self._evil:
+                data = path.read_bytes()
+                named = planted(data.decode("latin-1"), self._sandbox, self._number)
+                if named.encode("latin-1") != data:
+                    _replace(path, named.encode("latin-1"))
+
+
+def _with_content(value: Any) -> Any:
+    """A copy, whose tensors have a content that is there."""
+    text = json.dumps(value).replace(f'"value": {ANY_CONTENT}', '"value": 1')
+    return json.loads(text)
 
 
 def _nodes(holder: Any) -> Any:

@@ -36,8 +36,6 @@ def problems_of(
     """What went wrong with mutations of these numbers, all run in one process."""
     sandbox = Sandbox(folder)
     lay_out_bait(sandbox)
-    for base in bases:
-        (sandbox.folder / f"twin-{base}").symlink_to(recorded / base)
     steps, owners = [], []
     for number in numbers:
         for step in Mutation(number, recorded, sandbox, bases).steps():
