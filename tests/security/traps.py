@@ -10,6 +10,8 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
@@ -62,7 +64,7 @@ _PATHS_WRITTEN = {  # event: which of its arguments are paths that are changed
 }
 _NETWORK = ("socket.connect", "socket.bind", "socket.getaddrinfo", "socket.gethostbyname")
 _NETWORK += ("urllib.Request", "http.client.connect", "ftplib.connect", "webbrowser.open")
-_OUTSIDE = ("builtins.input", "builtins.breakpoint", "code.__new__/text", "ctypes.dlsym/text")
+_TALK = ("builtins.input", "builtins.breakpoint")
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 # What a class may be called that a process of ours sends to another over its own socket.
 _MAY_BE_SENT = ("tensorprobe.", "pathlib", "copyreg", "collections", "msgspec.")
@@ -74,7 +76,7 @@ class _State:
     log = -1  # a file descriptor, or -1 while nothing is watched
     outputs: tuple[str, ...] = ()
     secrets: tuple[str, ...] = ()
-    busy = False
+    paused = False
 
 
 def arm(log: int, outputs: list[str], secrets: list[str]) -> None:
@@ -82,6 +84,19 @@ def arm(log: int, outputs: list[str], secrets: list[str]) -> None:
     _State.outputs = tuple(os.path.realpath(path) for path in outputs)
     _State.secrets = tuple(os.path.realpath(path) for path in secrets)
     _State.log = log
+
+
+def log_descriptor() -> int:
+    """Where it writes; to be kept open in a child."""
+    return _State.log
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Inside, what is done is the bench's own work."""
+    _State.paused = True
+    yield
+    _State.paused = False
 
 
 def tell(event: str, **about: Any) -> None:
@@ -117,17 +132,14 @@ def install() -> None:
 
 
 def _hook(event: str, arguments: tuple[Any, ...]) -> None:
-    if _State.log < 0 or _State.busy:
+    if _State.log < 0 or _State.paused:
         return
-    _State.busy = True
     try:
         reason = _wrong(event, arguments)
         if reason is not None:
             tell(event, why=reason[:300])
     except Exception as error:  # noqa: BLE001 a hook that raises would change what it watches
         tell("trap failed", why=f"{event}: {error!r}")
-    finally:
-        _State.busy = False
 
 
 def _wrong(event: str, arguments: tuple[Any, ...]) -> str | None:
@@ -147,7 +159,7 @@ def _wrong(event: str, arguments: tuple[Any, ...]) -> str | None:
     if event == "subprocess.Popen":
         known = is_ours(arguments[1]) or arguments[1] in _MAY_BE_STARTED
         return None if known else str(arguments[1])
-    if event in _PROCESSES or event in _NETWORK or event in _OUTSIDE:
+    if event in _PROCESSES or event in _NETWORK or event in _TALK:
         if event == "socket.bind" or event == "socket.connect":
             return None if arguments[0].family == socket.AF_UNIX else repr(arguments[1])
         return repr(arguments)

@@ -60,7 +60,7 @@ def _enter(ends: dict[int, int], kept: set[int], cwd: Any, env: Any) -> None:
     for end, given in ends.items():
         if given >= 0:
             os.dup2(given, end)
-    kept |= {0, 1, 2, traps._State.log}
+    kept |= {0, 1, 2, traps.log_descriptor()}
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in kept:
             with contextlib.suppress(OSError):
@@ -128,10 +128,9 @@ def _run_job(job: dict[str, Any]) -> None:
     traps.arm(log, job["outputs"], job["secrets"])
     for number, step in enumerate(job["steps"]):
         told = Path(job["told"]) / f"{number}.txt"
-        traps._State.busy = True
-        end = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        _enter({1: end, 2: end}, {end, log}, None, None)
-        traps._State.busy = False
+        with traps.paused():
+            end = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            _enter({1: end, 2: end}, {end, log}, None, None)
         traps.tell("begin", step=number)
         began = time.process_time()
         resource.setrlimit(resource.RLIMIT_CPU, (int(began) + _CPU_S + 1, -1))
