@@ -118,7 +118,7 @@ def _end(status: int) -> NoReturn:
 def _run_job(job: dict[str, Any]) -> None:
     """In the fork: every step of the job, each with its output in a file of its own."""
     os.setsid()
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_NBYTES, _MEMORY_NBYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_NBYTES, -1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.chdir(job["folder"])
     os.environ["TMPDIR"] = tempfile.tempdir = job["told"]  # a table is put together there
