@@ -21,8 +21,6 @@ _READERS = ("replay", "store", "contents")
 ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("__init__.py", "getattr"): (1, "the same: a key of that table"),
     ("__init__.py", "importlib"): (1, "public names load lazily, from the table of the package"),
-    ("ascend/dtypes.py", "getattr"): (1, "dtypes of ml_dtypes, named in that file"),
-    ("ascend/reference.py", "getattr"): (1, "one of three dtypes, named on the line before"),
     ("capture/encode.py", "getattr"): (1, "fields of a live dataclass of the program"),
     ("capture/facts.py", "getattr"): (1, "paths into torch that this file has as a table"),
     ("capture/facts.py", "importlib.metadata"): (1, "versions of installed packages"),
@@ -58,7 +56,6 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
         "what our own worker sends back, on its socket",
     ),
     ("contents/arrays.py", "getattr"): (1, "torch's dtype of a name that numpy_dtype has let pass"),
-    ("contents/dtypes.py", "getattr"): (1, "one of the dtypes named above it"),
     ("demo/train_npu.py", "runpy"): (1, "the demo's own script"),
     ("demo/train_npu.py", "runpy.run_path"): (1, "the same"),
     ("devices/ascend_runtime.py", "getattr"): (

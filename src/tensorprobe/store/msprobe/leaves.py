@@ -184,7 +184,8 @@ def write_scalar(value: Any) -> Any:
     if isinstance(value, float):
         return _write_float(value)
     if isinstance(value, slice):
-        return {"type": "slice", "value": [value.start, value.stop, value.step]}
+        parts = (value.start, value.stop, value.step)
+        return {"type": "slice", "value": [p if isinstance(p, int) else None for p in parts]}
     if value is ...:
         return {"type": "ellipsis", "value": "..."}
     if isinstance(value, Special):
