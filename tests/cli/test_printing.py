@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from store_making import Ready, open_writer, tensor, write_bytes
 
 import tensorprobe as tp
 from recorded import SRC
@@ -20,29 +19,46 @@ from tensorprobe.cli.main import main
 from tensorprobe.compare.mapping import read_mapping
 from tensorprobe.errors import BadArtefact, BadUsage
 from tensorprobe.store.frames import source_line
-from tensorprobe.store.lines import CallLine, EndLine, GapLine, StackLine
+from tensorprobe.store.lines import CallLine, EndLine, GapLine, StackLine, TensorLine
+from tensorprobe.store.writer import CaptureWriter
 from tensorprobe.terminal import printable
 
 EVIL = "\x1b[31m\x07\x9b\x7f\u202e\u200b\u2028\r\nfake[red]x[/red][link=http://a]"
 SHOWN = r"\x1b[31m\x07\x9b\x7f\u202e\u200b\u2028\r\nfake[red]x[/red][link=http://a]"
 
 
+class Ready:
+    """A result that is there at once."""
+
+    ready = True
+    summary = error = None
+    digest = "0123456789abcdef"
+
+
 def write_evil(root: Path, size: int = 4, text: str = EVIL) -> Path:
     """A capture with that text in every place where there can be one."""
-    out = open_writer(root)
+    out = CaptureWriter(root, 0, "run", {}, {})
     out.begin_step(0)
     out.stack(StackLine(1, [f"{text}.py:3 in {text}"]))
     name = f"Torch.{text}.0.forward"
     out.call(
         CallLine(
             id=0, name=name, op=f"torch.{text}", module=text, thread=text, parent=text, stack=1,
-            args=[tensor(0, (size,)), {"special": ["unsupported", text]}, text],
+            args=[{"tensor": TensorLine("float32", (size,), value=0)}, {"special": ["unsupported", text]}, text],
             kwargs={text: {"dict": [[text, text]]}}, notes=[text],
         )
     )  # fmt: skip
-    write_bytes(out, 0, f"{name}.input.0", np.arange(size, dtype=np.float32))
-    out.value(1, Ready())
-    out.end(EndLine(id=0, outputs=tensor(0, (size,)), status="raised", error=f"{text}: {text}"))
+    data = np.arange(size, dtype=np.float32)
+    out.tensor(0, f"{name}.input.0", "float32", data.shape, data.view(np.uint8))
+    out.value(0, Ready())
+    out.end(
+        EndLine(
+            id=0,
+            outputs={"tensor": TensorLine("float32", (size,), value=0)},
+            status="raised",
+            error=f"{text}: {text}",
+        )
+    )
     out.gap(GapLine(text, text))
     out.close()
     return root
