@@ -48,6 +48,8 @@ def load(path: str | os.PathLike[str]) -> Capture:
             f"no capture at '{path}': there is no such path. "
             f"To record one: tensorprobe run -o {path} SCRIPT"
         )
+    if not path.is_file() and not path.is_dir():
+        raise UnreadableCapture(f"'{path}' is not a capture: it is neither a file nor a folder")
     for place in (path, *_unfinished(path)):
         for name in LAYOUTS:
             if layout(name).recognises(place):
@@ -70,8 +72,6 @@ def _unfinished(path: Path) -> list[Path]:
 def _description(path: Path) -> str:
     if path.is_file():
         return "it is a file"
-    if not path.is_dir():
-        return "it is neither a file nor a folder"
     names = sorted(child.name for child in path.iterdir())
     if not names:
         return "it is an empty folder"
