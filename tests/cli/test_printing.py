@@ -165,6 +165,13 @@ def test_reports_run_nothing_in_a_spreadsheet(tmp_path: Path) -> None:
     json.loads((tmp_path / "native" / "verdict.json").read_text())
 
 
+def test_a_command_to_type_next_holds_names_as_names(tmp_path: Path) -> None:
+    evil = "$(touch evil); `touch evil`"
+    a, b = write_evil(tmp_path / "a", text=evil), write_evil(tmp_path / "b", 5, text=evil)
+    said = str(tp.compare(a, b, processes=1, seconds=0).verdict)
+    assert f"--calls 'Torch.{evil}.0.forward' --steps 0" in said
+
+
 # Files that a stack names
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from tensorprobe.compare.judge import number_text
@@ -100,16 +101,18 @@ def _fault(culprit: Culprit) -> str:
 def next_command(verdict: Verdict, culprit: Culprit) -> str:
     """What settles it, or shows it alone."""
     if verdict.mode in ("stats", "digest"):
-        options = f"--keep tensors --calls {culprit.name} --steps {culprit.step}"
+        options = f"--keep tensors --calls {quote(culprit.name)} --steps {culprit.step}"
         return f"record both sides again with: tensorprobe run {options} ..., and compare"
     if culprit.kind in ("output", "gradient", "nonfinite"):
         if culprit.side == "expected" and culprit.expected is not None:
-            return f"tensorprobe repro {verdict.expected} {_which(culprit.expected)} -o repro"
-        return f"tensorprobe repro {verdict.actual} {_which(culprit)} -o repro"
-    return f"tensorprobe show {verdict.actual} {_which(culprit)}"
+            return (
+                f"tensorprobe repro {quote(verdict.expected)} {_which(culprit.expected)} -o repro"
+            )
+        return f"tensorprobe repro {quote(verdict.actual)} {_which(culprit)} -o repro"
+    return f"tensorprobe show {quote(verdict.actual)} {_which(culprit)}"
 
 
 def _which(place: Culprit | Place) -> str:
     """A call as commands take it: names begin anew in each step, and in each rank."""
     step = f" --step {place.step}" if place.step else ""
-    return place.name + step + (f" --rank {place.rank}" if place.rank else "")
+    return quote(place.name) + step + (f" --rank {place.rank}" if place.rank else "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from pathlib import Path
+from shlex import quote
 from typing import Protocol, cast
 
 from tensorprobe.errors import UnreadableCapture
@@ -46,7 +47,7 @@ def load(path: str | os.PathLike[str]) -> Capture:
     if not path.exists():
         raise UnreadableCapture(
             f"no capture at '{path}': there is no such path. "
-            f"To record one: tensorprobe run -o {path} SCRIPT"
+            f"To record one: tensorprobe run -o {quote(str(path))} SCRIPT"
         )
     if not path.is_file() and not path.is_dir():
         raise UnreadableCapture(f"'{path}' is not a capture: it is neither a file nor a folder")
