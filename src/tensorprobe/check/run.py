@@ -130,7 +130,8 @@ def _key(planned: Planned) -> tuple[int, int, str]:
 def _repro(capture: Path, row: Row) -> str:
     if row.verdict not in ("fail", "crashed") and not row.recorded:
         return ""
-    words = ["tensorprobe", "repro", str(capture), row.name, "-o", f"repro/{row.name}"]
+    folder = f"repro/{row.name.replace('/', '_')}"
+    words = ["tensorprobe", "repro", str(capture), row.name, "-o", folder]
     if row.step:
         words += ["--step", str(row.step)]
     if row.rank:
