@@ -153,6 +153,14 @@ def _check_load(capture: Path, path: Path, texts: tuple[str, ...]) -> None:
     assert any(text in reason for text in texts for reason in reasons), (path, reasons)
 
 
+def test_a_path_that_is_no_file(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo("pipe")
+    for path in ("pipe", "/dev/zero"):
+        assert main(["show", path]) == 1
+        said = f"'{path}' is not a capture: it is neither a file nor a folder"
+        assert capsys.readouterr().err == f"tensorprobe show: {said}\n"
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_links_that_stay_inside_are_followed(layout: str, here: Path) -> None:
     before = [(call.name, len(call.tensors)) for call in tp.load(layout).calls]
@@ -230,10 +238,11 @@ def test_files_that_options_name(
 
 
 BOUNDED = """
-import resource, sys
+import re, sys
 from tensorprobe.cli.main import main
 status = main(sys.argv[1:])
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+# not ru_maxrss, which begins with that of the process that started this one
+peak = int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024
 sys.exit(status if peak < 500 else f"{peak} MB")
 """
 

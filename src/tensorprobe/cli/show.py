@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tensorprobe.store.picking import Picked, Picker, Tally
 
 Row = tuple[str, ...]
+_MAX_CELL = 2000  # characters: all rows are padded to the longest
 # Indices and counts are flush right, all else flush left.
 _CALL_COLUMNS = (">index", ">step", ">rank", "name", "module", "op", "input", "output", "status")
 _TENSOR_COLUMNS = (
@@ -430,7 +431,7 @@ def _write_table(columns: Row, rows: Sequence[Row]) -> None:
     """A table: on a terminal it fits the window, elsewhere every row is one whole line."""
     titles = tuple(column.removeprefix(">") for column in columns)
     right = [column.startswith(">") for column in columns]
-    rows = [tuple(map(printable, row)) for row in rows]
+    rows = [tuple(printable(cell[:_MAX_CELL]) for cell in row) for row in rows]
     if sys.stdout.isatty():
         _write_terminal_table(titles, right, rows)
         return

@@ -8,15 +8,14 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tensorprobe.contents.opening import open_named, read_text
-from tensorprobe.errors import BadArtefact, BadUsage, UnreadableCapture
+from tensorprobe.errors import BadUsage, UnreadableCapture
 from tensorprobe.records import Call, Capture
+from tensorprobe.store.frames import source_line
 from tensorprobe.store.loading import load
 from tensorprobe.store.ptdbg import spelt_name
 from tensorprobe.store.ptdbg_names import tensor_suffix
 from tensorprobe.terminal import say
 
-_MAX_SOURCE_NBYTES = 16 << 20
 _FRAME = re.compile(r"(.*):(\d+) in (.*)", re.DOTALL)
 
 
@@ -64,17 +63,5 @@ def _lines(call: Call) -> Iterator[str]:
             continue
         path, line, function = found.groups()
         yield f'  File "{path}", line {line}, in {function}'
-        if source := _source(path, line):
+        if source := source_line(path, line):
             yield f"    {source}"
-
-
-def _source(path: str, line: str) -> str:
-    """That line of the program, where it is on this machine; the dump may say anything."""
-    if not os.path.isabs(path) or not path.endswith(".py") or len(line) > 9:
-        return ""
-    try:
-        text = read_text(open_named(Path(path)), Path(path), _MAX_SOURCE_NBYTES)
-    except (OSError, ValueError, BadArtefact):
-        return ""
-    lines = text.decode(errors="replace").split("\n")
-    return lines[int(line) - 1].strip() if 0 < int(line) <= len(lines) else ""

@@ -159,8 +159,13 @@ def pack_summary(summary: TensorSummary | None) -> list[Any] | None:
     return [str(f) if type(f) is float and not math.isfinite(f) else f for f in fields]
 
 
+_USUAL = (*(float,) * 4, *(int,) * 3)  # what most summaries hold
+
+
 def unpack_summary(fields: list[Any]) -> TensorSummary:
     """What `pack_summary` made seven or eight values of; ValueError or TypeError for others."""
+    if tuple(map(type, fields)) == _USUAL and min(fields[4:]) >= 0 and max(fields[4:]) < 2**63:
+        return TensorSummary(*fields)
     values: list[Any] = [float(field) if type(field) is str else field for field in fields]
     summary = TensorSummary(*values)
     if not all(map(_is_statistic, values[:4])) or not all(map(_is_count, values[4:7])):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
-import shlex
 from pathlib import Path
+from shlex import quote
 from typing import Protocol, cast
 
 from tensorprobe.errors import UnreadableCapture
@@ -52,8 +52,10 @@ def find(path: Path) -> tuple[str, Path]:
     if not path.exists():
         raise UnreadableCapture(
             f"no capture at '{path}': there is no such path. "
-            f"To record one: tensorprobe run -o {shlex.quote(str(path))} SCRIPT"
+            f"To record one: tensorprobe run -o {quote(str(path))} SCRIPT"
         )
+    if not path.is_file() and not path.is_dir():
+        raise UnreadableCapture(f"'{path}' is not a capture: it is neither a file nor a folder")
     for place in (path, *_unfinished(path)):
         for name in LAYOUTS:
             if layout(name).recognises(place):
@@ -76,8 +78,6 @@ def _unfinished(path: Path) -> list[Path]:
 def _description(path: Path) -> str:
     if path.is_file():
         return "it is a file"
-    if not path.is_dir():
-        return "it is neither a file nor a folder"
     names = sorted(child.name for child in path.iterdir())
     if not names:
         return "it is an empty folder"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import linecache
 import math
-import os
 import re
 import shutil
 import zlib
@@ -20,6 +18,7 @@ from tensorprobe.contents.widening import is_widened, widen
 from tensorprobe.errors import WriteFailed
 from tensorprobe.records import Call, Capture, Fields, TensorRecord, TensorSummary
 from tensorprobe.store.foreign import file_name
+from tensorprobe.store.frames import source_line
 from tensorprobe.store.names import peer_name, renamed
 from tensorprobe.store.ptdbg_names import name_of
 from tensorprobe.store.unread import Unread
@@ -355,5 +354,4 @@ def _frame(text: str) -> list[Any]:
     if found is None:
         return [text, "0", "", None]
     path, line, function = found.groups()
-    source = linecache.getline(path, int(line)).strip() if os.path.isabs(path) else ""
-    return [path, line, function, source or None]
+    return [path, line, function, source_line(path, line) or None]

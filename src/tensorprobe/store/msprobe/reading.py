@@ -225,6 +225,8 @@ class _UnitReader:
         given = record.get("input" if backward else "input_args")
         args = self._tree(given or [], f"{name}.input", "input")
         kwargs = self._tree(record.get("input_kwargs") or {}, f"{name}.input", "input")
+        if not isinstance(kwargs, dict):
+            raise ValueError("`input_kwargs` is no object")
         if not isinstance(args, list):  # backward of a namedtuple's fields
             args, kwargs = [], {**kwargs, **_fields(args)}
         self._parameters(record.get("parameters") or {}, "parameter", f"{name}.parameters")
