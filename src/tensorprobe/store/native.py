@@ -26,6 +26,7 @@ from tensorprobe.records import (
 )
 from tensorprobe.store import lines, tree
 from tensorprobe.store.claim import EARLIER, FORMAT, RANK_FILE, RUN_FILE
+from tensorprobe.store.ending import read_ending
 from tensorprobe.store.step_files import LOG_FILE, header_problem, shard_name
 
 NOT_WRITTEN = "value not written (the run ended before)"
@@ -88,6 +89,8 @@ def read(path: Path) -> Capture:
             index = step.index
             if not step.finished:
                 unfinished.append(f"{folder.parent.name}/{folder.name}")
+    if not any((folder / LOG_FILE).exists() for folder in (path, path.parent)):  # not of one step
+        _read_endings(steps, gaps, unfinished)
     return Capture(path, "native", calls, gaps, {**facts, "unfinished": unfinished})
 
 
@@ -96,6 +99,17 @@ def write(capture: Capture, folder: Path, *, compress: bool = False) -> list[str
     from tensorprobe.store import native_copy  # here: reading needs neither it nor numpy
 
     return native_copy.write(capture, folder, compress=compress)
+
+
+def _read_endings(steps: list[Path], gaps: list[Gap], unfinished: list[str]) -> None:
+    """What each rank says of how its recording ended."""
+    for folder in dict.fromkeys(step.parent for step in steps):
+        ending = read_ending(folder)
+        if ending is None:
+            continue
+        gaps += ending.gaps(_number(_RANK, folder.name))
+        if not ending.ended and not any(name.startswith(f"{folder.name}/") for name in unfinished):
+            unfinished.append(folder.name)
 
 
 def _number(pattern: re.Pattern[str], name: str) -> int:
