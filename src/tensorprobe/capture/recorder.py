@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tensorprobe import native
+from tensorprobe.capture.address_space import check_before, check_meanwhile
 from tensorprobe.capture.dispatch_mode import OpMode
 from tensorprobe.capture.engine import EngineEntry
 from tensorprobe.capture.facts import environment_facts
@@ -354,6 +355,7 @@ class Recorder:
             if not config.stop_after_last_step:  # else it counts: all ranks have to end together
                 self._over = True
                 return False
+        check_before(config)
         for finding in check_environment():
             self._log(finding)
         digests = config.keep in ("digest", "tensors")
@@ -504,6 +506,7 @@ class Recorder:
             self._raise_if_strict()
             if not self._started:
                 return
+            check_meanwhile()
             self._tell_size()
             if self._selection.past_last_step(self._step):
                 self._finish()
@@ -607,7 +610,7 @@ class Recorder:
         if writer is None or not self._n_calls():
             if isinstance(self.failed, NothingRecorded):
                 return str(self.failed)
-            lost = _lost_text(writer.lost) if writer is not None else ""
+            lost = _lost_text(writer) if writer is not None else ""
             return f"nothing was recorded to {self.path}{lost}. {self._failure()}"
         assert self._tape is not None
         steps = self._tape.n_steps - writer.n_lost_steps
@@ -623,7 +626,7 @@ class Recorder:
         where = writer.folder if several else self.path
         waited = f", waited {writer.waited_s:.1f} s for the disk" if writer.waited_s >= 1 else ""
         recorded = f"{_count(writer.n_calls, 'call')} in {_count(steps, 'step')}{after}"
-        lost = _lost_text(writer.lost)
+        lost = _lost_text(writer)
         failed = f"{lost}. Recording ended early: {self._failure()}" if self.failed else ""
         return (
             f"recorded {recorded}{kept}{gaps}, "
@@ -642,16 +645,17 @@ def _reason(error: Exception) -> str:
     return str(error) if known else f"{type(error).__name__}: {error}"
 
 
-def _lost_text(lost: dict[int, int]) -> str:
+def _lost_text(writer: CaptureWriter) -> str:
     """Such as ", lost: 41 calls of step 12, 7 calls of step 13"; the first steps one by one."""
-    if not lost:
-        return ""
+    lost, torn = writer.lost, sorted(writer.torn)
     steps = sorted(lost)
     parts = [f"{_count(lost[step], 'call')} of step {step}" for step in steps[:3]]
     if rest := steps[3:]:
         count = _count(sum(lost[step] for step in rest), "call")
         parts.append(f"{count} of step{'s' if rest[1:] else ''} {format_numbers(rest)}")
-    return f", lost: {', '.join(parts)}"
+    if torn:
+        parts.append(f"values of step{'s' if torn[1:] else ''} {format_numbers(torn)}")
+    return f", lost: {', '.join(parts)}" if parts else ""
 
 
 def _count(number: int, noun: str) -> str:

@@ -15,20 +15,24 @@ _ROOM_NBYTES = 4096  # taken at the start, so that a disk that is full by the en
 
 class Ending(msgspec.Struct, omit_defaults=True):
     """What end.json says. While it is recorded, and for ever where the process was killed, a
-    recording has not ended. `lost` are calls by step that were seen and are not in the files."""
+    recording has not ended. `lost` are calls by step that were seen and are not in the files,
+    `torn` the steps of which only values may be missing."""
 
     ended: bool
     problem: str = ""
     lost: dict[int, int] = {}
+    torn: list[int] = []
 
     def gaps(self, rank: int) -> list[Gap]:
         """What a reader is told is missing."""
-        if self.lost:
-            return [
-                Gap("calls", f"{count} lost: {self.problem}", step, rank)
-                for step, count in sorted(self.lost.items())
-            ]
-        return [Gap("recording", f"ended early: {self.problem}", rank=rank)] if self.problem else []
+        found = [Gap("values", f"not all written: {self.problem}", n, rank) for n in self.torn]
+        found += [
+            Gap("calls", f"{count} lost: {self.problem}", step, rank)
+            for step, count in sorted(self.lost.items())
+        ]
+        if self.problem and not found:
+            found.append(Gap("recording", f"ended early: {self.problem}", rank=rank))
+        return found
 
 
 def write_ending(ending: Ending, rank_fd: int) -> None:

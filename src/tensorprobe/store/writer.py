@@ -6,6 +6,7 @@ import contextlib
 import errno
 import functools
 import os
+import resource
 import threading
 import time
 import weakref
@@ -225,6 +226,7 @@ class CaptureWriter:
         self._gaps: dict[int, int] = {}  # lines about gaps, by step
         self._seen: dict[int, int] = {}  # calls, of steps that have ended
         self.lost: dict[int, int] = {}  # those of them that are not in the files
+        self.torn: set[int] = set()  # steps whose calls are there, and not all of their values
         self._flush_each = flush == "call"
         self._queue_nbytes = queue_nbytes
         self._max_disk_nbytes = max_disk_nbytes
@@ -237,7 +239,8 @@ class CaptureWriter:
         self._step: _Step | None = None
         self._last_step: _Step | None = None  # also after its end, until the next begins
         self._begun_steps: set[int] = set()
-        self._ending: _Step | None = None  # the step that has ended last
+        self._ending: _Step | None = None  # the step that has ended last, if it is late
+        self._unfinished: deque[_Step] = deque()  # those that the thread has yet to finish
         self._log_lock = threading.RLock()  # a signal's handler may call a module meanwhile
         self._log_broken = False
         self._out_of_budget = False
@@ -304,12 +307,16 @@ class CaptureWriter:
                 self._has_ended = False
             step.open(self._rank_fd, self._shard_nbytes)
         except FileNotFoundError as error:
-            raise self._deleted() from error
+            raise self._explained(error) from error
         if self._thread is None:
             self._stopping = False
             thread = threading.Thread(target=self._run, name="tensorprobe writer", daemon=True)
             thread.start()
             self._thread = thread
+
+    def _explained(self, error: OSError) -> OSError:
+        """In a folder of our own that was there, nothing is missing unless somebody deleted it."""
+        return self._deleted() if isinstance(error, FileNotFoundError) else error
 
     def _deleted(self) -> OSError:
         return FileNotFoundError(errno.ENOENT, "deleted while it was recorded", str(self.folder))
@@ -329,9 +336,23 @@ class CaptureWriter:
             self._count_calls(step)
             return
         self._ending = step if step.is_late else None
+        self._unfinished.append(step)
         self._put(step, _EndStep())
         if step.is_late:
             self._wake(hurry=True)
+        self._bound_open_files()
+
+    def _bound_open_files(self) -> None:
+        """Steps that are not finished hold files open, of which the program may need many."""
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        most = max(1, (1024 if limit == resource.RLIM_INFINITY else limit) // 64)
+        while len(self._unfinished) > most:
+            self._wake(hurry=True)
+            try:
+                oldest = self._unfinished.popleft()
+            except IndexError:  # another thread has taken it
+                return
+            self._await(oldest)
 
     def _await(self, step: _Step) -> None:
         thread = self._thread
@@ -496,6 +517,7 @@ class CaptureWriter:
             for number in gone:
                 self.lost[number] = self._seen.get(number, 0)
                 self._gaps.pop(number, None)
+                self.torn.discard(number)
             self.fail(self._deleted())
             self._write_ending()
 
@@ -698,10 +720,13 @@ class CaptureWriter:
             lost = seen - step.count_calls() if self._log_broken else 0
         if lost > 0:
             self.lost[step.number] = lost
+            self.torn.discard(step.number)
+        elif self._log_broken:
+            self.torn.add(step.number)
 
     def _ending_now(self) -> Ending:
         problem = "" if self.error is None else str(self.error)
-        return Ending(ended=True, problem=problem, lost=self.lost)
+        return Ending(ended=True, problem=problem, lost=self.lost, torn=sorted(self.torn))
 
     def _write_ending(self) -> None:
         """Say that the recording has ended, and what was lost of it."""
@@ -710,7 +735,7 @@ class CaptureWriter:
         try:
             write_ending(self._ending_now(), self._rank_fd)
         except OSError as error:
-            self.fail(self._deleted() if isinstance(error, FileNotFoundError) else error)
+            self.fail(self._explained(error))
 
     def _delete(self, number: int) -> None:
         assert self._rank_fd is not None
@@ -819,8 +844,8 @@ class CaptureWriter:
                 place = step.shards.append(item.key, item.dtype, item.shape, stored)
                 self.nbytes_written += stored.nbytes
         except OSError as error:
-            self.fail(error)
-            step.gaps[item.value_id] = f"not written: {error}"
+            self.fail(self._explained(error))
+            step.gaps[item.value_id] = f"not written: {self.error}"
             step.n_unstored += 1
         else:
             step.blobs[item.value_id] = place if packed is None else (*place, data.nbytes)
