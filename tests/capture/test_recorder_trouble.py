@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 
 import tensorprobe as tp
 from recorded import SRC, run_script
+from tensorprobe.cli.main import main
 from tensorprobe.errors import BadUsage, NothingRecorded, RecordingStopped, WriteFailed
 
 STEPS = 9
@@ -253,12 +255,16 @@ def relu(times: int = 1) -> None:
         torch.ones(2).relu()
 
 
+def relu_and_raise(*computed: Any) -> None:
+    relu()
+    raise ValueError("mine")
+
+
 def test_the_programs_own_error_goes_first(capsys: pytest.CaptureFixture[str]) -> None:
     for strict in (False, True):
         recorder = tp.Recorder("/proc/nope", strict=strict)
         with pytest.raises(ValueError, match="mine"), recorder:
-            relu()
-            raise ValueError("mine")
+            relu_and_raise()
         assert isinstance(recorder.failed, WriteFailed)
     reason = "[Errno 2] No such file or directory: '/proc/nope'"
     closing = f"tensorprobe: nothing was recorded to /proc/nope, lost: 2 calls of step 0. {reason}"
@@ -359,3 +365,101 @@ def test_all_ranks_end_after_the_last_step(tmp_path: Path) -> None:
         recorder.step()
     assert said[1] == "steps 0-1 are over: ending the program"
     recorder.close()
+
+
+def test_a_guard_that_cannot_write(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    guard = tp.Guard("/proc/nope", overflow_nums=-1)
+    with pytest.raises(ValueError, match="mine"), guard:
+        relu_and_raise(torch.full((2,), 1e38).mul(1e38))
+    assert len(guard.findings) == 1
+    assert isinstance(guard.failed, WriteFailed)
+    said = capsys.readouterr().err
+    assert said.count("The program goes on") == 1
+    assert "Tensor.mul.0.forward is not finite" in said
+    assert said.splitlines()[-1] == f"tensorprobe: guard: 1 finding. {guard.failed}"
+
+
+@pytest.mark.parametrize("options", ["-o /proc/nope", "-o out --save-start /proc/nope"])
+def test_run_where_a_folder_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    options: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    program = "import torch, sys\ntorch.nn.ReLU()(torch.ones(2))\nprint('done')\nsys.exit({})\n"
+    for strict, own, status in ("", 0, 0), ("", 5, 5), ("--strict", 0, 1), ("--strict", 5, 5):
+        Path("train.py").write_text(program.format(own))
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", sys.argv[:])
+            patch.setattr(sys, "path", sys.path[:])
+            patch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+            assert exit_status(["run", *strict.split(), *options.split(), "train.py"]) == status
+        said = capsys.readouterr()
+        assert said.out == "done\n"
+        assert "/proc/nope" in said.err
+        assert "Traceback" not in said.err
+
+
+def exit_status(words: list[str]) -> int:
+    try:
+        return main(words)
+    except SystemExit as leaving:
+        return int(leaving.code or 0)
+
+
+def test_an_msprobe_script_whose_folder_cannot_be_made(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from tensorprobe.config import from_door_arguments
+    from tensorprobe.msprobe.session import Session
+
+    session = Session(from_door_arguments(None, {"dump_path": "/proc/nope"}))
+    for _ in range(2):
+        session.start()
+        relu()
+        session.stop()
+        session.step()
+    session.close()
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("tensorprobe: the dump in /proc/nope cannot be written: [Errno 2] ")
+
+
+def test_an_msprobe_dump_that_is_deleted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tensorprobe.config import from_door_arguments
+    from tensorprobe.msprobe.session import Session
+
+    session = Session(from_door_arguments(None, {"dump_path": str(tmp_path / "dump")}))
+    for step in range(3):
+        session.start()
+        relu()
+        if step == 1:
+            shutil.rmtree(tmp_path / "dump")
+        session.stop()
+        session.step()
+    session.close()
+    said = capsys.readouterr().err
+    assert said.count("The program goes on") == 1
+    assert "deleted while it was recorded" in said
+
+
+def test_a_ptdbg_dump_that_is_deleted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tensorprobe.ptdbg_ascend.dump import Dump
+    from tensorprobe.ptdbg_ascend.settings import Target, read_switch
+
+    dump = Dump(
+        Target(tmp_path / "dump", release="5.0"), read_switch("api_stack"), lambda: 0, set()
+    )
+    dump.start()
+    for step in range(3):
+        relu()
+        if step == 1:
+            shutil.rmtree(tmp_path / "dump")
+        dump.recorder.step()
+        dump.publish_steps()
+    dump.close()
+    said = capsys.readouterr().err
+    assert "deleted while it was recorded" in said
+    assert "Traceback" not in said

@@ -9,6 +9,7 @@ from tensorprobe.config import RecordConfig
 from tensorprobe.errors import RecordingStopped
 
 _MB = 1_000_000
+_SIZES = Path("/proc/self/statm")
 _NEEDED_NBYTES = 512 * _MB  # code, threads, and what their allocators set aside
 _LEFT_NBYTES = 192 * _MB  # less than this while it records, and the program is close to its end
 
@@ -26,9 +27,9 @@ def check_meanwhile() -> None:
 
 def _check(needed_nbytes: int, what: str) -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
+    if limit == resource.RLIM_INFINITY or not _SIZES.exists():
         return
-    pages = int(Path("/proc/self/statm").read_bytes().split()[0])
+    pages = int(_SIZES.read_bytes().split()[0])
     left = limit - pages * resource.getpagesize()
     if left < needed_nbytes:
         raise RecordingStopped(

@@ -322,7 +322,8 @@ class Recorder:
         if self._writer is not None:
             self._writer.fail(error)  # who reads the capture is to know
         if not self.config.strict:
-            self._log(f"{self.failed}. The program goes on")
+            with contextlib.suppress(Exception):  # this may be in a call of the program's
+                self._log(f"{self.failed}. The program goes on")
 
     def _leave(self) -> None:
         """See nothing more of the program, as far as that can be done."""
