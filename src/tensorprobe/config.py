@@ -19,7 +19,6 @@ from tensorprobe.records import Direction, Keep, Level
 Side = Literal["input", "output"]
 Dtypes = Literal["all", "float"]
 Flush = Literal["queue", "call"]
-OnWriteError = Literal["continue", "stop"]
 Digests = Literal["native", "crc32"]
 Operators = Literal["native", "dunder"]
 
@@ -59,11 +58,12 @@ class RecordConfig(msgspec.Struct, frozen=True, kw_only=True):
     compress: bool = False  # tensors, without loss
     keep_last: int | None = None  # steps on disk: older ones are deleted as new ones end
     stop_after_last_step: bool = False
-    on_write_error: OnWriteError = "continue"
+    strict: bool = False  # raise what else is only said: a disk that refuses, nothing recorded
 
     @classmethod
     def make(cls, **arguments: Any) -> RecordConfig:
         """The configuration for these arguments; BadUsage names the one that is wrong."""
+        _rename_on_write_error(arguments)
         for name in arguments:
             if name not in _PARSERS:
                 _refuse_name("argument", name, _PARSERS)
@@ -243,8 +243,16 @@ _PARSERS: dict[str, Any] = {
     "compress": _parse_bool,
     "keep_last": _parse_optional_count,
     "stop_after_last_step": _parse_bool,
-    "on_write_error": _parse_choice(get_args(OnWriteError)),
+    "strict": _parse_bool,
 }
+
+
+def _rename_on_write_error(arguments: dict[str, Any]) -> None:
+    """What `strict` was called before, when it was about the disk alone."""
+    if "on_write_error" in arguments:
+        parse = _parse_choice(("continue", "stop"))
+        stops = parse("on_write_error", arguments.pop("on_write_error")) == "stop"
+        arguments.setdefault("strict", stops)
 
 
 def _refuse(field: str, value: object, expected: str, near: Iterable[str] = ()) -> NoReturn:

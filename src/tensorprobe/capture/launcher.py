@@ -16,7 +16,16 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NamedTuple
 
-from tensorprobe.errors import BadUsage, GuardStopped, MissingDependency, WriteFailed
+from tensorprobe.errors import (
+    BadUsage,
+    GuardStopped,
+    MissingDependency,
+    RecordingStopped,
+    WriteFailed,
+)
+
+# Ours, which are said in one line; raised where the user has asked for it.
+_STOPPED = (WriteFailed, RecordingStopped, GuardStopped)
 
 
 class Program(NamedTuple):
@@ -106,7 +115,7 @@ class Launch:
         try:
             _when_imported("torch", on_torch)
             exec(self._program.code, main.__dict__)
-        except (SystemExit, WriteFailed, GuardStopped) as leaving:  # ours are said in one line
+        except (SystemExit, *_STOPPED) as leaving:
             end = leaving
         except BaseException as error:  # noqa: BLE001 the program's own, shown as Python shows it
             end = error

@@ -34,7 +34,14 @@ from tensorprobe.capture.tape import Tape
 from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig, format_numbers
 from tensorprobe.devices import current_rank, device_layer, device_types
-from tensorprobe.errors import BadUsage, NothingRecorded, UnreadableCapture
+from tensorprobe.errors import (
+    BadUsage,
+    NothingRecorded,
+    RecordingStopped,
+    TensorprobeError,
+    UnreadableCapture,
+    WriteFailed,
+)
 from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.records import Call, Capture, TensorRecord
 from tensorprobe.store.claim import run_identity
@@ -60,7 +67,8 @@ class StartState(abc.ABC):
     """
 
     def __init__(self) -> None:
-        self.problem: BadUsage | None = None
+        self.problem: BadUsage | None = None  # that ends the program
+        self.failed: TensorprobeError | None = None  # nothing of it is the program's trouble
         self._depth = _Depth()
         self._roots: list[weakref.ref[nn.Module]] = []
         self._counts: dict[str, int] = {}
@@ -248,6 +256,32 @@ class SaveStart(StartState):
         self._tape: Tape | None = None
         self._writer: CaptureWriter | None = None
 
+    def _enter_root(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...] | None:
+        if self.failed is not None:
+            self.close()
+            return None
+        try:
+            return super()._enter_root(module, args, kwargs)
+        except Exception as error:  # noqa: BLE001 the program goes on, its start is not saved
+            self._fail(RecordingStopped(f"{type(error).__name__}: {error}"))
+            return None
+
+    def call_met(self, api: ApiName, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Data | None:
+        """A torch call of the program, made outside of modules; nothing of it is changed."""
+        try:
+            super().call_met(api, args, kwargs)
+        except Exception as error:  # noqa: BLE001 the program goes on, its start is not saved
+            self._fail(RecordingStopped(f"{type(error).__name__}: {error}"))
+        return None
+
+    def _fail(self, problem: TensorprobeError) -> None:
+        """The start cannot be saved: say so, once."""
+        if self.failed is None:
+            self.failed = problem
+            say(f"the start could not be saved to '{self._path}': {problem}")
+
     def _first_call(self) -> None:
         config = RecordConfig.make(keep="tensors", stacks=False)
         facts = environment_facts()
@@ -260,6 +294,7 @@ class SaveStart(StartState):
             facts,
             results=summarizer,
             on_warning=say,
+            on_error=lambda error: self._fail(WriteFailed(str(error))),
         )
         self._tape = Tape(config, Selection(config), writer, Values(writer, summarizer))
         self._tape.begin_step(0, True)
@@ -296,14 +331,14 @@ class SaveStart(StartState):
         super().close()
         writer, self._writer = self._writer, None
         if writer is None:
-            if self._tape is None:
-                raise NothingRecorded(
+            if self._tape is None and self.failed is None:
+                self.failed = NothingRecorded(
                     f"no start was saved to '{self._path}': the program called no module"
                 )
+                say(str(self.failed))
             return
         writer.close()
-        if writer.error is not None:
-            say(f"the start could not be saved to '{self._path}': {writer.error}")
+        if self.failed is not None:
             return
         models = ", ".join(type(m).__name__ for ref in self._roots if (m := ref()) is not None)
         say(

@@ -535,8 +535,11 @@ class Tape:
 
     def gap(self, name: str, reason: BaseException | str) -> None:
         text = reason if isinstance(reason, str) else _error_text(reason)
-        self.open_step()
-        self.writer.gap(GapLine(name=name, reason=text[:2000]))
+        try:
+            self.open_step()
+            self.writer.gap(GapLine(name=name, reason=text[:2000]))
+        except Exception as error:  # noqa: BLE001 no memory is left, say: recording ends here
+            self.writer.fail(error)
 
     # After the call
 

@@ -391,7 +391,7 @@ def _nbytes_recorded(path: Path) -> int:
     for file in folder.rglob("*"):
         if "earlier" in file.relative_to(folder).parts or not _is_regular(file):
             continue
-        if file.name in ("capture.json", "rank.json"):
+        if file.name in ("capture.json", "rank.json", "end.json"):
             continue
         stat = file.lstat()
         nbytes += max(min(stat.st_size, stat.st_blocks * 512) - _header_nbytes(file), 0)

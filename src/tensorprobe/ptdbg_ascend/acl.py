@@ -65,10 +65,8 @@ def dump_folder(config: Path) -> Path:
 def dump_kernels_of(dump: Dump, config: Path, gradients: Sequence[Path]) -> None:
     """Re-execute the call that was recorded; where that cannot be, keep it for a repro."""
     (scope,) = dump.switch.scope
-    try:
-        dump.recorder.close()
-    except NothingRecorded as nothing:
-        say(str(nothing))
+    dump.recorder.close()
+    if isinstance(dump.recorder.failed, NothingRecorded) or not dump.private.is_dir():
         drop(dump.private)
         return
     # By another name: one that says it is being recorded is taken for a killed program's.

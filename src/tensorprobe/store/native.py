@@ -17,7 +17,7 @@ from tensorprobe.contents.blob import Blob
 from tensorprobe.contents.json_files import read_json
 from tensorprobe.contents.layouts import check_layout
 from tensorprobe.contents.opening import inside, open_file, split_lines
-from tensorprobe.errors import BadArtefact, UnreadableCapture
+from tensorprobe.errors import BadArtefact, TensorprobeError, UnreadableCapture
 from tensorprobe.garbage import no_garbage
 from tensorprobe.records import (
     Call,
@@ -29,6 +29,7 @@ from tensorprobe.records import (
 )
 from tensorprobe.store import lines, tree
 from tensorprobe.store.claim import EARLIER, FORMAT, RANK_FILE, RUN_FILE
+from tensorprobe.store.ending import END_FILE, read_ending
 from tensorprobe.store.step_files import LOG_FILE, header_problem, shard_name
 
 MAX_LINE_NBYTES = 8 << 20  # a call of ours has some 1,000; as Python's objects it is 20 times that
@@ -86,6 +87,7 @@ def read(path: Path) -> Capture:
             if step.unopened:
                 unopened.append(step.unopened)
     check_readable(path, len(calls), len(gaps), unopened)
+    add_endings(path, steps, unfinished, gaps.append)
     return Capture(path, "native", calls, gaps, {**facts, "unfinished": unfinished})
 
 
@@ -130,6 +132,25 @@ def write(capture: Capture, folder: Path, *, compress: bool = False) -> list[str
     from tensorprobe.store import native_copy  # here: reading needs neither it nor numpy
 
     return native_copy.write(capture, folder, compress=compress)
+
+
+def add_endings(path: Path, steps: list[Path], unfinished: list[str], on_gap: OnGap) -> None:
+    """What each rank says of how its recording ended; nothing where the path is of one step."""
+    if any((folder / LOG_FILE).exists() for folder in (path, path.parent)):
+        return
+    for folder in dict.fromkeys(step.parent for step in steps):
+        rank = _number(_RANK, folder.name)
+        try:
+            ending = read_ending(folder, root_of(path))
+        except (OSError, ValueError, TensorprobeError) as error:
+            on_gap(Gap(END_FILE, str(error), rank=rank))
+            continue
+        if ending is None:
+            continue
+        for gap in ending.gaps(rank):
+            on_gap(gap)
+        if not ending.ended and not any(name.startswith(f"{folder.name}/") for name in unfinished):
+            unfinished.append(folder.name)
 
 
 def _number(pattern: re.Pattern[str], name: str) -> int:

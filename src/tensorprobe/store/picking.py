@@ -23,6 +23,7 @@ from tensorprobe.store.native import (
     Content,
     OnGap,
     StepReader,
+    add_endings,
     check_readable,
     in_turn,
     open_run,
@@ -165,6 +166,7 @@ class _Native:
                 unopened.insert(0, step.unopened)
         tally.unfinished.reverse()
         check_readable(self.path, tally.calls, tally.gaps, unopened)
+        self._add_endings(tally, _ignore)
         return tally
 
     def pick(
@@ -189,7 +191,15 @@ class _Native:
             if len(picked) == most:
                 break
         check_readable(self.path, tally.calls, tally.gaps, unopened)
+        self._add_endings(tally, on_gap)
         return picked, tally
+
+    def _add_endings(self, tally: Tally, on_gap: OnGap) -> None:
+        def told(gap: Gap) -> None:
+            tally.gaps += 1
+            on_gap(gap)
+
+        add_endings(self.path, self._steps, tally.unfinished, told)
 
     def whole(self, picked: Sequence[Picked]) -> Iterator[Call]:
         for folder, group in itertools.groupby(picked, lambda each: each.folder):
