@@ -18,6 +18,7 @@ from tensorprobe.capture.naming import (
     is_noise,
     operator_name,
 )
+from tensorprobe.capture.stand_ins import is_tracing
 from tensorprobe.capture.tape import Tape
 from tensorprobe.records import Direction
 
@@ -81,6 +82,9 @@ class OpMode(TorchDispatchMode):
             self.saw_scaler |= func._schema.name == f"aten::{SCALER_UPDATE}"
         operator = self._operators[func]
         if operator is None:
+            return func(*args, **kwargs)
+        if is_tracing():
+            tape.not_traced += 1
             return func(*args, **kwargs)
         api, random, writes = operator
         node = torch._C._current_autograd_node()

@@ -41,6 +41,7 @@ from tensorprobe.capture.making import MadeNotes, uncalled_parameters, uses_unca
 from tensorprobe.capture.mode_stack import enter_missing, leave
 from tensorprobe.capture.naming import ApiName, CallNames, module_name, name_parts
 from tensorprobe.capture.quiet import Quiet
+from tensorprobe.capture.stand_ins import is_tracing
 from tensorprobe.capture.tape import Tape, _state_notes
 from tensorprobe.store.lines import CallLine, EndLine
 
@@ -254,11 +255,15 @@ class ModuleHooks:
     # The hooks
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not _is_traced():  # first of all: dynamo, which traces this, must not come to the rest
+        if _is_traced():  # first of all: dynamo, which traces this, must not come to the rest
+            return
+        if not is_tracing():
             self.enter(module, args)
+        elif self._record:
+            self._tape.not_traced += self._tape.recording
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
-        if not _is_traced():
+        if not _is_traced() and not is_tracing():
             self.leave(module, args, result)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:

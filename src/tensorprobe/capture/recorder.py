@@ -157,6 +157,7 @@ class Recorder:
         self._tape.end_step()
         self._tape.recording = False
         self._note_compiled()
+        self._note_traced()
         self._writer.close()
 
     def pause(self) -> None:
@@ -501,6 +502,13 @@ class Recorder:
                 f"{count} frames were compiled while recording: a compiled region is one opaque "
                 "call (Compiled, Function.CompiledFunction or its module), its inside is not seen",
             )
+
+    def _note_traced(self) -> None:
+        assert self._tape is not None
+        count, self._tape.not_traced = self._tape.not_traced, 0
+        if count:
+            calls = _count(count, "call")
+            self._tape.gap("torch.jit.trace", f"{calls} made while it traced are not recorded")
 
     def _summary(self, writer: CaptureWriter) -> str:
         steps = self._tape.n_steps if self._tape is not None else 0

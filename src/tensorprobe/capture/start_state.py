@@ -30,6 +30,7 @@ from tensorprobe.capture.naming import ApiName, CallNames, Namer, call_name
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.recorder import Recorder, say
 from tensorprobe.capture.selection import Selection
+from tensorprobe.capture.stand_ins import StandIns, is_tracing
 from tensorprobe.capture.tape import Tape
 from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig, format_numbers
@@ -101,7 +102,7 @@ class StartState(abc.ABC):
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         self._depth.modules += 1
-        if self._depth.modules > 1 or torch.compiler.is_compiling() or not self._handles:
+        if self._depth.modules > 1 or _is_followed() or not self._handles:
             return None
         try:
             return self._enter_root(module, args, sys._getframe(1).f_locals.get("kwargs") or {})
@@ -111,7 +112,7 @@ class StartState(abc.ABC):
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         self._depth.modules = max(0, self._depth.modules - 1)
-        if self._depth.modules == 0 and not torch.compiler.is_compiling():
+        if self._depth.modules == 0 and not _is_followed():
             with Quiet():
                 map_tensors(result, lambda tensor, _: self._remember(tensor))
 
@@ -216,6 +217,11 @@ class _Data:
             self.args = (*self.args[:at], _with(self.args[at], path, new), *self.args[at + 1 :])
 
 
+def _is_followed() -> bool:
+    """Whether torch compiles or traces the program: whatever is asked of a tensor is part of it."""
+    return torch.compiler.is_compiling() or is_tracing()
+
+
 class _MeetingMode(TorchFunctionMode):
     """Shows the calls outside of modules to a StartState."""
 
@@ -223,15 +229,20 @@ class _MeetingMode(TorchFunctionMode):
         super().__init__()
         self._start = start
         self._namer = Namer(resolve_name)
+        self._make = StandIns().make
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():  # dynamo traces this line
             return func(*args, **kwargs)
+        if _is_followed():
+            return self._make(func, args, kwargs)
         data = self._start.call_met(self._namer(func), args, kwargs)
-        return func(*args, **kwargs) if data is None else func(*data.args, **data.kwargs)
+        if data is not None:
+            args, kwargs = data.args, data.kwargs
+        return self._make(func, args, kwargs)
 
 
 class SaveStart(StartState):

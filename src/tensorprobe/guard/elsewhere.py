@@ -43,6 +43,10 @@ _FLOAT32 = frozenset(
 _META_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
 
 
+def _run(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
 class Call(NamedTuple):
     """A call that is about to be made."""
 
@@ -50,9 +54,10 @@ class Call(NamedTuple):
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    run: Callable[[Any, tuple[Any, ...], Any], Any] = _run
 
     def make(self) -> Any:
-        return self.func(*self.args, **self.kwargs)
+        return self.run(self.func, self.args, self.kwargs)
 
 
 def run_elsewhere(
@@ -69,7 +74,7 @@ def run_elsewhere(
     with function_modes_off():
         args, kwargs = journey.away()
     with journey.autocast():
-        result = (_formula(call, target) or call.func)(*args, **kwargs)
+        result = call.run(_formula(call, target) or call.func, args, kwargs)
     with function_modes_off():
         if journey.is_view_of_copies(result):
             return call.make(), VIEW

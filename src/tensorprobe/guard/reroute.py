@@ -272,7 +272,7 @@ class _CallMode(UserCalls):
     def called(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if compiled.may_run() and (compiled.in_backward() or compiled.running() is not None):
             self.compiled_parts += 1
-            return func(*args, **kwargs)
+            return self.make(func, args, kwargs)
         track = self._track
         number = track.counter.next(api)
         if self._rules.has_calls:
@@ -280,9 +280,9 @@ class _CallMode(UserCalls):
         names = CallNames(api, call_name(api, number), track.place.module)
         rule = self._rules.find(names)
         if rule is None:
-            result = func(*args, **kwargs)
+            result = self.make(func, args, kwargs)
         else:
-            result = self._ferry.take(names.name, rule, Call(api, func, args, kwargs))
+            result = self._ferry.take(names.name, rule, Call(api, func, args, kwargs, self.make))
         if api.api == SCALER_UPDATE:
             self._watch.scaler_updated(optimizers_in_round())
         return result

@@ -15,6 +15,7 @@ from tensorprobe import native
 from tensorprobe.capture import compiled
 from tensorprobe.capture.function_mode import SCALER_UPDATE, UserCalls, below_backward
 from tensorprobe.capture.quiet import Quiet
+from tensorprobe.capture.stand_ins import HANDLER, is_tracing
 from tensorprobe.capture.steps import optimizers_in_round
 from tensorprobe.guard.cases import POSITIONS, Case, Sighting, tensors_in, tensors_out
 from tensorprobe.guard.evidence import write_forward
@@ -55,6 +56,7 @@ _FACTS = {  # for C++
     "copied": Passing.COPIED,
     "fields": Plan._fields,
     "getframe": sys._getframe,
+    "handler": HANDLER,
     "limits": LIMITS,
     "linear": LINEAR,
     "modules": sys.modules,
@@ -95,11 +97,9 @@ class SightMode(UserCalls):
         except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
             plan = None
         if kwargs is None:
-            if plan is None:
-                return func(*args)
             kwargs = {}
         if plan is None or not self._sight.on or self._is_not_the_programs(plan):
-            return func(*args, **kwargs)
+            return self.make(func, args, kwargs)
         return self._sight.call(plan, func, args, kwargs)
 
     def _is_not_the_programs(self, plan: Plan) -> bool:
@@ -108,7 +108,7 @@ class SightMode(UserCalls):
             return True
         if plan.is_operator and below_backward():
             return True
-        if _compiler._is_compiling_flag:
+        if _compiler._is_compiling_flag or is_tracing():
             return True
         if not compiled.may_run():
             return False
@@ -129,7 +129,7 @@ class Sight(LaterLooking, OptimizerLooking):
         """Make a call of the program and look at what it returns."""
         number = self._tape.counter.next(plan.api)
         if self.stepping and threading.get_ident() in self.stepping:
-            return func(*args, **kwargs)
+            return self.make(func, args, kwargs)
         if plan.is_special:
             kind = plan.kind
             if kind is Kind.SCALES:
@@ -137,20 +137,20 @@ class Sight(LaterLooking, OptimizerLooking):
             if kind is Kind.PASSES:
                 return self._pass_on(plan, number, func, args, kwargs)
             if not plan.uninitialised:
-                return func(*args, **kwargs)
+                return self.make(func, args, kwargs)
         elif (
             (plan.is_short or (plan.may_write and kwargs.get("inplace") is False))
             and self._is_late
             and self._ring.active
         ):
             start = _sequence_number()
-            result = func(*args, **kwargs)
+            result = self.make(func, args, kwargs)
             self._note_made(plan, number, start, args, kwargs, result)
             if self._watcher.attention:
                 self._watcher.call_made()
             return result
         glance = self._before(plan, number, args, kwargs)
-        result = func(*args, **kwargs)
+        result = self.make(func, args, kwargs)
         if glance is not None:
             self._after(glance, result)
         if self._watcher.attention:
@@ -161,7 +161,7 @@ class Sight(LaterLooking, OptimizerLooking):
         self, plan: Plan, number: int, func: Any, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """A call that returns what it is given: of interest where that may be bad."""
-        result = func(*args, **kwargs)
+        result = self.make(func, args, kwargs)
         if self.taint or self._ring.active:
             try:
                 is_noted = self._is_noted_view(plan, number, args, result)
@@ -218,13 +218,13 @@ class Sight(LaterLooking, OptimizerLooking):
 
     def _scaler_call(self, plan: Plan, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if plan.api.api != SCALER_UPDATE:
-            result = func(*args, **kwargs)
+            result = self.make(func, args, kwargs)
             self._watcher.unscaled()
             return result
         with Quiet():
             found = bool(args[2].item())
             scale = float(args[0].item()) if found else None  # before it is lowered
-        result = func(*args, **kwargs)
+        result = self.make(func, args, kwargs)
         self._watcher.scale_updated(scale, optimizers_in_round())
         return result
 
