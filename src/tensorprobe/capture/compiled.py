@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from tensorprobe.capture.stand_ins import is_stand_in
+from tensorprobe.capture.tracebacks import is_stand_in
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _ENTRY = os.path.join(_TORCH, "_dynamo", "eval_frame.py")

@@ -20,6 +20,7 @@ from tensorprobe.capture.naming import (
 )
 from tensorprobe.capture.stand_ins import is_tracing
 from tensorprobe.capture.tape import Tape
+from tensorprobe.capture.tracebacks import clean
 from tensorprobe.records import Direction
 
 
@@ -73,37 +74,43 @@ class OpMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        tape = self._tape
-        if not (tape.recording and self.on):
-            return func(*args, **kwargs)
-        if func not in self._operators:
-            self._operators[func] = _look_up(func)
-            self.saw_scaler |= func._schema.name == f"aten::{SCALER_UPDATE}"
-        operator = self._operators[func]
-        if operator is None:
-            return func(*args, **kwargs)
-        if is_tracing():
-            tape.not_traced += 1
-            return func(*args, **kwargs)
-        api, random, writes = operator
-        node = torch._C._current_autograd_node()
-        number = tape.counter.next(api)
-        direction: Direction = "forward" if node is None else "backward"
-        names = CallNames(api, call_name(api, number, direction), tape.place.module, direction)
-        if not tape.wants(names):
-            result = func(*args, **kwargs)
-            if writes:
-                tape.forget_written(args, kwargs)
-            return result
-        parent = tape.place.parent
-        if node is None:
-            # the first op after a node was made is the node's own; saving its output detaches it
-            self._made.note(torch._C._autograd._get_sequence_nr() - 1, names.name)
-        else:
-            parent = self._made.find(node) or node.name()
-        # the stack from this frame on, which is hidden: in a device's own thread it is the only one
-        call = tape.begin(names, args, kwargs, parent=parent, random=random, writes=writes)
-        if call is None:
-            return func(*args, **kwargs)
-        return tape.run(call, func, args, kwargs)
+        try:
+            kwargs = kwargs or {}
+            tape = self._tape
+            if not (tape.recording and self.on):
+                return func(*args, **kwargs)
+            if func not in self._operators:
+                self._operators[func] = _look_up(func)
+                self.saw_scaler |= func._schema.name == f"aten::{SCALER_UPDATE}"
+            operator = self._operators[func]
+            if operator is None:
+                return func(*args, **kwargs)
+            if is_tracing():
+                tape.not_traced += 1
+                return func(*args, **kwargs)
+            api, random, writes = operator
+            node = torch._C._current_autograd_node()
+            number = tape.counter.next(api)
+            direction: Direction = "forward" if node is None else "backward"
+            names = CallNames(api, call_name(api, number, direction), tape.place.module, direction)
+            if not tape.wants(names):
+                result = func(*args, **kwargs)
+                if writes:
+                    tape.forget_written(args, kwargs)
+                return result
+            parent = tape.place.parent
+            if node is None:
+                # the first op after a node was made is the node's own; saving its output detaches
+                # it
+                self._made.note(torch._C._autograd._get_sequence_nr() - 1, names.name)
+            else:
+                parent = self._made.find(node) or node.name()
+            # the stack from this frame on, which is hidden: in a device's own thread it is the
+            # only one
+            call = tape.begin(names, args, kwargs, parent=parent, random=random, writes=writes)
+            if call is None:
+                return func(*args, **kwargs)
+            return tape.run(call, func, args, kwargs)
+        except BaseException as error:
+            clean(error)
+            raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -19,7 +20,12 @@ from tensorprobe.capture.spelling import Spelling
 from tensorprobe.capture.stand_ins import StandIns, is_tracing
 from tensorprobe.capture.steps import optimizers_in_round
 from tensorprobe.capture.tape import Tape
+from tensorprobe.capture.tracebacks import clean
 
+# Torch's own changes the filters of warnings, so that Python forgets which it has shown: here its
+# table is made, when nothing has been recorded yet, and it is read without that.
+resolve_name(torch.relu)
+name_of = inspect.unwrap(resolve_name)
 # Calls that tell the recorder something even where calls are not recorded.
 SCALER_UPDATE = "_amp_update_scale_"
 _is_grad_enabled = torch.is_grad_enabled
@@ -58,7 +64,7 @@ class UserCalls(InBackward, TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._namer = Namer(resolve_name)
+        self._namer = Namer(name_of)
         self._plans: dict[Any, ApiName | None] = {}
         self.stand_ins = StandIns()
         self.make = self.stand_ins.make
@@ -74,27 +80,31 @@ class UserCalls(InBackward, TorchFunctionMode):
     ) -> Any:
         if _is_traced():  # dynamo traces this line: leave no mark in its graph
             return func(*args) if kwargs is None else func(*args, **kwargs)
-        if self.swift is not None:  # most calls are recorded in C++
-            result = self.swift(self, func, args, kwargs)
-            if result is not self:
-                return result
         try:
-            api = self._plans[func]
-        except KeyError:
-            api = self._plan(func)
-        except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
-            api = None
-        if kwargs is None:
-            kwargs = {}
-        if api is None and not self.passes_on:
-            return self.make(func, args, kwargs)
-        if _is_compiling() or (self.dispatch_depth and self.is_in_handler()):
-            return self.make(func, args, kwargs)
-        if is_tracing():
-            return self.traced(func, args, kwargs)
-        if api is None or (api.prefix == "Aten" and below_backward()):
-            return self.passed_on(func, args, kwargs)
-        return self.called(api, func, args, kwargs)
+            if self.swift is not None:  # most calls are recorded in C++
+                result = self.swift(self, func, args, kwargs)
+                if result is not self:
+                    return result
+            try:
+                api = self._plans[func]
+            except KeyError:
+                api = self._plan(func)
+            except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
+                api = None
+            if kwargs is None:
+                kwargs = {}
+            if api is None and not self.passes_on:
+                return self.make(func, args, kwargs)
+            if _is_compiling() or (self.dispatch_depth and self.is_in_handler()):
+                return self.make(func, args, kwargs)
+            if is_tracing():
+                return self.traced(func, args, kwargs)
+            if api is None or (api.prefix == "Aten" and below_backward()):
+                return self.passed_on(func, args, kwargs)
+            return self.called(api, func, args, kwargs)
+        except BaseException as error:
+            clean(error)
+            raise
 
     def passed_on(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A call too small to have a name: a property, a size. There are more of these."""
@@ -122,7 +132,7 @@ class QuietMode(InBackward, TorchFunctionMode):
         super().__init__()
         self._tape = tape
         self._on_scaler_update = on_scaler_update
-        self._namer = Namer(resolve_name)
+        self._namer = Namer(name_of)
         self._make = StandIns().make
         self._silent: set[Any] = set()  # functions that tell nothing, unless they are given `out`
 
@@ -132,27 +142,31 @@ class QuietMode(InBackward, TorchFunctionMode):
         if _is_traced():  # dynamo traces this line: leave no mark in its graph
             return func(*args) if kwargs is None else func(*args, **kwargs)
         try:
-            silent = func in self._silent
-        except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
-            silent = True
-        kwargs = kwargs or {}
-        if silent and not is_tracing():
-            return self._pass_by(func, args, kwargs)
-        if silent or is_tracing() or self.is_in_handler() or _is_compiling():
-            return self._make(func, args, kwargs)
-        api = self._namer(func)
-        updates = api.api == SCALER_UPDATE
-        if not updates and (is_noise(api) or not writes_in_place(api)):
-            if len(self._silent) >= _MAX_SILENT:
-                self._silent.clear()
-            self._silent.add(func)
-            return self._pass_by(func, args, kwargs)
-        result = self._make(func, args, kwargs)
-        if self._tape.recording:
-            self._tape.forget_written(args, kwargs)
-        if updates:
-            self._on_scaler_update(optimizers_in_round())
-        return result
+            try:
+                silent = func in self._silent
+            except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
+                silent = True
+            kwargs = kwargs or {}
+            if silent and not is_tracing():
+                return self._pass_by(func, args, kwargs)
+            if silent or is_tracing() or self.is_in_handler() or _is_compiling():
+                return self._make(func, args, kwargs)
+            api = self._namer(func)
+            updates = api.api == SCALER_UPDATE
+            if not updates and (is_noise(api) or not writes_in_place(api)):
+                if len(self._silent) >= _MAX_SILENT:
+                    self._silent.clear()
+                self._silent.add(func)
+                return self._pass_by(func, args, kwargs)
+            result = self._make(func, args, kwargs)
+            if self._tape.recording:
+                self._tape.forget_written(args, kwargs)
+            if updates:
+                self._on_scaler_update(optimizers_in_round())
+            return result
+        except BaseException as error:
+            clean(error)
+            raise
 
     def _pass_by(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A call that tells nothing, unless it is given `out`."""

@@ -43,6 +43,7 @@ from tensorprobe.capture.naming import ApiName, CallNames, module_name, name_par
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.stand_ins import is_tracing
 from tensorprobe.capture.tape import Tape, _state_notes
+from tensorprobe.capture.tracebacks import clean
 from tensorprobe.store.lines import CallLine, EndLine
 
 _DISABLED = torch._C.DisableTorchFunction  # tensors are read without any mode taking notice
@@ -263,8 +264,13 @@ class ModuleHooks:
             self._tape.not_traced += self._tape.recording
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
-        if not _is_traced() and not is_tracing():
-            self.leave(module, args, result)
+        if _is_traced() or is_tracing():
+            return
+        self.leave(module, args, result)
+        if result is None:  # it may have raised
+            raised = sys.exc_info()[1]
+            if raised is not None:
+                clean(raised)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is called; by `_enter`, and that by torch."""

@@ -6,7 +6,6 @@ import atexit
 import os
 import shlex
 import sys
-import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,9 @@ from tensorprobe.capture.optimizer_hooks import OptimizerHooks
 from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.steps import StepOn, StepWatch
 from tensorprobe.capture.tape import Tape
+from tensorprobe.capture.tracebacks import clean_below
 from tensorprobe.capture.values import Values
+from tensorprobe.capture.warning_filters import COMPILED_MODULE, add_filter, remove_filter
 from tensorprobe.config import RecordConfig, format_numbers, from_msprobe_config
 from tensorprobe.devices import check_environment, current_rank, world_size
 from tensorprobe.errors import BadUsage, NothingRecorded, WriteFailed
@@ -36,8 +37,6 @@ from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.store.claim import run_identity
 from tensorprobe.store.outputs import check_writable
 from tensorprobe.store.writer import CaptureWriter
-
-_COMPILE_WARNING = "Using `torch.compile\\(module\\)` when there are global hooks"
 
 
 def say(text: str) -> None:
@@ -95,7 +94,7 @@ class Recorder:
         self._inside_on = False  # the engine's entry
         self._ops_on = False  # the mode of L2
         self._writes_on = False  # what torch writes to is seen in C++
-        self._filters: Any = None
+        self._filter: Any = None
         self._frames_compiled: int | None = None  # when recording began
         self._keep_last = self.config.keep_last
         self._last_opened: int | None = None  # the last step that has a call
@@ -243,6 +242,7 @@ class Recorder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        clean_below(error)
         try:
             self.close()
         except NothingRecorded as nothing:
@@ -351,12 +351,12 @@ class Recorder:
     def _switch_inside(self, on: bool) -> None:
         if on:
             rare_searches.begin()
-            self._filters = _ignore_compile_warning()
+            self._filter = add_filter(COMPILED_MODULE)
             self._frames_compiled = _frames_compiled()
             self._engine.install()
             return
         self._engine.remove()
-        _restore_warnings(self._filters)
+        remove_filter(self._filter)
         rare_searches.end()
 
     # Steps
@@ -546,17 +546,6 @@ def format_nbytes(nbytes: float) -> str:
 def _frames_compiled() -> int:
     utils = sys.modules.get("torch._dynamo.utils")
     return int(utils.counters["frames"]["ok"]) if utils is not None else 0
-
-
-def _ignore_compile_warning() -> Any:
-    """Calling a compiled module while global hooks are on warns; those hooks are ours."""
-    warnings.filterwarnings("ignore", message=_COMPILE_WARNING)
-    return warnings.filters[0]
-
-
-def _restore_warnings(ours: Any) -> None:
-    if ours in warnings.filters:
-        warnings.filters.remove(ours)  # type: ignore[attr-defined]
 
 
 def _stop_in_children(recorder: Recorder) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tensorprobe.capture.naming import DUNDERS_OF_NATIVE, ApiName
-from tensorprobe.capture.stand_ins import is_stand_in
+from tensorprobe.capture.tracebacks import is_stand_in
 from tensorprobe.operators import NATIVE_NAMES, OPERATORS
 
 # The first of several wins: "/" is __truediv__, which Python 3 calls, and not __div__.

@@ -11,7 +11,7 @@ from types import CodeType, FrameType
 import torch
 
 from tensorprobe import native
-from tensorprobe.capture.stand_ins import is_stand_in
+from tensorprobe.capture.tracebacks import is_stand_in
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -7,11 +7,13 @@ does so to name what is in its graph. Where a mode makes a call, its own frames 
 from __future__ import annotations
 
 import sys
-from types import CodeType, FrameType, FunctionType, TracebackType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
 from torch.overrides import handle_torch_function
+
+from tensorprobe.capture.tracebacks import is_stand_in
 
 _tracing_state = torch._C._get_tracing_state
 _ENTRY = "__torch_function__"  # by which every mode of ours is entered
@@ -21,6 +23,7 @@ _MOST = 20_000  # code made anew for every call would fill the table without end
 # On one line: of its code only the number of the first is replaced.
 _CALL = (lambda tensorprobe_func, args, kwargs: tensorprobe_func(*args, **kwargs)).__code__
 _OWN = _CALL.co_varnames
+assert is_stand_in(_CALL)
 
 
 class StandIns:
@@ -38,13 +41,9 @@ class StandIns:
         frame = _caller(frame.f_back, func) if frame is not None else None
         if frame is None:  # a thread of a device, which has no line of the program
             return func(*args, **kwargs)
-        try:
-            if _tracing_state() is not None:
-                return _make_traced(frame, func, args, kwargs)
-            return self.at(frame)(func, args, kwargs)
-        except BaseException as error:
-            _drop_frames(error.__traceback__)
-            raise
+        if _tracing_state() is not None:
+            return _make_traced(frame, func, args, kwargs)
+        return self.at(frame)(func, args, kwargs)
 
     def at(self, frame: FrameType) -> FunctionType:
         """`(func, args, kwargs)` makes a call, in a frame that stands for this one."""
@@ -60,24 +59,9 @@ class StandIns:
         return stand_in
 
 
-def is_stand_in(code: CodeType) -> bool:
-    """Whether a frame of this code stands for one of the program's, which is on the stack too."""
-    return code.co_varnames[:1] == _OWN[:1]
-
-
 def is_tracing() -> bool:
     """Whether torch.jit.trace is at work: a size is a tensor then, and asking for it is traced."""
     return _tracing_state() is not None
-
-
-def _drop_frames(trace: TracebackType | None) -> None:
-    """Take the frames of stand-ins out of a traceback: those that they stand for are in it too."""
-    while trace is not None:
-        following = trace.tb_next
-        while following is not None and is_stand_in(following.tb_frame.f_code):
-            following = following.tb_next
-        trace.tb_next = following
-        trace = following
 
 
 def _caller(frame: FrameType | None, func: Any) -> FrameType | None:

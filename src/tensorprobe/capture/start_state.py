@@ -21,10 +21,11 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, resolve_name
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from tensorprobe.capture.encode import map_tensors
 from tensorprobe.capture.facts import environment_facts
+from tensorprobe.capture.function_mode import name_of
 from tensorprobe.capture.mode_stack import add_mode, remove_mode
 from tensorprobe.capture.naming import ApiName, CallNames, Namer, call_name
 from tensorprobe.capture.quiet import Quiet
@@ -32,6 +33,7 @@ from tensorprobe.capture.recorder import Recorder, say
 from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.stand_ins import StandIns, is_tracing
 from tensorprobe.capture.tape import Tape
+from tensorprobe.capture.tracebacks import clean
 from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig, format_numbers
 from tensorprobe.devices import current_rank, device_layer, device_types
@@ -228,7 +230,7 @@ class _MeetingMode(TorchFunctionMode):
     def __init__(self, start: StartState) -> None:
         super().__init__()
         self._start = start
-        self._namer = Namer(resolve_name)
+        self._namer = Namer(name_of)
         self._make = StandIns().make
 
     def __torch_function__(
@@ -237,12 +239,16 @@ class _MeetingMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # dynamo traces this line
             return func(*args, **kwargs)
-        if _is_followed():
+        try:
+            if _is_followed():
+                return self._make(func, args, kwargs)
+            data = self._start.call_met(self._namer(func), args, kwargs)
+            if data is not None:
+                args, kwargs = data.args, data.kwargs
             return self._make(func, args, kwargs)
-        data = self._start.call_met(self._namer(func), args, kwargs)
-        if data is not None:
-            args, kwargs = data.args, data.kwargs
-        return self._make(func, args, kwargs)
+        except BaseException as error:
+            clean(error)
+            raise
 
 
 class SaveStart(StartState):

@@ -5,7 +5,6 @@ So autograd records the copies and the call as it ran, and the backward of the c
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from torch.utils._device import _device_constructors
 from tensorprobe.capture.hidden_state import silently_written, writes_in_place
 from tensorprobe.capture.mode_stack import function_modes_off
 from tensorprobe.capture.naming import ApiName
+from tensorprobe.capture.warning_filters import warnings_ignored
 from tensorprobe.devices import autocast_dtypes, device_layer
 from tensorprobe.devices.autocast_lists import FLOAT32, FLOAT32_BY_DTYPE, LOW
 from tensorprobe.guard.targets import Target
@@ -313,8 +313,7 @@ class _Journey:
         """The dtypes that the call gives on tensors without content."""
         call = self._call
         with ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
+            stack.enter_context(warnings_ignored())
             stack.enter_context(torch.no_grad())
             for kind, dtype in self._autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=False))

@@ -17,6 +17,7 @@ from tensorprobe.capture.function_mode import SCALER_UPDATE, UserCalls, below_ba
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.stand_ins import HANDLER, is_tracing
 from tensorprobe.capture.steps import optimizers_in_round
+from tensorprobe.capture.tracebacks import clean
 from tensorprobe.guard.cases import POSITIONS, Case, Sighting, tensors_in, tensors_out
 from tensorprobe.guard.evidence import write_forward
 from tensorprobe.guard.glances import (
@@ -85,22 +86,28 @@ class SightMode(UserCalls):
         # As its parent's, in one function: it is entered for every call, and for every property.
         if _is_traced():  # dynamo reads this line: leave no mark in its graph
             return func(*args) if kwargs is None else func(*args, **kwargs)
-        native = self._native
-        if native is not None:  # it does what follows, or says by itself that it has done nothing
-            result = native.call(func, args, kwargs)
-            if result is not native:
-                return result
         try:
-            plan = self._calls[func]
-        except KeyError:
-            plan = self._learn(func)
-        except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
-            plan = None
-        if kwargs is None:
-            kwargs = {}
-        if plan is None or not self._sight.on or self._is_not_the_programs(plan):
-            return self.make(func, args, kwargs)
-        return self._sight.call(plan, func, args, kwargs)
+            native = self._native
+            if (
+                native is not None
+            ):  # it does what follows, or says by itself that it has done nothing
+                result = native.call(func, args, kwargs)
+                if result is not native:
+                    return result
+            try:
+                plan = self._calls[func]
+            except KeyError:
+                plan = self._learn(func)
+            except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
+                plan = None
+            if kwargs is None:
+                kwargs = {}
+            if plan is None or not self._sight.on or self._is_not_the_programs(plan):
+                return self.make(func, args, kwargs)
+            return self._sight.call(plan, func, args, kwargs)
+        except BaseException as error:
+            clean(error)
+            raise
 
     def _is_not_the_programs(self, plan: Plan) -> bool:
         """Whether a tool, a simulated device or a compiled part makes this call."""

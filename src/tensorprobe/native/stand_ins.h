@@ -25,9 +25,7 @@ class StandIns {
     const Ref none = kwargs == nullptr ? Ref::steal(PyDict_New()) : Ref();
     PyObject* given[] = {func, args, kwargs == nullptr ? none.get() : kwargs};
     if (given[2] == nullptr) return nullptr;
-    PyObject* result = PyObject_Vectorcall(found.get(), given, 3, nullptr);
-    if (result == nullptr) drop_frame(found);
-    return result;
+    return PyObject_Vectorcall(found.get(), given, 3, nullptr);
   }
 
   static bool is_tracing() { return torch::jit::tracer::isTracing(); }
@@ -60,27 +58,6 @@ class StandIns {
       return std::hash<PyObject*>()(place.code) ^ (static_cast<size_t>(place.at) << 8);
     }
   };
-
-  // The error that is set has come through no frame of a stand-in: the program's own is there.
-  static void drop_frame(const Ref& stand_in) {
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    if (trace != nullptr && PyTraceBack_Check(trace)) {
-      auto* entry = reinterpret_cast<PyTracebackObject*>(trace);
-      const Ref code =
-          Ref::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(entry->tb_frame)));
-      if (code.get() == PyFunction_GET_CODE(stand_in.get())) {
-        PyObject* next = reinterpret_cast<PyObject*>(entry->tb_next);
-        Py_XINCREF(next);
-        Py_DECREF(trace);
-        trace = next;
-        if (value != nullptr && PyExceptionInstance_Check(value)) {
-          PyException_SetTraceback(value, trace != nullptr ? trace : Py_None);
-        }
-      }
-    }
-    PyErr_Restore(type, value, trace);
-  }
 
   static PyFrameObject* in(const Ref& frame) {
     return reinterpret_cast<PyFrameObject*>(frame.get());
