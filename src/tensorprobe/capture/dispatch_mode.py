@@ -23,6 +23,21 @@ from tensorprobe.capture.tape import Tape
 from tensorprobe.capture.tracebacks import clean
 from tensorprobe.records import Direction
 
+# What torch asks of the constants of a traced graph, to print or to run it. A number among them is
+# a tensor, which a dispatch mode is given as a number, and the operator would refuse.
+_OF_CONSTANTS = frozenset((torch.ops.aten.view.default, torch.ops.aten.equal.default))
+_DTYPES = {
+    bool: torch.bool,
+    int: torch.int64,
+    float: torch.float64,
+    complex: torch.complex128,
+}
+
+
+def _as_tensor(value: Any) -> Any:
+    dtype = _DTYPES.get(type(value))
+    return value if dtype is None else torch.tensor(value, dtype=dtype)
+
 
 class _Operator(NamedTuple):
     api: ApiName
@@ -76,6 +91,8 @@ class OpMode(TorchDispatchMode):
     ) -> Any:
         try:
             kwargs = kwargs or {}
+            if func in _OF_CONSTANTS:
+                args = tuple(map(_as_tensor, args))
             tape = self._tape
             if not (tape.recording and self.on):
                 return func(*args, **kwargs)

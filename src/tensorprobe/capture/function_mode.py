@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from tensorprobe.capture import compiled
 from tensorprobe.capture.engine import InBackward
 from tensorprobe.capture.hidden_state import WRITES_STATISTICS, writes_in_place
-from tensorprobe.capture.naming import ApiName, CallNames, Namer, is_noise, name_parts
+from tensorprobe.capture.naming import ApiName, CallNames, Namer, is_noise, name_parts, never_warns
 from tensorprobe.capture.spelling import Spelling
 from tensorprobe.capture.stand_ins import StandIns, is_tracing
 from tensorprobe.capture.steps import optimizers_in_round
@@ -54,6 +54,11 @@ def below_backward() -> bool:
     return False
 
 
+# What the calls of a function are named; None where they have no name, False where torch never
+# warns of them either.
+Plan = ApiName | Literal[False] | None
+
+
 class UserCalls(InBackward, TorchFunctionMode):
     """Hands each torch call that the program makes to `called`, by its name.
 
@@ -65,7 +70,7 @@ class UserCalls(InBackward, TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._namer = Namer(name_of)
-        self._plans: dict[Any, ApiName | None] = {}
+        self._plans: dict[Any, Plan] = {}
         self.stand_ins = StandIns()
         self.make = self.stand_ins.make
         self.passes_on = False  # whether `passed_on` is to be asked
@@ -93,13 +98,15 @@ class UserCalls(InBackward, TorchFunctionMode):
                 api = None
             if kwargs is None:
                 kwargs = {}
-            if api is None and not self.passes_on:
-                return self.make(func, args, kwargs)
+            if not api and not self.passes_on:
+                if api is None or is_tracing():
+                    return self.make(func, args, kwargs)
+                return func(*args, **kwargs)
             if _is_compiling() or (self.dispatch_depth and self.is_in_handler()):
                 return self.make(func, args, kwargs)
             if is_tracing():
                 return self.traced(func, args, kwargs)
-            if api is None or (api.prefix == "Aten" and below_backward()):
+            if not api or (api.prefix == "Aten" and below_backward()):
                 return self.passed_on(func, args, kwargs)
             return self.called(api, func, args, kwargs)
         except BaseException as error:
@@ -114,9 +121,11 @@ class UserCalls(InBackward, TorchFunctionMode):
         """A call that torch.jit.trace follows: whatever is asked of a tensor would be traced."""
         return self.make(func, args, kwargs)
 
-    def _plan(self, func: Any) -> ApiName | None:
+    def _plan(self, func: Any) -> Plan:
         api = self._namer(func)
-        plan = None if is_noise(api) else api
+        plan: Plan = api
+        if is_noise(api):
+            plan = False if never_warns(api) else None
         self._plans[func] = plan
         return plan
 

@@ -21,6 +21,7 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorprobe import native
 from tensorprobe.capture import compiled
@@ -38,7 +39,7 @@ from tensorprobe.capture.gradients import (
 )
 from tensorprobe.capture.hidden_state import WRITES_STATISTICS
 from tensorprobe.capture.making import MadeNotes, uncalled_parameters, uses_uncalled
-from tensorprobe.capture.mode_stack import enter_missing, leave
+from tensorprobe.capture.mode_stack import enter_missing, leave, stand_aside
 from tensorprobe.capture.naming import ApiName, CallNames, module_name, name_parts
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.stand_ins import is_tracing
@@ -260,8 +261,11 @@ class ModuleHooks:
             return
         if not is_tracing():
             self.enter(module, args)
-        elif self._record:
-            self._tape.not_traced += self._tape.recording
+            return
+        for mode in self._modes:
+            if isinstance(mode, TorchDispatchMode):  # of what passes one, not all is traced
+                stand_aside(mode, torch.jit._trace.__file__)
+        self._tape.not_traced += self._tape.recording
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         if _is_traced() or is_tracing():

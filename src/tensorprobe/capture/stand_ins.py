@@ -21,7 +21,9 @@ HANDLER = handle_torch_function.__code__
 _NEAR = 4  # frames of torch between the program and the handler of a function written in Python
 _MOST = 20_000  # code made anew for every call would fill the table without end
 # On one line: of its code only the number of the first is replaced.
-_CALL = (lambda tensorprobe_func, args, kwargs: tensorprobe_func(*args, **kwargs)).__code__
+_CALL = (
+    lambda tensorprobe_func, a, k: tensorprobe_func(*a, **k) if k else tensorprobe_func(*a)
+).__code__
 _OWN = _CALL.co_varnames
 assert is_stand_in(_CALL)
 

@@ -229,7 +229,7 @@ class Tape:
 
     def plain_calls(
         self,
-        plans: dict[Any, ApiName | None],
+        plans: dict[Any, Any],
         describe: Callable[[ApiName], tuple[str, str, str] | None],
         stand_ins: StandIns,
     ) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -77,7 +77,7 @@ class SightMode(UserCalls):
     def __init__(self, sight: Sight) -> None:
         super().__init__()
         self._sight = sight
-        self._calls: dict[Any, Plan | None] = {}
+        self._calls: dict[Any, Plan | Literal[False] | None] = {}
         self._native = sight.in_native(self, self._calls)
 
     def __torch_function__(
@@ -102,7 +102,7 @@ class SightMode(UserCalls):
                 plan = None
             if kwargs is None:
                 kwargs = {}
-            if plan is None or not self._sight.on or self._is_not_the_programs(plan):
+            if not plan or not self._sight.on or self._is_not_the_programs(plan):
                 return self.make(func, args, kwargs)
             return self._sight.call(plan, func, args, kwargs)
         except BaseException as error:
@@ -123,7 +123,10 @@ class SightMode(UserCalls):
 
     def _learn(self, func: Any) -> Plan | None:
         api = self._plan(func)
-        plan = self._calls[func] = None if api is None else plan_for(api)
+        if not api:  # C++ is told which never warn
+            self._calls[func] = api
+            return None
+        plan = self._calls[func] = plan_for(api)
         return plan
 
 
@@ -203,7 +206,7 @@ class Sight(LaterLooking, OptimizerLooking):
 
     # What C++ asks for, where a call is not plain
 
-    def in_native(self, mode: SightMode, calls: dict[Any, Plan | None]) -> Any:
+    def in_native(self, mode: SightMode, calls: dict[Any, Any]) -> Any:
         """The part in C++ that makes the calls of a mode; None where it is not built."""
         if native.MODULE is None:
             return None

@@ -51,6 +51,7 @@ class Calls : public Follower {
     }
     const Ref found = plan_of(mode, func);
     if (!found) return nullptr;
+    if (found.get() == Py_False) return PyObject_Call(func, args, kwargs);  // nor ever warns
     StandIns& stand_ins = python_.stand_ins;
     if (found.get() == Py_None) return stand_ins.make(func, args, kwargs);  // it has no name
     Open open;

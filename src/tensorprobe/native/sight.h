@@ -120,6 +120,7 @@ class Sight {
       PyErr_Clear();
       return Py_NewRef(self);
     }
+    if (plan.get() == Py_False) return PyObject_Call(func, args, kwargs);
     if (plan.get() == Py_None) return stand_ins_.make(func, args, kwargs);
     const Ref sight = sight_;  // held: Python may come back here meanwhile
     if (!is_set<"on">(sight)) return stand_ins_.make(func, args, kwargs);

@@ -22,9 +22,7 @@ class StandIns {
     Ref found;
     if (!attempt([&] { found = find(func); })) return nullptr;
     if (!found) return PyObject_Call(func, args, kwargs);
-    const Ref none = kwargs == nullptr ? Ref::steal(PyDict_New()) : Ref();
-    PyObject* given[] = {func, args, kwargs == nullptr ? none.get() : kwargs};
-    if (given[2] == nullptr) return nullptr;
+    PyObject* given[] = {func, args, kwargs == nullptr ? Py_None : kwargs};
     return PyObject_Vectorcall(found.get(), given, 3, nullptr);
   }
 
