@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,15 +24,26 @@ from tensorprobe.capture.tape import Tape
 from tensorprobe.capture.tracebacks import clean
 from tensorprobe.records import Direction
 
-# What torch asks of the constants of a traced graph, to print or to run it. A number among them is
-# a tensor, which a dispatch mode is given as a number, and the operator would refuse.
-_OF_CONSTANTS = frozenset((torch.ops.aten.view.default, torch.ops.aten.equal.default))
 _DTYPES = {
     bool: torch.bool,
     int: torch.int64,
     float: torch.float64,
     complex: torch.complex128,
 }
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Make a call; a number that is a tensor, as in a traced graph, comes to a mode as a number,
+    and few operators take it back."""
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        if "Unable to cast" not in str(error):
+            raise
+        tensors = tuple(map(_as_tensor, args))
+        if all(map(operator.is_, tensors, args)):
+            raise
+    return func(*tensors, **kwargs)
 
 
 def _as_tensor(value: Any) -> Any:
@@ -91,27 +103,25 @@ class OpMode(TorchDispatchMode):
     ) -> Any:
         try:
             kwargs = kwargs or {}
-            if func in _OF_CONSTANTS:
-                args = tuple(map(_as_tensor, args))
             tape = self._tape
             if not (tape.recording and self.on):
-                return func(*args, **kwargs)
+                return _call(func, args, kwargs)
             if func not in self._operators:
                 self._operators[func] = _look_up(func)
                 self.saw_scaler |= func._schema.name == f"aten::{SCALER_UPDATE}"
-            operator = self._operators[func]
-            if operator is None:
-                return func(*args, **kwargs)
+            known = self._operators[func]
+            if known is None:
+                return _call(func, args, kwargs)
             if is_tracing():
                 tape.not_traced += 1
-                return func(*args, **kwargs)
-            api, random, writes = operator
+                return _call(func, args, kwargs)
+            api, random, writes = known
             node = torch._C._current_autograd_node()
             number = tape.counter.next(api)
             direction: Direction = "forward" if node is None else "backward"
             names = CallNames(api, call_name(api, number, direction), tape.place.module, direction)
             if not tape.wants(names):
-                result = func(*args, **kwargs)
+                result = _call(func, args, kwargs)
                 if writes:
                     tape.forget_written(args, kwargs)
                 return result
@@ -126,8 +136,8 @@ class OpMode(TorchDispatchMode):
             # only one
             call = tape.begin(names, args, kwargs, parent=parent, random=random, writes=writes)
             if call is None:
-                return func(*args, **kwargs)
-            return tape.run(call, func, args, kwargs)
+                return _call(func, args, kwargs)
+            return tape.run(call, _call, (func, args, kwargs), {})
         except BaseException as error:
             clean(error)
             raise

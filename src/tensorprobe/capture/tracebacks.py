@@ -40,6 +40,7 @@ class _Entry(NamedTuple):
     frame: FrameType
     at: int
     line: int
+    own: TracebackType | None = None  # Python's, where it is as it was
 
     @property
     def code(self) -> CodeType:
@@ -88,15 +89,23 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def _entries(trace: TracebackType | None) -> list[_Entry]:
     found = []
     while trace is not None:
-        found.append(_Entry(trace.tb_frame, trace.tb_lasti, trace.tb_lineno))
+        found.append(_Entry(trace.tb_frame, trace.tb_lasti, trace.tb_lineno, trace))
         trace = trace.tb_next
     return found
 
 
 def _linked(entries: list[_Entry]) -> TracebackType | None:
+    """A traceback of these; who holds any part of the old one has the same of the new."""
     trace: TracebackType | None = None
-    for frame, at, line in reversed(entries):
-        trace = TracebackType(trace, frame, at, line)
+    for frame, at, line, own in reversed(entries):
+        if own is None:
+            trace = TracebackType(trace, frame, at, line)
+        elif own.tb_next is trace:
+            trace = own
+        else:
+            own.tb_next = None  # first, so that Python need not look for a loop in the rest of it
+            own.tb_next = trace
+            trace = own
     return trace
 
 
