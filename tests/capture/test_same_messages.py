@@ -25,9 +25,26 @@ from tensorprobe import native
 
 pytestmark = host_only("traces and kernels of another device are its own")
 WAYS = ("L0", "L1", "mix", "L2", "tensors", "overflow", "errors", "reroute")
+_OFTEN = {
+    ("C++", "L1"),
+    ("C++", "L2"),
+    ("C++", "overflow"),
+    ("Python", "L1"),
+    ("Python", "reroute"),
+}
+every_way = pytest.mark.parametrize(
+    ("language", "way"),
+    [
+        pytest.param(language, way, marks=() if (language, way) in _OFTEN else pytest.mark.slow)
+        for language in ("C++", "Python")
+        for way in WAYS
+    ],
+    indirect=["language"],
+)
+both_languages = pytest.mark.parametrize("language", ["C++", "Python"], indirect=True)
 
 
-@pytest.fixture(params=["C++", "Python"])
+@pytest.fixture
 def language(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "Python":
         monkeypatch.setattr(native, "MODULE", None)
@@ -109,7 +126,7 @@ def said_by(program: Callable[[], None], action: Any) -> list[tuple[Any, ...]]:
     return [(each.category, each.filename, each.lineno, str(each.message)) for each in seen]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@every_way
 def test_warnings_name_the_line_that_caused_them(way: str, language: str, tmp_path: Path) -> None:
     expected = said_by(warns, "always")
     with watched(way, tmp_path / "run"):
@@ -118,7 +135,7 @@ def test_warnings_name_the_line_that_caused_them(way: str, language: str, tmp_pa
     assert [line for _, file, line, _ in actual if file == __file__]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@every_way
 def test_a_line_warns_once(way: str, language: str, tmp_path: Path) -> None:
     expected = said_by(warns, "default")
     with watched(way, tmp_path / "run"):
@@ -137,7 +154,7 @@ def test_what_was_said_before_the_recording_is_not_said_again(tmp_path: Path) ->
     assert len(said_by(program, "default")) == 1
 
 
-@pytest.mark.parametrize("way", WAYS)
+@every_way
 def test_a_warning_as_an_error_is_raised_at_its_line(
     way: str, language: str, tmp_path: Path
 ) -> None:
@@ -228,7 +245,7 @@ def shown(program: Callable[[], Any]) -> str:
     raise AssertionError("it was to fail")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@every_way
 def test_what_leaves_the_block_looks_as_without(way: str, language: str, tmp_path: Path) -> None:
     for number, program in enumerate(FAILURES):
 
@@ -250,7 +267,7 @@ def _without_contexts(text: str) -> str:
     )
 
 
-@pytest.mark.parametrize("way", WAYS)
+@every_way
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python keeps a traceback of its own there")
 def test_what_the_program_catches_has_no_frame_of_ours(
     way: str, language: str, tmp_path: Path
@@ -344,7 +361,7 @@ def _unmangled(graph: str) -> str:
     return re.sub(r"___torch_mangle_\d+\.", "", graph)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@every_way
 def test_a_traced_program_has_the_graph_of_a_bare_one(
     way: str, language: str, tmp_path: Path
 ) -> None:
@@ -365,6 +382,7 @@ def test_a_traced_program_has_the_graph_of_a_bare_one(
         assert re.fullmatch(r"\d+ calls made while it traced are not recorded", gaps.popitem()[1])
 
 
+@both_languages
 def test_calls_are_recorded_again_after_a_trace(language: str, tmp_path: Path) -> None:
     for level, name in (("L1", "Tensor.sin.0.forward"), ("L2", "Aten.sin.0.forward")):
         with warnings.catch_warnings():
@@ -375,6 +393,7 @@ def test_calls_are_recorded_again_after_a_trace(language: str, tmp_path: Path) -
         assert name in [call.name for call in tp.load(tmp_path / level).calls]
 
 
+@both_languages
 def test_other_transforms_are_as_without(language: str, tmp_path: Path) -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
