@@ -7,7 +7,6 @@ import contextlib
 import os
 import shlex
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +28,9 @@ from tensorprobe.capture.optimizer_hooks import OptimizerHooks
 from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.steps import StepOn, StepWatch
 from tensorprobe.capture.tape import Tape
+from tensorprobe.capture.tracebacks import clean_below
 from tensorprobe.capture.values import Values
+from tensorprobe.capture.warning_filters import COMPILED_MODULE, add_filter, remove_filter
 from tensorprobe.config import RecordConfig, format_numbers, from_msprobe_config
 from tensorprobe.devices import check_environment, current_rank, world_size
 from tensorprobe.errors import (
@@ -44,8 +45,6 @@ from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.store.claim import run_identity
 from tensorprobe.store.outputs import check_writable
 from tensorprobe.store.writer import CaptureWriter
-
-_COMPILE_WARNING = "Using `torch.compile\\(module\\)` when there are global hooks"
 
 
 def say(text: str) -> None:
@@ -108,7 +107,7 @@ class Recorder:
         self._inside_on = False  # the engine's entry
         self._ops_on = False  # the mode of L2
         self._writes_on = False  # what torch writes to is seen in C++
-        self._filters: Any = None
+        self._filter: Any = None
         self._frames_compiled: int | None = None  # when recording began
         self._keep_last = self.config.keep_last
         self._last_opened: int | None = None  # the last step that has a call
@@ -180,6 +179,7 @@ class Recorder:
         self._tape.end_step()
         self._tape.recording = False
         self._note_compiled()
+        self._note_traced()
         self._writer.close()
 
     def pause(self) -> None:
@@ -283,6 +283,7 @@ class Recorder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        clean_below(error)
         if error is None:
             self.close()
         elif not self._closed:
@@ -448,12 +449,12 @@ class Recorder:
     def _switch_inside(self, on: bool) -> None:
         if on:
             rare_searches.begin()
-            self._filters = _ignore_compile_warning()
+            self._filter = add_filter(COMPILED_MODULE)
             self._frames_compiled = _frames_compiled()
             self._engine.install()
             return
         self._engine.remove()
-        _restore_warnings(self._filters)
+        remove_filter(self._filter)
         rare_searches.end()
 
     # Steps
@@ -602,6 +603,13 @@ class Recorder:
                 "call (Compiled, Function.CompiledFunction or its module), its inside is not seen",
             )
 
+    def _note_traced(self) -> None:
+        assert self._tape is not None
+        count, self._tape.not_traced = self._tape.not_traced, 0
+        if count:
+            calls = _count(count, "call")
+            self._tape.gap("torch.jit.trace", f"{calls} made while it traced are not recorded")
+
     def _n_calls(self) -> int:
         return self._writer.n_calls if self._writer is not None else 0
 
@@ -680,17 +688,6 @@ def _at_exit(close: Callable[[], None]) -> None:
 def _frames_compiled() -> int:
     utils = sys.modules.get("torch._dynamo.utils")
     return int(utils.counters["frames"]["ok"]) if utils is not None else 0
-
-
-def _ignore_compile_warning() -> Any:
-    """Calling a compiled module while global hooks are on warns; those hooks are ours."""
-    warnings.filterwarnings("ignore", message=_COMPILE_WARNING)
-    return warnings.filters[0]
-
-
-def _restore_warnings(ours: Any) -> None:
-    if ours in warnings.filters:
-        warnings.filters.remove(ours)  # type: ignore[attr-defined]
 
 
 def _stop_in_children(recorder: Recorder) -> None:

@@ -21,16 +21,19 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, resolve_name
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from tensorprobe.capture.encode import map_tensors
 from tensorprobe.capture.facts import environment_facts
+from tensorprobe.capture.function_mode import name_of
 from tensorprobe.capture.mode_stack import add_mode, remove_mode
 from tensorprobe.capture.naming import ApiName, CallNames, Namer, call_name
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.recorder import Recorder, say
 from tensorprobe.capture.selection import Selection
+from tensorprobe.capture.stand_ins import StandIns, is_tracing
 from tensorprobe.capture.tape import Tape
+from tensorprobe.capture.tracebacks import clean
 from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig, format_numbers
 from tensorprobe.devices import current_rank, device_layer, device_types
@@ -109,7 +112,7 @@ class StartState(abc.ABC):
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         self._depth.modules += 1
-        if self._depth.modules > 1 or torch.compiler.is_compiling() or not self._handles:
+        if self._depth.modules > 1 or _is_followed() or not self._handles:
             return None
         try:
             return self._enter_root(module, args, sys._getframe(1).f_locals.get("kwargs") or {})
@@ -119,7 +122,7 @@ class StartState(abc.ABC):
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         self._depth.modules = max(0, self._depth.modules - 1)
-        if self._depth.modules == 0 and not torch.compiler.is_compiling():
+        if self._depth.modules == 0 and not _is_followed():
             with Quiet():
                 map_tensors(result, lambda tensor, _: self._remember(tensor))
 
@@ -224,22 +227,36 @@ class _Data:
             self.args = (*self.args[:at], _with(self.args[at], path, new), *self.args[at + 1 :])
 
 
+def _is_followed() -> bool:
+    """Whether torch compiles or traces the program: whatever is asked of a tensor is part of it."""
+    return torch.compiler.is_compiling() or is_tracing()
+
+
 class _MeetingMode(TorchFunctionMode):
     """Shows the calls outside of modules to a StartState."""
 
     def __init__(self, start: StartState) -> None:
         super().__init__()
         self._start = start
-        self._namer = Namer(resolve_name)
+        self._namer = Namer(name_of)
+        self._make = StandIns().make
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():  # dynamo traces this line
             return func(*args, **kwargs)
-        data = self._start.call_met(self._namer(func), args, kwargs)
-        return func(*args, **kwargs) if data is None else func(*data.args, **data.kwargs)
+        try:
+            if _is_followed():
+                return self._make(func, args, kwargs)
+            data = self._start.call_met(self._namer(func), args, kwargs)
+            if data is not None:
+                args, kwargs = data.args, data.kwargs
+            return self._make(func, args, kwargs)
+        except BaseException as error:
+            clean(error)
+            raise
 
 
 class SaveStart(StartState):

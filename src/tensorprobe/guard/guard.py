@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from tensorprobe.capture.recorder import Recorder, say
 from tensorprobe.capture.steps import StepOn
+from tensorprobe.capture.tracebacks import clean_below
 from tensorprobe.devices import current_rank, world_size
 from tensorprobe.errors import BadUsage, WriteFailed
 from tensorprobe.guard.findings import FILE, Finding, describe, write_findings
@@ -174,6 +175,7 @@ class Guard:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        clean_below(error)
         self.close(error)
 
     # What the watches call
