@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tensorprobe.errors import BadUsage
-from tensorprobe.replay.allowed import NewOperators, allow, allow_operators
+from tensorprobe.replay.allowed import NewOperators, allow, allow_operators, failed_import
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -51,8 +51,11 @@ def run_file(path: Path, option: str = "--references") -> None:
         raise BadUsage(f"'{path}' is no Python file: {option} takes one that registers operators")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # what it registers lives as long as it does
-    with NewOperators():
-        spec.loader.exec_module(module)
+    try:
+        with NewOperators():
+            spec.loader.exec_module(module)
+    except Exception as error:
+        raise failed_import(f"{option} {path}", error) from error
 
 
 def bring_in(imports: Sequence[str | Path]) -> tuple[list[str], list[Path]]:
