@@ -32,6 +32,7 @@ from tensorprobe.config import RecordConfig, format_numbers, from_msprobe_config
 from tensorprobe.devices import check_environment, current_rank, world_size
 from tensorprobe.errors import BadUsage, NothingRecorded, WriteFailed
 from tensorprobe.garbage import rare_searches
+from tensorprobe.native import background
 from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.store.claim import run_identity
 from tensorprobe.store.outputs import check_writable
@@ -281,6 +282,8 @@ class Recorder:
         )
         if native.MODULE is not None:
             self._writer.write_by(native.MODULE)
+        else:
+            background.start(self._log)
         values = Values(self._writer, summarizer, checksums=checksums)
         tape = self._tape = Tape(config, self._selection, self._writer, values, self._counter)
         tape.on_open = self._step_opened

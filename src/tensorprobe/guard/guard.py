@@ -16,6 +16,7 @@ from tensorprobe.devices import current_rank, world_size
 from tensorprobe.errors import BadUsage, NothingRecorded
 from tensorprobe.guard.findings import FILE, Finding, describe, write_findings
 from tensorprobe.guard.names import check_numbers, check_watches
+from tensorprobe.native import background
 from tensorprobe.store.outputs import check_writable
 
 
@@ -111,6 +112,7 @@ class Guard:
         if self._on:
             return self
         if not self._watches:
+            background.start(self._log)
             _move_earlier(self._place)
             self._watches = [self._make(name) for name in self._names]
             for watch in self._watches * self._early_steps:
