@@ -130,7 +130,7 @@ def compiler(folder: Path, script: str) -> str:
 
 def test_building_leaves_the_modules_of_others(elsewhere: Path, tmp_path: Path) -> None:
     folder = elsewhere.parent
-    folder.mkdir()
+    folder.mkdir(mode=0o755)
     stale = NEW.replace("bbbb", "aaaa")
     others = [stale.replace("2.13.0", "2.11.0"), stale.replace("311", "312")]
     for name in (stale, stale.replace(".so", ".failed"), *others):
@@ -169,9 +169,7 @@ def test_an_error_of_the_compiler_is_one_line(
     said = "echo 'In file included from here'; echo 'a.h:3: error: what is this'; exit 1"
     command = compiler(tmp_path, said)
     monkeypatch.setenv("CXX", command)
-    assert build.main() == (
-        f"the recorder stays in Python: {command}: a.h:3: error: what is this"
-    )
+    assert build.main() == (f"the recorder stays in Python: {command}: a.h:3: error: what is this")
     assert [path.suffix for path in elsewhere.parent.iterdir()] == [".failed"]
 
 

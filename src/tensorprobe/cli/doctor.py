@@ -131,6 +131,8 @@ def _why_not_native() -> str:
     places = native.places()
     for path in filter(native.is_there, places):
         return f"cannot be loaded: {_why_not_loaded(path)}"
+    for path in filter(os.path.exists, places):
+        return f"not loaded: {native.distrust(path)}"
     try:
         build.plan()
     except builder.Failed as error:
@@ -144,9 +146,6 @@ def _why_not_native() -> str:
     failure = background.read_failure()
     if failure is not None and not failure.missing:
         return f"the build failed: {failure.reason}"
-    for path in places:
-        if os.path.exists(path):
-            return f"not loaded: {native.distrust(path)}"
     if os.environ.get(background.SWITCH) == "0":
         return f"not built, and recordings do not start the build: {background.SWITCH}=0 is set"
     return "not built yet; the next recording starts the build"

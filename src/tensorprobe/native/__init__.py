@@ -11,6 +11,7 @@ Importing this file does not import torch: `tensorprobe --version` looks for the
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -66,14 +67,19 @@ def places() -> list[Path]:
     torch = find_torch()
     if torch is None:
         return []
+    folders = [FOLDER, cache_folder()]
+    return [folder / _file_name(torch) for folder in folders if folder is not None]
+
+
+@functools.cache
+def _file_name(torch: Torch) -> str:
+    """Of a module for this torch and this Python, built from these sources."""
     digest = hashlib.sha256()
     for source in sorted((*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp"))):
         digest.update(source.read_bytes())
     digest.update(f"{torch.version} {torch.git_version}".encode())
     soabi = sysconfig.get_config_var("SOABI")
-    file = f"{NAME}-{torch.version}-{digest.hexdigest()[:12]}.{soabi}.so"
-    folders = [FOLDER, cache_folder()]
-    return [folder / file for folder in folders if folder is not None]
+    return f"{NAME}-{torch.version}-{digest.hexdigest()[:12]}.{soabi}.so"
 
 
 def cache_folder() -> Path | None:
@@ -85,9 +91,18 @@ def cache_folder() -> Path | None:
 
 
 def distrust(path: Path) -> str | None:
-    """Why code must not be loaded from there: another user could have put it there. Else None."""
-    real = os.path.realpath(path)
-    for each in dict.fromkeys((str(path.parent), os.path.dirname(real), real)):
+    """Why a module must not be loaded: another user could have put it there. Else None."""
+    real = Path(os.path.realpath(path))
+    return _why_foreign(path.parent, real.parent, real)
+
+
+def distrust_folder(folder: Path) -> str | None:
+    """Why nothing that is built in a folder would be loaded from it. Else None."""
+    return _why_foreign(folder)
+
+
+def _why_foreign(*paths: Path) -> str | None:
+    for each in dict.fromkeys(paths):
         try:
             state = os.stat(each)
         except FileNotFoundError:

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from tensorprobe.native import FOLDER, NAME, distrust, places
+from tensorprobe.native import FOLDER, NAME, distrust_folder, places
 from tensorprobe.native.builder import (
     Failed,
     Plan,
@@ -79,7 +79,7 @@ def why_not_there(path: Path) -> str | None:
         folder = folder.parent
     if not os.access(folder, os.W_OK | os.X_OK):
         return f"{path.parent} cannot be written to"
-    return distrust(path)
+    return distrust_folder(path.parent)
 
 
 def why_nowhere() -> str:
