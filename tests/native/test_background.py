@@ -197,8 +197,8 @@ def test_one_line_and_a_failure_that_is_not_repeated(place: Path) -> None:
     said: list[str] = []
     background.start(said.append)
     assert said == [
-        "building the C++ parts in the background: the next recording costs half "
-        "(once for this torch; to build them now: tensorprobe doctor --fix)"
+        "building the C++ parts in the background: recordings after that cost about half. "
+        "To build them now: tensorprobe doctor --fix"
     ]
     wait_for(lambda: background.read_failure() is not None)
     failure = background.read_failure()

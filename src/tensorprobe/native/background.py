@@ -55,8 +55,8 @@ def _start(log: Callable[[str], None], lock: int) -> None:
         return
     _start_process(plan, lock)
     log(
-        "building the C++ parts in the background: the next recording costs half "
-        "(once for this torch; to build them now: tensorprobe doctor --fix)"
+        "building the C++ parts in the background: recordings after that cost about half. "
+        "To build them now: tensorprobe doctor --fix"
     )
 
 
