@@ -18,7 +18,7 @@ from tensorprobe.native import build, builder
 SWITCH = "TENSORPROBE_BUILD"
 # The shell ends at once, and what it started is nobody's child: a program that waits for all its
 # children does not wait for ours.
-_DETACHED = '"$@" >/dev/null & echo $!'
+_DETACHED = 'nice -n 19 "$@" >/dev/null & echo $!'
 # Held open, and by this process alone, where the kernel has no other sign of its end.
 _ends: list[int] = []
 
@@ -31,10 +31,13 @@ def start(log: Callable[[str], None]) -> None:
     if "0" in (os.environ.get(SWITCH), os.environ.get(native.SWITCH)) or native.MODULE is not None:
         return
     try:
+        build.check_possible()
         lock = builder.take_lock()
         if lock is not None:
             with lock:
                 _start(log, lock.fileno())
+    except builder.Failed:
+        return
     except OSError:  # no process or file can be had any more: that is the program's to find out
         return
 
@@ -62,9 +65,8 @@ def _start(log: Callable[[str], None], lock: int) -> None:
 
 def _start_process(plan: builder.Plan, lock: int) -> None:
     program = _sign_of_our_end()
-    command = [
-        sys.executable, "-I", "-S", builder.__file__, str(program), json.dumps(plan),
-    ]  # fmt: skip
+    script = str(native.FOLDER / "builder.py")
+    command = [sys.executable, "-I", "-S", script, str(program), json.dumps(plan)]
     try:
         done = subprocess.run(
             ["/bin/sh", "-c", _DETACHED, "sh", *command],
@@ -73,6 +75,8 @@ def _start_process(plan: builder.Plan, lock: int) -> None:
         )  # fmt: skip
     finally:
         os.close(program)
+    if not done.stdout.strip():
+        raise OSError("the shell could not start it")
     if os.getpid() == 1:  # in a container the first process is given what is nobody's
         threading.Thread(target=_bury, args=(int(done.stdout),), daemon=True).start()
 

@@ -63,7 +63,7 @@ def check_possible() -> None:
         raise Failed(f"there is none for {sys.platform}")
     if sysconfig.get_config_var("Py_GIL_DISABLED"):
         raise Failed("there is none for a Python without its lock")
-    if not sys.executable:
+    if "python" not in os.path.basename(sys.executable or ""):  # a program that embeds it
         raise Failed("it is not known which program runs Python here")
 
 
@@ -125,6 +125,7 @@ def superseded(name: str) -> str:
 
 def build() -> str:
     """Build at once, in this process; where it lies. Failed says what is missing."""
+    check_possible()
     try:
         wanted = plan()
     except Failed as error:

@@ -171,9 +171,8 @@ def _work_prefix() -> str:
 
 
 def _be_humble() -> None:
-    """Let the program go first: for the processor, also where sessions are weighed as a whole, and
+    """Let the program go first: also where the kernel weighs sessions and not their processes, and
     when memory runs out."""
-    os.nice(19)
     for file, text in (("autogroup", "19"), ("oom_score_adj", "1000")):
         with contextlib.suppress(OSError):
             with open(f"/proc/self/{file}", "w") as out:
