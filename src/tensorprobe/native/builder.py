@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 # The lock is the name of a socket that is no file: the kernel frees it when its owner is gone,
 # however that ended, and it is the same for all users and folders of a machine (or of a container
@@ -149,13 +149,13 @@ def _explain(said: str, status: int) -> str:
 
 
 def is_over(program: int | None, timeout_s: float) -> bool:
-    """Wait that long for the end of the program."""
+    """Wait that long for the end of the program, or for SIGTERM where that is held back."""
     if program is None:
         time.sleep(timeout_s)
         return False
     poll = select.poll()
     poll.register(program, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))
+    return bool(poll.poll(timeout_s * 1000)) or signal.SIGTERM in signal.sigpending()
 
 
 def remove_leftovers(plan: Plan) -> None:
@@ -179,12 +179,9 @@ def _be_humble() -> None:
                 out.write(text)
 
 
-def _end(*_: Any) -> None:
-    raise Ended
-
-
 def main(program: int, plan: Plan) -> None:
-    signal.signal(signal.SIGTERM, _end)
+    # Held back and looked for: it must not come between the start of a compiler and its end.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     with contextlib.suppress(Failed, Ended, OSError):
         _be_humble()
         if not is_over(program, plan.grace_s):
