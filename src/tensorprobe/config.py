@@ -11,13 +11,14 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 import msgspec
 
+from tensorprobe.contents.json_files import read_json
+from tensorprobe.contents.opening import open_named
 from tensorprobe.errors import BadUsage
 from tensorprobe.records import Direction, Keep, Level
 
 Side = Literal["input", "output"]
 Dtypes = Literal["all", "float"]
 Flush = Literal["queue", "call"]
-OnWriteError = Literal["continue", "stop"]
 Digests = Literal["native", "crc32"]
 Operators = Literal["native", "dunder"]
 
@@ -57,11 +58,12 @@ class RecordConfig(msgspec.Struct, frozen=True, kw_only=True):
     compress: bool = False  # tensors, without loss
     keep_last: int | None = None  # steps on disk: older ones are deleted as new ones end
     stop_after_last_step: bool = False
-    on_write_error: OnWriteError = "continue"
+    strict: bool = False  # raise what else is only said: a disk that refuses, nothing recorded
 
     @classmethod
     def make(cls, **arguments: Any) -> RecordConfig:
         """The configuration for these arguments; BadUsage names the one that is wrong."""
+        _rename_on_write_error(arguments)
         for name in arguments:
             if name not in _PARSERS:
                 _refuse_name("argument", name, _PARSERS)
@@ -117,7 +119,7 @@ def parse_numbers(field: str, value: object) -> tuple[int, ...] | None:
             numbers.add(item)
             continue
         text = item.strip() if isinstance(item, str) else ""
-        found = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", text)
+        found = re.fullmatch(r"(\d{1,18})(?:\s*-\s*(\d{1,18}))?", text)
         if not found:
             _refuse(field, value, wanted)
         first = int(found[1])
@@ -241,8 +243,16 @@ _PARSERS: dict[str, Any] = {
     "compress": _parse_bool,
     "keep_last": _parse_optional_count,
     "stop_after_last_step": _parse_bool,
-    "on_write_error": _parse_choice(get_args(OnWriteError)),
+    "strict": _parse_bool,
 }
+
+
+def _rename_on_write_error(arguments: dict[str, Any]) -> None:
+    """What `strict` was called before, when it was about the disk alone."""
+    if "on_write_error" in arguments:
+        parse = _parse_choice(("continue", "stop"))
+        stops = parse("on_write_error", arguments.pop("on_write_error")) == "stop"
+        arguments.setdefault("strict", stops)
 
 
 def _refuse(field: str, value: object, expected: str, near: Iterable[str] = ()) -> NoReturn:
@@ -397,10 +407,10 @@ def _naming(path: str | Path | None) -> Iterator[None]:
 
 def _read_json(path: str | Path) -> Any:
     try:
-        return msgspec.json.decode(Path(path).read_bytes())
+        return read_json(open_named(Path(path)), Path(path))
     except OSError as error:
         raise BadUsage(f"no configuration can be read from '{path}': {error.strerror}") from None
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise BadUsage(f"{path} is not JSON: {error}") from None
 
 

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tensorprobe.terminal import say
+
 if TYPE_CHECKING:
     from tensorprobe.compare.workers import Workers
 
@@ -84,8 +86,8 @@ def _run(args: argparse.Namespace, workers: Workers | None) -> int:
     finally:
         if progress is not None:
             progress.stop()
-    sys.stdout.write(render(comparison) + "\n")
+    say(*render(comparison).split("\n"))
     if args.output is not None:
         paths = comparison.save(args.output, columns=args.columns, xlsx=args.xlsx)
-        sys.stdout.write(f"\nwritten: {', '.join(str(path) for path in paths)}\n")
+        say("", f"written: {', '.join(str(path) for path in paths)}")
     return _STATUS[comparison.verdict.verdict]

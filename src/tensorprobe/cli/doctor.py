@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import platform
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from typing import NamedTuple
 from tensorprobe import native
 from tensorprobe._version import __version__
 from tensorprobe.native import background, build, builder
+from tensorprobe.terminal import say, warn
 
 # The C++ parts were built and tested with these versions of torch.
 TRIED = ("2.11", "2.13")
@@ -27,7 +27,7 @@ class Part(NamedTuple):
     name: str
     state: str  # active, missing, off (the user's choice) or unused (nothing here would use it)
     why: str  # where it is, or why it is not
-    brings: str = ""  # measured, in docs/performance.md
+    brings: str = ""  # as measured in docs/performance.md and benchmarks/NOTES.md
     remedy: str = ""  # what to type
 
 
@@ -43,11 +43,10 @@ def run(args: argparse.Namespace) -> int:
     parts = [each(broken) for each in _PARTS]
     if args.json:
         told = {"format": 1, "version": __version__, "parts": [part._asdict() for part in parts]}
-        sys.stdout.write(json.dumps(told, indent=2) + "\n")
+        say(*json.dumps(told, indent=2).splitlines())
     else:
-        sys.stdout.write(_table(parts))
-    for failure in failed:
-        sys.stderr.write(f"tensorprobe doctor: {failure}\n")
+        say(*_table(parts))
+    warn(*(f"tensorprobe doctor: {failure}" for failure in failed))
     if failed:
         return 1
     return 3 if any(part.state == "missing" for part in parts) else 0
@@ -84,17 +83,12 @@ def _fix(broken: str) -> list[str]:
         if reason is not None:
             failed.append(f"the C library could not be built: {reason}")
     if not broken and _native(broken).state == "missing":
-        _say("building the C++ parts, which takes half a minute or more")
+        warn("tensorprobe doctor: building the C++ parts, which takes half a minute or more")
         try:
             build.build()
         except builder.Failed as error:
             failed.append(f"the C++ parts could not be built: {error}")
     return failed
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"tensorprobe doctor: {text}\n")
-    sys.stderr.flush()
 
 
 # The parts. Each is told why torch cannot be imported, or nothing.
@@ -114,7 +108,7 @@ def _torch(broken: str) -> Part:
 
 
 def _native(broken: str) -> Part:
-    brings = "L1 on an H200 takes 1.26x of a step, not 2.10x; mix 1.59x, not 2.44x"
+    brings = "L1 on an H200 takes 1.19x to 1.41x of a step, not 1.82x to 2.39x"
     if os.environ.get(native.SWITCH) == "0":
         return Part("C++ parts", "off", f"{native.SWITCH}=0 is set", brings)
     if broken:
@@ -192,7 +186,7 @@ def _cache(broken: str) -> Part:
 def _library(broken: str) -> Part:
     from tensorprobe.numerics import tally
 
-    brings = "CPU tensors are read at 9 GB/s a thread, not 2 to 3"
+    brings = "statistics of CPU tensors at 9.1 GB/s a thread, not 2.3"
     if tally.load() is not None:
         return Part("C library", "active", str(tally.PATH), brings)
     why = "of another version, or for another machine" if tally.PATH.exists() else "not built"
@@ -200,7 +194,7 @@ def _library(broken: str) -> Part:
 
 
 def _triton(broken: str) -> Part:
-    brings = "statistics on a GPU in one pass, at 2.6 TB/s on an H200"
+    brings = "statistics and digests on a GPU in one pass over its memory"
     if importlib.util.find_spec("triton") is not None:
         version = importlib.metadata.version("triton")
         return Part("Triton", "active", version, brings)
@@ -218,7 +212,7 @@ def _has_cuda() -> bool:
 _PARTS = (_torch, _native, _compiler, _headers, _cache, _library, _triton)
 
 
-def _table(parts: list[Part]) -> str:
+def _table(parts: list[Part]) -> list[str]:
     lines = [f"tensorprobe {__version__}, Python {platform.python_version()}"]
     wide = max(len(part.name) for part in parts)
     for part in parts:
@@ -229,4 +223,4 @@ def _table(parts: list[Part]) -> str:
             lines += [f"{indent}next: {part.remedy}"] * bool(part.remedy)
     missing = sum(part.state == "missing" for part in parts)
     lines.append("nothing is missing" if not missing else f"missing: {missing} of {len(parts)}")
-    return "\n".join(lines) + "\n"
+    return lines

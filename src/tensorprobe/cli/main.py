@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from tensorprobe._version import __version__
 from tensorprobe.errors import BadUsage, TensorprobeError
+from tensorprobe.terminal import say, warn
 
 # verb -> one line of help. Each verb is a module here: add_arguments(parser), run(args) -> status.
 # Only the module of the verb that was typed is imported, so --help never waits for torch.
@@ -34,7 +36,7 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         from tensorprobe.cli.doctor import describe_native
 
-        sys.stdout.write(f"tensorprobe {__version__} ({describe_native()})\n")
+        say(f"tensorprobe {__version__} ({describe_native()})")
         parser.exit()
 
 
@@ -61,13 +63,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.verb is None:
         parser.print_help()
         return 2
+    if args.verb != "run":  # whose streams are the program's own
+        sys.stdout, sys.stderr = _open_stream(sys.stdout), _open_stream(sys.stderr)
     try:
         status = importlib.import_module(f"tensorprobe.cli.{args.verb}").run(args)
+        if args.verb != "run":
+            sys.stdout.flush()  # here, where a pipe that was closed is no error
     except BadUsage as error:
-        sys.stderr.write(f"tensorprobe {args.verb}: {error}\n")
+        warn(f"tensorprobe {args.verb}: {error}")
         return 2
     except TensorprobeError as error:
-        sys.stderr.write(f"tensorprobe {args.verb}: {error}\n")
+        warn(f"tensorprobe {args.verb}: {error}")
+        return 1
+    except MemoryError:
+        warn(f"tensorprobe {args.verb}: it takes more memory than there is")
         return 1
     except BrokenPipeError:  # `tensorprobe show ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -75,6 +84,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # a disk that is full, a file that may not be read
         if error.filename is None:
             raise
-        sys.stderr.write(f"tensorprobe {args.verb}: '{error.filename}': {error.strerror}\n")
+        warn(f"tensorprobe {args.verb}: '{error.filename}': {error.strerror}")
         return 1
     return int(status)
+
+
+def _open_stream(stream: TextIO | None) -> TextIO:
+    """A stream that takes every character, also where the terminal has no letter for it."""
+    if stream is None:  # closed by the shell: >&-
+        return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+    return stream
