@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tensorprobe import native
-from tensorprobe.native import build, builder
+from tensorprobe.native import background, build, builder
 
 TAG = "cpython-311-x86_64-linux-gnu.so"
 NEW = f"tensorprobe_native-2.13.0-bbbb.{TAG}"
@@ -69,7 +69,7 @@ def test_it_is_found_without_importing_torch() -> None:
     assert json.loads(done.stdout) == [str(path) for path in native.places()]
 
 
-@pytest.mark.parametrize("home", ["~nobody-of-that-name", "relative/home"])
+@pytest.mark.parametrize("home", ["~nobody-of-that-name", "relative/home", "/nonexistent/home"])
 def test_nobodys_home(monkeypatch: pytest.MonkeyPatch, home: str) -> None:
     """A container's user may have none; nothing is loaded from the folder one happens to be in."""
     monkeypatch.setenv("XDG_CACHE_HOME", "relative/cache")
@@ -153,6 +153,20 @@ def test_no_compiler(
     assert "CXX=" in str(build.main())
     assert capsys.readouterr().out == ""
     assert not elsewhere.exists()
+
+
+def test_what_is_kept_is_trusted_whatever_the_umask(elsewhere: Path, tmp_path: Path) -> None:
+    plan = builder.Plan([str(elsewhere)], [compiler(tmp_path, 'echo >"$out"')], ["true"], "", 0)
+    usual = os.umask(0)
+    try:
+        builder.remember(str(elsewhere), "no luck")
+        failure = background.read_failure()
+        builder.make(plan)
+    finally:
+        os.umask(usual)
+    assert failure is not None
+    assert failure.reason == "no luck"
+    assert native.is_there(elsewhere)
 
 
 def test_no_headers_of_python(

@@ -86,8 +86,11 @@ def cache_folder() -> Path | None:
     """The user's own place for it; None for a user who has no home."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(cache):  # to be ignored, as its specification says
-        cache = os.path.expanduser("~/.cache")
-    return Path(cache, "tensorprobe") if os.path.isabs(cache) else None
+        home = os.path.expanduser("~")
+        if not (os.path.isabs(home) and os.path.isdir(home)):
+            return None
+        cache = os.path.join(home, ".cache")
+    return Path(cache, "tensorprobe")
 
 
 def distrust(path: Path) -> str | None:

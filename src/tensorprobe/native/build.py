@@ -84,7 +84,8 @@ def why_not_there(path: Path) -> str | None:
 
 def why_nowhere() -> str:
     """Why a module can be built at none of the places."""
-    return "; ".join(filter(None, map(why_not_there, places())))
+    reasons = "; ".join(filter(None, map(why_not_there, places())))
+    return f"{reasons}. Let XDG_CACHE_HOME name a folder that is yours alone"
 
 
 def plan() -> Plan:

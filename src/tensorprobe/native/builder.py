@@ -70,6 +70,7 @@ def remember(target: str, reason: str, *, missing: bool = False) -> None:
         file = failure_file(target)
         os.makedirs(os.path.dirname(file), mode=0o700, exist_ok=True)
         with open(f"{file}.{os.getpid()}", "w") as out:
+            os.fchmod(out.fileno(), 0o644)  # whatever the umask, as below
             json.dump({"reason": reason, "missing": missing}, out)
         os.replace(out.name, file)
 
