@@ -17,6 +17,7 @@ from tensorprobe.devices import current_rank, world_size
 from tensorprobe.errors import BadUsage, WriteFailed
 from tensorprobe.guard.findings import FILE, Finding, describe, write_findings
 from tensorprobe.guard.names import check_numbers, check_watches
+from tensorprobe.native import background
 from tensorprobe.store.outputs import check_writable
 from tensorprobe.store.refusals import Refusals
 
@@ -123,6 +124,7 @@ class Guard:
         if self._on:
             return self
         if not self._watches:
+            background.start(self._log)
             with self._refusals.told():
                 _move_earlier(self._place)
             self._watches = [self._make(name) for name in self._names]
