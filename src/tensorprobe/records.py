@@ -75,7 +75,7 @@ class TensorRecord(msgspec.Struct, frozen=True, gc=False):
     def numel(self) -> int:
         n = 1
         for length in self.shape:
-            n *= length
+            n *= max(length, 0)  # -1: the rows of a nested tensor have lengths of their own
         return n
 
     @property

@@ -34,8 +34,8 @@ def check_layout(dtype: str, shape: Sequence[int], stride: Sequence[int] | None 
     if len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"a shape of {len(shape)} dimensions")
     for length in shape:
-        nbytes *= length or 1
-        if length < 0 or nbytes >= _LIMIT:
+        nbytes *= max(length, 1)
+        if length < -1 or nbytes >= _LIMIT:  # -1: rows of a nested tensor, each of its own length
             raise ValueError(f"{_short(shape)} is no shape of a tensor")
     if stride is None:
         return

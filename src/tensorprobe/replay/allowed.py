@@ -58,7 +58,7 @@ _NOT_RUN = re.compile(
     r"share_memory_|apply_|map_|map2_|register_hook|register_post_accumulate_grad_hook|backward|"
     r"_backward|requires_grad_|retain_grad|storage|untyped_storage|_typed_storage|storage_type|"
     r"data_ptr|const_data_ptr|numpy|module_load|as_subclass|is_shared|_wrapped_\w+|lobpcg|"
-    r"triplet_margin_with_distance_loss|as_sparse_gradcheck|"  # these take a function
+    r"inductor_\w+|triplet_margin_with_distance_loss|as_sparse_gradcheck|"  # these take a function
     r"__array\w*__|__dlpack\w*__|__reduce_ex__|__setstate__|__deepcopy__|__format__|__repr__|"
     r"__dir__|__hash__|__class__|__new__|__init\w*__|__subclass\w*__|_make_\w*subclass|_reduce_\w+|"
     r"from_file|frombuffer|from_numpy|_nested_view_from_\w+|_clear_non_serializable_cached_data|"
@@ -259,8 +259,9 @@ def _namespaces() -> set[str]:
 def allow_imported(op: str) -> None:
     """Let files call the package of this op, which the program itself has imported and called."""
     package = _package_of(op)
-    if package in sys.modules or package in _namespaces():
-        _ALLOWED.update({package} - _NEVER - _TORCH_INSIDE)
+    known = package in sys.modules or package in _namespaces()
+    if known and package.partition(".")[0] not in _NEVER | _TORCH_INSIDE | set(NAMESPACES):
+        _ALLOWED.add(package)
 
 
 def _package_of(name: str) -> str:

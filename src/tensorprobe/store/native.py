@@ -280,13 +280,14 @@ class StepReader:
         self._open[line.id] = begun = Begun(number, line)
         self._begun.append(begun)
 
-    def _end(self, number: int, line: lines.EndLine) -> Begun | None:
-        begun = self._open.pop(line.id, None)
+    def _end(self, number: int, line: lines.EndLine) -> None:
+        """The end of a call. A custom function has one for each result that comes to light, and
+        the last says all."""
+        begun = self._open.get(line.id)
         if begun is None:
             self._damaged(number, f"the end of call {line.id}, whose beginning is not there")
         else:
             begun.end, begun.end_number = line, number
-        return begun
 
     def _settle(self) -> Iterator[Call]:
         """The calls up to here."""

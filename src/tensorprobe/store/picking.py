@@ -224,7 +224,9 @@ class _StepPicker(StepReader):
         self._wanted = wanted
         self._tell_gap = on_gap
         self._most = most
-        self._unended: dict[int, Picked] = {}  # by the ids of their calls
+        self._by_id: dict[int, Picked] = {}
+        self._unended: set[int] = set()  # of those
+        self._last_id = -1  # of the calls that began: each has a larger one than those before
         self._part = 0
         self._asked: list[int] = []  # values of the call that is being put together
 
@@ -232,12 +234,12 @@ class _StepPicker(StepReader):
         """Read line by line, until the last one or until all that is to be picked has ended."""
         for number, line in self._lines():
             if self._take(number, line):
-                self._open, self._unended = {}, {}
+                self._open, self._by_id, self._unended, self._last_id = {}, {}, set(), -1
                 self._part += 1
             if len(self.picked) == self._most:
                 self.passed_by = (_CALL, _VALUE, _STACK, _GAP)
                 self._on_gap = _ignore  # as ends are here whose calls were passed by
-                if not self._unended:
+                if not self._unended and not any(map(_ends_again, self._by_id.values())):
                     return
 
     def count(self) -> None:
@@ -264,7 +266,7 @@ class _StepPicker(StepReader):
             elif text.startswith(_CALL):
                 self.n_calls += 1
                 self.n_begun += 1
-            elif text.startswith(_END):
+            elif text.startswith(_END) and self.n_begun:  # some calls end more than once
                 self.n_begun -= 1
             elif text.startswith(_GAP):
                 self.n_gaps += 1
@@ -286,14 +288,16 @@ class _StepPicker(StepReader):
         self.n_calls += 1
         self.n_begun += 1
         self._open[line.id] = begun = Begun(number, _FORGOTTEN)
-        self._unended.pop(line.id, None)
+        self._by_id.pop(line.id, None)
+        self._last_id = max(self._last_id, line.id)
         if self._wanted(self._heading(line, index)):
             begun.line = line
             self._asked = []
             call = self._call(line, None, index)
             picked = Picked(call, begun, self.folder, self._part, self._asked)
             self.picked.append(picked)
-            self._unended[line.id] = picked
+            self._by_id[line.id] = picked
+            self._unended.add(line.id)
 
     def _heading(self, line: lines.CallLine, index: int) -> Call:
         return Call(
@@ -306,21 +310,25 @@ class _StepPicker(StepReader):
             rank=self.rank,
         )
 
-    def _end(self, number: int, line: lines.EndLine) -> Begun | None:
-        begun = super()._end(number, line)
-        if begun is None:
-            return None
-        picked = self._unended.pop(line.id, None)
-        if problem := self._problem(line):
-            begun.end = None
+    def _end(self, number: int, line: lines.EndLine) -> None:
+        begun, picked = self._open.get(line.id), self._by_id.get(line.id)
+        if begun is None and line.id <= self._last_id:  # once more, of a call that is not picked
+            return
+        self._unended.discard(line.id)
+        if problem := self._problem(line) if begun is not None else None:
             self._damaged(number, f"the end of call {line.id}: {problem}")
-            return None
-        self.n_begun -= 1
-        if picked is not None:
-            self._asked = []
-            picked.call = self._call(begun.line, line, picked.call.index)
-            picked.values = self._asked
-        return begun
+            return
+        is_first = begun is not None and begun.end is None
+        super()._end(number, line)
+        if begun is None:
+            return
+        self.n_begun -= is_first
+        if picked is None:
+            del self._open[line.id]
+            return
+        self._asked = []
+        picked.call = self._call(begun.line, line, picked.call.index)
+        picked.values = self._asked
 
     def _problem(self, line: lines.CallLine | lines.EndLine) -> str | None:
         """Why no call can be made of a line, None where one can. Asked of each: it takes a third of
@@ -344,6 +352,11 @@ class _StepPicker(StepReader):
     def _content(self, value_id: int) -> Content:
         self._asked.append(value_id)
         return NOT_THERE
+
+
+def _ends_again(picked: Picked) -> bool:
+    """Whether more lines may say how a call ended: its results come to light one by one."""
+    return picked.call.name.startswith("Function.")
 
 
 def _closed(file: BinaryIO) -> lines.ClosedLine | None:
