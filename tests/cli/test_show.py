@@ -199,7 +199,7 @@ def test_a_call_by_any_of_its_names(
     [
         ("exp", "near names: Torch.exp.0.forward"),
         ("Functional.liner.0.forward", "near names: Functional.linear.0.forward"),
-        ("zzz", "to see all: leave the name out"),
+        ("zzz", "try: tensorprobe show runs/a"),
     ],
 )
 def test_a_name_that_is_not_there(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -118,9 +117,8 @@ def _some(values: Sequence[str], most: int = 8) -> str:
 
 def find_calls(capture: Capture, calls: Calls, wanted: str) -> Calls:
     """The calls that a name, its beginning, a pattern or a tensor's name stands for."""
-    from tensorprobe.errors import UnreadableCapture
     from tensorprobe.operators import native_name
-    from tensorprobe.records import Calls, matches_name
+    from tensorprobe.records import Calls, matches_name, no_such_call
 
     tests: tuple[Callable[[str, str], bool], ...] = (
         lambda name, want: name == want,
@@ -133,10 +131,7 @@ def find_calls(capture: Capture, calls: Calls, wanted: str) -> Calls:
         for test in tests:
             if found := [call for call in calls if test(spelling(call.name), want)]:
                 return Calls(found)
-    names = sorted({call.name for call in calls})
-    near = [name for name in names if wanted in name] or difflib.get_close_matches(wanted, names)
-    hint = f"near names: {', '.join(near[:3])}" if near else "to see all: leave the name out"
-    raise UnreadableCapture(f"no call '{wanted}' among {len(calls)} in '{capture.path}'; {hint}")
+    raise no_such_call(capture, wanted, calls)
 
 
 def call_row(call: Call) -> Row:
