@@ -66,7 +66,7 @@ def test_the_program_is_stopped(tmp_path: Path) -> None:
 
 
 def test_it_goes_on_and_ends_with_3(tmp_path: Path) -> None:
-    options = ["--guard", "overflow", "--overflow-nums", "-1", "--guard-out", "found"]
+    options = ["--guard", "overflow", "--overflow-nums", "-1", "--guard-output", "found"]
     done = run(tmp_path, options, "4")
     assert (done.returncode, done.stdout) == (3, "trained\n")
     assert len(findings(tmp_path / "found")) == 1

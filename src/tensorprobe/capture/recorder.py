@@ -8,7 +8,7 @@ import shlex
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,11 +28,25 @@ from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.steps import StepOn, StepWatch
 from tensorprobe.capture.tape import Tape
 from tensorprobe.capture.values import Values
-from tensorprobe.config import RecordConfig, format_numbers, from_msprobe_config
+from tensorprobe.config import (
+    Digests,
+    Dtypes,
+    Flush,
+    Names,
+    Numbers,
+    OnWriteError,
+    Operators,
+    RecordConfig,
+    Size,
+    format_numbers,
+    from_msprobe_config,
+)
 from tensorprobe.devices import check_environment, current_rank, world_size
 from tensorprobe.errors import BadUsage, NothingRecorded, WriteFailed
 from tensorprobe.garbage import rare_searches
+from tensorprobe.keywords import keywords
 from tensorprobe.numerics.summary import Summarizer
+from tensorprobe.records import Keep, Level, count
 from tensorprobe.store.claim import run_identity
 from tensorprobe.store.outputs import check_writable
 from tensorprobe.store.writer import CaptureWriter
@@ -55,26 +69,57 @@ class Recorder:
                 rec.step()
 
     `level` is L0 (modules), L1 (torch calls), mix (both) or L2 (ATen ops); `keep` is structure,
-    stats, digest or tensors. What else can be given is in RecordConfig. It may be built before or
-    after the model, started and stopped many times, and nested in another recorder. With a
-    `counter` of its own the numbers of calls go on over steps, and over recorders that share it.
+    stats, digest or tensors. `steps` to `names` each narrow what is recorded; how it is written is
+    said from `flush` on (docs/recording.md has them one by one). It may be built before or after
+    the model, started and stopped many times, and nested in another recorder. With a `counter` of
+    its own the numbers of calls go on over steps, and over recorders that share it.
     """
 
+    @keywords()
     def __init__(
         self,
         path: str | os.PathLike[str],
         *,
+        level: Level = "mix",
+        keep: Keep = "stats",
+        steps: Numbers | None = None,
+        ranks: Numbers | None = None,
+        directions: Names = ("forward", "backward"),
+        sides: Names = ("input", "output"),
+        calls: Names = (),
+        between: str | Sequence[str] | None = None,
+        apis: Names = (),
+        modules: Names = (),
+        names: Names = (),
+        keep_tensors: Names = (),
+        dtypes: Dtypes = "all",
+        stacks: bool = True,
+        digests: Digests = "native",
+        operators: Operators = "native",
+        flush: Flush = "queue",
+        max_disk: Size | None = None,
+        queue: Size = 256 * 2**20,
+        compress: bool = False,
+        keep_last: int | None = None,
+        stop_after_last_step: bool = False,
+        on_write_error: OnWriteError = "continue",
         step_on: StepOn = "explicit",
         first_step: int = 0,
         log: Callable[[str], None] = say,
         facts: dict[str, Any] | None = None,
         counter: Counter | None = None,
-        **options: Any,
     ) -> None:
         self.path = Path(path)
         check_writable(self.path)
         self._counter = counter
-        self.config = RecordConfig.make(**options)
+        self.config = RecordConfig.make(
+            level=level, keep=keep, steps=steps, ranks=ranks, directions=directions, sides=sides,
+            calls=calls, between=between, apis=apis, modules=modules, names=names,
+            keep_tensors=keep_tensors, dtypes=dtypes, stacks=stacks, digests=digests,
+            operators=operators, flush=flush, max_disk=max_disk, queue=queue, compress=compress,
+            keep_last=keep_last, stop_after_last_step=stop_after_last_step,
+            on_write_error=on_write_error,
+        )  # fmt: skip
         self._selection = Selection(self.config)
         self._log = log
         self._facts = facts or {}
@@ -102,12 +147,20 @@ class Recorder:
         self._on_disk: list[int] = []  # recorded steps that may still be dropped, oldest first
 
     @classmethod
-    def from_config(cls, path: str | os.PathLike[str], **more: Any) -> Recorder:
+    def from_config(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        step_on: StepOn = "explicit",
+        first_step: int = 0,
+        log: Callable[[str], None] = say,
+    ) -> Recorder:
         """A recorder as an msprobe config.json describes it."""
         config, folder, notes = from_msprobe_config(Path(path))
         if folder is None:
             raise BadUsage(f"{path}: dump_path is missing; say where the recording goes")
-        recorder = cls(folder, **more, **config.as_arguments())
+        arguments = config.as_arguments()
+        recorder = cls(folder, step_on=step_on, first_step=first_step, log=log, **arguments)
         for note in notes:
             recorder._log(note)
         return recorder
@@ -248,6 +301,17 @@ class Recorder:
             if error is None:
                 raise
             self._log(str(nothing))  # the user's own exception goes first
+
+    def __repr__(self) -> str:
+        states = {
+            "closed": self._closed,
+            "over": self._over,
+            "paused": self._paused,
+            "recording": self._started,
+            "stopped": self.is_built,
+        }
+        state = next((state for state, is_so in states.items() if is_so), "not started")
+        return f"<Recorder {self.path}: {state}, step {self._step}>"
 
     # Building and taking apart
 
@@ -510,20 +574,16 @@ class Recorder:
         steps -= rest
         left = self.config.keep_last
         kept = f", the last {left} kept" if self._keep_last and left and steps > left else ""
-        gaps = f", {_count(writer.n_gaps, 'gap')}" if writer.n_gaps else ""
+        gaps = f", {count(writer.n_gaps, 'gap')}" if writer.n_gaps else ""
         several = os.environ.get("WORLD_SIZE", "1") != "1"
         where = writer.folder if several else self.path
         waited = f", waited {writer.waited_s:.1f} s for the disk" if writer.waited_s >= 1 else ""
-        recorded = f"{_count(writer.n_calls, 'call')} in {_count(steps, 'step')}{after}"
+        recorded = f"{count(writer.n_calls, 'call')} in {count(steps, 'step')}{after}"
         return (
             f"recorded {recorded}{kept}{gaps}, "
             f"{format_nbytes(writer.nbytes_written)} in {where}{waited}. "
             f"Next: tensorprobe show {shlex.quote(str(self.path))}"
         )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def format_nbytes(nbytes: float) -> str:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from tensorprobe._version import __version__
+from tensorprobe.cli.options import as_options, option_names
 from tensorprobe.errors import BadUsage, TensorprobeError
 
 # verb -> one line of help. Each verb is a module here: add_arguments(parser), run(args) -> status.
@@ -38,6 +39,7 @@ def build_parser(verb: str | None) -> argparse.ArgumentParser:
         sub = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if name == verb:
             importlib.import_module(f"tensorprobe.cli.{name}").add_arguments(sub)
+            sub.set_defaults(option_names=option_names(sub))
     return parser
 
 
@@ -51,12 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         status = importlib.import_module(f"tensorprobe.cli.{args.verb}").run(args)
-    except BadUsage as error:
-        sys.stderr.write(f"tensorprobe {args.verb}: {error}\n")
-        return 2
     except TensorprobeError as error:
-        sys.stderr.write(f"tensorprobe {args.verb}: {error}\n")
-        return 1
+        text = as_options(str(error), args.option_names)
+        sys.stderr.write(f"tensorprobe {args.verb}: {text}\n")
+        return 2 if isinstance(error, BadUsage) else 1
     except BrokenPipeError:  # `tensorprobe show ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -43,7 +43,7 @@ def read_mapping(source: str | os.PathLike[str] | AnyMapping[str, Any]) -> Mappi
 
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise BadUsage(f"no file '{path}': --mapping takes a YAML or JSON file of actual: expected")
+        raise BadUsage(f"no file '{path}': `mapping` takes a YAML or JSON file of actual: expected")
     try:
         import yaml
     except ImportError:
