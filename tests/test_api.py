@@ -6,6 +6,7 @@ Renew api.txt after a change that is meant:  python tests/test_api.py
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -112,6 +113,15 @@ def test_dir_completes_every_name_sorted() -> None:
         _ = tp.nothing
 
 
+def test_only_names_that_need_torch_import_it() -> None:
+    need = {"Guard", "Recorder", "Reroute", "reference", "repro", "reroute"}
+    light = [name for name in tp.__all__ if name not in need]
+    code = f"import sys, tensorprobe as tp\nfor name in {light}: getattr(tp, name)\n"
+    code += "sys.exit('torch was imported' if 'torch' in sys.modules else 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_every_error_is_public() -> None:
     kinds = {name for name, kind in vars(errors).items() if inspect.isclass(kind)}
     assert kinds <= set(tp.__all__)
@@ -123,12 +133,41 @@ def test_functions_stay_functions_when_their_rooms_are_imported() -> None:
         "import tensorprobe.report.saving, tensorprobe.check.run, tensorprobe.compare.align\n"
         "assert 'torch' not in sys.modules\n"
         "assert 'timeout' in inspect.signature(tp.compare).parameters\n"
-        "assert inspect.isfunction(tp.check) and inspect.isfunction(tp.reroute)\n"
+        "assert inspect.isfunction(tp.check)\n"
         "from tensorprobe import check, compare\n"
         "assert compare is tp.compare and check is tp.check\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+TYPED = """
+import tensorprobe as tp
+recorder: tp.Recorder = tp.Recorder("a", level="L1", steps="0-1", apis=["relu"], queue="1G")
+comparison: tp.Comparison = tp.compare("a", "b", jobs=2, timeout=3.0)
+checked: tp.Checked = tp.check("a", "b", jobs=2)
+comparison.save("out", xlsx=True)
+tp.Recorder("a", levl="L1")
+tp.Recorder("a", level="L9")
+tp.compare("a", "b", jobs="two")
+"""
+
+
+@pytest.mark.slow
+def test_a_type_checker_sees_every_option(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    (tmp_path / "typed.py").write_text(TYPED)
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--cache-dir=cache",
+               "--follow-imports=silent", "--no-error-summary", "typed.py"]  # fmt: skip
+    environment = {**os.environ, "MYPYPATH": str(HERE.parent / "src")}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    wrong = [line for line in done.stdout.splitlines() if " error: " in line]
+    said = ("7: error: Unexpected keyword argument", "8: error: Arg", "9: error: Arg")
+    assert len(wrong) == len(said), done.stdout + done.stderr
+    for line, start in zip(wrong, said, strict=True):
+        assert line.startswith(f"typed.py:{start}")
 
 
 def test_a_recorder_takes_what_a_configuration_has() -> None:

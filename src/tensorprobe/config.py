@@ -72,8 +72,8 @@ class RecordConfig(msgspec.Struct, frozen=True, kw_only=True):
         config = cls(**{name: _PARSERS[name](name, value) for name, value in arguments.items()})
         if config.stop_after_last_step and config.steps is None:
             raise BadUsage(
-                "stop_after_last_step needs steps: without them there is no last one. "
-                "Give steps=, for example steps='0-1'"
+                "`stop_after_last_step` needs `steps`: without them there is no last one. "
+                "For example: `steps='0-1'`"
             )
         return config
 

@@ -108,7 +108,7 @@ def test_the_command_it_prints_records_the_call(tmp_path: Path) -> None:
     [
         (["--guard", "all"], "unknown guard 'all': expected overflow or errors, or both"),
         (["--guard", "overflow", "--overflow-nums", "0"], "expected a number from 1, or -1"),
-        (["--guard", "overflow", "--keep-last", "0"], "keep_last=0: expected a number from 1"),
+        (["--guard", "overflow", "--keep-last", "0"], "--keep-last 0: expected a number from 1"),
     ],
 )
 def test_wrong_options(tmp_path: Path, options: list[str], message: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensorprobe.cli.doors import DOORS, open_doors, read_names
-from tensorprobe.cli.options import former_name
+from tensorprobe.cli.options import as_options, former_name
 from tensorprobe.config import RecordConfig, from_msprobe_config
 from tensorprobe.errors import (
     BadUsage,
@@ -483,7 +483,8 @@ class _Session:
         self._tell_idle_faults()
         status = self._end_reroute() or int(problem)
         if isinstance(end, GuardStopped):
-            sys.stderr.write(f"tensorprobe run: {end}\n")
+            text = as_options(str(end), self._args.option_names)
+            sys.stderr.write(f"tensorprobe run: {text}\n")
             return 3
         if isinstance(end, KeyboardInterrupt):
             # shown already; Python gives the status of a program ended by Ctrl-C
