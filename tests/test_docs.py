@@ -11,7 +11,8 @@ import pytest
 from tensorprobe.cli.main import build_parser
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "README.zh.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "CHANGELOG.md"]
+PAGES += [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "benchmarks").glob("*.md"))]
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -66,6 +67,11 @@ def test_a_wrong_command_would_be_found(capsys: pytest.CaptureFixture[str]) -> N
     assert len(commands((ROOT / "docs" / "guide.md").read_text())) > 15
     assert len(commands((ROOT / "README.md").read_text())) > 15
     assert len(commands((ROOT / "README.zh.md").read_text())) > 10
+
+
+def test_the_guide_has_the_same_commands_in_both_languages() -> None:
+    english, chinese = ((ROOT / "docs" / name).read_text() for name in ("guide.md", "guide.zh.md"))
+    assert commands(chinese) == commands(english)
 
 
 def anchors(page: Path) -> set[str]:

@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 import msgspec
 
+from tensorprobe.contents.json_files import read_json
+from tensorprobe.contents.opening import open_named
 from tensorprobe.errors import BadUsage
 from tensorprobe.keywords import did_you_mean, unknown_name
 from tensorprobe.records import Direction, Keep, Level
@@ -17,7 +19,6 @@ from tensorprobe.records import Direction, Keep, Level
 Side = Literal["input", "output"]
 Dtypes = Literal["all", "float"]
 Flush = Literal["queue", "call"]
-OnWriteError = Literal["continue", "stop"]
 Digests = Literal["native", "crc32"]
 Operators = Literal["native", "dunder"]
 # What people may write for numbers of steps and ranks, for names, and for sizes in bytes.
@@ -61,11 +62,13 @@ class RecordConfig(msgspec.Struct, frozen=True, kw_only=True):
     compress: bool = False  # tensors, without loss
     keep_last: int | None = None  # steps on disk: older ones are deleted as new ones end
     stop_after_last_step: bool = False
-    on_write_error: OnWriteError = "continue"
+    strict: bool = False  # raise what else is only said: a disk that refuses, nothing recorded
 
     @classmethod
     def make(cls, **arguments: Any) -> RecordConfig:
         """The configuration for these arguments; BadUsage names the one that is wrong."""
+        if "on_write_error" in arguments:
+            arguments = {**strictness(arguments.pop("on_write_error")), **arguments}
         for name in arguments:
             if name not in _PARSERS:
                 raise unknown_name("argument", name, _PARSERS)
@@ -121,7 +124,7 @@ def parse_numbers(field: str, value: object) -> tuple[int, ...] | None:
             numbers.add(item)
             continue
         text = item.strip() if isinstance(item, str) else ""
-        found = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", text)
+        found = re.fullmatch(r"(\d{1,18})(?:\s*-\s*(\d{1,18}))?", text)
         if not found:
             _refuse(field, value, wanted)
         first = int(found[1])
@@ -245,8 +248,14 @@ _PARSERS: dict[str, Any] = {
     "compress": _parse_bool,
     "keep_last": _parse_optional_count,
     "stop_after_last_step": _parse_bool,
-    "on_write_error": _parse_choice(get_args(OnWriteError)),
+    "strict": _parse_bool,
 }
+
+
+def strictness(on_write_error: object) -> dict[str, bool]:
+    """What `strict` was called before, when it was about the disk alone."""
+    parse = _parse_choice(("continue", "stop"))
+    return {"strict": parse("on_write_error", on_write_error) == "stop"}
 
 
 def _refuse(field: str, value: object, expected: str, near: Iterable[str] = ()) -> NoReturn:
@@ -390,10 +399,10 @@ def _naming(path: str | Path | None) -> Iterator[None]:
 
 def _read_json(path: str | Path) -> Any:
     try:
-        return msgspec.json.decode(Path(path).read_bytes())
+        return read_json(open_named(Path(path)), Path(path))
     except OSError as error:
         raise BadUsage(f"no configuration can be read from '{path}': {error.strerror}") from None
-    except msgspec.DecodeError as error:
+    except ValueError as error:
         raise BadUsage(f"{path} is not JSON: {error}") from None
 
 

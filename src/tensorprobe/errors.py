@@ -8,6 +8,7 @@ TensorprobeError
 ├── BadArtefact          a foreign file (dump, graph, log) is not what it claims to be
 ├── NothingRecorded      recording ended and the selection had matched nothing
 ├── WriteFailed          the disk refused what was recorded
+├── RecordingStopped     the recorder could not go on, for a reason other than the disk
 ├── DeviceUnusable       a device is asked for that is not there or not set up
 ├── NotReplayable        a recorded call cannot be run again alone
 └── GuardStopped         a guard has found what it was to stop at                     (exit 3)
@@ -56,6 +57,10 @@ class NothingRecorded(TensorprobeError):
 
 class WriteFailed(TensorprobeError):
     """The disk refused what was recorded."""
+
+
+class RecordingStopped(TensorprobeError):
+    """The recorder could not go on, for a reason other than the disk."""
 
 
 class DeviceUnusable(TensorprobeError):

@@ -13,13 +13,14 @@ from tensorprobe.errors import BadUsage
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def keywords(**former: str) -> Callable[[_F], _F]:
+def keywords(**former: str | Callable[[Any], dict[str, Any]]) -> Callable[[_F], _F]:
     """Let a function take keywords by their former names, and explain those it does not know.
 
         @keywords(processes="jobs")  # compare(a, b, processes=2) is compare(a, b, jobs=2)
         def compare(actual, expected, *, jobs=None): ...
 
-    The function keeps its signature: former names are not shown anywhere.
+    Where values have changed too, a function gives the new keywords for the old value. The
+    signature stays as it is: former names are not shown anywhere.
     """
 
     def decorate(function: _F) -> _F:
@@ -30,9 +31,11 @@ def keywords(**former: str) -> Callable[[_F], _F]:
             for name in [name for name in kwargs if name not in known]:
                 if name not in former:
                     raise unknown_name("argument", name, known)
-                if former[name] in kwargs:
-                    raise BadUsage(f"{name}= is the former name of {former[name]}=: give one")
-                kwargs[former[name]] = kwargs.pop(name)
+                new, value = former[name], kwargs.pop(name)
+                for each, given in ({new: value} if isinstance(new, str) else new(value)).items():
+                    if each in kwargs:
+                        raise BadUsage(f"{name}= is the former name of {each}=: give one")
+                    kwargs[each] = given
             return function(*args, **kwargs)
 
         return cast(_F, called)

@@ -209,20 +209,33 @@ class Calls(Sequence[Call]):
         op: str | None = None,
         direction: Direction | None = None,
     ) -> Calls:
-        tests: list[Callable[[Call], bool]] = []
-        if step is not None:
-            tests.append(lambda call: call.step == step)
-        if rank is not None:
-            tests.append(lambda call: call.rank == rank)
-        if name is not None:
-            tests.append(lambda call: matches_name(call.name, name))
-        if module is not None:
-            tests.append(lambda call: fnmatch.fnmatchcase(call.module, module))
-        if op is not None:
-            tests.append(lambda call: matches_op(call.op, op))
-        if direction is not None:
-            tests.append(lambda call: call.direction == direction)
+        tests = call_tests(step, rank, name, module, op, direction)
         return Calls(call for call in self._calls if all(test(call) for test in tests))
+
+
+def call_tests(
+    step: int | None,
+    rank: int | None,
+    name: str | None,
+    module: str | None,
+    op: str | None,
+    direction: Direction | None,
+) -> list[Callable[[Call], bool]]:
+    """What a call has to pass, one test a filter that is given."""
+    tests: list[Callable[[Call], bool]] = []
+    if step is not None:
+        tests.append(lambda call: call.step == step)
+    if rank is not None:
+        tests.append(lambda call: call.rank == rank)
+    if name is not None:
+        tests.append(lambda call: matches_name(call.name, name))
+    if module is not None:
+        tests.append(lambda call: fnmatch.fnmatchcase(call.module, module))
+    if op is not None:
+        tests.append(lambda call: matches_op(call.op, op))
+    if direction is not None:
+        tests.append(lambda call: call.direction == direction)
+    return tests
 
 
 def matches_name(name: str, wanted: str) -> bool:

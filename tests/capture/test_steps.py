@@ -489,7 +489,7 @@ def test_what_follows_the_last_step_is_not_counted_as_one(tmp_path: Path) -> Non
         train(*classifier(), 2)
     assert " in 2 steps, " in said[-1]
     with pytest.raises(NothingRecorded, match=r"the steps that ran were 0-1\.$"):
-        record(tmp_path / "c", program, steps=7)
+        record(tmp_path / "c", program, steps=7, strict=True)
 
 
 def test_a_program_that_ends_within_its_second_step(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_the_table_of_calls(capture: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, capture) == dedent("""\
-        runs/a: native, steps 0-1, rank 0, 5 calls, 2 gaps, 3.0 kB
+        runs/a: native, steps 0-1, rank 0, 5 calls, 2 gaps, 3.1 kB
         1 call begun, values missing
 
         index  step  rank  name                          module  op                             input         output        status
@@ -146,7 +146,7 @@ def test_none_unsupported_and_bool_are_three_things(
 
 def test_gaps(capture: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(capsys, capture, "--gaps") == dedent("""\
-        runs/a: native, steps 0-1, rank 0, 5 calls, 2 gaps, 3.0 kB
+        runs/a: native, steps 0-1, rank 0, 5 calls, 2 gaps, 3.1 kB
         1 call begun, values missing
 
         step  rank  name                      reason
@@ -199,7 +199,7 @@ def test_a_call_by_any_of_its_names(
     [
         ("exp", "near names: Torch.exp.0.forward"),
         ("Functional.liner.0.forward", "near names: Functional.linear.0.forward"),
-        ("zzz", "try: tensorprobe show runs/a"),
+        ("zzz", "to see all: leave the name out"),
     ],
 )
 def test_a_name_that_is_not_there(

@@ -12,7 +12,7 @@ import torch
 import tensorprobe as tp
 from recorded import record, run_script
 from tensorprobe.cli.main import main
-from tensorprobe.errors import BadUsage
+from tensorprobe.errors import BadUsage, WriteFailed
 
 NOT_ROOT = pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 
@@ -144,10 +144,16 @@ def test_a_file_that_cannot_be_read_is_one_line(
     assert "rank.json" in said
 
 
-def test_python_says_it_before_the_program_runs(here: Path) -> None:
-    for kind in (tp.Recorder, tp.Guard):
-        with pytest.raises(BadUsage, match=r"^cannot write to 'file.txt': 'file.txt' is a file"):
-            kind("file.txt")
+def test_python_says_it_before_the_program_runs(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "cannot write to 'file.txt': 'file.txt' is a file; give a folder"
+    with pytest.raises(WriteFailed, match=f"^{said}$"):
+        tp.Recorder("file.txt", strict=True)
+    for kind in (tp.Recorder, tp.Guard):  # a program that is hours under way goes on
+        held = kind("file.txt")
+        assert said in str(held.failed)
+        assert capsys.readouterr().err == f"tensorprobe: {held.failed}. The program goes on\n"
     for wrong, said in {
         "level": "level='L9': expected one of L0, L1, L2, mix",
         "keep": "keep='L9': expected one of structure, stats, digest, tensors",

@@ -138,8 +138,8 @@ def test_other_content_and_damage(tmp_path: Path) -> None:
     with pytest.raises(BadArtefact, match="compressed"):
         locate(path)
     os.mkfifo(tmp_path / "pipe.npy")
-    for name in ("missing.pt", "pipe.npy"):
-        with pytest.raises(BadArtefact, match="is missing"):
+    for name, reason in (("missing.pt", "is missing"), ("pipe.npy", "is a FIFO")):
+        with pytest.raises(BadArtefact, match=reason):
             locate(tmp_path / name)
 
 

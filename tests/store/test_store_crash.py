@@ -107,6 +107,61 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
+def test_killed_between_two_steps(tmp_path: Path) -> None:
+    out = open_writer(tmp_path)
+    out.begin_step(0)
+    write_relu(out, 0)
+    out.end_step()
+    out.drain()
+    assert tensorprobe.load(tmp_path).facts["unfinished"] == ["rank0"]
+    assert tensorprobe.load(tmp_path / "rank0" / "step0").facts["unfinished"] == []
+    out.close()
+    assert tensorprobe.load(tmp_path).facts["unfinished"] == []
+    out.begin_step(1)  # recorded on: it may be killed again
+    write_relu(out, 0)
+    out.end_step()
+    out.drain()
+    assert tensorprobe.load(tmp_path).facts["unfinished"] == ["rank0"]
+    out.close()
+    capture = tensorprobe.load(tmp_path)
+    assert (capture.facts["unfinished"], capture.gaps) == ([], ())
+
+
+def test_a_folder_deleted_while_it_is_written(tmp_path: Path) -> None:
+    out = open_writer(tmp_path / "a")
+    told: list[Exception] = []
+    out._on_error = told.append
+    for step in range(3):
+        out.begin_step(step)
+        write_relu(out, 0)
+        write_relu(out, 1)
+        if step == 1:
+            shutil.rmtree(tmp_path / "a")
+    out.close()
+    out.count_deleted()
+    assert (out.n_calls, out.lost, out.n_lost_steps) == (0, {0: 2, 1: 2, 2: 2}, 3)
+    (error,) = told
+    assert isinstance(error, FileNotFoundError)
+    assert "deleted while it was recorded" in str(error)
+
+
+def test_one_step_deleted_while_others_are_written(tmp_path: Path) -> None:
+    out = open_writer(tmp_path)
+    for step in range(3):
+        out.begin_step(step)
+        write_relu(out, 0)
+        out.end_step()
+        out.drain()
+    shutil.rmtree(tmp_path / "rank0" / "step1")
+    out.close()
+    assert out.lost == {}
+    out.count_deleted()
+    assert (out.n_calls, out.lost) == (2, {1: 1})
+    capture = tensorprobe.load(tmp_path)
+    assert len(capture.calls) == 2
+    assert [(gap.step, gap.name) for gap in capture.gaps] == [(1, "calls")]
+
+
 @pytest.mark.parametrize("with_tensors", [True, False])
 def test_a_full_disk(small_disk: Path, with_tensors: bool) -> None:
     out = open_writer(small_disk / "a")
@@ -124,7 +179,13 @@ def test_a_full_disk(small_disk: Path, with_tensors: bool) -> None:
     assert isinstance(out.error, OSError)
     assert out.error.errno == errno.ENOSPC
     capture = tensorprobe.load(small_disk / "a")
-    assert capture.gaps == ()
+    refused = "[Errno 28] No space left on device"
+    lost = n + 50 - len(capture.calls)
+    assert out.lost == {0: lost, 1: 1}
+    reasons = [(gap.step, gap.name, gap.reason) for gap in capture.gaps if gap.name == "calls"]
+    assert reasons == [(0, "calls", f"{lost} lost: {refused}"), (1, "calls", f"1 lost: {refused}")]
+    assert (out.n_calls, out.n_gaps) == (len(capture.calls), len(capture.gaps))
+    assert capture.facts["unfinished"] == ["rank0/step0"]
     assert len(capture.calls) > 500
     for call in capture.calls:
         record = call.tensors[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import math
@@ -20,6 +21,7 @@ import numpy as np
 
 from tensorprobe.ascend.dtypes import kind_of, widened
 from tensorprobe.ascend.dump import Dump, DumpTensor, original_name, parse_dump_name, read_dump
+from tensorprobe.ascend.files import found_below, open_file
 from tensorprobe.ascend.layouts import to_plain
 from tensorprobe.ascend.opdebug import parse_opdebug
 from tensorprobe.ascend.writing import (
@@ -31,6 +33,7 @@ from tensorprobe.ascend.writing import (
     write_text,
 )
 from tensorprobe.errors import BadArtefact, BadUsage, TensorprobeError
+from tensorprobe.terminal import printable
 
 Array = np.ndarray[Any, Any]
 OutputType = Literal["npy", "bin", "safetensors"]
@@ -100,8 +103,8 @@ def convert(
     `progress` is called with the bytes done and the bytes in all.
     """
     plan = plan or Plan()
-    work, skipped = _collect(paths, out)
-    if not work:
+    work, refused, skipped = _collect(paths, out)
+    if not work and not refused:
         raise BadUsage(
             f"no dump file in {', '.join(map(str, paths))}"
             + (f" ({skipped} other files were passed over)" if skipped else "")
@@ -120,7 +123,7 @@ def convert(
         if progress is not None:
             progress(done, total)
     ordered = tuple(results[path] for path, _ in work)
-    conversion = Conversion(ordered, skipped)
+    conversion = Conversion((*ordered, *refused), skipped)
     _write_lists(out, conversion)
     return conversion
 
@@ -129,37 +132,38 @@ def _nbytes(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
 
-def _collect(paths: Sequence[Path], out: Path) -> tuple[list[tuple[Path, Path]], int]:
-    """Each dump file with its folder below `out`, and the number of other files."""
+_Work = list[tuple[Path, Path]]
+
+
+def _collect(paths: Sequence[Path], out: Path) -> tuple[_Work, list[Converted], int]:
+    """Each dump file with its folder below `out`, those refused, and the number of other files."""
     work: dict[Path, Path] = {}
+    refused: list[Converted] = []
     skipped = 0
     inside = out.resolve()
     for path in paths:
-        if path.is_file():
+        if not path.is_dir():
+            if not path.exists():
+                raise BadUsage(f"{path}: no such file or directory")
             work[path] = Path()
             continue
-        if not path.is_dir():
-            raise BadUsage(f"{path} is neither a file nor a directory")
-        for folder, folders, names in os.walk(path):  # links are not followed
-            folders[:] = sorted(n for n in folders if (Path(folder) / n).resolve() != inside)
-            for name in sorted(names):
-                file = Path(folder) / name
-                if is_candidate(file):
-                    work[file] = Path(folder).relative_to(path)
-                else:
-                    skipped += 1
+        for file, problem in found_below(path, lambda _: True, skip=inside):
+            if not is_candidate(file):
+                skipped += 1
+            elif problem is not None:
+                refused.append(Converted(file, error=problem))
+            else:
+                work[file] = file.parent.relative_to(path)
     targets: dict[Path, Path] = {}
     for path, below in work.items():
-        other = targets.setdefault(below / original_name(path), path)
+        other = targets.setdefault(below / safe_name(original_name(path)), path)
         if other != path:
             raise BadUsage(f"{other} and {path} would write the same files: use two -o")
-    return list(work.items()), skipped
+    return list(work.items()), refused, skipped
 
 
 def is_candidate(file: Path) -> bool:
     """Whether a file in a directory may be a dump, by its name alone."""
-    if file.is_symlink() or not file.is_file():
-        return False
     named = parse_dump_name(file.name) is not None or file.name.isdigit()
     is_other = file.name.startswith(".") or file.suffix.lower() in _OTHER_SUFFIXES
     return named or not is_other
@@ -332,7 +336,7 @@ def _write_npy(file: io.FileIO, tensor: DumpTensor) -> None:
 
 def _copy_block(file: io.FileIO, tensor: DumpTensor, nbytes: int) -> None:
     """The block as it is, inside the kernel where it can be: no pass through this process."""
-    with tensor.path.open("rb") as dump:
+    with open_file(tensor.path) as dump:
         at, end = tensor.offset, tensor.offset + nbytes
         while at < end:
             try:
@@ -405,13 +409,14 @@ def _safetensors_header(dump: Dump, blocks: list[_Block]) -> bytes:
 
 def _write_lists(out: Path, conversion: Conversion) -> None:
     if conversion.failed:
-        lines = "".join(f"{result.path}\t{result.error}\n" for result in conversion.failed)
-        write_text(out / FAILED_LIST, lines)
+        lines = (printable(f"{r.path}") + "\t" + printable(f"{r.error}") for r in conversion.failed)
+        write_text(out / FAILED_LIST, "".join(f"{line}\n" for line in lines))
     else:
         (out / FAILED_LIST).unlink(missing_ok=True)
-    tables: dict[Path, str] = {}
+    tables: dict[Path, io.StringIO] = {}
     for result in conversion.results:
         for path, name in result.renamed:
-            tables[path.parent] = tables.get(path.parent, "") + f"{path.name},{name}\n"
-    for folder, text in tables.items():
-        write_text(folder / MAPPING, text)
+            table = tables.setdefault(path.parent, io.StringIO())
+            csv.writer(table, lineterminator="\n").writerow((path.name, name))
+    for folder, table in tables.items():
+        write_text(folder / MAPPING, table.getvalue())

@@ -63,16 +63,17 @@ class Kind(msgspec.Struct, frozen=True):
     decode: Callable[[Array], Array]
     wide: np.dtype[Any]
     is_plain: bool = False  # raw bytes are already the npy content
+    is_view: bool = False  # decoding takes no memory
 
 
 def _plain(code: str) -> Kind:
     dtype = np.dtype(code)
-    return Kind(dtype.itemsize * 8, lambda raw: raw.view(dtype), dtype, True)
+    return Kind(dtype.itemsize * 8, lambda raw: raw.view(dtype), dtype, True, True)
 
 
-def _exotic(name: str, wide: str) -> Kind:
-    dtype = np.dtype(getattr(ml_dtypes, name))
-    return Kind(8 * dtype.itemsize, lambda raw: raw.view(dtype), np.dtype(wide))
+def _exotic(scalar: type[Any], wide: str) -> Kind:
+    dtype = np.dtype(scalar)
+    return Kind(8 * dtype.itemsize, lambda raw: raw.view(dtype), np.dtype(wide), is_view=True)
 
 
 def _unpacked(raw: Array, bits: int) -> Array:
@@ -181,9 +182,9 @@ def _kinds() -> dict[str, Kind]:
     }  # fmt: skip
     return {
         **{name: _plain(code) for name, code in plain.items()},
-        "bfloat16": _exotic("bfloat16", "<f4"),
-        "float8_e5m2": _exotic("float8_e5m2", "<f4"),
-        "float8_e4m3fn": _exotic("float8_e4m3fn", "<f4"),
+        "bfloat16": _exotic(ml_dtypes.bfloat16, "<f4"),
+        "float8_e5m2": _exotic(ml_dtypes.float8_e5m2, "<f4"),
+        "float8_e4m3fn": _exotic(ml_dtypes.float8_e4m3fn, "<f4"),
         "float8_e8m0": Kind(8, scales.take, np.dtype("<f4")),
         "float6_e3m2": _float6(3, 2, 3),
         "float6_e2m3": _float6(2, 3, 1),
@@ -204,7 +205,7 @@ def _kinds() -> dict[str, Kind]:
 
 
 # What a type without elements that numpy could hold (strings, unknown numbers) is read as.
-_BYTES = Kind(8, lambda raw: raw.view(np.int8), np.dtype("i1"), True)
+_BYTES = Kind(8, lambda raw: raw.view(np.int8), np.dtype("i1"), True, True)
 
 
 def kind_of(dtype: str) -> Kind:

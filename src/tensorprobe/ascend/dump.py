@@ -8,7 +8,9 @@ mapped, only headers are read, and every length in them is checked before it is 
 from __future__ import annotations
 
 import csv
+import io
 import math
+import os
 import re
 from collections.abc import Iterator
 from functools import lru_cache
@@ -26,6 +28,7 @@ from tensorprobe.ascend.dtypes import (
     kind_of,
     proto_dtype,
 )
+from tensorprobe.ascend.files import open_file, read_file
 from tensorprobe.ascend.layouts import FORMATS, format_name
 from tensorprobe.ascend.source import LENGTH, VARINT, Field, Source, signed
 from tensorprobe.errors import BadArtefact
@@ -36,8 +39,10 @@ Style = Literal["adump", "serialised", "nano", "atb"]
 
 MAX_DIMS = 32
 MAX_TENSORS = 1 << 13
+MAX_DECODED = 1 << 26
 NANO_MAGIC = 0x5A5A5A5A
 ATB_HEADER_LIMIT = 1 << 16
+MAX_MAPPING_NBYTES = 1 << 24
 
 # What else than an input an entry listed under `input` can be (newest writers say so).
 _INPUT_KINDS = {
@@ -78,27 +83,43 @@ class DumpTensor(msgspec.Struct, frozen=True):
     @property
     def fits(self) -> bool:
         """Whether the block holds what the shape asks for; it may be padded."""
-        if self.count is None:
+        if self.count is None or not _is_addressable(self.shape):
             return False
         if not has_values(self.dtype):
             return self.count == self.nbytes
         return self.count * kind_of(self.dtype).bits <= self.nbytes * 8
 
+    @property
+    def size(self) -> int:
+        """How many elements are there."""
+        if self.fits and self.count is not None:
+            return self.count
+        return self.nbytes * 8 // kind_of(self.dtype).bits
+
     def raw(self) -> Array:
         """The bytes of the block, mapped."""
         if self.nbytes == 0:
             return np.empty(0, np.uint8)
-        return np.memmap(self.path, np.uint8, "r", self.offset, (self.nbytes,))
+        with open_file(self.path) as file:
+            return np.memmap(file, np.uint8, "r", self.offset, (self.nbytes,))
 
     def flat(self) -> Array:
         """The elements in one row, exact; only those that are there."""
-        every = self.nbytes * 8 // kind_of(self.dtype).bits
-        count = self.count
-        return decode(self.raw(), self.dtype, count if self.fits and count is not None else every)
+        if not kind_of(self.dtype).is_view and self.size > MAX_DECODED:
+            raise BadArtefact(
+                f"{self.path}: {self.name}: {self.size} elements of {self.dtype}; expected at most "
+                f"{MAX_DECODED} to be held at once. Convert it to npy without --format"
+            )
+        return decode(self.raw(), self.dtype, self.size)
 
     def array(self) -> Array:
         """The elements in their shape; in one row where block and shape disagree."""
         return self.flat().reshape(self.shape) if self.fits else self.flat()
+
+
+def _is_addressable(shape: tuple[int, ...]) -> bool:
+    """Whether numpy can have such an array: sizes count even where one of them is zero."""
+    return math.prod(size for size in shape if size) < 1 << 58
 
 
 class Dump(msgspec.Struct, frozen=True):
@@ -134,28 +155,24 @@ class DumpName(msgspec.Struct, frozen=True):
         return self.op_type == "Opdebug"
 
 
-_NUMBERS = re.compile(r"^(?P<head>.*?)\.(?P<numbers>\d+(?:\.\d+)*)$", re.DOTALL)
-
-
 def parse_dump_name(name: str) -> DumpName | None:
     """The parts of a dump's file name, old and new; None when it is not such a name.
 
     Numbers are read from the right: `type.name.task.time`, `type.name.task.stream.time`, the
     latter with `.4.context.thread.device` behind, `exception_info.stream.task.time`.
     """
-    match = _NUMBERS.match(name) if len(name) <= 4096 else None
-    if not match:
-        return None
-    head, numbers = match["head"], match["numbers"].split(".")
+    first, *parts = name.split(".")
+    split = len(parts)
+    while split and _is_number(parts[split - 1]):
+        split -= 1
+    head, numbers = ".".join([first, *parts[:split]]), parts[split:]
     if head == "exception_info" and len(numbers) == 3:
         stream, task, time = numbers
         return DumpName("", "", int(task), int(stream), time)
     op_type, dot, op_name = head.partition(".")
     if not dot:
         return None
-    values = [int(number) for number in numbers if len(number) < 20]
-    if len(values) != len(numbers):
-        return None
+    values = [int(number) for number in numbers]
     if len(numbers) == 2:
         return DumpName(op_type, op_name, values[0], None, numbers[1])
     if len(numbers) == 3:
@@ -165,18 +182,27 @@ def parse_dump_name(name: str) -> DumpName | None:
     return None
 
 
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) < 20
+
+
 @lru_cache(maxsize=256)
 def _mapping(path: Path, modified_ns: int) -> dict[str, str]:
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        rows = csv.reader(line.replace("\0", "") for line in file)
+    text = read_file(path, MAX_MAPPING_NBYTES, "a table of names").decode("utf-8", "replace")
+    try:
+        rows = csv.reader(io.StringIO(text.replace("\0", ""), newline=""))
         return {row[0].strip(): row[1].strip() for row in rows if len(row) >= 2}
+    except csv.Error as error:
+        raise BadArtefact(f"{path}: {error}; expected lines of SHORT,LONG") from error
 
 
 def original_name(path: Path) -> str:
     """The name a dump would have had: mapping.csv beside it knows those that were too long."""
     table = path.parent / "mapping.csv"
-    if not path.name.isdigit() or not table.is_file():
+    if not path.name.isdigit() or not os.path.lexists(table):
         return path.name
+    if table.is_symlink() and table.resolve().parent != path.parent.resolve():
+        raise BadArtefact(f"{table}: a link that leads out of its folder; copy the file there")
     return _mapping(table, table.stat().st_mtime_ns).get(path.name, path.name)
 
 
@@ -492,6 +518,7 @@ def _nano_dims(source: Source, start: int, end: int) -> tuple[int, ...]:
 
 # --- ATB ------------------------------------------------------------------------------------
 
+_ND = str(FORMATS.index("ND"))
 _ATB_LINE = re.compile(rb"[$A-Za-z][\w.$]*=[^\n\0]*\n")
 
 
@@ -507,13 +534,14 @@ def _atb_header_end(source: Source) -> int | None:
 
 
 def _read_atb(source: Source, start: int) -> Dump:
-    lines = source.text(0, start).splitlines()
+    lines = source.text(0, start).removesuffix("\n").split("\n")
     keys = dict(line.split("=", 1) for line in lines)
     try:
-        dims = tuple(int(dim) for dim in keys.get("dims", "").split(",") if dim.strip())
-        number, layout = int(keys["dtype"]), int(keys.get("format", FORMATS.index("ND")))
+        dims = tuple(_int64(dim) for dim in keys.get("dims", "").split(",") if dim.strip())
+        number, layout = _int64(keys["dtype"]), _int64(keys.get("format", _ND))
     except (KeyError, ValueError) as error:
-        raise source.bad(0, f"header {keys}", "dtype=NUMBER, format=NUMBER, dims=1,2,3") from error
+        wanted = "dtype=NUMBER, format=NUMBER, dims=1,2,3"
+        raise source.bad(0, f"header {str(keys)[:200]}", wanted) from error
     if len(dims) > MAX_DIMS:
         raise source.bad(0, f"{len(dims)} dims", f"at most {MAX_DIMS}")
     warnings = []
@@ -525,6 +553,13 @@ def _read_atb(source: Source, start: int) -> Dump:
         source.nbytes - start,
     )  # fmt: skip
     return Dump(source.path, "atb", (_with_warnings(tensor),), warnings=tuple(warnings))
+
+
+def _int64(text: str) -> int:
+    value = int(text)
+    if not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"{value} has more than 64 bits")
+    return value
 
 
 def with_dtype(tensor: DumpTensor, dtype: str, shape: tuple[int, ...] | None = None) -> DumpTensor:

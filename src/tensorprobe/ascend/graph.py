@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 import msgspec
 
 from tensorprobe.ascend.dtypes import dtype_of_name, ge_dtype, proto_dtype
-from tensorprobe.ascend.textproto import Message, Word, parse_text
-from tensorprobe.errors import BadArtefact, BadUsage
+from tensorprobe.ascend.dump import MAX_DIMS
+from tensorprobe.ascend.files import files_below, open_file, require_file
+from tensorprobe.ascend.textproto import MAX_DEPTH, Message, Word, most_parts, parse_text
+from tensorprobe.errors import BadArtefact
 
 MAX_FILE_NBYTES = 1 << 30
 _FUSION = "_datadump_original_op_names"
@@ -133,12 +136,7 @@ class Graph(msgspec.Struct, frozen=True):
 def read_graph(path: Path | str) -> Graph:
     """Read a ge_proto text graph, a ge_onnx pbtxt or the JSON that `atc --mode=5` makes."""
     path = Path(path)
-    if path.stat().st_size > MAX_FILE_NBYTES:
-        raise BadArtefact(
-            f"{path}: {path.stat().st_size} bytes; expected at most {MAX_FILE_NBYTES}. Dump the "
-            "graph without weights: export DUMP_GE_GRAPH=2"
-        )
-    text = path.read_bytes().decode("utf-8", "replace")
+    text = _read_text(path)
     if text.lstrip("\ufeff \t\r\n").startswith("{"):
         root = _from_json(path, text)
     else:
@@ -152,29 +150,45 @@ def read_graph(path: Path | str) -> Graph:
     return Graph(path, ops)
 
 
+def _read_text(path: Path) -> str:
+    with open_file(path) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > MAX_FILE_NBYTES:
+            raise BadArtefact(
+                f"{path}: {nbytes} bytes; expected at most {MAX_FILE_NBYTES}. Dump the "
+                "graph without weights: export DUMP_GE_GRAPH=2"
+            )
+        head = file.read(1 << 12)
+        if b"\0" in head:
+            raise BadArtefact(
+                f"{path}: at byte {head.index(0)}: binary data; expected a graph as text"
+            )
+        return (head + file.read(nbytes)).decode("utf-8", "replace")
+
+
 def graph_files(paths: Sequence[Path]) -> list[Path]:
     """The graph files among paths and in directories, the last build stage first."""
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found += (
-                file
-                for file in sorted(path.rglob("*"))
-                if file.is_file() and file.name.startswith(("ge_proto", "ge_onnx"))
-                and file.suffix in (".txt", ".pbtxt", ".json")
-            )  # fmt: skip
+            found += files_below(path, _is_graph, links=True)
             if not found:
-                found += (f for f in sorted(path.rglob("*.json")) if '"op"' in _head(f))
-        elif path.is_file():
-            found.append(path)
+                every = files_below(path, lambda file: file.suffix == ".json", links=True)
+                found += (file for file in every if b'"op"' in _head(file))
         else:
-            raise BadUsage(f"{path} is neither a file nor a directory")
+            require_file(path)
+            found.append(path)
     return sorted(dict.fromkeys(found), key=_newest_build_first)
 
 
-def _head(path: Path) -> str:
-    with path.open("rb") as file:
-        return file.read(1 << 16).decode("utf-8", "replace")
+def _is_graph(path: Path) -> bool:
+    suffixes = (".txt", ".pbtxt", ".json")
+    return path.name.startswith(("ge_proto", "ge_onnx")) and path.suffix in suffixes
+
+
+def _head(path: Path) -> bytes:
+    with open_file(path) as file:
+        return file.read(1 << 16)
 
 
 def _newest_build_first(path: Path) -> tuple[bool, bool, int, str]:
@@ -214,13 +228,15 @@ def _ge_op(op: Message, graph: str, path: Path) -> Op:
             controls.append(edge.op)
         else:
             edges.append(edge)
-    inputs = tuple(_desc(desc) for desc in op.get("input_desc", []) if isinstance(desc, dict))
-    outputs = tuple(_desc(desc) for desc in op.get("output_desc", []) if isinstance(desc, dict))
+    name = str(_one(op, "name", ""))
+    where = f"{path}: op {name}"
+    inputs = tuple(_desc(desc, where) for desc in _messages(op.get("input_desc", [])))
+    outputs = tuple(_desc(desc, where) for desc in _messages(op.get("output_desc", [])))
     if len(inputs) < len(edges):  # optional inputs that are not there have an edge and no desc
         edges = [edge for edge in edges if edge is not None]
     attributes = _attributes(op.get("attr", []))
     return Op(
-        str(_one(op, "name", "")), str(_one(op, "type", "")), graph, path, tuple(edges),
+        name, str(_one(op, "type", "")), graph, path, tuple(edges),
         tuple(controls), _named(inputs, attributes, "input"),
         _named(outputs, attributes, "output"), attributes,
         _int(_one(op, "stream_id", None)), _int(_one(op, "id", None)),
@@ -235,7 +251,8 @@ def _named(
     keys, values = attributes.get(f"_{side}_name_key"), attributes.get(f"_{side}_name_value")
     if not isinstance(keys, list) or not isinstance(values, list):
         return descs
-    names = dict(zip(values, keys, strict=False))
+    pairs = zip(values, keys, strict=False)
+    names = {index: key for index, key in pairs if _int(index) is not None}
     return tuple(
         msgspec.structs.replace(desc, name=str(names[i])) if i in names and not desc.name else desc
         for i, desc in enumerate(descs)
@@ -246,29 +263,36 @@ def _edge(text: str) -> Edge | None:
     if not text:
         return None
     op, _, index = text.rpartition(":")
-    try:
-        return Edge(op, int(index)) if op else Edge(text, 0)
-    except ValueError:
-        return Edge(text, 0)
+    number = _int(index)
+    return Edge(text, 0) if not op or number is None else Edge(op, number)
 
 
-def _desc(desc: Message) -> TensorDesc:
+def _desc(desc: Message, where: str) -> TensorDesc:
     attributes = _attributes(desc.get("attr", []))
     shape = _one(desc, "shape", {})
     dims = shape.get("dim", []) if isinstance(shape, dict) else []
     origin = attributes.get("origin_shape")
+    layout = attributes.get("origin_format")
     return TensorDesc(
-        _dims(dims),
+        _shape(dims, where),
         _dtype(_one(desc, "dtype", 0)),
         str(_one(desc, "layout", "ND")),
-        _dims(origin) if isinstance(origin, list) else None,
-        attributes.get("origin_format"),
+        _shape(origin, where) if isinstance(origin, list) else None,
+        layout if isinstance(layout, str) else None,
         str(desc["name"][0]) if desc.get("name") else None,
     )
 
 
-def _dims(values: Iterable[Any]) -> tuple[int, ...]:
-    return tuple(int(value) for value in values if _int(value) is not None)
+def _dims(values: Any) -> tuple[int, ...]:
+    numbers = (_int(value) for value in values) if isinstance(values, list) else ()
+    return tuple(number for number in numbers if number is not None)
+
+
+def _shape(values: Any, where: str) -> tuple[int, ...]:
+    dims = _dims(values)
+    if len(dims) > MAX_DIMS:
+        raise BadArtefact(f"{where}: a shape of {len(dims)} sizes; expected at most {MAX_DIMS}")
+    return dims
 
 
 def _dtype(value: Any) -> str:
@@ -280,10 +304,9 @@ def _int(value: Any) -> int | None:
     """JSON writes 64-bit integers as strings."""
     if isinstance(value, bool) or value is None:
         return None
-    if isinstance(value, int):
-        return value
-    text = str(value)
-    return int(text) if text.lstrip("-").isdigit() and len(text) < 21 else None
+    if isinstance(value, str) and len(value) < 21 and value.removeprefix("-").isdecimal():
+        value = int(value)
+    return value if isinstance(value, int) and -(1 << 63) <= value < 1 << 64 else None
 
 
 def _one(message: Message, key: str, default: Any) -> Any:
@@ -317,16 +340,21 @@ def _attribute(value: Any) -> Any:
     if "list_list_int" in value:
         return [
             _dims(inner.get("list_i", []))
-            for outer in value["list_list_int"]
-            for inner in outer.get("list_list_i", [])
+            for outer in _messages(value["list_list_int"])
+            for inner in _messages(outer.get("list_list_i", []))
         ]
     if "t" in value or "td" in value:
         return "<tensor>"
     if "g" in value:
         return "<graph>"
     if "func" in value:
-        return str(_one(_one(value, "func", {}), "name", "<function>"))
+        functions = _messages(value["func"])
+        return str(_one(functions[-1], "name", "<function>")) if functions else "<function>"
     return None
+
+
+def _messages(values: list[Any]) -> list[Message]:
+    return [value for value in values if isinstance(value, dict)]
 
 
 def _attribute_list(value: Any) -> list[Any]:
@@ -347,8 +375,16 @@ def _scalar(key: str, value: Any) -> Any:
         number = _int(value)
         return value if number is None else number
     if key == "f":
-        return float(value)
+        return _float(value)
     return str(value) if isinstance(value, Word) else value
+
+
+def _float(value: Any) -> Any:
+    """A Word may be `inf` or `nan`; what is no number stays as it is."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return str(value)
 
 
 def _onnx_ops(graph: Message, path: Path) -> Iterator[Op]:
@@ -371,11 +407,14 @@ def _onnx_ops(graph: Message, path: Path) -> Iterator[Op]:
             continue
         attributes = {key: _onnx_value(item) for key, item in values.items()}
         edges = [_edge(str(text)) for text in node.get("input", [])]
+        node_name = str(_one(node, "name", ""))
+        where = f"{path}: op {node_name}"
         yield Op(
-            str(_one(node, "name", "")), op_type, name, path,
+            node_name, op_type, name, path,
             tuple(e for e in edges if e is None or e.index >= 0),
             tuple(e.op for e in edges if e is not None and e.index < 0),
-            tuple(_onnx_descs(attributes, "input")), tuple(_onnx_descs(attributes, "output")),
+            tuple(_onnx_descs(attributes, "input", where)),
+            tuple(_onnx_descs(attributes, "output", where)),
             {k: v for k, v in attributes.items() if not re.match(r"(?:in|out)put_desc_", k)},
             _int(attributes.get("stream_id")), _int(attributes.get("id")),
         )  # fmt: skip
@@ -393,36 +432,41 @@ def _onnx_value(item: Message) -> Any:
     return None
 
 
-def _onnx_descs(attributes: dict[str, Any], side: str) -> Iterator[TensorDesc]:
+def _onnx_descs(attributes: dict[str, Any], side: str, where: str) -> Iterator[TensorDesc]:
     index = 0
     while (dtype := attributes.get(f"{side}_desc_dtype:{index}")) is not None:
         origin = attributes.get(f"{side}_desc_origin_shape:{index}")
         layout = attributes.get(f"{side}_desc_origin_layout:{index}")
         yield TensorDesc(
-            _dims(attributes.get(f"{side}_desc_shape:{index}") or []),
+            _shape(attributes.get(f"{side}_desc_shape:{index}"), where),
             dtype_of_name(str(dtype)),
             str(attributes.get(f"{side}_desc_layout:{index}", "ND")),
-            _dims(origin) if isinstance(origin, list) else None,
+            _shape(origin, where) if isinstance(origin, list) else None,
             str(layout) if layout else None,
         )
         index += 1
 
 
 def _from_json(path: Path, text: str) -> Message:
+    parts, limit = text.count("{") + text.count("["), most_parts(len(text))
+    if parts > limit:
+        raise BadArtefact(f"{path}: {parts} objects and lists; expected at most {limit}")
     try:
-        message = _listed(json.loads(text))
+        message = _listed(json.loads(text), 0)
     except (ValueError, RecursionError) as error:
         raise BadArtefact(f"{path}: no JSON ({error}); expected the output of atc") from error
     return message if isinstance(message, dict) else {}
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: Any, depth: int) -> Any:
     """JSON in the shape the text format has: every field a list."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+    if isinstance(value, list):
+        return [_listed(item, depth + 1) for item in value]
     if isinstance(value, dict):
-        return {
-            key: [_listed(v) for v in item] if isinstance(item, list) else [_listed(item)]
-            for key, item in value.items()
-        }
+        listed = {key: _listed(item, depth + 1) for key, item in value.items()}
+        return {key: item if isinstance(item, list) else [item] for key, item in listed.items()}
     return value
 
 
@@ -478,15 +522,16 @@ def _resolved(ops: list[Op]) -> Iterator[Op]:
 
 # --- finding one op -------------------------------------------------------------------------
 
-_KERNEL_END = re.compile(r"(?:__kernel\d+|_mix_ai[cv])$")
+_KERNEL_END = re.compile(r"(?:__kernel\d{1,20}|_mix_ai[cv])$")
 
 
 def kernel_base(kernel: str) -> str:
     """A device function's name without what is appended per function: that of its files."""
     base = kernel.strip()
-    while (shorter := _KERNEL_END.sub("", base)) != base:
-        base = shorter
-    return base
+    end = len(base)
+    while match := _KERNEL_END.search(base, max(0, end - 30), end):
+        end = match.start()
+    return base[:end]
 
 
 def flattened(name: str) -> str:
@@ -509,7 +554,8 @@ def find_ops(
     by_kernel = [op for op in every if base and op.kernel and kernel_base(op.kernel) == base]
     if name is None or kernel is None:
         return _distinct(by_name or by_kernel)
-    both = [op for op in by_name if op in by_kernel]
+    of_kernel = set(map(id, by_kernel))
+    both = [op for op in by_name if id(op) in of_kernel]
     return _distinct(both or by_kernel or by_name)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from tensorprobe.ascend.dump import (
     with_dtype,
 )
 from tensorprobe.ascend.errorcodes import ErrorBit, decode_code
+from tensorprobe.ascend.files import files_below, require_file
 from tensorprobe.ascend.graph import (
     Graph,
     Op,
@@ -52,8 +54,13 @@ from tensorprobe.ascend.layouts import is_blocked, to_plain
 from tensorprobe.ascend.log import CoreError, Fault, LogFacts, LoggedTensor, read_logs
 from tensorprobe.ascend.missing import Given, Missing, missing_pieces
 from tensorprobe.ascend.opcase import CaseTensor, OpCase
-from tensorprobe.ascend.reference import REFERENCES, ReferenceCheck, check_outputs
-from tensorprobe.ascend.values import analyse
+from tensorprobe.ascend.reference import (
+    MAX_ELEMENTS,
+    REFERENCES,
+    ReferenceCheck,
+    check_outputs,
+)
+from tensorprobe.ascend.values import analyse_tensor
 from tensorprobe.errors import BadArtefact, BadUsage, TensorprobeError
 
 Array = np.ndarray[Any, Any]
@@ -125,7 +132,7 @@ class Incident(msgspec.Struct, frozen=True):
 
 
 def _int(text: str | None) -> int | None:
-    return int(text) if text and text.isdigit() else None
+    return int(text) if text and text.isdecimal() and len(text) < 20 else None
 
 
 def _tiling_bytes(text: str) -> bytes:
@@ -170,16 +177,17 @@ def _dump_files(paths: Sequence[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            files += (
-                file
-                for file in sorted(path.rglob("*"))
-                if file.is_file() and parse_dump_name(original_name(file)) is not None
-            )
-        elif path.is_file():
-            files.append(path)
+            # A name that is all digits may stand for a longer one: mapping.csv tells, once read.
+            every = files_below(path, lambda f: f.name.isdigit() or _is_dump(f.name), links=True)
+            files += (file for file in every if _is_dump(original_name(file)))
         else:
-            raise BadUsage(f"--dump {path}: no such file or directory")
+            require_file(path, "--dump")
+            files.append(path)
     return files
+
+
+def _is_dump(name: str) -> bool:
+    return parse_dump_name(name) is not None
 
 
 class _Investigation:
@@ -392,12 +400,12 @@ class _Investigation:
                 logged = node.inputs if role == "input" else node.outputs
             dumped = _dumped(dump, role)
             built = _supported(kernel, role)
-            count = len(descs) or max(
+            number = len(descs) or max(
                 len(dumped), max(logged, default=-1) + 1, 0 if dumped or logged else len(built)
             )
-            if dumped and len(dumped) != count:
+            if dumped and len(dumped) != number:
                 self.warnings.append(
-                    f"the dump has {len(dumped)} {role}s, the op {count}: absent optional ones "
+                    f"the dump has {len(dumped)} {role}s, the op {number}: absent optional ones "
                     "shift the numbering, check which is which"
                 )
             tensors += (
@@ -409,7 +417,7 @@ class _Investigation:
                     dumped[index] if index < len(dumped) else None,
                     built[index] if index < len(built) else {},
                 )
-                for index in range(count)
+                for index in range(number)
             )
         return tuple(tensors)
 
@@ -428,7 +436,7 @@ class _Investigation:
             desc.dtype if desc is not None else None,
             logged.dtype if logged is not None else None,
             dumped.dtype if dumped is not None and known else None,
-            dtype_of_name(str(built["dtype"])) if built.get("dtype") else None,
+            dtype_of_name(built["dtype"]) if isinstance(built.get("dtype"), str) else None,
         ]
         dtype = next((d for d in dtypes if d and has_values(d)), "undefined")
         shapes = [
@@ -469,7 +477,7 @@ class _Investigation:
 
     def _values(self, tensors: tuple[CaseTensor, ...]) -> tuple[TensorReport, ...]:
         reports: list[TensorReport] = []
-        for at, tensor in enumerate(tensors):
+        for index, tensor in _numbered(tensors):
             if tensor.data is None:
                 continue
             if not has_values(tensor.data.dtype):
@@ -479,8 +487,7 @@ class _Investigation:
                 )
                 continue
             self.warnings += (f"{tensor.data.name}: {w}" for w in tensor.data.warnings)
-            index = sum(other.role == tensor.role for other in tensors[:at])
-            statistics = analyse(tensor.data.array())
+            statistics = analyse_tensor(tensor.data)
             reports.append(TensorReport(tensor.role, index, tensor.data, statistics))
         return tuple(reports)
 
@@ -491,6 +498,13 @@ class _Investigation:
             return None
         if op_type not in REFERENCES:
             return ReferenceCheck(None, f"no reference exists for {op_type}")
+        total = sum(tensor.data.size for tensor in tensors if tensor.data is not None)
+        if total > MAX_ELEMENTS:
+            return ReferenceCheck(
+                None,
+                f"no check against the reference: {total} elements, at most {MAX_ELEMENTS} are "
+                "checked",
+            )
         try:
             sides = {
                 role: [_plain_array(t) for t in tensors if t.role == role and t.data is not None]
@@ -511,8 +525,7 @@ class _Investigation:
     ) -> list[AddressCheck]:
         checks = []
         before = self.fault.args_before
-        for at, tensor in enumerate(tensors):
-            index = sum(other.role == tensor.role for other in tensors[:at])
+        for at, (index, tensor) in enumerate(_numbered(tensors)):
             what = f"{tensor.role} {index}"
             launched = before[at] if at < len(before) else None
             if launched is not None:
@@ -581,6 +594,13 @@ class _Investigation:
             )
 
 
+def _numbered(tensors: tuple[CaseTensor, ...]) -> Iterator[tuple[int, CaseTensor]]:
+    """Each tensor with its place among those of its own side."""
+    counts = {"input": count(), "output": count()}
+    for tensor in tensors:
+        yield next(counts[tensor.role]), tensor
+
+
 def _nbytes(shape: tuple[int, ...], dtype: str) -> int | None:
     if any(size < 0 for size in shape):
         return None
@@ -597,7 +617,7 @@ def _dumped(dump: Dump | None, role: str) -> list[DumpTensor]:
 def _supported(kernel: Kernel | None, role: str) -> list[dict[str, Any]]:
     info = kernel.info.get("supportInfo") if kernel is not None else None
     entries = info.get(f"{role}s") if isinstance(info, dict) else None
-    return [entry for entry in entries if isinstance(entry, dict)] if entries else []
+    return [e for e in entries if isinstance(e, dict)] if isinstance(entries, list) else []
 
 
 def _bits(errors: list[CoreError]) -> tuple[ErrorBit, ...]:

@@ -11,6 +11,7 @@ from tensorprobe.ascend.errorcodes import decode_code, decode_register
 from tensorprobe.ascend.incident import Incident
 from tensorprobe.ascend.log import CoreError, LogFacts
 from tensorprobe.ascend.values import Statistics
+from tensorprobe.terminal import printable
 
 _MOST_CORES = 4
 
@@ -203,7 +204,7 @@ def _one(number: int, incident: Incident, case: Path | None) -> str:
     lines += [f"  {step}" for step in incident.next_steps]
     if case is not None:
         lines.append(f"  case: {case}")
-    return "\n".join(lines) + "\n"
+    return "\n".join(map(printable, lines)) + "\n"
 
 
 def _or(value: int | None) -> str:

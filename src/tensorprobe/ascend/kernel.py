@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from tensorprobe.ascend.files import files_below, open_file, read_file, require_file
 from tensorprobe.ascend.graph import kernel_base
-from tensorprobe.errors import BadUsage
+from tensorprobe.errors import BadArtefact
 
 _SUFFIXES = ("_loc.json", ".o.txt", ".json", ".cce", ".o")
-_MAX_JSON = 1 << 26
-_MAX_TEXT = 1 << 28
+_MAX_JSON = 1 << 23
+_MAX_TEXT = 1 << 26
+_MAX_LINE = 1 << 12
 
 
 class Kernel(msgspec.Struct, frozen=True):
@@ -61,20 +63,17 @@ class KernelFolder:
     def __init__(self, paths: Sequence[Path]) -> None:
         self.files: dict[str, dict[str, Path]] = {}
         for path in paths:
-            if path.is_file():
-                self._add(path)
-            elif path.is_dir():
-                for folder, folders, names in os.walk(path):
-                    folders.sort()
-                    for name in sorted(names):
-                        self._add(Path(folder) / name)
+            if path.is_dir():
+                for file in files_below(path, lambda f: f.name.endswith(_SUFFIXES), links=True):
+                    self._add(file)
             else:
-                raise BadUsage(f"--kernel-meta {path}: no such file or directory")
+                require_file(path, "--kernel-meta")
+                self._add(path)
         self._by_function: dict[str, str] | None = None
 
     def _add(self, path: Path) -> None:
         for suffix in _SUFFIXES:
-            if path.name.endswith(suffix) and path.is_file():
+            if path.name.endswith(suffix):
                 self.files.setdefault(path.name[: -len(suffix)], {}).setdefault(suffix, path)
                 return
 
@@ -139,11 +138,9 @@ class KernelFolder:
 
 def _load(path: Path) -> dict[str, Any]:
     """A kernel's json; one that is damaged says nothing, which the checks then report."""
-    if path.stat().st_size > _MAX_JSON:
-        return {}
     try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError, OSError):
+        value = json.loads(read_file(path, _MAX_JSON, "a kernel's json"))
+    except (ValueError, RecursionError, OSError, BadArtefact):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -156,7 +153,8 @@ def check_kernel(kernel: Kernel, input_count: int, output_count: int) -> list[st
     elif not kernel.info:
         warnings.append(f"{kernel.json_path} is no kernel json")
     else:
-        function = str(kernel.info.get("kernelName", ""))
+        stated = kernel.info.get("kernelName")
+        function = stated if isinstance(stated, str) else ""
         if kernel_base(function) != kernel.base:
             warnings.append(
                 f"{kernel.json_path.name} names kernel {function}, its own name says {kernel.base}"
@@ -171,7 +169,7 @@ def check_kernel(kernel: Kernel, input_count: int, output_count: int) -> list[st
     if kernel.binary is None:
         warnings.append(f"{kernel.base}.o is missing: the case cannot run without it")
     else:
-        with kernel.binary.open("rb") as file:
+        with open_file(kernel.binary) as file:
             if file.read(4) != b"\x7fELF":
                 warnings.append(f"{kernel.binary} is no ELF file")
         if kernel.json_path is not None and kernel.json_path.parent != kernel.binary.parent:
@@ -181,7 +179,7 @@ def check_kernel(kernel: Kernel, input_count: int, output_count: int) -> list[st
 
 # --- where it stopped -----------------------------------------------------------------------
 
-_CCE_LINE = re.compile(r"(?P<file>\S+\.(?:cce|cpp|h|hpp|cc)):(?P<line>\d+)")
+_CCE_LINE = re.compile(r"\S\.(?:cce|cpp|h|hpp|cc):(?P<line>\d{1,9})")
 _INSTRUCTION = re.compile(r"^\s*(?P<offset>[0-9a-fA-F]+):\s")
 _PC_UNITS = ("vec", "mte", "ccu", "cube")
 
@@ -227,47 +225,57 @@ def locate(
 
 
 def _line_of(table: Path, offset: int) -> tuple[int | None, tuple[str, ...]]:
-    if table.stat().st_size > _MAX_TEXT:
-        raise BadUsage(f"{table}: larger than {_MAX_TEXT} bytes; expected an object dump's text")
     line: int | None = None
     found: int | None = None
     recent: list[str] = []
-    with table.open(encoding="utf-8", errors="replace") as file:
-        for text in file:
-            if match := _INSTRUCTION.match(text):
-                if int(match["offset"], 16) > offset:
-                    return found, tuple(recent)
-                found = line
-                recent = [*recent[-9:], text.strip()[:200]]
-            elif match := _CCE_LINE.search(text):
-                line = int(match["line"])
+    for text in _lines(table):
+        if match := _INSTRUCTION.match(text):
+            if int(match["offset"], 16) > offset:
+                return found, tuple(recent)
+            found = line
+            recent = [*recent[-9:], text.strip()[:200]]
+        elif match := _CCE_LINE.search(text):
+            line = int(match["line"])
     # Beyond the last instruction: the dump is of another kernel.
     return None, ()
 
 
+def _lines(path: Path) -> Iterator[str]:
+    """The lines of a text file, each cut where it is longer than any that is of use."""
+    with open_file(path) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > _MAX_TEXT:
+            raise BadArtefact(f"{path}: {nbytes} bytes; expected at most {_MAX_TEXT} of text")
+        is_rest = False
+        while data := file.readline(_MAX_LINE):
+            if not is_rest:
+                yield data.decode("utf-8", "replace")
+            is_rest = not data.endswith(b"\n")
+
+
 def _text_line(path: Path, number: int) -> str | None:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for at, text in enumerate(file, 1):
-            if at == number:
-                return text.strip()[:300]
-    return None
+    found = (text for at, text in enumerate(_lines(path), 1) if at == number)
+    text = next(found, None)
+    return None if text is None else text.strip()[:300]
 
 
 def _python_line(path: Path, cce_line: int) -> tuple[str, int] | None:
     try:
-        value = json.loads(path.read_bytes()) if path.stat().st_size < _MAX_JSON else []
-    except (ValueError, RecursionError):
+        value = json.loads(read_file(path, _MAX_JSON, "a table of lines"))
+    except (ValueError, RecursionError, BadArtefact):
         return None
     tables = value if isinstance(value, list) else [value]
     best: tuple[int, str, int] | None = None
     for table in tables:
         entries = table.get("cce_line2loc", []) if isinstance(table, dict) else []
-        for entry in entries:
+        for entry in entries if isinstance(entries, list) else []:
             place = entry.get("loc") if isinstance(entry, dict) else None
             at = entry.get("cce_line") if isinstance(entry, dict) else None
             if not isinstance(at, int) or at > cce_line or not isinstance(place, list):
                 continue
-            is_named = len(place) == 2 and place[0] and str(place[1]).isdigit()
-            if is_named and (best is None or at > best[0]):
-                best = at, str(place[0]), int(place[1])
+            if len(place) != 2 or not isinstance(place[0], str) or not place[0]:
+                continue
+            row = str(place[1]) if isinstance(place[1], int | str) else ""
+            if re.fullmatch(r"\d{1,9}", row) and (best is None or at > best[0]):
+                best = at, place[0], int(row)
     return (best[1], best[2]) if best is not None else None

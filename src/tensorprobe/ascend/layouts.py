@@ -169,6 +169,8 @@ def to_plain(
         original_shape = None
     if source not in _BLOCKED:
         return _plain_to_plain(array, source, target, original_shape)
+    if not array.size:
+        raise BadUsage(f"{source} {tuple(array.shape)} holds nothing to put in order")
     axis_count, orders, unblock = _BLOCKED[source]
     exactly = orders != _FLAT  # the others may have batch axes in front
     if array.ndim < axis_count or (exactly and array.ndim != axis_count):

@@ -14,11 +14,20 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tensorprobe.ascend.dtypes import dtype_of_name
-from tensorprobe.ascend.dump import parse_dump_name
-from tensorprobe.errors import BadUsage
+from tensorprobe.ascend.dump import MAX_DIMS, parse_dump_name
+from tensorprobe.ascend.files import files_below, open_file, require_file
 
 MAX_LINE = 1 << 16
-MAX_ALLOCATIONS = 5_000_000
+MAX_ALLOCATIONS = 2_000_000
+# A fleet's logs have one or two errors a device; each is compared with all others.
+MAX_FAULTS = 500
+MAX_NODES = 5000
+MAX_CORE_ERRORS = 1000
+MAX_NOTES = 20
+MAX_FILES = 200
+MAX_ARGUMENTS = 1000
+MAX_TILING = 1 << 20
+_TOO_MANY = f"the logs have more than {MAX_FAULTS} AI Core errors: the rest was not looked at"
 
 
 class CoreError(msgspec.Struct):
@@ -90,8 +99,7 @@ class Fault(msgspec.Struct):
     notes: list[str] = []
 
     def number(self, key: str) -> int | None:
-        text = self.keys.get(key, "")
-        return int(text) if text.isdigit() else None
+        return _optional(self.keys.get(key))
 
     @property
     def device_id(self) -> int | None:
@@ -149,33 +157,32 @@ def read_logs(paths: Sequence[Path]) -> LogFacts:
     return reader.facts(files)
 
 
+_NO_LOGS = (".npy", ".bin", ".o", ".pbtxt", ".json", ".csv", ".pt", ".safetensors")
+
+
 def _log_files(paths: Sequence[Path]) -> Iterator[Path]:
     for path in paths:
         if path.is_dir():
-            for file in sorted(path.rglob("*")):
-                if file.is_file() and not file.is_symlink() and _is_text(file):
-                    yield file
-        elif path.is_file():
-            yield path
+            yield from filter(_is_text, files_below(path, lambda f: f.suffix not in _NO_LOGS))
         else:
-            raise BadUsage(f"--log {path}: no such file or directory")
+            require_file(path, "--log")
+            yield path
 
 
 def _is_text(path: Path) -> bool:
-    if path.suffix in (".npy", ".bin", ".o", ".pbtxt", ".json", ".csv", ".pt", ".safetensors"):
-        return False
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return b"\0" not in file.read(4096)
 
 
 # --- the forms of lines ---------------------------------------------------------------------
-# Every gap is bounded: a line that begins a pattern a thousand times must not cost its square.
+# Every gap, name and number is bounded: a line that begins a pattern a thousand times must not cost
+# its square, and a number of a thousand digits is none.
 
 _ENVELOPE = re.compile(
-    r"\[(?:ERROR|WARNING|INFO|EVENT|DEBUG|TRACE)\]\s*\w+\((?P<pid>-?\d+),[^)]{0,200}\):"
+    r"\[(?:ERROR|WARNING|INFO|EVENT|DEBUG|TRACE)\]\s*\w+\((?P<pid>-?\d{1,20}),[^)]{0,200}\):"
     r"(?P<time>\d{4}-\d\d-\d\d-\d\d:\d\d:\d\d\.[\d.]+)"
 )
-_SCREEN = re.compile(r"\bE[A-Z\d]\d{4}\[PID:\s*(?P<pid>\d+)\]\s*(?P<time>[\d:.-]*)")
+_SCREEN = re.compile(r"\bE[A-Z\d]\d{4}\[PID:\s*(?P<pid>\d{1,20})\]\s*(?P<time>[\d:.-]*)")
 _SCREEN_PLAIN = re.compile(r"\bE[A-Z\d]\d{4}: Inner Error")
 _FAILURE = re.compile(
     r"(?:Aicore kernel execute failed|AI Core kernel execution failed|"
@@ -191,50 +198,66 @@ _KEY = re.compile(
     r"program id|hash|blockDim)\s*="
 )
 _CORE_ERROR = re.compile(
-    r"The error from device\((?P<device>[^)]{0,80})\),\s*serial number is \d+,\s*there is "
-    r"(?:an? )?(?:error of |exception of )?(?P<kind>.{0,80}?),\s*core id is (?P<core>\d+),\s*"
-    r"error code = (?P<code>0x[0-9a-fA-F]+|\d+)(?P<rest>.*)"
+    r"The error from device\((?P<device>[^)]{0,80})\),\s*serial number is \d{1,20},\s*there is "
+    r"(?:an? )?(?:error of |exception of )?(?P<kind>.{0,80}?),\s*core id is (?P<core>\d{1,20}),\s*"
+    r"error code = (?P<code>0x[0-9a-fA-F]{1,64}|\d{1,20})(?P<rest>.*)"
 )
-_REGISTER = re.compile(r"([a-z][a-z0-9 ]*?): ((?:0x[0-9a-fA-F]+|\d+)(?:,\s?0x[0-9a-fA-F]+)*)")
+_REGISTER = re.compile(
+    r"([a-z][a-z0-9 ]{0,40}?): "
+    r"((?:0x[0-9a-fA-F]{1,64}|\d{1,20})(?:,\s?0x[0-9a-fA-F]{1,64}){0,64})"
+)
 _ERROR_TEXT = re.compile(
     r"(?:error ?[sS]tr(?:ing)?\s*[:=]\s*)(?P<text>.{0,500}?)(?:\.\s|\.$|\[FUNC|$)"
 )
 _EXTEND = re.compile(r"The extend info: errcode:\((?P<codes>[^)]{0,200})\)(?P<rest>.*)")
-_CORE_LIST = re.compile(r"The device\((?P<device>\d+)\), core list\[[^\]]{0,80}\], error code is:")
-_CORE_ID = re.compile(r"coreId\(\s*(\d+)\):\s*(0x[0-9a-fA-F]+|\d+)")
-_OLD_DEVICE = re.compile(
-    r"<exception_print>TIME:(?P<time>[\d:.-]{1,40}).{0,400}?device_id=(?P<device>\d+).{0,200}?"
-    r"stream_id=(?P<stream>\d+).{0,200}?task_id=(?P<task>\d+).{0,400}?"
-    r"AICORE_INFO_START:\s*core_id=(?P<core>\d+)(?P<rest>.*)"
+_CORE_LIST = re.compile(
+    r"The device\((?P<device>\d{1,20})\), core list\[[^\]]{0,80}\], error code is:"
 )
-_OLD_REGISTER = re.compile(r"\b([A-Z][A-Z_0-9]*)=(0x[0-9a-fA-F]+|\d+)")
+_CORE_ID = re.compile(r"coreId\(\s*(\d{1,20})\):\s*(0x[0-9a-fA-F]{1,64}|\d{1,20})")
+# One after the other: as one pattern, the gaps between them would multiply.
+_OLD_DEVICE = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"<exception_print>TIME:([\d:.-]{1,40})",
+        r"device_id=(\d{1,20})",
+        r"stream_id=(\d{1,20})",
+        r"task_id=(\d{1,20})",
+        r"AICORE_INFO_START:\s{0,80}core_id=(\d{1,20})",
+    )
+)
+_OLD_REGISTER = re.compile(r"\b([A-Z][A-Z_0-9]*)=(0x[0-9a-fA-F]{1,64}|\d{1,20})")
 _NODE = re.compile(
     r"\[AIC_INFO\] node_name:(?P<name>.{0,2000}?), node_type:(?P<type>[^,]{0,200})(?P<rest>.*)"
 )
 _TENSOR = re.compile(
-    r"\[AIC_INFO\] (?P<side>input|output):(?P<index>\d+);shape:\[(?P<shape>[^\]]{0,500})\];"
+    r"\[AIC_INFO\] (?P<side>input|output):(?P<index>\d{1,4});shape:\[(?P<shape>[^\]]{0,500})\];"
     r"format:(?P<format>[^;]{0,80});dtype:(?P<dtype>[^;]{0,80});"
-    r"addr:(?P<address>0x[0-9a-fA-F]+|\d+)(?:;size:(?P<size>\d+))?"
+    r"addr:(?P<address>0x[0-9a-fA-F]{1,64}|\d{1,20})(?:;size:(?P<size>\d{1,20}))?"
 )
 _ARGS = re.compile(
-    r"\[AIC_INFO\] args(?:\((?P<start>\d+) to \d+\))? (?P<when>before|after) execute:(?P<rest>.*)"
+    r"\[AIC_INFO\] args(?:\((?P<start>\d{1,20}) to \d{1,20}\))? (?P<when>before|after) execute:"
+    r"(?P<rest>.*)"
 )
 _FACT = re.compile(
     r"\[AIC_INFO\] (block_dim|workspace_bytes|workspace_addrs|all attrs|dev_func|tvm_magic|"
     r"kernel_info|tiling_key|tiling_data|op_file_path):(.*)"
 )
-_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
-_TILING_KEY = re.compile(r"tilingKey = (\d+),.{0,200}?blockDim=(\d+)")
+_NUMBER = re.compile(r"0x[0-9a-fA-F]{1,64}|\d{1,20}")
+_TILING_KEY = re.compile(r"tilingKey = (\d{1,20}),.{0,200}?blockDim=(\d{1,20})")
 _DUMPED_FILE = re.compile(
     r"(?:exception dump file path is|dump exception to file, file:|dump host kernel to file, file:|"
     r"dump kernel json to file, file:|dump kernel\w* to file, file:)\s*(\S+)"
 )
-_LOADED_INDEX = re.compile(r"begin to load [\w ]+, index:(\d+)")
-_LOADED = re.compile(r"exception info dump args data, addr:(0x[0-9a-fA-F]+|\d+); ?size:(\d+) bytes")
-_MALLOC = re.compile(r"DevMalloc: Succ,.{0,200}?size=(\d+).{0,200}?ptr=(0x[0-9a-fA-F]+|\d+)")
-_FREE = re.compile(r"DevFree: mem=(0x[0-9a-fA-F]+|\d+)")
+_LOADED_INDEX = re.compile(r"begin to load [\w ]{1,80}, index:(\d{1,20})")
+_LOADED = re.compile(
+    r"exception info dump args data, addr:(0x[0-9a-fA-F]{1,64}|\d{1,20}); ?size:(\d{1,20}) bytes"
+)
+_MALLOC = re.compile(
+    r"DevMalloc: Succ,.{0,200}?size=(\d{1,20}).{0,200}?ptr=(0x[0-9a-fA-F]{1,64}|\d{1,20})"
+)
+_FREE = re.compile(r"DevFree: mem=(0x[0-9a-fA-F]{1,64}|\d{1,20})")
 _SUSPECT = re.compile(r"(D2H failed|address maybe invalid)", re.IGNORECASE)
-_ATOMIC = re.compile(r"AtomicLaunchKernelWithFlag_(\S+?)[\s,.\]]")
+_ATOMIC = re.compile(r"AtomicLaunchKernelWithFlag_(\S{1,2000}?)[\s,.\]]")
 
 # Only lines with one of these are looked at. Plain searches in blocks of bytes: one pattern of all
 # words runs at 5 MB/s, and logs reach gigabytes. The last ones are those a markdown guide escapes.
@@ -291,6 +314,11 @@ class _State:
         self.list_device: int | None = None
         self.args_before: list[int] = []
 
+    def wait(self, error: CoreError) -> None:
+        """Keep a core's error until the line that names the kernel."""
+        if len(self.pending) < MAX_CORE_ERRORS:
+            self.pending.append(error)
+
 
 def _wanted_lines(block: bytes) -> list[tuple[int, int]]:
     """Start and end of the lines that have one of the words."""
@@ -315,16 +343,20 @@ class _Reader:
         self.screen_pid: int | None = None
         self.nodes: list[tuple[int | None, Node]] = []
         self.atomic: set[str] = set()
+        self.tiling: _State | None = None  # the one whose tiling data may go on in the next line
 
     def read(self, path: Path) -> None:
         self.screen_pid = None
         number = 1
         is_open = False  # the last line has no end
-        with path.open("rb") as file:
+        with open_file(path) as file:
             while block := file.read(_BLOCK):
                 if not block.endswith(b"\n"):
                     block += file.readline(MAX_LINE)
                 counted = 0
+                if not block.strip(b"\0"):  # a hole, of which a file may have gigabytes
+                    is_open = True
+                    continue
                 for start, end in _wanted_lines(block):
                     number += block.count(b"\n", counted, start)
                     counted = start
@@ -370,7 +402,7 @@ class _Reader:
         elif match := _FREE.search(line):
             self._allocate(pid, _integer(match[1]), None)
         elif match := _CORE_ERROR.search(line):
-            state.pending.append(_core_error(match))
+            state.wait(_core_error(match))
         elif match := _EXTEND.search(line):
             _extend(state, match)
         elif (keys := failure_keys(line)) is not None:
@@ -381,8 +413,8 @@ class _Reader:
             state.list_device = int(match["device"])
         elif found := _CORE_ID.findall(line):
             self._core_list(found, state)
-        elif match := _OLD_DEVICE.search(line):
-            self._old_device(match, pid, where)
+        elif old := _old_device(line):
+            self._old_device(old, line, where)
         else:
             self._details(line, state)
 
@@ -395,17 +427,19 @@ class _Reader:
         elif fault is None:
             return
         elif match := _LOADED.search(line):
-            fault.arguments.append(Argument(state.loading, _integer(match[1]), int(match[2])))
+            if len(fault.arguments) < MAX_ARGUMENTS:
+                argument = Argument(state.loading, _integer(match[1]), int(match[2]))
+                fault.arguments.append(argument)
         elif match := _DUMPED_FILE.search(line):
             owner = self._owner_of_dump(match[1], fault)
-            if match[1] not in owner.files:
+            if len(owner.files) < MAX_FILES and match[1] not in owner.files:
                 owner.files.append(match[1])
         elif match := _TILING_KEY.search(line):
             fault.keys.setdefault("tiling_key", match[1])
             fault.keys.setdefault("blockDim", match[2])
         elif match := _SUSPECT.search(line):
             note = line[match.start() :][:200]
-            if note not in fault.notes:
+            if len(fault.notes) < MAX_NOTES and note not in fault.notes:
                 fault.notes.append(note)
 
     def _owner_of_dump(self, path: str, fault: Fault) -> Fault:
@@ -418,15 +452,20 @@ class _Reader:
 
     def _continued(self, block: bytes, at: int) -> None:
         """Tiling data spans lines, and only such lines are nothing but bytes."""
-        state = next((s for s in self.states.values() if s.tiling and s.node is not None), None)
-        while state is not None and state.node is not None:
+        state = self.tiling
+        while state is not None and state.tiling and state.node is not None:
             end = block.find(b"\n", at) + 1 or len(block)
             line = block[at:end].decode("utf-8", "replace").strip()
             if not re.fullmatch(r"0x[0-9a-fA-F]{1,2}(?:\s+0x[0-9a-fA-F]{1,2})*", line):
                 state.tiling = False
                 return
-            state.node.facts["tiling_data"] += f" {line}"
+            self._tile(state.node, line)
             at = end
+
+    def _tile(self, node: Node, text: str) -> None:
+        before = node.facts.get("tiling_data", "")
+        if len(before) < MAX_TILING:
+            node.facts["tiling_data"] = f"{before} {text}".strip()
 
     def _allocate(self, pid: int | None, address: int, nbytes: int | None) -> None:
         if len(self.allocations) < MAX_ALLOCATIONS:
@@ -439,21 +478,29 @@ class _Reader:
     ) -> None:
         fault = self._known(keys, pid)
         if fault is None:
-            fault = Fault(keys, where, self.order, pid, time)
-            self.faults.append(fault)
+            fault = self._new(Fault(keys, where, self.order, pid, time))
         else:
             fault.keys = {**keys, **fault.keys}
             if fault.pid is None and pid is not None:  # the log knows when, the screen does not
                 fault.pid, fault.time, fault.where, fault.order = pid, time, where, self.order
-        fault.core_errors += state.pending
+        fault.core_errors += state.pending[: MAX_CORE_ERRORS - len(fault.core_errors)]
         if state.args_before and not fault.args_before:
             fault.args_before = state.args_before
         state.pending = []
         state.fault = fault
 
+    def _new(self, fault: Fault) -> Fault:
+        if len(self.faults) < MAX_FAULTS:
+            self.faults.append(fault)
+        elif not any(_TOO_MANY in known.notes for known in self.faults[-1:]):
+            self.faults[-1].notes.append(_TOO_MANY)
+        return fault
+
     def _known(self, keys: dict[str, str], pid: int | None) -> Fault | None:
         same = ("device_id", "stream_id", "task_id", "fault kernel_name", "context_id")
-        for fault in reversed(self.faults):
+        # Beyond the limit with neighbours only: what is printed twice is mostly printed at once.
+        near = self.faults if len(self.faults) < MAX_FAULTS else self.faults[-16:]
+        for fault in reversed(near):
             if pid is not None and fault.pid is not None and pid != fault.pid:
                 continue
             flips = {keys.get("flip_num"), fault.keys.get("flip_num")} - {None}
@@ -473,43 +520,44 @@ class _Reader:
         else:
             fault = Fault({}, str(path), self.order, pid, None, core_errors=state.pending)
             fault.notes.append("the log has the cores' errors and no line that names the kernel")
-            self.faults.append(fault)
+            self._new(fault)
         state.pending = []
 
     def _core_list(self, found: Iterable[tuple[str, str]], state: _State) -> None:
         for core, code in found:
             value = _integer(code)
             if value:
-                state.pending.append(CoreError(int(core), value, hex(value), state.list_device))
+                state.wait(CoreError(int(core), value, hex(value), state.list_device))
 
-    def _old_device(self, match: re.Match[str], pid: int | None, where: str) -> None:
-        registers = {name: _integer(value) for name, value in _OLD_REGISTER.findall(match["rest"])}
+    def _old_device(self, found: list[re.Match[str]], line: str, where: str) -> None:
+        time, device, stream, task, core = (match[1] for match in found)
+        rest = line[found[-1].end() :]
+        registers = {name: _integer(value) for name, value in _OLD_REGISTER.findall(rest)}
         code = registers.pop("AIC_ERROR", 0)
         names = {"PC_START": "pc start", "CURRENT_PC": "current"}
         error = CoreError(
-            int(match["core"]), code, hex(code), int(match["device"]), "aicore error",
+            int(core), code, hex(code), int(device), "aicore error",
             {names.get(k, k.replace("_ERR_INFO", " error info").lower()): v
              for k, v in registers.items()},
         )  # fmt: skip
-        keys = {
-            "device_id": match["device"], "stream_id": match["stream"], "task_id": match["task"]
-        }  # fmt: skip
+        keys = {"device_id": device, "stream_id": stream, "task_id": task}
         fault = self._known(keys, None)
         if fault is None:
-            fault = Fault(keys, where, self.order, None, match["time"])
-            self.faults.append(fault)
-        fault.core_errors.append(error)
+            fault = self._new(Fault(keys, where, self.order, None, time))
+        if len(fault.core_errors) < MAX_CORE_ERRORS:
+            fault.core_errors.append(error)
 
     # -- [AIC_INFO] --
 
     def _aic_info(self, line: str, pid: int | None, state: _State) -> None:
         if match := _NODE.search(line):
-            ids = dict(re.findall(r"(\w+):(\d+)", match["rest"]))
+            ids = dict(re.findall(r"(\w{1,40}):(\d{1,20})", match["rest"]))
             state.node = Node(
                 match["name"], match["type"].strip(), _optional(ids.get("stream_id")),
                 _optional(ids.get("task_id")),
             )  # fmt: skip
-            self.nodes.append((pid, state.node))
+            if len(self.nodes) < MAX_NODES:
+                self.nodes.append((pid, state.node))
         elif match := _ARGS.search(line):
             self._arguments(match, pid, state)
         elif state.node is None:
@@ -518,27 +566,29 @@ class _Reader:
             side = state.node.inputs if match["side"] == "input" else state.node.outputs
             side[int(match["index"])] = LoggedTensor(
                 int(match["index"]),
-                tuple(int(n) for n in re.findall(r"-?\d+", match["shape"])),
+                tuple(int(n) for n in re.findall(r"-?\d{1,20}", match["shape"])[:MAX_DIMS]),
                 dtype_of_name(match["dtype"]),
                 match["format"],
                 _integer(match["address"]),
                 _optional(match["size"]),
             )
         elif match := _FACT.search(line):
-            before = state.node.facts.get("tiling_data") if match[1] == "tiling_data" else None
-            value = match[2].strip()
-            state.node.facts[match[1]] = f"{before} {value}" if before else value
             state.tiling = match[1] == "tiling_data"
+            if state.tiling:
+                self._tile(state.node, match[2].strip())
+                self.tiling = state
+            else:
+                state.node.facts[match[1]] = match[2].strip()
 
     def _arguments(self, match: re.Match[str], pid: int | None, state: _State) -> None:
         text = match["rest"].split("addr:")[0]
-        values = [_integer(number) for number in _NUMBER.findall(text)]
+        values = [_integer(number) for number in _NUMBER.findall(text)[:MAX_ARGUMENTS]]
         if match["when"] == "before":
             if state.fault is not None:
                 state.fault.args_before = values
             else:
                 state.args_before = values
-        elif state.fault is not None:
+        elif state.fault is not None and len(state.fault.args_after) < MAX_ARGUMENTS:
             state.fault.args_after[int(match["start"] or 0)] = values
 
     def _place_node(self, pid: int | None, node: Node) -> None:
@@ -561,7 +611,20 @@ def _agree(left: dict[str, str], right: dict[str, str], key: str) -> bool:
 
 
 def _optional(text: str | None) -> int | None:
-    return int(text) if text else None
+    return int(text) if text and text.isdecimal() and len(text) <= 20 else None
+
+
+def _old_device(line: str) -> list[re.Match[str]] | None:
+    """The five parts of an old device line, each soon after the one before."""
+    found: list[re.Match[str]] = []
+    at = end = 0
+    for pattern in _OLD_DEVICE:
+        match = pattern.search(line, at, end or len(line))
+        if match is None:
+            return None
+        found.append(match)
+        at, end = match.end(), match.end() + 500
+    return found
 
 
 def _core_error(match: re.Match[str]) -> CoreError:
@@ -578,7 +641,7 @@ def _core_error(match: re.Match[str]) -> CoreError:
         int(match["core"]),
         _integer(code),
         code if is_number else hex(_integer(code)),
-        int(match["device"]) if match["device"].isdigit() else None,
+        _optional(match["device"]),
         match["kind"].removesuffix(" exception"),
         registers,
         text["text"].strip() if text else "",
@@ -611,8 +674,11 @@ def _identity(error: CoreError) -> tuple[Any, ...]:
 def _distinct(errors: list[CoreError]) -> list[CoreError]:
     """Each once: the screen and the log print the same cores, one with fewer details."""
     kept: dict[tuple[Any, ...], CoreError] = {}
+    known: set[tuple[Any, ...]] = set()
     for error in sorted(errors, key=lambda e: -len(e.registers)):
-        bare = any(k[:2] == (error.core_id, error.code) for k in kept) and not error.registers
-        if not bare:
+        core = error.core_id, error.code
+        if error.registers or core not in known:
             kept.setdefault(_identity(error), error)
-    return [error for error in errors if any(error is k for k in kept.values())]
+            known.add(core)
+    chosen = set(map(id, kept.values()))
+    return [error for error in errors if id(error) in chosen]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import msgspec
 
 from tensorprobe.ascend.graph import Op
@@ -67,10 +69,11 @@ def missing_pieces(
         missing.append(Missing(f"kernel files {', '.join(files)}", why, _KERNEL_SETTINGS))
     if place is not None and place.cce_line is None:
         name = kernel.base if kernel is not None else "KERNEL"
+        binary, text = _word(f"{name}.o"), _word(f"{name}.o.txt")
         missing.append(
             Missing("object dump", "no line number without one", (
-                f"cce-objdump -d --line-numbers {name}.o > {name}.o.txt   # where CANN is",
-                f"tensorprobe ascend incident ... --objdump {name}.o.txt",
+                f"cce-objdump -d --line-numbers {binary} > {text}   # where CANN is",
+                f"tensorprobe ascend incident ... --objdump {text}",
             ))
         )  # fmt: skip
     if not has_dump:
@@ -83,6 +86,11 @@ def missing_pieces(
             why += "; the op has a dynamic shape, which the exception dump does not support"
         missing.append(Missing("dump", why, _DUMP_SETTINGS))
     return missing
+
+
+def _word(name: str) -> str:
+    """A file's name as one word of a command that a person will paste: never an option."""
+    return shlex.quote(f"./{name}" if name.startswith("-") else name)
 
 
 def _absent_files(kernel: Kernel | None) -> list[str]:

@@ -125,7 +125,7 @@ def write_case(case: OpCase, folder: Path) -> Path:
             (case.kernel.binary, ".o"), (case.kernel.json_path, ".json"), (case.kernel.cce, ".cce")
         ):  # fmt: skip
             if source is not None:
-                copy_file(source, target / f"{safe_name(case.kernel_name)}{suffix}")
+                copy_file(source, target / f"{_file_name(case.kernel_name)}{suffix}")
     if case.tiling_data:
         with whole_file(folder / "tiling_data.bin") as file:
             write_all(file, case.tiling_data)
@@ -134,10 +134,14 @@ def write_case(case: OpCase, folder: Path) -> Path:
     return folder
 
 
+def _file_name(name: str) -> str:
+    return safe_name(name, longest=200)  # with room for what is appended
+
+
 def _write_value(data: DumpTensor, folder: Path) -> str:
     """The bytes the kernel gets; in numpy's own type where it has one, else as raw bits."""
     target = folder_inside(folder, Path("data"))
-    name = f"{safe_name(data.path.name)}.{data.name}.npy"
+    name = f"{_file_name(data.path.name)}.{data.name}.npy"
     kind = kind_of(data.dtype)
     if kind.is_plain:
         array = data.array()
@@ -157,7 +161,8 @@ def _tuple(values: tuple[int, ...]) -> str:
 
 
 def _comment(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)
+    """Text that stays on its line, whatever it is."""
+    return "".join(c if c.isprintable() else "?" for c in text[:300])
 
 
 def _param_text(tensor: CaseTensor, value: str | None) -> str:
@@ -180,9 +185,11 @@ def _main_text(case: OpCase, values: list[str | None]) -> str:
         _param_text(tensor, value) for tensor, value in zip(case.tensors, values, strict=True)
     )
     attributes = "".join(
-        f"#   {_comment(f'{key} = {value!r}')[:300]}\n" for key, value in case.attributes.items()
+        f"#   {_comment(f'{key} = {value!r}')}\n" for key, value in case.attributes.items()
     )
-    return f"""# Runs one Ascend operator alone: python3.7 main.py [SOC]
+    # The first line: one of the first two may name an encoding, and a node may be called anything.
+    return f"""# -*- coding: utf-8 -*-
+# Runs one Ascend operator alone: python3.7 main.py [SOC]
 # node {_comment(case.node or "unknown")}, type {_comment(case.op_type)}
 # A failure with a runtime code 0x7.... (as 0x7bc87) means: it reproduces. Success: it does not.
 {"# attributes (compiled into the kernel):" + chr(10) + attributes if attributes else ""}import os
@@ -191,7 +198,7 @@ import sys
 from op_test_frame.ut import OpUT
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-KERNEL = {safe_name(case.kernel_name)!r}
+KERNEL = {_file_name(case.kernel_name)!r}
 BIN_PATH = os.path.join(HERE, "kernel", KERNEL + ".o")
 
 
@@ -225,12 +232,12 @@ if __name__ == "__main__":
 def _msaicerr(case: OpCase, values: list[str | None]) -> dict[str, Any]:
     """The configuration msaicerr's own runner takes: it can pass tiling data, OpUT cannot."""
     info = case.kernel.info if case.kernel is not None else {}
-    workspace = info.get("workspace")
+    stated, workspace = info.get("kernelName"), info.get("workspace")
     files = list(zip(case.tensors, values, strict=True))
-    name = safe_name(case.kernel_name)
+    name = _file_name(case.kernel_name)
     cce = case.kernel is not None and case.kernel.cce is not None
     return {
-        "kernel_name": str(info.get("kernelName", case.kernel_name)),
+        "kernel_name": stated if isinstance(stated, str) else case.kernel_name,
         "bin_path": f"kernel/{name}.o",
         "json_path": f"kernel/{name}.json",
         "cce_file": f"kernel/{name}.cce" if cce else "",

@@ -30,7 +30,7 @@ _ATOMIC = ("overflow", "underflow", "the source is NaN", "the target is NaN", "b
 
 def parse_opdebug(tensor: DumpTensor) -> dict[str, Any]:
     """The overflow record in the one output of an Opdebug dump, in the vendor tool's keys."""
-    raw = tensor.raw().tobytes()[:4096]
+    raw = tensor.raw()[:4096].tobytes()
     if len(raw) >= 24 and struct.unpack_from("<I", raw)[0] == MAGIC:
         return _new_record(tensor, raw)
     if len(raw) < 2048:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from tensorprobe.ascend.dtypes import dtype_of_name, ge_dtype, kind_of
+from tensorprobe.errors import BadUsage
 
 Array = np.ndarray[Any, Any]
 Attributes = dict[str, Any]
@@ -22,6 +23,13 @@ _TOLERANCE = {
     "float64": 1e-9, "float32": 1e-4, "float16": 1e-3, "bfloat16": 8e-3, "complex64": 1e-4,
     "complex128": 1e-9, "float8_e4m3fn": 0.0625, "float8_e5m2": 0.125, "hifloat8": 0.125,
 }  # fmt: skip
+
+
+# A check holds its inputs and its result in float64.
+MAX_ELEMENTS = 1 << 25
+MAX_RESULT = 1 << 24
+MAX_PRODUCTS = 1 << 36
+_CHUNK = 1 << 16
 
 
 class ReferenceCheck(msgspec.Struct, frozen=True):
@@ -66,12 +74,17 @@ def _flag(a: Attributes, *names: str) -> bool:
     return any(bool(a.get(name)) for name in names)
 
 
-def _matmul(x: list[Array], a: Attributes) -> list[Array]:
+def _factors(x: list[Array], a: Attributes) -> tuple[Array, Array]:
     left, right = x[0], x[1]
     if _flag(a, "transpose_x1", "transpose_a", "adj_x1", "adj_x"):
         left = np.swapaxes(left, -1, -2)
     if _flag(a, "transpose_x2", "transpose_b", "adj_x2", "adj_y"):
         right = np.swapaxes(right, -1, -2)
+    return left, right
+
+
+def _matmul(x: list[Array], a: Attributes) -> list[Array]:
+    left, right = _factors(x, a)
     out = left @ right
     return [out + x[2] if len(x) > 2 and x[2].size else out]
 
@@ -112,8 +125,12 @@ def _batch_norm(x: list[Array], a: Attributes) -> list[Array]:
     return [(x[0] - mean) / np.sqrt(variance + float(a.get("epsilon", 1e-7))) * scale + offset]
 
 
+def _gather_axis(x: list[Array], a: Attributes) -> int:
+    return int(x[2].reshape(-1)[0]) if len(x) > 2 and x[2].size else int(a.get("axis", 0))
+
+
 def _gather(x: list[Array], a: Attributes) -> list[Array]:
-    axis = int(x[2].reshape(-1)[0]) if len(x) > 2 and x[2].size else int(a.get("axis", 0))
+    axis = _gather_axis(x, a)
     batch = int(a.get("batch_dims", 0))
     table, places = x[0], x[1].astype(np.int64)
     if not batch:
@@ -259,17 +276,47 @@ def check_outputs(
         missing = "inputs" if not inputs else "outputs"
         return ReferenceCheck(None, f"the dump has no {missing} to check {op_type} with")
     try:
+        _check_size(function, inputs, outputs, attributes)
         with np.errstate(all="ignore"):
             expected = function([_exact(value) for value in inputs], attributes)
+            checks = [
+                _compare(index, actual, want, dtype)
+                for index, (actual, want, dtype) in enumerate(
+                    zip(outputs, expected, dtypes, strict=False)
+                )
+            ]
     except Exception as error:  # noqa: BLE001 - replaying one foreign call, in a numpy that may refuse it
         return ReferenceCheck(
             None, f"the reference of {op_type} does not take these inputs: {error}"
         )
-    checks = [
-        _compare(index, actual, want, dtype)
-        for index, (actual, want, dtype) in enumerate(zip(outputs, expected, dtypes, strict=False))
-    ]
     return next((check for check in checks if check.agrees is False), checks[0])
+
+
+def _check_size(
+    function: Function, inputs: Sequence[Array], outputs: Sequence[Array], attributes: Attributes
+) -> None:
+    """Refuse what would take too much: two small inputs may ask for a huge result."""
+    given = sum(value.size for value in (*inputs, *outputs))
+    result, products = _result_size(function, list(inputs), attributes)
+    if given > MAX_ELEMENTS or result > max(MAX_RESULT, given) or products > MAX_PRODUCTS:
+        raise BadUsage(f"too much work: {given} elements in files, {result} in its result")
+
+
+def _result_size(function: Function, x: list[Array], a: Attributes) -> tuple[int, int]:
+    """How many elements the result may have, and how many products it takes."""
+    if function is _matmul:
+        left, right = _factors(x, a)
+        lead = np.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+        size = math.prod(lead) * math.prod(left.shape[-2:-1]) * right.shape[-1]
+        return size, size * left.shape[-1]
+    if function is _gather:
+        axis, batch = _gather_axis(x, a), int(a.get("batch_dims", 0))
+        others = [size for at, size in enumerate(x[0].shape) if at != axis % x[0].ndim]
+        return math.prod(others[batch:]) * x[1].size, 0
+    try:
+        return math.prod(np.broadcast_shapes(*(value.shape for value in x))), 0
+    except ValueError:  # not to be broadcast: nothing gets larger than it is
+        return 0, 0
 
 
 def _exact(array: Array) -> Array:
@@ -286,51 +333,66 @@ def _compare(index: int, actual: Array, expected: Array, dtype: str) -> Referenc
             f"output {index} has shape {list(actual.shape)}, the reference {list(expected.shape)}",
             off_count=actual.size,
         )
-    have = _exact(actual).reshape(-1)
-    with np.errstate(all="ignore"):
-        want = _as_dtype(expected.reshape(-1), dtype)
-        tolerance = _TOLERANCE.get(dtype, 0.0)
-        finite = np.isfinite(have) & np.isfinite(want)
+    flat, wanted = actual.reshape(-1), expected.reshape(-1)
+
+    def parts() -> Iterator[tuple[int, Array, Array, Array, Array]]:
+        """In pieces, so that no copy is as large as the tensor."""
+        for at in range(0, flat.size, _CHUNK):
+            have = _exact(flat[at : at + _CHUNK])
+            want = _as_dtype(wanted[at : at + _CHUNK], dtype)
+            finite = np.isfinite(have) & np.isfinite(want)
+            yield at, have, want, finite, np.where(finite, np.abs(want), 0.0)
+
+    total = sum(float(size.sum()) for *_, size in parts())
+    scale = total / flat.size if flat.size else 0.0
+    tolerance = _TOLERANCE.get(dtype, 0.0)
+    max_abs = max_rel = 0.0
+    count = 0
+    first: tuple[int, Any, Any] | None = None
+    for at, have, want, finite, size in parts():
         difference = np.where(finite, np.abs(np.subtract(have, want, dtype=_wide(have, want))), 0.0)
-        size = np.where(finite, np.abs(want), 0.0)
-        scale = float(size.mean()) if size.size else 0.0
         off = finite & (difference > tolerance * (size + scale))
         off |= ~finite & ~_same_nonfinite(have, want, dtype)
         relative = difference / np.maximum(size, np.finfo(np.float64).tiny)
         relative = np.where(difference == 0, 0.0, relative)
-    max_abs = float(difference.max()) if difference.size else 0.0
-    max_rel = float(relative.max()) if relative.size else 0.0
-    count = int(np.count_nonzero(off))
-    if not count:
+        max_abs = max(max_abs, float(difference.max()))
+        max_rel = max(max_rel, float(relative.max()))
+        count += int(np.count_nonzero(off))
+        if first is None and off.any():
+            index_in = int(np.flatnonzero(off)[0])
+            first = at + index_in, have[index_in], want[index_in]
+    if first is None:
         return ReferenceCheck(
             True,
             f"the dump's output {index} agrees with the reference (largest difference {max_abs:g})",
             max_abs, max_rel,
         )  # fmt: skip
-    at = int(np.flatnonzero(off)[0])
+    at, have, want = first
     place = [int(i) for i in np.unravel_index(at, actual.shape)] if actual.ndim else []
     return ReferenceCheck(
         False,
         f"the dump's output {index} is off by up to {max_abs:g} (relative {max_rel:g}) in {count} "
-        f"of {have.size} elements, first at {place}: {_show(have[at])}, reference "
-        f"{_show(want[at])}",
+        f"of {flat.size} elements, first at {place}: {have:g}, reference {want:g}",
         max_abs, max_rel, count,
     )  # fmt: skip
-
-
-def _show(value: Any) -> str:
-    return f"{value:g}"
 
 
 def _wide(have: Array, want: Array) -> type:
     return np.complex128 if "c" in (have.dtype.kind, want.dtype.kind) else np.float64
 
 
+_SMALL_FLOATS: dict[str, np.dtype[Any]] = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+}
+
+
 def _as_dtype(expected: Array, dtype: str) -> Array:
     """The reference rounded to the output's own type, as the operator must."""
     kind = kind_of(dtype)
-    if dtype in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
-        return _exact(expected.astype(np.dtype(getattr(ml_dtypes, dtype))))
+    if dtype in _SMALL_FLOATS:
+        return _exact(expected.astype(_SMALL_FLOATS[dtype]))
     if kind.wide.kind in "iub" and expected.dtype.kind in "fiub":
         return np.trunc(expected) if expected.dtype.kind == "f" else expected
     return _exact(expected.astype(kind.wide))

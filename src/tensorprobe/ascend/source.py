@@ -7,11 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tensorprobe.ascend.files import open_file
 from tensorprobe.errors import BadArtefact
 
 VARINT, FIXED64, LENGTH, GROUP, END_GROUP, FIXED32 = 0, 1, 2, 3, 4, 5
 # Unknown groups nest; a hostile file must not exhaust the stack. protobuf itself stops at 100.
 MAX_DEPTH = 100
+# A header of 8192 tensors has some 100,000 fields and a megabyte of names.
+MAX_FIELDS = 1 << 18
+MAX_TEXT_NBYTES = 1 << 24
 
 
 class Field(NamedTuple):
@@ -31,12 +35,13 @@ class Source:
         self.path = path
         self.data = data
         self.nbytes = len(data)
+        self._field_count = self._text_nbytes = 0
 
     @classmethod
     def open(cls, path: Path) -> Source:
         """Map a file read-only; an empty one is empty bytes."""
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 if file.seek(0, 2) == 0:
                     return cls(path, b"")
                 return cls(path, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -57,6 +62,10 @@ class Source:
 
     def text(self, start: int, end: int) -> str:
         """Bytes as text; what is no UTF-8 is kept visible."""
+        self._text_nbytes += end - start
+        if self._text_nbytes > MAX_TEXT_NBYTES:
+            found = f"{self._text_nbytes} bytes of names"
+            raise self.bad(start, found, f"at most {MAX_TEXT_NBYTES}")
         return self.data[start:end].decode("utf-8", "backslashreplace")
 
     def varint(self, offset: int, end: int) -> tuple[int, int]:
@@ -78,6 +87,9 @@ class Source:
         at = start
         while at < end:
             field, at = self._field(at, end)
+            self._field_count += 1
+            if self._field_count > MAX_FIELDS:
+                raise self.bad(field.start, "more fields", f"at most {MAX_FIELDS}")
             if field.wire_type == GROUP:
                 if len(groups) == MAX_DEPTH:
                     raise self.bad(field.start, "groups nested too deep", f"at most {MAX_DEPTH}")

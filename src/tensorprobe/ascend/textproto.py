@@ -11,7 +11,8 @@ from tensorprobe.errors import BadArtefact
 # Values are str (quoted), int, float, Word (identifiers: enum names, true, nan) or a Message.
 Message = dict[str, list[Any]]
 MAX_DEPTH = 200
-MAX_MESSAGES = 5_000_000  # about a gigabyte of real graph; a hostile one is all braces
+# Messages and fields. Real graphs have one in 30 to 160 characters; a hostile one is all braces.
+MAX_PARTS = 5_000_000
 
 
 class Word(str):
@@ -24,7 +25,7 @@ class Word(str):
 _TOKEN = re.compile(
     r"""
     [\s,;]*(?:
-      (?P<open>[A-Za-z_][\w.]*)\s*:?\s*[{<]
+      (?P<open>[A-Za-z_][\w.]*)\s*(?::\s*)?[{<]
     | (?P<close>[}>])
     | (?P<key>[A-Za-z_][\w.]*)\s*:\s*
     | (?P<extension>\[[\w./]+\])\s*:?\s*
@@ -34,15 +35,20 @@ _TOKEN = re.compile(
 )
 _VALUE = re.compile(
     r"""
-      "(?P<double>[^"\\\n]*(?:\\.[^"\\\n]*)*)"
-    | '(?P<single>[^'\\\n]*(?:\\.[^'\\\n]*)*)'
-    | (?P<number>[-+]?(?:0[xX][0-9a-fA-F]+|(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?[fF]?))(?![\w.])
+      (?P<quote>["'])
+    | (?P<number>[-+]?(?:0[xX][0-9a-fA-F]+|(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?[fF]?))(?![\w.])
     | (?P<word>-?[A-Za-z_][\w.]*)
     | (?P<list>\[)
     | (?P<open>[{<])
     """,
     re.VERBOSE | re.DOTALL,
 )
+# In pieces: as one match, a megabyte of escapes would take a hundred of memory.
+_STRING = {
+    '"': re.compile(r"""(?:[^"\\\n]+|\\.){1,10000}""", re.DOTALL),
+    "'": re.compile(r"""(?:[^'\\\n]+|\\.){1,10000}""", re.DOTALL),
+}
+_DATA_FROM = 1 << 20  # characters from which a string is no name but weights: kept as written
 _SPACE = re.compile(r"[\s,;]*")
 _MORE_STRING = re.compile(r"\s*(?=[\"'])")
 _ESCAPE = re.compile(
@@ -53,8 +59,13 @@ _SIMPLE = {
 }  # fmt: skip
 
 
+def most_parts(length: int) -> int:
+    """How many messages and fields a graph of that many characters may have."""
+    return min(MAX_PARTS, 10_000 + length // 8)
+
+
 def _unescape(text: str) -> str:
-    if "\\" not in text:
+    if "\\" not in text or len(text) > _DATA_FROM:
         return text
 
     def one(match: re.Match[str]) -> str:
@@ -112,7 +123,7 @@ class _Parser:
         root: Message = {}
         stack: list[Message] = []
         message = root
-        count = 0
+        count, limit = 0, most_parts(size)
         at = 1 if text.startswith("\ufeff") else 0
         while True:
             match = token(text, at)
@@ -129,7 +140,12 @@ class _Parser:
                 if value is _OPEN:
                     kind, inner = "open", key
                 else:
-                    values = message.setdefault(key, [])
+                    if key not in message:
+                        message[key] = []
+                        count += 1
+                        if count > limit:
+                            raise self.bad(at, f"at most {limit} messages and fields")
+                    values = message[key]
                     values.extend(value) if isinstance(value, list) else values.append(value)
                     continue
             elif kind == "open":
@@ -149,8 +165,8 @@ class _Parser:
             else:  # a comment
                 continue
             count += 1
-            if len(stack) == MAX_DEPTH or count > MAX_MESSAGES:
-                raise self.bad(at, f"at most {MAX_DEPTH} levels and {MAX_MESSAGES} messages")
+            if len(stack) == MAX_DEPTH or count > limit:
+                raise self.bad(at, f"at most {MAX_DEPTH} levels and {limit} messages and fields")
             child: Message = {}
             message.setdefault(inner, []).append(child)
             stack.append(message)
@@ -168,25 +184,38 @@ class _Parser:
         if match is None:
             raise self.bad(at, "a value")
         kind, at = match.lastgroup, match.end()
-        if kind in ("double", "single"):
-            value = _unescape(match[kind])
+        if kind == "quote":
+            value, at = self._string(at)
             # Adjacent strings are one; the common next character is a line's end.
             more = _MORE_STRING.match(self.text, at)
+            if more is None:
+                return value, at
+            values = [value]
             while more is not None:
-                follow = _VALUE.match(self.text, more.end())
-                if follow is None or follow.lastgroup not in ("double", "single"):
-                    raise self.bad(more.end(), "the rest of a string")
-                value += _unescape(follow[follow.lastgroup])
-                at = follow.end()
+                value, at = self._string(more.end() + 1)
+                values.append(value)
                 more = _MORE_STRING.match(self.text, at)
-            return value, at
+            return "".join(values), at
         if kind == "number":
-            return _number(match["number"]), at
+            found = _number(match["number"])
+            if isinstance(found, int) and abs(found) >= 1 << 64:
+                raise self.bad(match.start(), "a number of at most 64 bits")
+            return found, at
         if kind == "word":
             return Word(match["word"]), at
         if kind == "open":
             return _OPEN, at
         return self._list(at)
+
+    def _string(self, start: int) -> tuple[str, int]:
+        """The string whose opening quote is before `start`, and the place after its end."""
+        quote = self.text[start - 1]
+        at = start
+        while match := _STRING[quote].match(self.text, at):
+            at = match.end()
+        if not self.text.startswith(quote, at):
+            raise self.bad(start - 1, "a string that ends on its line")
+        return _unescape(self.text[start:at]), at + 1
 
     def _list(self, at: int) -> tuple[list[Any], int]:
         values: list[Any] = []
@@ -194,9 +223,9 @@ class _Parser:
             at = self._skip_space(at)
             if self.text.startswith("]", at):
                 return values, at + 1
-            value, at = self._value(at)
-            if value is _OPEN or isinstance(value, list):
+            if self.text.startswith(("[", "{", "<"), at):
                 raise self.bad(at, "numbers, words or strings in a list")
+            value, at = self._value(at)
             values.append(value)
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+import mmap
+from pathlib import Path
 from typing import Any, Literal
 
 import ml_dtypes
 import msgspec
 import numpy as np
 
-from tensorprobe.ascend.dtypes import widened
+from tensorprobe.ascend.dtypes import decode, kind_of, widened
+from tensorprobe.ascend.dump import DumpTensor
+from tensorprobe.ascend.files import open_file
+from tensorprobe.errors import BadArtefact
 
 Array = np.ndarray[Any, Any]
 Problem = Literal[
@@ -29,6 +34,7 @@ _FIRST = 5
 # Elements at a time: a chunk and its float64 copy stay in cache, and below the size from which
 # malloc maps fresh pages for each temporary (2.5 times as slow).
 _CHUNK = 1 << 13
+_KEPT = 1 << 24
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -72,7 +78,55 @@ def analyse(array: Array) -> Statistics:
     """Statistics and abnormal values of an array of any dtype, in chunks: memory stays small."""
     if array.dtype.kind not in "biufcV" and array.dtype.isbuiltin == 1:
         raise TypeError(f"values of {array.dtype} are not numbers")
-    return _Analysis(array).result()
+    return _Analysis(array.reshape(-1), array.shape).result()
+
+
+def analyse_tensor(tensor: DumpTensor) -> Statistics:
+    """The same of a tensor in a dump, decoded in chunks too: a byte may hold eight elements."""
+    if kind_of(tensor.dtype).is_view:
+        return analyse(tensor.array())
+    shape = tensor.shape if tensor.fits else (tensor.size,)
+    return _Analysis(_Decoded(tensor), shape).result()
+
+
+def _forget(array: Array) -> None:
+    """Give back the pages of a mapped file that were read: they count as memory of this process."""
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    advice = getattr(mmap, "MADV_DONTNEED", None)
+    if isinstance(base, mmap.mmap) and advice is not None:
+        base.madvise(advice)
+
+
+class _Decoded:
+    """A row of elements, of which only the slice asked for is ever decoded."""
+
+    def __init__(self, tensor: DumpTensor) -> None:
+        self.raw = tensor.raw()
+        self.name = tensor.dtype
+        self.bits = kind_of(tensor.dtype).bits
+        self.size = tensor.size
+        self.dtype = decode(np.zeros(8, np.uint8), tensor.dtype, 1).dtype
+
+    def __getitem__(self, part: slice) -> Array:
+        # Slices begin at multiples of a chunk, which is a whole number of bytes at any width.
+        stop = min(part.stop, self.size)
+        return decode(self.raw[part.start * self.bits // 8 :], self.name, stop - part.start)
+
+
+def read_npy(path: Path) -> Array:
+    """An npy file of numbers, mapped; nothing in it is unpickled."""
+    open_file(path).close()  # numpy opens it by its name, and would wait for a pipe
+    try:
+        array = np.lib.format.open_memmap(path, "r")
+    except OSError:
+        raise
+    except Exception as error:  # numpy parses the header as Python: any error may come out of it
+        raise BadArtefact(f"{path}: {error}; expected an npy file of numbers") from error
+    if array.dtype.kind not in "biufc":
+        raise BadArtefact(f"{path}: elements of {array.dtype}; expected an npy file of numbers")
+    return array
 
 
 class _Limits(msgspec.Struct, frozen=True):
@@ -102,10 +156,10 @@ def _limits(dtype: np.dtype[Any]) -> _Limits:
 
 
 class _Analysis:
-    def __init__(self, array: Array) -> None:
-        self.array = array
-        self.flat = array.reshape(-1)
-        self.limits = _limits(array.dtype)
+    def __init__(self, flat: Array | _Decoded, shape: tuple[int, ...]) -> None:
+        self.flat = flat
+        self.shape = shape
+        self.limits = _limits(flat.dtype)
         self.found: dict[Problem, tuple[int, list[int]]] = {}
         self.count = self.finite = self.zeros = 0
         self.total = self.squares = 0.0
@@ -118,6 +172,8 @@ class _Analysis:
     def result(self) -> Statistics:
         for at in range(0, self.flat.size, _CHUNK):
             self._take(at, self.flat[at : at + _CHUNK])
+            if at % _KEPT == 0:
+                _forget(self.flat.raw if isinstance(self.flat, _Decoded) else self.flat)
         mean = std = None
         if self.finite and self.center is not None:
             shifted = self.total / self.finite
@@ -215,20 +271,24 @@ class _Analysis:
             findings.append(fill)
         elif self.count > 1 and self.finite == self.count and self.low:
             low, high = _plain(self.low, min), _plain(self.high, max)
-            if low == high and self.array.dtype.kind != "c":
+            if low == high and self.flat.dtype.kind != "c":
                 findings.append(Finding("constant", 0, (), f"every element is {low:g}"))
         return tuple(findings)
 
     def _place(self, index: int) -> tuple[int, ...]:
-        return tuple(int(i) for i in np.unravel_index(index, self.array.shape))
+        return tuple(int(i) for i in np.unravel_index(index, self.shape))
 
     def _fill(self) -> Finding | None:
         """Runs of one of the words that allocators fill memory with."""
+        if isinstance(self.flat, _Decoded):  # these never were words
+            return None
         if self.flat.dtype == np.bool_ or not self.flat.flags.c_contiguous:
             return None
         raw = self.flat.view(np.uint8)
         words = raw[: raw.size // 4 * 4].view("<u4")
         for at in range(0, words.size, _CHUNK):
+            if at % _KEPT == 0:
+                _forget(words)
             part = words[at : at + _CHUNK + _FILL_RUN]
             same = part[1:] == part[:-1]
             run = same[:-2] & same[1:-1] & same[2:]  # four in a row

@@ -9,11 +9,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from tensorprobe.capture.tracebacks import is_stand_in
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _ENTRY = os.path.join(_TORCH, "_dynamo", "eval_frame.py")
 _FUNCTION = os.path.join(_TORCH, "autograd", "function.py")
 _GENERATED = "<eval_with_key>"  # where torch.fx says that its generated code stands
-_NEAR = 4  # frames between a call in generated code and the mode: a functional, an operator
+_NEAR = 5  # frames between a call in generated code and the mode: a functional, another mode
 _FAR = 60  # frames between generated code and dynamo's entry: the layers of a backend
 
 _Function = TypeVar("_Function", bound=Any)
@@ -55,7 +57,7 @@ def running(up: int = 3) -> Run | None:
         if frame is None or (code is None and depth > _NEAR):
             return None
         if code is None:
-            if frame.f_code.co_filename.startswith(_GENERATED):
+            if frame.f_code.co_filename.startswith(_GENERATED) and not is_stand_in(frame.f_code):
                 code = frame
         elif frame.f_code.co_filename == _FUNCTION:
             has_node = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,36 @@ from tensorprobe.capture.naming import (
     is_noise,
     operator_name,
 )
+from tensorprobe.capture.stand_ins import is_tracing
 from tensorprobe.capture.tape import Tape
+from tensorprobe.capture.tracebacks import clean
 from tensorprobe.records import Direction
+
+_DTYPES = {
+    bool: torch.bool,
+    int: torch.int64,
+    float: torch.float64,
+    complex: torch.complex128,
+}
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Make a call; a number that is a tensor, as in a traced graph, comes to a mode as a number,
+    and few operators take it back."""
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        if "Unable to cast" not in str(error):
+            raise
+        tensors = tuple(map(_as_tensor, args))
+        if all(map(operator.is_, tensors, args)):
+            raise
+    return func(*tensors, **kwargs)
+
+
+def _as_tensor(value: Any) -> Any:
+    dtype = _DTYPES.get(type(value))
+    return value if dtype is None else torch.tensor(value, dtype=dtype)
 
 
 class _Operator(NamedTuple):
@@ -72,34 +101,43 @@ class OpMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        tape = self._tape
-        if not (tape.recording and self.on):
-            return func(*args, **kwargs)
-        if func not in self._operators:
-            self._operators[func] = _look_up(func)
-            self.saw_scaler |= func._schema.name == f"aten::{SCALER_UPDATE}"
-        operator = self._operators[func]
-        if operator is None:
-            return func(*args, **kwargs)
-        api, random, writes = operator
-        node = torch._C._current_autograd_node()
-        number = tape.counter.next(api)
-        direction: Direction = "forward" if node is None else "backward"
-        names = CallNames(api, call_name(api, number, direction), tape.place.module, direction)
-        if not tape.wants(names):
-            result = func(*args, **kwargs)
-            if writes:
-                tape.forget_written(args, kwargs)
-            return result
-        parent = tape.place.parent
-        if node is None:
-            # the first op after a node was made is the node's own; saving its output detaches it
-            self._made.note(torch._C._autograd._get_sequence_nr() - 1, names.name)
-        else:
-            parent = self._made.find(node) or node.name()
-        # the stack from this frame on, which is hidden: in a device's own thread it is the only one
-        call = tape.begin(names, args, kwargs, parent=parent, random=random, writes=writes)
-        if call is None:
-            return func(*args, **kwargs)
-        return tape.run(call, func, args, kwargs)
+        try:
+            kwargs = kwargs or {}
+            tape = self._tape
+            if not (tape.recording and self.on):
+                return _call(func, args, kwargs)
+            if func not in self._operators:
+                self._operators[func] = _look_up(func)
+                self.saw_scaler |= func._schema.name == f"aten::{SCALER_UPDATE}"
+            known = self._operators[func]
+            if known is None:
+                return _call(func, args, kwargs)
+            if is_tracing():
+                tape.not_traced += 1
+                return _call(func, args, kwargs)
+            api, random, writes = known
+            node = torch._C._current_autograd_node()
+            number = tape.counter.next(api)
+            direction: Direction = "forward" if node is None else "backward"
+            names = CallNames(api, call_name(api, number, direction), tape.place.module, direction)
+            if not tape.wants(names):
+                result = _call(func, args, kwargs)
+                if writes:
+                    tape.forget_written(args, kwargs)
+                return result
+            parent = tape.place.parent
+            if node is None:
+                # the first op after a node was made is the node's own; saving its output detaches
+                # it
+                self._made.note(torch._C._autograd._get_sequence_nr() - 1, names.name)
+            else:
+                parent = self._made.find(node) or node.name()
+            # the stack from this frame on, which is hidden: in a device's own thread it is the
+            # only one
+            call = tape.begin(names, args, kwargs, parent=parent, random=random, writes=writes)
+            if call is None:
+                return _call(func, args, kwargs)
+            return tape.run(call, _call, (func, args, kwargs), {})
+        except BaseException as error:
+            clean(error)
+            raise

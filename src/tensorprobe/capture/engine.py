@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from tensorprobe.capture.mode_stack import enter_missing, is_wanted, leave, remove_mode
+from tensorprobe.capture.tracebacks import clean
 
 
 class _Thread(threading.local):
@@ -71,9 +72,13 @@ class EngineEntry:
 
         @functools.wraps(original)
         def run_backward(*args: Any, **kwargs: Any) -> Any:
-            if self._wrapper is not run_backward:  # removed while another wrapper was around it
-                return original(*args, **kwargs)
-            return self._run(original, args, kwargs)
+            try:
+                if self._wrapper is not run_backward:  # removed while another wrapper was around it
+                    return original(*args, **kwargs)
+                return self._run(original, args, kwargs)
+            except BaseException as error:
+                clean(error)
+                raise
 
         run_backward._entry = self  # type: ignore[attr-defined]
         self._wrapper = run_backward

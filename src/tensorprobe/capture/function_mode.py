@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
@@ -14,11 +15,17 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from tensorprobe.capture import compiled
 from tensorprobe.capture.engine import InBackward
 from tensorprobe.capture.hidden_state import WRITES_STATISTICS, writes_in_place
-from tensorprobe.capture.naming import ApiName, CallNames, Namer, is_noise, name_parts
+from tensorprobe.capture.naming import ApiName, CallNames, Namer, is_noise, name_parts, never_warns
 from tensorprobe.capture.spelling import Spelling
+from tensorprobe.capture.stand_ins import StandIns, is_tracing
 from tensorprobe.capture.steps import optimizers_in_round
 from tensorprobe.capture.tape import Tape
+from tensorprobe.capture.tracebacks import clean
 
+# Torch's own changes the filters of warnings, so that Python forgets which it has shown: here its
+# table is made, when nothing has been recorded yet, and it is read without that.
+resolve_name(torch.relu)
+name_of = inspect.unwrap(resolve_name)
 # Calls that tell the recorder something even where calls are not recorded.
 SCALER_UPDATE = "_amp_update_scale_"
 _is_grad_enabled = torch.is_grad_enabled
@@ -47,6 +54,11 @@ def below_backward() -> bool:
     return False
 
 
+# What the calls of a function are named; None where they have no name, False where torch never
+# warns of them either.
+Plan = ApiName | Literal[False] | None
+
+
 class UserCalls(InBackward, TorchFunctionMode):
     """Hands each torch call that the program makes to `called`, by its name.
 
@@ -57,8 +69,10 @@ class UserCalls(InBackward, TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._namer = Namer(resolve_name)
-        self._plans: dict[Any, ApiName | None] = {}
+        self._namer = Namer(name_of)
+        self._plans: dict[Any, Plan] = {}
+        self.stand_ins = StandIns()
+        self.make = self.stand_ins.make
         self.passes_on = False  # whether `passed_on` is to be asked
         self.swift: Any = None  # as `Tape.plain_calls` says
 
@@ -71,35 +85,47 @@ class UserCalls(InBackward, TorchFunctionMode):
     ) -> Any:
         if _is_traced():  # dynamo traces this line: leave no mark in its graph
             return func(*args) if kwargs is None else func(*args, **kwargs)
-        if self.swift is not None:  # most calls are recorded in C++
-            result = self.swift(self, func, args, kwargs)
-            if result is not self:
-                return result
         try:
-            api = self._plans[func]
-        except KeyError:
-            api = self._plan(func)
-        except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
-            api = None
-        if api is None and not self.passes_on:
-            return func(*args) if kwargs is None else func(*args, **kwargs)
-        if kwargs is None:
-            kwargs = {}
-        if _is_compiling():
-            return func(*args, **kwargs)
-        if self.dispatch_depth and self.is_in_handler():
-            return func(*args, **kwargs)
-        if api is None or (api.prefix == "Aten" and below_backward()):
-            return self.passed_on(func, args, kwargs)
-        return self.called(api, func, args, kwargs)
+            if self.swift is not None:  # most calls are recorded in C++
+                result = self.swift(self, func, args, kwargs)
+                if result is not self:
+                    return result
+            try:
+                api = self._plans[func]
+            except KeyError:
+                api = self._plan(func)
+            except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
+                api = None
+            if kwargs is None:
+                kwargs = {}
+            if not api and not self.passes_on:
+                if api is None or is_tracing():
+                    return self.make(func, args, kwargs)
+                return func(*args, **kwargs)
+            if _is_compiling() or (self.dispatch_depth and self.is_in_handler()):
+                return self.make(func, args, kwargs)
+            if is_tracing():
+                return self.traced(func, args, kwargs)
+            if not api or (api.prefix == "Aten" and below_backward()):
+                return self.passed_on(func, args, kwargs)
+            return self.called(api, func, args, kwargs)
+        except BaseException as error:
+            clean(error)
+            raise
 
     def passed_on(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """A call too small to have a name: a property, a size. There are more of these."""
-        return func(*args, **kwargs)
+        return self.make(func, args, kwargs)
 
-    def _plan(self, func: Any) -> ApiName | None:
+    def traced(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A call that torch.jit.trace follows: whatever is asked of a tensor would be traced."""
+        return self.make(func, args, kwargs)
+
+    def _plan(self, func: Any) -> Plan:
         api = self._namer(func)
-        plan = None if is_noise(api) else api
+        plan: Plan = api
+        if is_noise(api):
+            plan = False if never_warns(api) else None
         self._plans[func] = plan
         return plan
 
@@ -115,7 +141,8 @@ class QuietMode(InBackward, TorchFunctionMode):
         super().__init__()
         self._tape = tape
         self._on_scaler_update = on_scaler_update
-        self._namer = Namer(resolve_name)
+        self._namer = Namer(name_of)
+        self._make = StandIns().make
         self._silent: set[Any] = set()  # functions that tell nothing, unless they are given `out`
 
     def __torch_function__(
@@ -124,41 +151,38 @@ class QuietMode(InBackward, TorchFunctionMode):
         if _is_traced():  # dynamo traces this line: leave no mark in its graph
             return func(*args) if kwargs is None else func(*args, **kwargs)
         try:
-            silent = func in self._silent
-        except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
-            silent = True
-        if not silent:
-            return self._called(func, args, kwargs or {})
-        if not kwargs:
-            return func(*args)
-        result = func(*args, **kwargs)
+            try:
+                silent = func in self._silent
+            except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
+                silent = True
+            kwargs = kwargs or {}
+            if silent and not is_tracing():
+                return self._pass_by(func, args, kwargs)
+            if silent or is_tracing() or self.is_in_handler() or _is_compiling():
+                return self._make(func, args, kwargs)
+            api = self._namer(func)
+            updates = api.api == SCALER_UPDATE
+            if not updates and (is_noise(api) or not writes_in_place(api)):
+                if len(self._silent) >= _MAX_SILENT:
+                    self._silent.clear()
+                self._silent.add(func)
+                return self._pass_by(func, args, kwargs)
+            result = self._make(func, args, kwargs)
+            if self._tape.recording:
+                self._tape.forget_written(args, kwargs)
+            if updates:
+                self._on_scaler_update(optimizers_in_round())
+            return result
+        except BaseException as error:
+            clean(error)
+            raise
+
+    def _pass_by(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """A call that tells nothing, unless it is given `out`."""
+        result = self._make(func, args, kwargs)
         if "out" in kwargs and self._tape.recording:
             self._tape.forget_written(args, kwargs)
         return result
-
-    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that may tell something: all those of one function do, or none does."""
-        if self.is_in_handler() or _is_compiling():
-            return func(*args, **kwargs)
-        api = self._namer(func)
-        updates = api.api == SCALER_UPDATE
-        if not updates and (is_noise(api) or not writes_in_place(api)):
-            if len(self._silent) >= _MAX_SILENT:
-                self._silent.clear()
-            self._silent.add(func)
-            return self.__torch_function__(func, (), args, kwargs)
-        result = _passed(self._tape, api, func, args, kwargs)
-        if updates:
-            self._on_scaler_update(optimizers_in_round())
-        return result
-
-
-def _passed(tape: Tape, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """A call that is not recorded; what it writes to may be recorded later in the step."""
-    result = func(*args, **kwargs)
-    if tape.recording and (writes_in_place(api) or "out" in kwargs):
-        tape.forget_written(args, kwargs)
-    return result
 
 
 def _describe_plain(api: ApiName, *, spells: bool) -> tuple[str, str, str] | None:
@@ -190,7 +214,7 @@ class CallMode(UserCalls):
         self._spell = Spelling(__file__) if tape.config.operators == "dunder" else None
         if not self.passes_on:
             describe = functools.partial(_describe_plain, spells=self._spell is not None)
-            self.swift = tape.plain_calls(self._plans, describe)
+            self.swift = tape.plain_calls(self._plans, describe, self.stand_ins)
 
     def called(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         tape = self._tape
@@ -199,7 +223,7 @@ class CallMode(UserCalls):
         if not tape.recording or tape.only is not None or (compiles and compiled.in_backward()):
             pass
         elif compiles and self._is_compiled():
-            return func(*args, **kwargs)
+            return self.make(func, args, kwargs)
         else:
             if self._spell is not None and api.prefix == "Tensor":
                 api = self._spell(api, func, args, sys._getframe(1))
@@ -209,16 +233,19 @@ class CallMode(UserCalls):
                 CallNames(api, name, module) if tape.everything else tape.select(api, name, module)
             )
         if names is None:
-            result = _passed(tape, api, func, args, kwargs)
+            result = self.make(func, args, kwargs)
+            # what it writes to may be recorded later in the step
+            if tape.recording and (writes_in_place(api) or "out" in kwargs):
+                tape.forget_written(args, kwargs)
         else:
             grad = _is_grad_enabled() and not _interpreter_stack()
             shown = args[:1] if api.api == "__deepcopy__" else args  # the rest is copy's own memo
             call = tape.begin(names, shown, kwargs, depth=2, grad=grad)
             if call is None:
-                result = func(*args, **kwargs)
+                result = self.make(func, args, kwargs)
             else:
                 try:  # as Tape.run, which would be one frame more
-                    result = func(*args, **kwargs)
+                    result = self.make(func, args, kwargs)
                 except BaseException as error:
                     tape.raised(call, error)
                     raise
@@ -230,11 +257,15 @@ class CallMode(UserCalls):
 
     def passed_on(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         try:
-            return func(*args, **kwargs)
+            return self.make(func, args, kwargs)
         except Exception as error:
             if self._on_passed_error is not None:
                 self._on_passed_error(self._namer(func), args, kwargs, error)
             raise
+
+    def traced(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        self._tape.not_traced += self._tape.recording
+        return self.make(func, args, kwargs)
 
     def _is_compiled(self) -> bool:
         """Whether this call is the inside of a compiled part, which is written down as one call."""

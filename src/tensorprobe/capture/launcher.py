@@ -13,10 +13,20 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 
-from tensorprobe.errors import BadUsage, GuardStopped, MissingDependency, WriteFailed
+from tensorprobe.capture.tracebacks import clean
+from tensorprobe.errors import (
+    BadUsage,
+    GuardStopped,
+    MissingDependency,
+    RecordingStopped,
+    WriteFailed,
+)
+
+# Ours, which are said in one line; raised where the user has asked for it.
+_STOPPED = (WriteFailed, RecordingStopped, GuardStopped)
 
 
 class Program(NamedTuple):
@@ -106,7 +116,7 @@ class Launch:
         try:
             _when_imported("torch", on_torch)
             exec(self._program.code, main.__dict__)
-        except (SystemExit, WriteFailed, GuardStopped) as leaving:  # ours are said in one line
+        except (SystemExit, *_STOPPED) as leaving:
             end = leaving
         except BaseException as error:  # noqa: BLE001 the program's own, shown as Python shows it
             end = error
@@ -140,34 +150,8 @@ class Launch:
 
 def show_exception(error: BaseException) -> None:
     """Show an exception through the program's own excepthook, without our frames."""
-    seen: set[int] = set()
-    chain: list[BaseException | None] = [error]
-    while chain:
-        link = chain.pop()
-        if link is None or id(link) in seen:
-            continue
-        seen.add(id(link))
-        link.__traceback__ = _without_ours(link.__traceback__)
-        chain += [link.__cause__, link.__context__]
+    clean(error)
     sys.excepthook(type(error), error, error.__traceback__)
-
-
-def _without_ours(trace: TracebackType | None) -> TracebackType | None:
-    theirs = []
-    while trace is not None:
-        if not trace.tb_frame.f_code.co_filename.startswith(_OURS):
-            theirs.append(trace)
-        trace = trace.tb_next
-    kept: TracebackType | None = None
-    for link in reversed(theirs):
-        kept = TracebackType(kept, link.tb_frame, link.tb_lasti, link.tb_lineno)
-    return kept
-
-
-# The rooms that stand between a program and torch; a script of ours (the demo's) is a program.
-_OURS = tuple(
-    str(Path(__file__).parents[1] / room) + os.sep for room in ("capture", "guard", "cli")
-)
 
 
 def _join_threads() -> None:

@@ -57,6 +57,15 @@ def remove_mode(mode: Any) -> bool:
     return found or frame is not None
 
 
+def stand_aside(mode: Any, file: str) -> None:
+    """Take `mode` off this thread's stack until the innermost frame of `file` is left."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != file:
+        frame = frame.f_back
+    if frame is not None and _take_off(mode):
+        _when_left(frame, functools.partial(_add_again, mode))
+
+
 def is_wanted(mode: Any) -> bool:
     """Whether the last that was asked for, in whichever thread, was to have `mode` on a stack."""
     return bool(getattr(mode, "_is_wanted", False))

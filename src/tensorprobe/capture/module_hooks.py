@@ -21,6 +21,7 @@ from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorprobe import native
 from tensorprobe.capture import compiled
@@ -38,10 +39,12 @@ from tensorprobe.capture.gradients import (
 )
 from tensorprobe.capture.hidden_state import WRITES_STATISTICS
 from tensorprobe.capture.making import MadeNotes, uncalled_parameters, uses_uncalled
-from tensorprobe.capture.mode_stack import enter_missing, leave
+from tensorprobe.capture.mode_stack import enter_missing, leave, stand_aside
 from tensorprobe.capture.naming import ApiName, CallNames, module_name, name_parts
 from tensorprobe.capture.quiet import Quiet
+from tensorprobe.capture.stand_ins import is_tracing
 from tensorprobe.capture.tape import Tape, _state_notes
+from tensorprobe.capture.tracebacks import clean
 from tensorprobe.store.lines import CallLine, EndLine
 
 _DISABLED = torch._C.DisableTorchFunction  # tensors are read without any mode taking notice
@@ -254,12 +257,24 @@ class ModuleHooks:
     # The hooks
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if not _is_traced():  # first of all: dynamo, which traces this, must not come to the rest
+        if _is_traced():  # first of all: dynamo, which traces this, must not come to the rest
+            return
+        if not is_tracing():
             self.enter(module, args)
+            return
+        for mode in self._modes:
+            if isinstance(mode, TorchDispatchMode):  # of what passes one, not all is traced
+                stand_aside(mode, torch.jit._trace.__file__)
+        self._tape.not_traced += self._tape.recording
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
-        if not _is_traced():
-            self.leave(module, args, result)
+        if _is_traced() or is_tracing():
+            return
+        self.leave(module, args, result)
+        if result is None:  # it may have raised
+            raised = sys.exc_info()[1]
+            if raised is not None:
+                clean(raised)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """A module is called; by `_enter`, and that by torch."""

@@ -290,6 +290,24 @@ _NOISE_PATTERN = re.compile(
 _CONTENT_SETTERS = frozenset(f"Tensor.{name}.__set__" for name in ("data", "real", "imag"))
 
 
+_NEVER_WARN = frozenset(
+    (
+        "Tensor.shape.__get__",
+        "Tensor.dtype.__get__",
+        "Tensor.device.__get__",
+        "Tensor.requires_grad.__get__",
+        "Tensor.ndim.__get__",
+        "Tensor.is_cuda.__get__",
+        "Tensor.size",
+        "Tensor.dim",
+        "Tensor.numel",
+        "Tensor.stride",
+        "Tensor.is_floating_point",
+        "Tensor.is_contiguous",
+    )
+)
+
+
 @functools.lru_cache(maxsize=20_000)
 def is_noise(api: ApiName) -> bool:
     """Whether calls of this API make no tensor content and are left out of a capture."""
@@ -297,6 +315,12 @@ def is_noise(api: ApiName) -> bool:
     if stem.endswith((".__get__", ".__set__", ".__delete__")):
         return stem not in _CONTENT_SETTERS
     return stem in _NOISE or _NOISE_PATTERN.fullmatch(stem) is not None
+
+
+def never_warns(api: ApiName) -> bool:
+    """Whether torch only looks up what it is asked, and has nothing to warn of. Programs ask for
+    these most."""
+    return api.stem in _NEVER_WARN
 
 
 def aliases(api: ApiName) -> frozenset[str]:

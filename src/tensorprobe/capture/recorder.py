@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import shlex
 import sys
-import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tensorprobe import native
+from tensorprobe.capture.address_space import check_before, check_meanwhile
 from tensorprobe.capture.dispatch_mode import OpMode
 from tensorprobe.capture.engine import EngineEntry
 from tensorprobe.capture.facts import environment_facts
@@ -27,22 +28,30 @@ from tensorprobe.capture.optimizer_hooks import OptimizerHooks
 from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.steps import StepOn, StepWatch
 from tensorprobe.capture.tape import Tape
+from tensorprobe.capture.tracebacks import clean_below
 from tensorprobe.capture.values import Values
+from tensorprobe.capture.warning_filters import COMPILED_MODULE, add_filter, remove_filter
 from tensorprobe.config import (
     Digests,
     Dtypes,
     Flush,
     Names,
     Numbers,
-    OnWriteError,
     Operators,
     RecordConfig,
     Size,
     format_numbers,
     from_msprobe_config,
+    strictness,
 )
 from tensorprobe.devices import check_environment, current_rank, world_size
-from tensorprobe.errors import BadUsage, NothingRecorded, WriteFailed
+from tensorprobe.errors import (
+    BadUsage,
+    NothingRecorded,
+    RecordingStopped,
+    TensorprobeError,
+    WriteFailed,
+)
 from tensorprobe.garbage import rare_searches
 from tensorprobe.keywords import keywords
 from tensorprobe.numerics.summary import Summarizer
@@ -51,13 +60,12 @@ from tensorprobe.store.claim import run_identity
 from tensorprobe.store.outputs import check_writable
 from tensorprobe.store.writer import CaptureWriter
 
-_COMPILE_WARNING = "Using `torch.compile\\(module\\)` when there are global hooks"
-
 
 def say(text: str) -> None:
     """One line to the person who runs the program."""
-    sys.stderr.write(f"tensorprobe: {text}\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, full, or not there
+        sys.stderr.write(f"tensorprobe: {text}\n")
+        sys.stderr.flush()
 
 
 class Recorder:
@@ -73,9 +81,13 @@ class Recorder:
     said from `flush` on (docs/recording.md has them one by one). It may be built before or after
     the model, started and stopped many times, and nested in another recorder. With a `counter` of
     its own the numbers of calls go on over steps, and over recorders that share it.
+
+    What goes wrong with the recording, a full disk say, is said on stderr when it happens and when
+    it is closed, and is in `failed` from then on; the program goes on. With `strict=True` it is
+    raised: when the recorder is made or started, at the end of a step, or by `close`.
     """
 
-    @keywords()
+    @keywords(on_write_error=strictness)
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -102,7 +114,7 @@ class Recorder:
         compress: bool = False,
         keep_last: int | None = None,
         stop_after_last_step: bool = False,
-        on_write_error: OnWriteError = "continue",
+        strict: bool = False,
         step_on: StepOn = "explicit",
         first_step: int = 0,
         log: Callable[[str], None] = say,
@@ -110,7 +122,8 @@ class Recorder:
         counter: Counter | None = None,
     ) -> None:
         self.path = Path(path)
-        check_writable(self.path)
+        self.failed: TensorprobeError | None = None  # what went wrong with the recording
+        self._raised = False
         self._counter = counter
         self.config = RecordConfig.make(
             level=level, keep=keep, steps=steps, ranks=ranks, directions=directions, sides=sides,
@@ -118,7 +131,7 @@ class Recorder:
             keep_tensors=keep_tensors, dtypes=dtypes, stacks=stacks, digests=digests,
             operators=operators, flush=flush, max_disk=max_disk, queue=queue, compress=compress,
             keep_last=keep_last, stop_after_last_step=stop_after_last_step,
-            on_write_error=on_write_error,
+            strict=strict,
         )  # fmt: skip
         self._selection = Selection(self.config)
         self._log = log
@@ -130,7 +143,6 @@ class Recorder:
         self._over = False  # past the last wanted step
         self._closed = False
         self._told_size = False
-        self._told_error = False
         self._writer: CaptureWriter | None = None
         self._tape: Tape | None = None
         self._rank_wanted = True
@@ -140,11 +152,13 @@ class Recorder:
         self._inside_on = False  # the engine's entry
         self._ops_on = False  # the mode of L2
         self._writes_on = False  # what torch writes to is seen in C++
-        self._filters: Any = None
+        self._filter: Any = None
         self._frames_compiled: int | None = None  # when recording began
         self._keep_last = self.config.keep_last
         self._last_opened: int | None = None  # the last step that has a call
         self._on_disk: list[int] = []  # recorded steps that may still be dropped, oldest first
+        with self._apart():
+            self._check_folder()
 
     @classmethod
     def from_config(
@@ -187,20 +201,28 @@ class Recorder:
         """Record from here on."""
         if self._closed:
             raise BadUsage("this recorder was closed; make a new one to record again")
-        if self._paused:
-            self._paused = False
-            self._optimizers.install_once()
-            self._put_on()
-        if self._started or self._over:
-            return self
-        if self._tape is None and not self._build():
-            return self
-        self._started = True
-        self._begin_step()
+        with self._apart():
+            if self._gives_up():
+                self._over = True
+                self._stop()
+                _at_exit(self._close_at_exit)
+                return self
+            if self._paused:
+                self._paused = False
+                self._optimizers.install_once()
+                self._put_on()
+            if self._started or self._over or (self._tape is None and not self._build()):
+                return self
+            self._started = True
+            self._begin_step()
         return self
 
     def stop(self) -> None:
         """Record no more until `start`; all that was recorded is in the files when it returns."""
+        with self._apart():
+            self._stop()
+
+    def _stop(self) -> None:
         if not self._started:
             return
         self._started = self._paused = False
@@ -210,6 +232,7 @@ class Recorder:
         self._tape.end_step()
         self._tape.recording = False
         self._note_compiled()
+        self._note_traced()
         self._writer.close()
 
     def pause(self) -> None:
@@ -219,17 +242,19 @@ class Recorder:
         """
         if not self._started or self._paused:
             return
-        self._paused = True
-        self._optimizers.remove()
-        # at L2 the mode sees forward and backward alike: off it goes
-        inside = self._inside_on and self._op_mode is None
-        self._switch(mode=False, writes=self._writes_on, hooks=False, inside=inside)
-        self.drain()
+        with self._apart():
+            self._paused = True
+            self._optimizers.remove()
+            # at L2 the mode sees forward and backward alike: off it goes
+            inside = self._inside_on and self._op_mode is None
+            self._switch(mode=False, writes=self._writes_on, hooks=False, inside=inside)
+            self.drain()
 
     def drain(self) -> None:
         """Return when all that was recorded so far is in the files."""
         if self._writer is not None:
-            self._writer.drain()
+            with self._apart():
+                self._writer.drain()
 
     def step(self) -> None:
         """One step of the program has ended."""
@@ -239,6 +264,8 @@ class Recorder:
     def name_root(self, module: torch.nn.Module, name: str = "") -> None:
         """Let the paths of modules begin at this one, whichever module the program calls."""
         if self._tape is None:
+            if self.failed is not None:
+                return
             raise BadUsage("name_root comes after start()")
         self._modules.paths.name_root(module, name)
 
@@ -246,6 +273,8 @@ class Recorder:
         """Record this module's own calls, under a name of one's own, and nothing else; with None,
         everything again."""
         if self._tape is None:
+            if self.failed is not None:
+                return
             raise BadUsage("only comes after start()")
         if module is None:
             self._tape.only = None
@@ -259,32 +288,44 @@ class Recorder:
     def save(self, name: str, value: Any) -> None:
         """Record a tensor or a nest of tensors by hand, and its gradient when backward comes by."""
         if self._tape is not None and self._tape.recording:
-            self._tape.save(name, value)
+            with self._apart():
+                self._tape.save(name, value)
 
     def close(self, *, tell: bool = True) -> None:
-        """Stop for good and say what was recorded; NothingRecorded if that is nothing.
+        """Stop for good and say what was recorded, or why nothing was.
 
         `tell=False` leaves out the closing line.
         """
         if self._closed:
             return
-        self.stop()
-        self._closed = True
-        atexit.unregister(self.close)
-        if not self._rank_wanted and world_size() == 1:  # of several, others record
-            raise NothingRecorded(self._selection.explain_nothing(self._step))
-        if self._writer is None:
+        self._end(tell=tell, raises=self.config.strict)
+        self._raise_if_strict()
+
+    def _end(self, *, tell: bool = True, raises: bool = False) -> None:
+        try:
+            with self._apart(raises=False):
+                self._stop()
+                if self._writer is not None:
+                    self._take_away()  # what could not go when the last step ended
+                    self._writer.close()
+                    if tell:
+                        self._writer.count_deleted()
+        finally:
+            self._closed = True
+            atexit.unregister(self._close_at_exit)
+        if not self._rank_wanted and world_size() > 1:  # others record
             return
-        self._take_away()  # what could not go when the last step ended
-        if self._writer.error is not None and self._writer.n_calls == 0:
-            raise WriteFailed(f"nothing was recorded to {self.path}: {self._writer.error}")
-        self._report_write_error()
-        if not self._rank_wanted:
-            return
-        if self._writer.n_calls == 0:
-            raise NothingRecorded(self._selection.explain_nothing(self._step))
-        if tell:
-            self._log(self._summary(self._writer))
+        was_on = self._writer is not None or not self._rank_wanted
+        if was_on and self.failed is None and not self._n_calls():
+            self.failed = NothingRecorded(self._selection.explain_nothing(self._step))
+        is_raised = raises and isinstance(self.failed, NothingRecorded)
+        if tell and not is_raised and (was_on or self.failed is not None):
+            self._log(self._closing_line())
+
+    def _close_at_exit(self) -> None:
+        """Close; at the end of a program there is nobody to catch an error."""
+        if not self._closed:
+            self._end()
 
     def __enter__(self) -> Recorder:
         return self.start()
@@ -295,12 +336,68 @@ class Recorder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
+        clean_below(error)
+        if error is None:
             self.close()
-        except NothingRecorded as nothing:
-            if error is None:
+        elif not self._closed:
+            self._end()  # the program's own exception goes first
+
+    # Trouble of our own
+
+    def _check_folder(self) -> None:
+        try:
+            check_writable(self.path)
+        except BadUsage as error:
+            raise WriteFailed(str(error)) from None
+
+    @contextlib.contextmanager
+    def _apart(self, *, raises: bool = True) -> Iterator[None]:
+        """What goes wrong inside is not the program's trouble: it is said, and recording ends."""
+        try:
+            yield
+        except Exception as error:
+            if error is self.failed:
                 raise
-            self._log(str(nothing))  # the user's own exception goes first
+            self._fail(error)
+            self._leave()
+            if raises:
+                self._raise_if_strict()
+
+    def _fail(self, error: Exception) -> None:
+        """Recording cannot go on: say so, once."""
+        if self.failed is not None:
+            return
+        if isinstance(error, TensorprobeError):
+            self.failed = error
+        else:
+            kind = WriteFailed if isinstance(error, OSError) else RecordingStopped
+            self.failed = kind(f"recording to {self.path} stopped: {_reason(error)}")
+            self.failed.__cause__ = error
+        if self._writer is not None:
+            self._writer.fail(error)  # who reads the capture is to know
+        if not self.config.strict:
+            with contextlib.suppress(Exception):  # this may be in a call of the program's
+                self._log(f"{self.failed}. The program goes on")
+
+    def _leave(self) -> None:
+        """See nothing more of the program, as far as that can be done."""
+        self._over = True
+        self._started = self._paused = False
+        if self._tape is not None:
+            self._tape.recording = False
+            with contextlib.suppress(Exception):
+                self._take_away()
+                self._tape.end_step()
+
+    def _gives_up(self) -> bool:
+        """Whether nothing more is to be done after a failure: where the program is to end after
+        its last step, steps are counted on, for all ranks have to end together."""
+        return self.failed is not None and not self.config.stop_after_last_step
+
+    def _raise_if_strict(self) -> None:
+        if self.config.strict and self.failed is not None and not self._raised:
+            self._raised = True
+            raise self.failed
 
     def __repr__(self) -> str:
         states = {
@@ -324,6 +421,7 @@ class Recorder:
             if not config.stop_after_last_step:  # else it counts: all ranks have to end together
                 self._over = True
                 return False
+        check_before(config)
         for finding in check_environment():
             self._log(finding)
         digests = config.keep in ("digest", "tensors")
@@ -342,6 +440,7 @@ class Recorder:
             compress=config.compress,
             results=summarizer,
             on_warning=self._log,
+            on_error=self._fail,
         )
         if native.MODULE is not None:
             self._writer.write_by(native.MODULE)
@@ -373,7 +472,7 @@ class Recorder:
         self._engine = EngineEntry(
             modes, self._backward_begins, self._backward_ended, self._backward_raised
         )
-        atexit.register(self.close)
+        _at_exit(self._close_at_exit)
         _stop_in_children(self)
         return True
 
@@ -414,12 +513,12 @@ class Recorder:
     def _switch_inside(self, on: bool) -> None:
         if on:
             rare_searches.begin()
-            self._filters = _ignore_compile_warning()
+            self._filter = add_filter(COMPILED_MODULE)
             self._frames_compiled = _frames_compiled()
             self._engine.install()
             return
         self._engine.remove()
-        _restore_warnings(self._filters)
+        remove_filter(self._filter)
         rare_searches.end()
 
     # Steps
@@ -437,6 +536,7 @@ class Recorder:
     def _put_on(self) -> bool:
         """Install what this step needs; says whether it is wanted."""
         wanted = self._selection.wants_step(self._step) and self._rank_wanted
+        wanted = wanted and self.failed is None
         watch = self._watch
         # The first step is watched even where it is not wanted: the models met in it get their
         # names, and it shows whether an optimizer or a scaler sets the pace.
@@ -468,31 +568,38 @@ class Recorder:
         self._step += 1
         if self._tape is None or self._over:
             return
-        self._report_write_error()
-        if self._started:
+        with self._apart():
+            self._raise_if_strict()
+            if not self._started:
+                return
+            check_meanwhile()
             self._tell_size()
             if self._selection.past_last_step(self._step):
                 self._finish()
+            elif self._gives_up():
+                self._over = True
+                self._stop()
             else:
                 self._begin_step()
 
     def _finish(self) -> None:
         """The last wanted step is over: leave the program alone from here on."""
         self._over = True
-        self.stop()
+        self._stop()
         if self.config.stop_after_last_step:
             steps = self.config.steps or ()
             which = format_numbers(steps)
             which = f"step {which} is" if len(steps) == 1 else f"steps {which} are"
-            self._log(f"{which} recorded: ending the program")
+            self._log(f"{which} {'over' if self.failed else 'recorded'}: ending the program")
             raise SystemExit(0)
 
     def _root_called(self, module: torch.nn.Module) -> None:
         watch = self._watch
-        if watch.automatic and not watch.scaler_seen and self._saw_scaler():  # with no mode on
-            watch.scaler_found()
-            self._put_on()
-        watch.root_called(module)
+        with self._apart():
+            if watch.automatic and not watch.scaler_seen and self._saw_scaler():  # with no mode on
+                watch.scaler_found()
+                self._put_on()
+            watch.root_called(module)
 
     def _saw_scaler(self) -> bool:
         if self._op_mode is not None:
@@ -504,28 +611,32 @@ class Recorder:
             self._tell_size()
         watch = self._watch
         if watch.automatic:
-            watch.optimizer_stepped(optimizer)
-            if watch.scaler_seen and self._started and not self._mode_on:
-                self._put_on()  # it has yet to end its round, with those that it skipped
+            with self._apart():
+                watch.optimizer_stepped(optimizer)
+                if watch.scaler_seen and self._started and not self._mode_on:
+                    self._put_on()  # it has yet to end its round, with those that it skipped
 
     def _backward_begins(self, roots: Any) -> None:
         tape = self._tape
         if tape is not None and tape.recording and self.config.level in ("L1", "mix"):
-            tape.begin_backward(roots)
+            with self._apart():
+                tape.begin_backward(roots)
 
     def _backward_raised(self, error: BaseException, alone: bool) -> None:
         if self._tape is not None and self._tape.recording:
-            self._tape.fail_backwards(error, alone)
+            with self._apart(raises=False):
+                self._tape.fail_backwards(error, alone)
 
     def _backward_ended(self, last: bool) -> None:
         """Backward is over in this thread; the last one, when it is over in all."""
         tape = self._tape
-        self._watch.backward_ended()
-        if tape is not None and tape.recording:
-            if last:
-                tape.finish_backwards()
-            if self.config.level in ("L0", "mix"):
-                self._modules.record_gradients(self._engine.going, last)
+        with self._apart():
+            self._watch.backward_ended()
+            if tape is not None and tape.recording:
+                if last:
+                    tape.finish_backwards()
+                if self.config.level in ("L0", "mix"):
+                    self._modules.record_gradients(self._engine.going, last)
         if self._advance_later:
             self._advance_later = False
             self._advance()
@@ -545,16 +656,6 @@ class Recorder:
         size = f"{format_nbytes(nbytes)} a step{total}{packed}"
         self._log(f"recording about {size}, to {self.path}")
 
-    def _report_write_error(self) -> None:
-        error = self._writer.error if self._writer is not None else None
-        if error is None or self._told_error:
-            return
-        self._told_error = True
-        text = f"recording to {self.path} stopped, the disk refused: {error}"
-        if self.config.on_write_error == "stop":
-            raise WriteFailed(text) from error
-        self._log(f"{text}. The program goes on; what was recorded before is readable.")
-
     def _note_compiled(self) -> None:
         if self._frames_compiled is None:
             return
@@ -566,10 +667,29 @@ class Recorder:
                 "call (Compiled, Function.CompiledFunction or its module), its inside is not seen",
             )
 
-    def _summary(self, writer: CaptureWriter) -> str:
-        steps = self._tape.n_steps if self._tape is not None else 0
+    def _note_traced(self) -> None:
+        assert self._tape is not None
+        number, self._tape.not_traced = self._tape.not_traced, 0
+        if number:
+            calls = count(number, "call")
+            self._tape.gap("torch.jit.trace", f"{calls} made while it traced are not recorded")
+
+    def _n_calls(self) -> int:
+        return self._writer.n_calls if self._writer is not None else 0
+
+    def _closing_line(self) -> str:
+        """What can be read now, and what was lost."""
+        writer = self._writer
+        if writer is None or not self._n_calls():
+            if isinstance(self.failed, NothingRecorded):
+                return str(self.failed)
+            lost = _lost_text(writer) if writer is not None else ""
+            return f"nothing was recorded to {self.path}{lost}. {self._failure()}"
+        assert self._tape is not None
+        steps = self._tape.n_steps - writer.n_lost_steps
         # What follows the last step of an optimizer, a loss.item() say, is no step: none ended it.
         rest = self._watch.is_paced and steps > 1 and self._last_opened == self._step
+        rest = rest and self._step not in writer.lost
         after = " and after them" if rest else ""
         steps -= rest
         left = self.config.keep_last
@@ -579,11 +699,36 @@ class Recorder:
         where = writer.folder if several else self.path
         waited = f", waited {writer.waited_s:.1f} s for the disk" if writer.waited_s >= 1 else ""
         recorded = f"{count(writer.n_calls, 'call')} in {count(steps, 'step')}{after}"
+        lost = _lost_text(writer)
+        failed = f"{lost}. Recording ended early: {self._failure()}" if self.failed else ""
         return (
             f"recorded {recorded}{kept}{gaps}, "
-            f"{format_nbytes(writer.nbytes_written)} in {where}{waited}. "
+            f"{format_nbytes(writer.nbytes_written)} in {where}{waited}{failed}. "
             f"Next: tensorprobe show {shlex.quote(str(self.path))}"
         )
+
+    def _failure(self) -> str:
+        """Why recording ended early."""
+        cause = self.failed.__cause__ if self.failed is not None else None
+        return _reason(cause) if isinstance(cause, Exception) else str(self.failed)
+
+
+def _reason(error: Exception) -> str:
+    known = isinstance(error, OSError | TensorprobeError)
+    return str(error) if known else f"{type(error).__name__}: {error}"
+
+
+def _lost_text(writer: CaptureWriter) -> str:
+    """Such as ", lost: 41 calls of step 12, 7 calls of step 13"; the first steps one by one."""
+    lost, torn = writer.lost, sorted(writer.torn)
+    steps = sorted(lost)
+    parts = [f"{count(lost[step], 'call')} of step {step}" for step in steps[:3]]
+    if rest := steps[3:]:
+        more = count(sum(lost[step] for step in rest), "call")
+        parts.append(f"{more} of step{'s' if rest[1:] else ''} {format_numbers(rest)}")
+    if torn:
+        parts.append(f"values of step{'s' if torn[1:] else ''} {format_numbers(torn)}")
+    return f", lost: {', '.join(parts)}" if parts else ""
 
 
 def format_nbytes(nbytes: float) -> str:
@@ -595,20 +740,14 @@ def format_nbytes(nbytes: float) -> str:
     return f"{nbytes:.1f} TB"
 
 
+def _at_exit(close: Callable[[], None]) -> None:
+    atexit.unregister(close)
+    atexit.register(close)
+
+
 def _frames_compiled() -> int:
     utils = sys.modules.get("torch._dynamo.utils")
     return int(utils.counters["frames"]["ok"]) if utils is not None else 0
-
-
-def _ignore_compile_warning() -> Any:
-    """Calling a compiled module while global hooks are on warns; those hooks are ours."""
-    warnings.filterwarnings("ignore", message=_COMPILE_WARNING)
-    return warnings.filters[0]
-
-
-def _restore_warnings(ours: Any) -> None:
-    if ours in warnings.filters:
-        warnings.filters.remove(ours)  # type: ignore[attr-defined]
 
 
 def _stop_in_children(recorder: Recorder) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tensorprobe.capture.naming import DUNDERS_OF_NATIVE, ApiName
+from tensorprobe.capture.tracebacks import is_stand_in
 from tensorprobe.operators import NATIVE_NAMES, OPERATORS
 
 # The first of several wins: "/" is __truediv__, which Python 3 calls, and not __div__.
@@ -53,7 +54,7 @@ class Spelling:
         name = getattr(func, "__name__", "")
         if NATIVE_NAMES.get(name) == api.api:  # torch says so itself: 1 - x, x // 2
             return api._replace(api=_in_use(name))
-        while frame is not None and frame.f_code.co_filename in self._between:
+        while frame is not None and self._is_between(frame.f_code):
             frame = frame.f_back
         if frame is None or api.api not in DUNDERS_OF_NATIVE:
             return api
@@ -65,6 +66,9 @@ class Spelling:
         if NATIVE_NAMES.get(reverse) == api.api and _is_reversed(written, args, frame):
             dunder = reverse
         return api._replace(api=dunder)
+
+    def _is_between(self, code: CodeType) -> bool:
+        return code.co_filename in self._between or is_stand_in(code)
 
     def _look(self, frame: FrameType) -> _Written | None:
         key = (frame.f_code, frame.f_lasti)

@@ -11,6 +11,7 @@ from types import CodeType, FrameType
 import torch
 
 from tensorprobe import native
+from tensorprobe.capture.tracebacks import is_stand_in
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -131,9 +132,10 @@ def _walk(depth: int, base: FrameType | None, base_id: int, most: int) -> StackK
     return tuple(key)
 
 
-def is_hidden(file: str) -> bool:
-    """Whether frames of this file are left out of stacks: ours, and machinery of torch."""
-    return file.startswith(_OWN) or file in _HIDDEN
+def is_hidden(code: CodeType) -> bool:
+    """Whether frames of this code are left out of stacks: ours, and machinery of torch."""
+    file = code.co_filename
+    return file.startswith(_OWN) or file in _HIDDEN or is_stand_in(code)
 
 
 def _function_name(code: CodeType) -> str:
@@ -142,6 +144,6 @@ def _function_name(code: CodeType) -> str:
 
 def _line(frame: FrameType) -> str | None:
     code = frame.f_code
-    if is_hidden(code.co_filename):
+    if is_hidden(code):
         return None
     return f"{code.co_filename}:{frame.f_lineno} in {_function_name(code)}"

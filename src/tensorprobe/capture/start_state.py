@@ -21,20 +21,30 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, resolve_name
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from tensorprobe.capture.encode import map_tensors
 from tensorprobe.capture.facts import environment_facts
+from tensorprobe.capture.function_mode import name_of
 from tensorprobe.capture.mode_stack import add_mode, remove_mode
 from tensorprobe.capture.naming import ApiName, CallNames, Namer, call_name
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.recorder import Recorder, say
 from tensorprobe.capture.selection import Selection
+from tensorprobe.capture.stand_ins import StandIns, is_tracing
 from tensorprobe.capture.tape import Tape
+from tensorprobe.capture.tracebacks import clean
 from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig, format_numbers
 from tensorprobe.devices import current_rank, device_layer, device_types
-from tensorprobe.errors import BadUsage, NothingRecorded, UnreadableCapture
+from tensorprobe.errors import (
+    BadUsage,
+    NothingRecorded,
+    RecordingStopped,
+    TensorprobeError,
+    UnreadableCapture,
+    WriteFailed,
+)
 from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.records import Call, Capture, TensorRecord
 from tensorprobe.store.claim import run_identity
@@ -60,7 +70,8 @@ class StartState(abc.ABC):
     """
 
     def __init__(self) -> None:
-        self.problem: BadUsage | None = None
+        self.problem: BadUsage | None = None  # that ends the program
+        self.failed: TensorprobeError | None = None  # nothing of it is the program's trouble
         self._depth = _Depth()
         self._roots: list[weakref.ref[nn.Module]] = []
         self._counts: dict[str, int] = {}
@@ -101,7 +112,7 @@ class StartState(abc.ABC):
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         self._depth.modules += 1
-        if self._depth.modules > 1 or torch.compiler.is_compiling() or not self._handles:
+        if self._depth.modules > 1 or _is_followed() or not self._handles:
             return None
         try:
             return self._enter_root(module, args, sys._getframe(1).f_locals.get("kwargs") or {})
@@ -111,7 +122,7 @@ class StartState(abc.ABC):
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         self._depth.modules = max(0, self._depth.modules - 1)
-        if self._depth.modules == 0 and not torch.compiler.is_compiling():
+        if self._depth.modules == 0 and not _is_followed():
             with Quiet():
                 map_tensors(result, lambda tensor, _: self._remember(tensor))
 
@@ -216,22 +227,36 @@ class _Data:
             self.args = (*self.args[:at], _with(self.args[at], path, new), *self.args[at + 1 :])
 
 
+def _is_followed() -> bool:
+    """Whether torch compiles or traces the program: whatever is asked of a tensor is part of it."""
+    return torch.compiler.is_compiling() or is_tracing()
+
+
 class _MeetingMode(TorchFunctionMode):
     """Shows the calls outside of modules to a StartState."""
 
     def __init__(self, start: StartState) -> None:
         super().__init__()
         self._start = start
-        self._namer = Namer(resolve_name)
+        self._namer = Namer(name_of)
+        self._make = StandIns().make
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():  # dynamo traces this line
             return func(*args, **kwargs)
-        data = self._start.call_met(self._namer(func), args, kwargs)
-        return func(*args, **kwargs) if data is None else func(*data.args, **data.kwargs)
+        try:
+            if _is_followed():
+                return self._make(func, args, kwargs)
+            data = self._start.call_met(self._namer(func), args, kwargs)
+            if data is not None:
+                args, kwargs = data.args, data.kwargs
+            return self._make(func, args, kwargs)
+        except BaseException as error:
+            clean(error)
+            raise
 
 
 class SaveStart(StartState):
@@ -248,6 +273,32 @@ class SaveStart(StartState):
         self._tape: Tape | None = None
         self._writer: CaptureWriter | None = None
 
+    def _enter_root(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...] | None:
+        if self.failed is not None:
+            self.close()
+            return None
+        try:
+            return super()._enter_root(module, args, kwargs)
+        except Exception as error:  # noqa: BLE001 the program goes on, its start is not saved
+            self._fail(RecordingStopped(f"{type(error).__name__}: {error}"))
+            return None
+
+    def call_met(self, api: ApiName, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Data | None:
+        """A torch call of the program, made outside of modules; nothing of it is changed."""
+        try:
+            super().call_met(api, args, kwargs)
+        except Exception as error:  # noqa: BLE001 the program goes on, its start is not saved
+            self._fail(RecordingStopped(f"{type(error).__name__}: {error}"))
+        return None
+
+    def _fail(self, problem: TensorprobeError) -> None:
+        """The start cannot be saved: say so, once."""
+        if self.failed is None:
+            self.failed = problem
+            say(f"the start could not be saved to '{self._path}': {problem}")
+
     def _first_call(self) -> None:
         config = RecordConfig.make(keep="tensors", stacks=False)
         facts = environment_facts()
@@ -260,6 +311,7 @@ class SaveStart(StartState):
             facts,
             results=summarizer,
             on_warning=say,
+            on_error=lambda error: self._fail(WriteFailed(str(error))),
         )
         self._tape = Tape(config, Selection(config), writer, Values(writer, summarizer))
         self._tape.begin_step(0, True)
@@ -296,14 +348,14 @@ class SaveStart(StartState):
         super().close()
         writer, self._writer = self._writer, None
         if writer is None:
-            if self._tape is None:
-                raise NothingRecorded(
+            if self._tape is None and self.failed is None:
+                self.failed = NothingRecorded(
                     f"no start was saved to '{self._path}': the program called no module"
                 )
+                say(str(self.failed))
             return
         writer.close()
-        if writer.error is not None:
-            say(f"the start could not be saved to '{self._path}': {writer.error}")
+        if self.failed is not None:
             return
         models = ", ".join(type(m).__name__ for ref in self._roots if (m := ref()) is not None)
         say(

@@ -50,6 +50,7 @@ from tensorprobe.capture.naming import ApiName, CallNames, Counter
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.stacks import Stacks
+from tensorprobe.capture.stand_ins import HANDLER, StandIns
 from tensorprobe.capture.tensor_lines import TensorLines
 from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig
@@ -131,6 +132,7 @@ class Tape:
         self._counts_on = counter is not None  # somebody else's: it goes on over steps
         self.step = -1
         self.recording = False  # this step is wanted, and the recorder is on
+        self.not_traced = 0  # calls that torch.jit.trace has followed
         # where given: nothing but these modules, by identity, under these names
         self.only: dict[int, str] | None = None
         self._steps: set[int] = set()
@@ -227,8 +229,9 @@ class Tape:
 
     def plain_calls(
         self,
-        plans: dict[Any, ApiName | None],
+        plans: dict[Any, Any],
         describe: Callable[[ApiName], tuple[str, str, str] | None],
+        stand_ins: StandIns,
     ) -> Any:
         """What makes and records a call in C++, `(mode, func, args, kwargs)`, or gives the mode
         and has done nothing. None where there is none: not every call is
@@ -252,6 +255,8 @@ class Tape:
             place=self.place,
             keep=keep,
             stacks=self._stacks if self.config.stacks else None,
+            stand_ins=stand_ins,
+            handler=HANDLER,
             compiler=vars(torch.compiler),
             state_notes=_state_notes,
             encode=encode_now,
@@ -535,8 +540,11 @@ class Tape:
 
     def gap(self, name: str, reason: BaseException | str) -> None:
         text = reason if isinstance(reason, str) else _error_text(reason)
-        self.open_step()
-        self.writer.gap(GapLine(name=name, reason=text[:2000]))
+        try:
+            self.open_step()
+            self.writer.gap(GapLine(name=name, reason=text[:2000]))
+        except Exception as error:  # noqa: BLE001 no memory is left, say: recording ends here
+            self.writer.fail(error)
 
     # After the call
 

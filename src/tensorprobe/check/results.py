@@ -10,11 +10,21 @@ from typing import Any
 import msgspec
 
 from tensorprobe.check.row import Row
+from tensorprobe.contents.json_files import read_json
+from tensorprobe.contents.opening import open_file, open_named, read_text
 from tensorprobe.errors import BadUsage, UnreadableCapture
 
 FORMAT = 1
 _ROWS = "rows.jsonl"
 _ORDER = {"fail": 0, "crashed": 1, "skipped": 2, "pass": 3}
+
+
+def _decoded(line: bytes) -> dict[str, Any]:
+    """What an earlier check was about; nothing where that cannot be told."""
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except (ValueError, RecursionError):
+        return {}
 
 
 class Results:
@@ -32,8 +42,8 @@ class Results:
             self._file.write_bytes(json.dumps(self._about).encode() + b"\n")
 
     def _take_up(self) -> None:
-        lines = self._file.read_bytes().splitlines()
-        before = json.loads(lines[0]) if lines else {}
+        lines = read_text(open_file(self._file), self._file).splitlines()
+        before = _decoded(lines[0]) if lines else {}
         if before != self._about and len(lines) < 2:  # it never came to its first call
             self._file.write_bytes(json.dumps(self._about).encode() + b"\n")
             return
@@ -46,7 +56,7 @@ class Results:
         for line in lines[1:]:
             try:
                 row = msgspec.json.decode(line, type=Row)
-            except msgspec.DecodeError:
+            except (ValueError, RecursionError):
                 continue  # the last line, cut off when the check was killed
             self.rows[key_of(row)] = row
 
@@ -88,12 +98,12 @@ def ordered(rows: Iterable[Row]) -> list[Row]:
 def benchmark_tensors(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """What another check says about each tensor, by call and tensor."""
     try:
-        report = json.loads((path / "check.json").read_text())
+        report = read_json(open_named(path / "check.json"), path / "check.json")
         return {
             call["name"]: {t["name"]: t for t in call.get("tensors", ())}
             for call in report["calls"]
         }
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UnreadableCapture(
             f"'{path}' holds no check.json that can be read: {error}"
         ) from error

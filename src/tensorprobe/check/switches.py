@@ -17,6 +17,8 @@ def differing(recorded: Mapping[str, Any], here: Mapping[str, Any], device: str)
     """What to tell a user about switches of `device` that stand otherwise here."""
     section, beginnings = _SWITCHES.get(device.partition(":")[0], ("", ()))
     before, now = recorded.get(section, {}), here.get(section, {})
+    if not isinstance(before, Mapping):  # facts are what a file says
+        return []
     return [
         f"{name} was {before[name]} when it was recorded and is {now[name]} here"
         for name in before

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tensorprobe.errors import BadArtefact, BadUsage, TensorprobeError
+from tensorprobe.terminal import say, warn
 
 if TYPE_CHECKING:
+    from tensorprobe.ascend.files import Found
     from tensorprobe.ascend.graph import Edge, Op, TensorDesc
     from tensorprobe.ascend.values import Statistics
 
@@ -38,20 +40,9 @@ def run(args: argparse.Namespace) -> int:
     return verbs[args.ascend_verb](args)
 
 
-# Names come out of foreign files: no control character of theirs reaches the terminal.
-_CONTROLS = {code: "?" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
-
-
-def _clean(text: str) -> str:
-    return text.translate(_CONTROLS).encode("utf-8", "backslashreplace").decode()
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(_clean(text if text.endswith("\n") else text + "\n"))
-
-
-def _warn(text: str) -> None:
-    sys.stderr.write(_clean(text) + "\n")
+def _say_json(value: object) -> None:
+    for line in json.dumps(value, indent=2).split("\n"):
+        say(line)
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -85,9 +76,9 @@ def _convert(args: argparse.Namespace) -> int:
         conversion = convert(args.paths, args.out, plan, jobs=args.jobs, progress=advance)
     for result in conversion.results:
         for warning in result.warnings:
-            _warn(f"{result.path}: {warning}")
+            warn(f"{result.path}: {warning}")
     for failure in conversion.failed:
-        _warn(f"not converted: {failure.error}")
+        warn(f"not converted: {failure.error}")
     done = len(conversion.results) - len(conversion.failed)
     files = sum(len(result.written) for result in conversion.results)
     text = f"{done} of {len(conversion.results)} dumps to {files} files in {args.out}"
@@ -95,7 +86,7 @@ def _convert(args: argparse.Namespace) -> int:
         text += f"; {conversion.skipped} other files were passed over"
     if conversion.failed:
         text += f"; the {len(conversion.failed)} failures are in {args.out / FAILED_LIST}"
-    _say(text)
+    say(text)
     return 1 if conversion.failed else 0
 
 
@@ -127,56 +118,58 @@ def _inspect(args: argparse.Namespace) -> int:
 
     records = []
     failed = alarmed = False
-    for path in _inspectable(args.paths):
+    found = list(_inspectable(args.paths))
+    if not found:
+        raise BadUsage(f"no dump or npy file in {', '.join(map(str, args.paths))}")
+    for path, problem in found:
         try:
+            if problem is not None:
+                raise BadArtefact(problem)
             tensors = list(_inspected(path))
-        except (TensorprobeError, OSError, ValueError) as error:
+        except (TensorprobeError, OSError) as error:
             failed = True
-            _warn(f"{error}\n" if str(path) in str(error) else f"{path}: {error}")
+            warn(str(error) if str(path) in str(error) else f"{path}: {error}")
             continue
         if not args.json:
-            _say(str(path))
+            say(str(path))
         for title, facts, statistics, notes in tensors:
             alarmed |= bool(statistics is not None and statistics.alarms)
             if args.json:
                 values = {} if statistics is None else statistics_json(statistics)
                 records.append({"file": str(path), **facts, **values, "warnings": notes})
                 continue
-            _say(f"  {title}")
+            say(f"  {title}")
             for line in [*(statistics_lines(statistics) if statistics else []), *notes]:
-                _say(f"    {line}")
+                say(f"    {line}")
     if args.json:
-        _say(json.dumps(records, indent=2))
+        _say_json(records)
     return 1 if failed else 3 if alarmed else 0
 
 
-def _inspectable(paths: list[Path]) -> Iterator[Path]:
-    for path in paths:
-        if not path.is_dir():
-            yield path
-            continue
-        from tensorprobe.ascend.convert import is_candidate
+def _inspectable(paths: list[Path]) -> Iterator[Found]:
+    from tensorprobe.ascend.convert import is_candidate
+    from tensorprobe.ascend.files import Found, found_below
 
-        for file in sorted(path.rglob("*")):
-            if file.suffix == ".npy" or is_candidate(file):
-                yield file
+    for path in paths:
+        if path.is_dir():
+            yield from found_below(path, lambda f: f.suffix == ".npy" or is_candidate(f))
+        elif path.exists():
+            yield Found(path)
+        else:
+            raise BadUsage(f"{path}: no such file or directory")
 
 
 _Row = tuple[str, dict[str, object], "Statistics | None", list[str]]
 
 
 def _inspected(path: Path) -> Iterator[_Row]:
-    import numpy as np
-
     from tensorprobe.ascend.dtypes import has_values
     from tensorprobe.ascend.dump import original_name, parse_dump_name, read_dump
     from tensorprobe.ascend.opdebug import parse_opdebug
-    from tensorprobe.ascend.values import analyse
+    from tensorprobe.ascend.values import analyse, analyse_tensor, read_npy
 
-    if not path.is_file():
-        raise BadUsage(f"{path}: no such file")
     if path.suffix == ".npy":
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = read_npy(path)
         facts = {"name": "npy", "dtype": array.dtype.name, "shape": list(array.shape)}
         yield f"{array.dtype.name} {list(array.shape)}", facts, analyse(array), []
         return
@@ -196,9 +189,9 @@ def _inspected(path: Path) -> Iterator[_Row]:
             yield title, facts, None, notes
             continue
         looked = has_values(tensor.dtype) and tensor.role in ("input", "output")
-        yield title, facts, analyse(tensor.array()) if looked else None, notes
+        yield title, facts, analyse_tensor(tensor) if looked else None, notes
     for warning in dump.warnings:
-        _warn(f"{path}: {warning}")
+        warn(f"{path}: {warning}")
 
 
 # --- graph ----------------------------------------------------------------------------------
@@ -216,9 +209,11 @@ def _add_graph(parser: argparse.ArgumentParser) -> None:
 def _graph(args: argparse.Namespace) -> int:
     ops = _find_ops(args.paths, args.op, args.kernel)
     if args.json:
-        _say(json.dumps([_op_json(op, args.all) for op in ops], indent=2))
+        _say_json([_op_json(op, args.all) for op in ops])
         return 0
-    _say("\n".join(_op_text(op, args.all) for op in ops))
+    for op in ops:
+        for line in _op_lines(op, args.all):
+            say(line)
     return 0
 
 
@@ -235,7 +230,7 @@ def _find_ops(paths: list[Path], name: str | None, kernel: str | None) -> list[O
         except BadArtefact as error:
             if len(files) == 1:
                 raise
-            _warn(str(error))
+            warn(str(error))
     ops = find_ops(graphs, name=name, kernel=kernel)
     if not ops and kernel is not None:  # a `fault kernel_name` carries the node, not the function
         node = node_of_kernel_name(kernel, graphs)
@@ -252,7 +247,7 @@ def _find_ops(paths: list[Path], name: str | None, kernel: str | None) -> list[O
     )
 
 
-def _op_text(op: Op, everything: bool) -> str:
+def _op_lines(op: Op, everything: bool) -> list[str]:
     lines = [f"{op.name} ({op.type})", f"  graph   {op.graph} in {op.path}"]
     if op.kernel:
         lines.append(f"  kernel  {op.kernel}")
@@ -276,7 +271,7 @@ def _op_text(op: Op, everything: bool) -> str:
         lines.append(f"  after   {', '.join(op.controls)}")
     attributes = op.attributes if everything else op.own_attributes
     lines += [f"  {key} = {value!r}"[:300] for key, value in sorted(attributes.items())]
-    return "\n".join(lines)
+    return lines
 
 
 def _op_json(op: Op, everything: bool) -> dict[str, object]:
@@ -337,6 +332,7 @@ def _add_incident(parser: argparse.ArgumentParser) -> None:
 def _incident(args: argparse.Namespace) -> int:
     import msgspec
 
+    from tensorprobe.ascend.files import require_file
     from tensorprobe.ascend.incident import Evidence, investigate
     from tensorprobe.ascend.incident_report import incidents_json, render
     from tensorprobe.ascend.opcase import case_warnings, write_case
@@ -345,8 +341,8 @@ def _incident(args: argparse.Namespace) -> int:
     reproduced = None if args.reproduced is None else args.reproduced == "yes"
     if args.case_log is not None:
         reproduced = _case_result(args.case_log)
-    if args.objdump is not None and not args.objdump.is_file():
-        raise BadUsage(f"--objdump {args.objdump}: no such file")
+    if args.objdump is not None:
+        require_file(args.objdump, "--objdump")
     evidence = Evidence(
         tuple(args.log), tuple(args.graph), tuple(args.kernel_meta), tuple(args.dump),
         args.objdump, reproduced,
@@ -365,20 +361,21 @@ def _incident(args: argparse.Namespace) -> int:
             incident, warnings=tuple(dict.fromkeys((*incident.warnings, *more)))
         )
         cases.append(folder)
-    text = _clean(render(facts, incidents, cases))
+    text = render(facts, incidents, cases)
     write_text(args.out / "report.txt", text)
     content = json.dumps(incidents_json(incidents, cases), indent=2, default=str)
     write_text(args.out / "incident.json", content + "\n")
-    _say(text)
+    for line in text.removesuffix("\n").split("\n"):
+        say(line)
     return 3 if incidents else 0
 
 
 def _case_result(path: Path) -> bool | None:
     """The guide's rule: a runtime code 0x7.... means it failed as the network did."""
-    try:
-        text = path.read_text(errors="replace")
-    except OSError as error:
-        raise BadUsage(f"--case-log {path}: {error}") from error
+    from tensorprobe.ascend.files import read_file, require_file
+
+    require_file(path, "--case-log")
+    text = read_file(path, 1 << 26, "the output of a case").decode("utf-8", "replace")
     if re.search(r"\b0x7[0-9a-fA-F]{4}\b|kernel execut\w+ failed", text):
         return True
     if re.search(r"\b(?:success(?:ful|fully|ed)?|pass(?:ed)?)\b", text, re.IGNORECASE):
@@ -406,8 +403,8 @@ def _opcase(args: argparse.Namespace) -> int:
 
     ops = _find_ops(args.graph, args.op, args.kernel)
     if len(ops) > 1:
-        names = ", ".join(op.name for op in ops)
-        raise BadUsage(f"{len(ops)} ops fit: {names}. Name one with --op")
+        names = ", ".join(f"{op.name} ({op.type}) in {op.path}" for op in ops[:5])
+        raise BadUsage(f"{len(ops)} ops fit: {names}. Name one with --op, its file with --graph")
     evidence = Evidence((), (), tuple(args.kernel_meta), tuple(args.dump))
     incident = incident_of_op(ops[0], evidence)
     case = incident.case(args.soc)
@@ -416,9 +413,9 @@ def _opcase(args: argparse.Namespace) -> int:
     folder = write_case(case, args.out)
     warnings = dict.fromkeys([*incident.warnings, *case_warnings(case, folder)])
     for warning in warnings:
-        _warn(f"warning: {warning}")
-    _say(f"{ops[0].name} ({ops[0].type}): {folder / 'main.py'}")
+        warn(f"warning: {warning}")
+    say(f"{ops[0].name} ({ops[0].type}): {folder / 'main.py'}")
     if incident.reference is not None:
-        _say(incident.reference.text)
+        say(incident.reference.text)
     is_off = incident.reference is not None and incident.reference.agrees is False
     return 3 if is_off or any(report.statistics.alarms for report in incident.values) else 0

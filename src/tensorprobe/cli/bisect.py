@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tensorprobe.errors import BadUsage
 from tensorprobe.store.frames import users_line
 from tensorprobe.store.outputs import check_output
+from tensorprobe.terminal import say, warn
 
 if TYPE_CHECKING:
     from tensorprobe.guard.bisect import Bisected
@@ -79,15 +79,12 @@ def run(args: argparse.Namespace) -> int:
             Path(args.output),
             timeout_s=args.timeout,
             restart=args.restart,
-            tell=_tell,
+            tell=warn,
         )
     except KeyboardInterrupt:
-        sys.stderr.write(
-            f"tensorprobe bisect: interrupted. The same command goes on from '{args.output}'\n"
-        )
+        warn(f"tensorprobe bisect: interrupted. The same command goes on from '{args.output}'")
         return 130
-    for line in describe(found):
-        sys.stdout.write(line + "\n")
+    say(*describe(found))
     return {"found": 3, "passes": 0, "no cure": 1}[found.verdict]
 
 
@@ -116,11 +113,6 @@ def _run_options(args: argparse.Namespace) -> list[str]:
         if value is not None:
             options += [f"--{name.replace('_', '-')}", value]
     return options
-
-
-def _tell(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
 
 
 def describe(found: Bisected) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tensorprobe.cli.options import as_options
+from tensorprobe.terminal import printable, say, warn
 
 if TYPE_CHECKING:
     from tensorprobe.check.row import Row
@@ -97,13 +98,12 @@ def run(args: argparse.Namespace) -> int:
                 progress=progress.show,
             )
     except KeyboardInterrupt:
-        sys.stderr.write(
+        warn(
             f"tensorprobe check: interrupted, {progress.done} of {progress.total or '?'} calls are "
-            f"done and kept in '{args.path}'. The same command goes on from there\n"
+            f"done and kept in '{args.path}'. The same command goes on from there"
         )
         return 1
-    for line in describe(checked, args.limit):
-        sys.stdout.write(as_options(line, args.option_names) + "\n")
+    say(*(as_options(line, args.option_names) for line in describe(checked, args.limit)))
     return 0 if checked.passed else 3
 
 
@@ -127,7 +127,10 @@ class _Progress:
     def show(self, done: int, total: int, row: Row) -> None:
         self.done, self.total = done, total
         if self._bar is not None:
-            self._bar.update(self._task, completed=done, total=total, description=row.name)
+            from rich.markup import escape
+
+            name = escape(printable(row.name))
+            self._bar.update(self._task, completed=done, total=total, description=name)
 
     def __exit__(self, *exception: object) -> None:
         if self._bar is not None:

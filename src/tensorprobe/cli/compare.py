@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tensorprobe.cli.options import as_options, former_name
 from tensorprobe.errors import BadUsage
+from tensorprobe.terminal import say
 
 if TYPE_CHECKING:
     from tensorprobe.compare.workers import Workers
@@ -90,8 +91,8 @@ def _run(args: argparse.Namespace, workers: Workers | None) -> int:
         if progress is not None:
             progress.stop()
     comparison = with_files(compared)
-    sys.stdout.write(as_options(render(comparison), args.option_names) + "\n")
+    say(*as_options(render(comparison), args.option_names).split("\n"))
     if args.output is not None:
         paths = comparison.save(args.output, columns=args.columns, xlsx=args.xlsx)
-        sys.stdout.write(f"\nwritten: {', '.join(str(path) for path in paths)}\n")
+        say("", f"written: {', '.join(str(path) for path in paths)}")
     return _STATUS[comparison.verdict.verdict]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from pathlib import Path
 
 from tensorprobe.errors import BadUsage
 from tensorprobe.store.loading import LAYOUTS
 from tensorprobe.store.outputs import check_output
+from tensorprobe.terminal import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,11 +36,9 @@ def run(args: argparse.Namespace) -> int:
         lost = native.write(capture, output, compress=True)
     else:
         lost = layout(args.to).write(capture, output)
-    write = sys.stdout.write
-    write(f"{len(capture.calls)} calls of {args.capture} ({capture.layout}) are in {output}")
-    write(f" ({args.to}).\n")
-    for line in lost:
-        write(f"not as it was: {line}\n")
+    count = f"{len(capture.calls)} calls of {args.capture} ({capture.layout})"
+    say(f"{count} are in {output} ({args.to}).")
+    say(*(f"not as it was: {line}" for line in lost))
     if capture.gaps:
-        write(f"{len(capture.gaps)} gaps: tensorprobe show {shlex.quote(args.capture)} --gaps\n")
+        say(f"{len(capture.gaps)} gaps: tensorprobe show {shlex.quote(args.capture)} --gaps")
     return 0

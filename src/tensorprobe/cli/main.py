@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 from tensorprobe._version import __version__
 from tensorprobe.cli.options import as_options, option_names
 from tensorprobe.errors import BadUsage, TensorprobeError
+from tensorprobe.terminal import warn
 
 # verb -> one line of help. Each verb is a module here: add_arguments(parser), run(args) -> status.
 # Only the module of the verb that was typed is imported, so --help never waits for torch.
@@ -51,18 +54,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.verb is None:
         parser.print_help()
         return 2
+    if args.verb != "run":  # whose streams are the program's own
+        sys.stdout, sys.stderr = _open_stream(sys.stdout), _open_stream(sys.stderr)
     try:
         status = importlib.import_module(f"tensorprobe.cli.{args.verb}").run(args)
+        if args.verb != "run":
+            sys.stdout.flush()  # here, where a pipe that was closed is no error
     except TensorprobeError as error:
-        text = as_options(str(error), args.option_names)
-        sys.stderr.write(f"tensorprobe {args.verb}: {text}\n")
+        warn(f"tensorprobe {args.verb}: {as_options(str(error), args.option_names)}")
         return 2 if isinstance(error, BadUsage) else 1
+    except MemoryError:
+        warn(f"tensorprobe {args.verb}: it takes more memory than there is")
+        return 1
     except BrokenPipeError:  # `tensorprobe show ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:  # a disk that is full, a file that may not be read
         if error.filename is None:
             raise
-        sys.stderr.write(f"tensorprobe {args.verb}: '{error.filename}': {error.strerror}\n")
+        warn(f"tensorprobe {args.verb}: '{error.filename}': {error.strerror}")
         return 1
     return int(status)
+
+
+def _open_stream(stream: TextIO | None) -> TextIO:
+    """A stream that takes every character, also where the terminal has no letter for it."""
+    if stream is None:  # closed by the shell: >&-
+        return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+    return stream

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
+
+from tensorprobe.terminal import say, warn
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,9 +38,9 @@ def run(args: argparse.Namespace) -> int:
         imports=args.imports,
         log=_tell,
     )
-    sys.stdout.write(f"wrote {folder}: python {folder / 'repro.py'} --device cpu\n")
+    say(f"wrote {folder}: python {folder / 'repro.py'} --device cpu")
     return 0
 
 
 def _tell(line: str) -> None:
-    sys.stderr.write(f"tensorprobe repro: {line}\n")
+    warn(f"tensorprobe repro: {line}")

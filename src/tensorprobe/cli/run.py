@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING, Any
 from tensorprobe.cli.doors import DOORS, open_doors, read_names
 from tensorprobe.cli.options import as_options, former_name
 from tensorprobe.config import RecordConfig, from_msprobe_config
+from tensorprobe.contents.json_files import read_json
+from tensorprobe.contents.opening import open_named
 from tensorprobe.errors import (
     BadUsage,
     GuardStopped,
     NothingRecorded,
+    RecordingStopped,
     TensorprobeError,
     WriteFailed,
 )
-from tensorprobe.store.outputs import check_writable
+from tensorprobe.store.outputs import check_folder, check_writable
 
 if TYPE_CHECKING:
     from tensorprobe.capture.launcher import Program
@@ -132,7 +135,8 @@ def _add_manner(group: argparse._ArgumentGroup) -> None:
     add("--compress", "store tensors in fewer bytes, which takes time", action="store_true")
     add("--queue", "memory for what is on its way to the disk (256M)", metavar="SIZE")
     add("--stop-after-last-step", "end the program after the last of --steps", action="store_true")
-    add("--on-write-error", "continue (default) or stop, when the disk refuses", metavar="HOW")
+    add("--strict", "end the program, or exit 1, if it cannot be recorded", action="store_true")
+    add("--on-write-error", argparse.SUPPRESS, metavar="HOW")  # what --strict was called before
 
 
 def _add_guard(group: argparse._ArgumentGroup) -> None:
@@ -210,7 +214,7 @@ def run(args: argparse.Namespace) -> int:
     _check_start(args)
     doors = read_names(args.doors)
     alone = args.guard is None and not doors
-    recorded = alone or bool(args.output or args.config or _given(args))
+    recorded = alone or bool(args.output or args.config or _given(args).keys() - _STRICTNESS)
     records = recorded and not args.no_record
     if args.save_start and not records:
         raise BadUsage("--save-start saves what is recorded, and nothing is: give -o, say")
@@ -223,7 +227,8 @@ def run(args: argparse.Namespace) -> int:
         return 1
     output = Path(args.output or dump_path or default_output(program))
     for folder in _folders(args, output if records else None):
-        check_writable(folder)  # before the program runs, not after
+        # before the program runs, not after
+        (check_writable if config.strict else check_folder)(folder)
     session = _Session(args, config, step_on, output if records else None, notes, rules)
     if args.guard is not None:
         session.guard_with(_guard_options(args, words, config))
@@ -291,7 +296,8 @@ def _configuration(args: argparse.Namespace) -> tuple[RecordConfig, str | None, 
     return RecordConfig.make(**{**config.as_arguments(), **given}), dump_path, notes
 
 
-_FIELDS = frozenset(RecordConfig.__struct_fields__)
+_STRICTNESS = frozenset({"strict", "on_write_error"})
+_FIELDS = frozenset(RecordConfig.__struct_fields__) | _STRICTNESS
 
 
 def _folders(args: argparse.Namespace, output: Path | None) -> list[Path]:
@@ -343,7 +349,7 @@ def _reroute_rules(args: argparse.Namespace) -> dict[str, str]:
 
 def _rules_in(path: Path) -> dict[str, str]:
     try:
-        rules = json.loads(path.read_text())
+        rules = read_json(open_named(path), path)
     except OSError as error:
         raise BadUsage(f"cannot read '{path}': {error.strerror}") from error
     except ValueError as error:
@@ -385,7 +391,8 @@ class _Session:
         self._notes = notes
         self._recorder: Recorder | None = None
         self._start: StartState | None = None
-        self._problem: TensorprobeError | None = None
+        self._problem: TensorprobeError | None = None  # that ends the program
+        self._trouble: TensorprobeError | None = None  # of recording alone
         self._guard_options: dict[str, Any] | None = None
         self._guard: Guard | None = None
 
@@ -409,6 +416,7 @@ class _Session:
 
     def torch_imported(self) -> None:
         try:
+            self._divert()
             self._record()
         except TensorprobeError as error:
             # inside the script's own `import torch`: the script must not be able to catch it
@@ -423,25 +431,46 @@ class _Session:
                 block_launches()  # before there is a device: the guard comes after it
             sim_npu.install()
 
-    def _record(self) -> None:
-        if self._output is None and self._guard_options is None and not self._rules:
-            return  # the script records by itself
+    def _divert(self) -> None:
+        """What changes the program, and has to be there for it to be what was asked for."""
         if self._rules:
             from tensorprobe.guard.reroute import Reroute
 
             self._reroute = Reroute(self._rules, step_on=self._step_on).start()
+        if self._args.load_start and (self._output or self._guard_options or self._rules):
+            from tensorprobe.capture.start_state import LoadStart
+
+            self._start = LoadStart(Path(self._args.load_start))
+
+    def _record(self) -> None:
+        if self._output is None and self._guard_options is None:
+            return  # the script records by itself
+        try:
+            if self._output is not None:
+                self._recorder = self._started_recorder(self._output)
+            self._start_guard()
+        except TensorprobeError:
+            raise
+        except Exception as error:
+            self._trouble = RecordingStopped(
+                f"recording could not begin: {type(error).__name__}: {error}"
+            )
+            if self._config.strict:
+                raise self._trouble from error
+            sys.stderr.write(f"tensorprobe run: {self._trouble}. The program goes on\n")
+
+    def _started_recorder(self, output: Path) -> Recorder:
         from tensorprobe.capture.recorder import Recorder, say
 
-        if self._output is None:
-            self._start = self._start_state(None)
-            self._start_guard()
-            return
-        recorder = Recorder(self._output, step_on=self._step_on, **self._config.as_arguments())
+        recorder = Recorder(output, step_on=self._step_on, **self._config.as_arguments())
         for note in self._notes:
             say(note)
-        self._start = self._start_state(recorder)
-        self._recorder = recorder.start()
-        self._start_guard()
+        if self._args.save_start:
+            from tensorprobe.capture.start_state import SaveStart
+
+            start = Path(self._args.save_start)
+            self._start = SaveStart(start, recorder, self._args.start_batches)
+        return recorder.start()
 
     def _start_guard(self) -> None:
         if self._guard_options is None:
@@ -450,17 +479,6 @@ class _Session:
 
         guard = Guard(recorder=self._recorder, step_on=self._step_on, **self._guard_options)
         self._guard = guard.start()
-
-    def _start_state(self, recorder: Recorder | None) -> StartState | None:
-        args = self._args
-        if not (args.save_start or args.load_start):
-            return None
-        from tensorprobe.capture.start_state import LoadStart, SaveStart
-
-        if args.load_start:
-            return LoadStart(Path(args.load_start))
-        assert recorder is not None  # refused before the program ran
-        return SaveStart(Path(args.save_start), recorder, args.start_batches)
 
     def explains(self, end: BaseException | None) -> bool:
         """Whether the guard has said what there is to say about an error of a device."""
@@ -471,7 +489,7 @@ class _Session:
         """Close the recording and give the program's own exit status, or leave as it left."""
         self._problem = self._problem or (self._start.problem if self._start else None)
         end = self._close_guard(end)
-        if isinstance(end, WriteFailed):
+        if isinstance(end, WriteFailed | RecordingStopped):
             self._problem = end
         if self._problem is not None:
             for part in (self._start, self._recorder, self._reroute):
@@ -479,9 +497,9 @@ class _Session:
                     if part is not None:
                         part.close()
             raise self._problem
-        problem = self._close()
+        self._close()
         self._tell_idle_faults()
-        status = self._end_reroute() or int(problem)
+        status = self._end_reroute() or int(self._config.strict and self._trouble is not None)
         if isinstance(end, GuardStopped):
             text = as_options(str(end), self._args.option_names)
             sys.stderr.write(f"tensorprobe run: {text}\n")
@@ -540,23 +558,25 @@ class _Session:
             return end or stopped
         return end
 
-    def _close(self) -> bool:
-        """Whether something is wrong with the recording; it has been said."""
-        try:
-            if self._start is not None:
-                self._start.close()
-            if self._output is None:
-                return False
-            if self._recorder is None:
-                raise NothingRecorded("nothing was recorded: the program never imported torch")
-            self._recorder.close()
-        except NothingRecorded as error:
-            sys.stderr.write(f"tensorprobe run: {error}{_about_processes()}\n")
-            return True
-        except TensorprobeError as error:
-            sys.stderr.write(f"tensorprobe run: {error}\n")
-            return True
-        return False
+    def _close(self) -> None:
+        """End the recording; what is wrong with it is said."""
+        if self._start is not None:
+            self._start.close()
+            self._trouble = self._trouble or self._start.failed
+        if self._output is None:
+            return
+        if self._recorder is not None:
+            try:
+                self._recorder.close()
+            except TensorprobeError as error:
+                sys.stderr.write(f"tensorprobe run: {error}\n")
+            self._trouble = self._recorder.failed or self._trouble
+        elif self._trouble is None:
+            text = "nothing was recorded: the program never imported torch"
+            self._trouble = NothingRecorded(text)
+            sys.stderr.write(f"tensorprobe run: {text}\n")
+        if isinstance(self._trouble, NothingRecorded):
+            sys.stderr.write(_about_processes())
 
 
 def _explain(end: BaseException | None) -> None:
@@ -577,7 +597,7 @@ def _about_processes() -> str:
     if not count:
         return ""
     return (
-        f" The program started {count} process{'' if count == 1 else 'es'} of its own, which are "
-        "not recorded: start its ranks with torchrun ... -m tensorprobe run, or use tp.Recorder "
-        "in them"
+        f"tensorprobe run: the program started {count} process{'' if count == 1 else 'es'} of its "
+        "own, which are not recorded: start its ranks with torchrun ... -m tensorprobe run, or use "
+        "tp.Recorder in them\n"
     )

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+from tensorprobe.terminal import printable, say
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tensorprobe.records import Call, Calls, Capture, TensorRecord
+    from tensorprobe.records import Call, Gap, TensorRecord
+    from tensorprobe.store.picking import Picked, Picker, Tally
 
 Row = tuple[str, ...]
+_MAX_CELL = 2000  # characters: all rows are padded to the longest
 # Indices and counts are flush right, all else flush left.
 _CALL_COLUMNS = (">index", ">step", ">rank", "name", "module", "op", "input", "output", "status")
 _TENSOR_COLUMNS = (
     "tensor", "dtype", "shape", ">min", ">max", ">mean", ">norm", ">nan", ">inf", ">zero", "kept",
 )  # fmt: skip
+
+
+_UNLIKE = 8  # of a name that does not fit; see `likeness`
+_NAMES_AT_ONCE = 100_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,72 +47,144 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tensorprobe.errors import BadUsage
-    from tensorprobe.store.loading import load
+    from tensorprobe.errors import BadUsage, UnreadableCapture
+    from tensorprobe.store.picking import open_picker
 
     if args.limit < 1 or args.offset < 0:
         raise BadUsage("--limit must be at least 1 and --offset at least 0")
-    capture = load(args.capture)
-    calls = capture.calls(
-        step=args.step,
-        rank=args.rank,
-        name=args.name,
-        module=args.module,
-        op=args.op,
-        direction=args.direction,
-    )
-    if args.call is not None:
-        calls = find_calls(capture, calls, args.call)
-    else:
-        _write(header(capture))
+    capture = open_picker(args.capture)
+    page = _Page(args)
+    gaps: list[Gap] = []
     if args.gaps:
-        _write_gaps(capture)
-        return 0
-    page = calls[args.offset : args.offset + args.limit]
-    if args.call is not None:
-        for call in page:
-            _write_call(call)
-    elif calls:
-        _write_table(_CALL_COLUMNS, [call_row(call) for call in page])
+        picked, tally = capture.pick(page.wants, on_gap=gaps.append)
+    elif page.is_narrowed:
+        picked, tally = capture.pick(page.wants)
     else:
-        _write(nothing_found(capture))
-    left = len(calls) - args.offset - len(page)
+        tally = capture.count()
+        picked, _ = capture.pick(page.wants, most=args.limit)
+        page.found = tally.calls
+    if args.call is None:
+        _write(header(capture, tally))
+    elif not page.found:
+        raise UnreadableCapture(no_such_call(capture, page, args.call))
+    if args.gaps:
+        _write_gaps(gaps)
+        return 0
+    picked = page.without_others(picked)
+    if args.call is not None:
+        for call in capture.whole(picked):
+            _write_call(call)
+    elif page.found:
+        _write_table(_CALL_COLUMNS, [call_row(each.call) for each in picked])
+    else:
+        _write(nothing_found(tally, page))
+    left = page.found - args.offset - len(picked)
     if left > 0:
-        _write([f"{left} more: --offset {args.offset + len(page)}"])
+        _write([f"{left} more: --offset {args.offset + len(picked)}"])
     return 0
 
 
-def header(capture: Capture) -> list[str]:
+class _Page:
+    """Says of each call that comes by whether it goes on the page, and counts those that could."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from tensorprobe.records import call_tests
+
+        self.total = 0  # that pass the filters
+        self.found = 0  # that the name stands for, too
+        self.seen: dict[str, dict[str, None]] = {}  # an option, and values that it could have
+        self._tests = call_tests(
+            args.step, args.rank, args.name, args.module, args.op, args.direction
+        )
+        self.is_narrowed = bool(self._tests) or args.call is not None
+        self._wanted = args.call
+        self._best = _UNLIKE
+        self._places = range(args.offset + 1, args.offset + args.limit + 1)
+
+    def wants(self, call: Call) -> bool:
+        if not self.passes(call):
+            self._see(call)
+            return False
+        self.total += 1
+        likeness = self._likeness(call)
+        if likeness == _UNLIKE or likeness > self._best:
+            return False
+        if likeness < self._best:
+            self._best, self.found = likeness, 0
+        self.found += 1
+        return self.found in self._places
+
+    def passes(self, call: Call) -> bool:
+        return all(test(call) for test in self._tests)
+
+    def without_others(self, picked: Sequence[Picked]) -> list[Picked]:
+        """Of those that were wanted the ones most like the name: how like was not known before."""
+        return [each for each in picked if self._likeness(each.call) == self._best]
+
+    def _likeness(self, call: Call) -> int:
+        return 0 if self._wanted is None else likeness(call.name, self._wanted)
+
+    def _see(self, call: Call) -> None:
+        for option, value in (
+            ("--direction", call.direction),
+            ("--name", f"{call.name.partition('.')[0]}.*"),
+            ("--op", call.op),
+            ("--module", call.module),
+        ):
+            if value:
+                self.seen.setdefault(option, {})[value] = None
+
+
+def likeness(name: str, wanted: str) -> int:
+    """How well a call's name fits what was asked for: 0 is best, _UNLIKE not at all.
+
+    That may be the name, a pattern, the beginning of it, or the name of a tensor; each as it is, or
+    with Tensor.__add__ for Tensor.add.
+    """
+    from tensorprobe.operators import native_name
+    from tensorprobe.records import matches_name
+
+    for rank, spelling in ((0, str), (4, native_name)):
+        spelt, want = spelling(name), spelling(wanted)
+        if spelt == want:
+            return rank
+        if matches_name(spelt, want):
+            return rank + 1
+        if spelt.startswith(want):
+            return rank + 2
+        if want.startswith(spelt + "."):
+            return rank + 3
+        if "__" not in name and "__" not in wanted:  # both are spelt in one way only
+            break
+    return _UNLIKE
+
+
+def header(capture: Picker, tally: Tally) -> list[str]:
     """What the capture is, in a few lines."""
     facts = [
         capture.layout,
-        _numbers("step", capture.steps),
-        _numbers("rank", capture.ranks),
-        _count(len(capture.calls), "call"),
-        _count(len(capture.gaps), "gap"),
+        _numbers("step", sorted(tally.steps)),
+        _numbers("rank", sorted(tally.ranks)),
+        _count(tally.calls, "call"),
+        _count(tally.gaps, "gap"),
         _size(_nbytes_recorded(capture.path)),
     ]
     lines = [f"{capture.path}: {', '.join(facts)}"]
-    if begun := len(capture.begun):
-        lines.append(f"{_count(begun, 'call')} begun, values missing")
-    if unfinished := capture.facts.get("unfinished"):
-        lines.append(f"not closed: {', '.join(unfinished)}")
+    if tally.begun:
+        lines.append(f"{_count(tally.begun, 'call')} begun, values missing")
+    if tally.unfinished:
+        lines.append(f"not closed: {', '.join(tally.unfinished)}")
+    if not tally.is_read:
+        lines.append("not every line was read to count them; to read all: --gaps")
     return [*lines, ""]
 
 
-def nothing_found(capture: Capture) -> list[str]:
+def nothing_found(tally: Tally, page: _Page) -> list[str]:
     """No call passes the filters: which values each of them could have had."""
-    prefixes = dict.fromkeys(call.name.partition(".")[0] for call in capture.calls)
-    ops = dict.fromkeys(call.op for call in capture.calls)
-    modules = dict.fromkeys(call.module for call in capture.calls if call.module)
-    directions = dict.fromkeys(call.direction for call in capture.calls)
     there: dict[str, list[str]] = {
-        "--step": [str(step) for step in capture.steps],
-        "--rank": [str(rank) for rank in capture.ranks],
-        "--direction": list(directions),
-        "--name": [f"{prefix}.*" for prefix in prefixes],
-        "--op": list(ops),
-        "--module": list(modules),
+        "--step": [str(step) for step in sorted(tally.steps)],
+        "--rank": [str(rank) for rank in sorted(tally.ranks)],
+        **{option: list(values) for option, values in page.seen.items()},
     }
     width = max(map(len, there))
     lines = [f"  {option:<{width}}  {_some(values)}" for option, values in there.items() if values]
@@ -115,23 +196,44 @@ def _some(values: Sequence[str], most: int = 8) -> str:
     return ", ".join(values[:most]) + more
 
 
-def find_calls(capture: Capture, calls: Calls, wanted: str) -> Calls:
-    """The calls that a name, its beginning, a pattern or a tensor's name stands for."""
-    from tensorprobe.operators import native_name
-    from tensorprobe.records import Calls, matches_name, no_such_call
+def no_such_call(capture: Picker, page: _Page, wanted: str) -> str:
+    """No call has a name like this one: which names come near it. Takes a second pass."""
+    names = _NearNames(wanted)
 
-    tests: tuple[Callable[[str, str], bool], ...] = (
-        lambda name, want: name == want,
-        matches_name,
-        lambda name, want: name.startswith(want),
-        lambda name, want: want.startswith(name + "."),
-    )
-    for spelling in (str, native_name):  # as it is; then with Tensor.__add__ for Tensor.add
-        want = spelling(wanted)
-        for test in tests:
-            if found := [call for call in calls if test(spelling(call.name), want)]:
-                return Calls(found)
-    raise no_such_call(capture, wanted, calls)
+    def look(call: Call) -> bool:
+        if page.passes(call):
+            names.add(call.name)
+        return False
+
+    capture.pick(look)
+    near = names.nearest()
+    hint = f"near names: {', '.join(near)}" if near else "to see all: leave the name out"
+    return f"no call '{wanted}' among {page.total} in '{capture.path}'; {hint}"
+
+
+class _NearNames:
+    """The three names nearest to one: those that hold it, else those that look like it."""
+
+    def __init__(self, wanted: str) -> None:
+        self._wanted = wanted
+        self._holding: list[str] = []
+        self._alike: list[str] = []
+        self._names: set[str] = set()
+
+    def add(self, name: str) -> None:
+        self._names.add(name)
+        if len(self._names) > _NAMES_AT_ONCE:
+            self._compare()
+            self._names.clear()
+
+    def nearest(self) -> list[str]:
+        self._compare()
+        return self._holding or self._alike
+
+    def _compare(self) -> None:
+        names = {*self._names, *self._alike, *self._holding}
+        self._holding = sorted(name for name in names if self._wanted in name)[:3]
+        self._alike = difflib.get_close_matches(self._wanted, names)
 
 
 def call_row(call: Call) -> Row:
@@ -157,7 +259,9 @@ def describe(call: Call) -> Iterator[str]:
     parts.append(
         ("where", f"step {call.step}, rank {call.rank}, index {call.index}, {call.thread}")
     )
-    parts.append(("status", f"{call.status}: {call.error}" if call.error else call.status))
+    # an error of torch has many lines
+    status = f"{call.status}: {call.error}" if call.error else call.status
+    parts += [("" if i else "status", line) for i, line in enumerate(status.split("\n"))]
     parts += [("note", note) for note in call.notes]
     parts += [("" if i else "stack", frame) for i, frame in enumerate(call.stack)]
     for i, value in enumerate(call.args):
@@ -285,19 +389,25 @@ def _nbytes_recorded(path: Path) -> int:
     folder = path if path.is_dir() else path.parent
     nbytes = 0
     for file in folder.rglob("*"):
-        if "earlier" in file.relative_to(folder).parts or not file.is_file():
+        if "earlier" in file.relative_to(folder).parts or not _is_regular(file):
             continue
-        if file.name in ("capture.json", "rank.json"):
+        if file.name in ("capture.json", "rank.json", "end.json"):
             continue
-        stat = file.stat()
+        stat = file.lstat()
         nbytes += max(min(stat.st_size, stat.st_blocks * 512) - _header_nbytes(file), 0)
     return nbytes
 
 
+def _is_regular(file: Path) -> bool:
+    return file.is_file() and not file.is_symlink()
+
+
 def _header_nbytes(file: Path) -> int:
+    from tensorprobe.contents.opening import open_file
+
     if file.suffix != ".safetensors":
         return 0
-    with file.open("rb") as shard:
+    with open_file(file) as shard:
         return 8 + int.from_bytes(shard.read(8), "little")
 
 
@@ -308,19 +418,20 @@ def _write_call(call: Call) -> None:
     _write([""])
 
 
-def _write_gaps(capture: Capture) -> None:
-    rows = [(str(gap.step), str(gap.rank), gap.name, gap.reason) for gap in capture.gaps]
+def _write_gaps(gaps: Sequence[Gap]) -> None:
+    rows = [(str(gap.step), str(gap.rank), gap.name, gap.reason) for gap in gaps]
     _write_table((">step", ">rank", "name", "reason"), rows)
 
 
 def _write(lines: Iterator[str] | Sequence[str]) -> None:
-    sys.stdout.writelines(f"{line}\n" for line in lines)
+    say(*lines)
 
 
 def _write_table(columns: Row, rows: Sequence[Row]) -> None:
     """A table: on a terminal it fits the window, elsewhere every row is one whole line."""
     titles = tuple(column.removeprefix(">") for column in columns)
     right = [column.startswith(">") for column in columns]
+    rows = [tuple(printable(cell[:_MAX_CELL]) for cell in row) for row in rows]
     if sys.stdout.isatty():
         _write_terminal_table(titles, right, rows)
         return

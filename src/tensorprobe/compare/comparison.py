@@ -41,6 +41,7 @@ from tensorprobe.garbage import no_garbage
 from tensorprobe.records import Call, Capture, count
 from tensorprobe.store.foreign import LAST_NODE
 from tensorprobe.store.loading import load
+from tensorprobe.terminal import printable
 
 FORMAT = 1
 Outcome = Literal["match", "diverged", "incomparable"]
@@ -84,7 +85,7 @@ class Verdict(msgspec.Struct, kw_only=True):
     def __str__(self) -> str:
         from tensorprobe.compare.words import describe
 
-        return "\n".join(describe(self))
+        return "\n".join(map(printable, describe(self)))
 
     def __repr__(self) -> str:
         return f"<Verdict {_in_short(self)}>"

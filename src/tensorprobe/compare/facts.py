@@ -9,8 +9,8 @@ from typing import Any
 _SILENT = {
     "run", "created", "time", "host", "folder", "command", "ranks", "unfinished", "build", "tool",
     "format", "cpu_count", "platform", "seconds", "path", "converted_from",
-    "flush", "queue", "max_disk", "on_write_error", "stop_after_last_step", "keep_last", "stacks",
-    "compress",
+    "flush", "queue", "max_disk", "on_write_error", "strict", "stop_after_last_step",
+    "keep_last", "stacks", "compress",
     "seed",  # torch's before the program has set one, so it always differs
 }  # fmt: skip
 _SILENT_VARIABLES = {"RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"}

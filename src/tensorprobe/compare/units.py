@@ -62,7 +62,8 @@ def is_narrow(capture: Capture) -> bool:
         return False
     if any(config.get(key) for key in ("calls", "between", "apis", "modules", "names")):
         return True
-    return len(config.get("directions") or ("forward", "backward")) < 2
+    directions = config.get("directions")
+    return isinstance(directions, list) and len(directions) == 1
 
 
 def _was_left_out(capture: Capture, rank: int, step: int) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 
 from tensorprobe.contents.blob import Blob
 from tensorprobe.contents.dtypes import numpy_dtype, part_of
+from tensorprobe.contents.opening import open_file
 from tensorprobe.contents.packing import PackedFile
 from tensorprobe.contents.tensor_files import locate
 from tensorprobe.contents.widening import narrow as narrowed
@@ -35,8 +36,13 @@ def read_array(name: str, dtype: str, shape: tuple[int, ...], blob: Blob) -> np.
         return _unpacked(name, kind, blob).view(kind).reshape(shape)
     raw: np.ndarray[Any, Any]
     try:
-        raw = np.memmap(blob.path, np.uint8, "r", blob.offset, (blob.nbytes,))
-    except (OSError, ValueError) as error:  # it may have changed since the capture was loaded
+        with open_file(blob.path) as file:
+            raw = np.memmap(file, np.uint8, "r", blob.offset, (blob.nbytes,))
+    except (
+        OSError,
+        ValueError,
+        BadArtefact,
+    ) as error:  # it may have changed since the capture was loaded
         raise UnreadableCapture(f"{name}: {_problem(blob, error)}") from error
     if blob.offset % kind.alignment:  # shards have no holes; ml_dtypes wants alignment
         raw = np.array(raw)
@@ -45,6 +51,8 @@ def read_array(name: str, dtype: str, shape: tuple[int, ...], blob: Blob) -> np.
 
 
 def _problem(blob: Blob, error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return f"its {blob.nbytes} bytes are more than the memory has room for"
     reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
     return reason if str(blob.path) in reason else f"{blob.path} cannot be read: {reason}"
 
@@ -61,7 +69,7 @@ def _unpacked(name: str, kind: np.dtype[Any], blob: Blob) -> np.ndarray[Any, Any
                 at += block.nbytes
         finally:
             file.close()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, BadArtefact, MemoryError) as error:
         raise UnreadableCapture(f"{name}: {_problem(blob, error)}") from error
     data.flags.writeable = False
     return data
@@ -103,5 +111,8 @@ def read_tensor(name: str, dtype: str, shape: tuple[int, ...], blob: Blob) -> to
             "torch", "TensorRecord.load() (array() does not)", "torch"
         ) from None
     kind: torch.dtype = getattr(torch, dtype)
-    flat = torch.from_numpy(np.array(array).reshape(-1).view(np.uint8))
+    try:
+        flat = torch.from_numpy(np.array(array).reshape(-1).view(np.uint8))
+    except MemoryError as error:
+        raise UnreadableCapture(f"{name}: {_problem(blob, error)}") from error
     return flat.view(kind).reshape(shape)

@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from tensorprobe.contents.opening import open_file
+
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Coded = list[bytes | Bytes]  # the planes of a block; those left as they are still lie apart in it
 # A function's results for each of these, in order: map, or something that has threads for it.
@@ -73,7 +75,8 @@ class PackedFile:
         if 4 * itemsize * -(-numbers // BLOCK) > nbytes:
             raise self._damaged(f"of {content_nbytes} bytes takes more than {nbytes}")
         self._sizes = [min(BLOCK, numbers - first) for first in range(0, numbers, BLOCK)]
-        self._fd = os.open(path, os.O_RDONLY)
+        self._file = open_file(path)
+        self._fd = self._file.fileno()
         try:
             lengths = self._read(offset, 4 * itemsize * len(self._sizes))
             self._lengths = lengths.view("<u4").reshape(-1, itemsize)
@@ -81,6 +84,8 @@ class PackedFile:
             self._places = list(itertools.accumulate(blocks, initial=offset + lengths.nbytes))
             if self._places[-1] != offset + nbytes:
                 raise self._damaged("has blocks that do not fill its place")
+            if (self._lengths > np.array(self._sizes, np.int64)[:, None]).any():
+                raise self._damaged("has a block that is larger than what it stands for")
         except BaseException:
             self.close()
             raise
@@ -101,7 +106,7 @@ class PackedFile:
         return block.reshape(-1)
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._file.close()
 
     def _decoded(self, plane: Bytes, size: int) -> Bytes:
         decoder = zlib.decompressobj(-zlib.MAX_WBITS)

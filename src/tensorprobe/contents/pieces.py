@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +12,7 @@ import numpy as np
 from tensorprobe.contents.arrays import read_array
 from tensorprobe.contents.blob import Blob
 from tensorprobe.contents.dtypes import numpy_dtype, part_of
+from tensorprobe.contents.opening import open_file
 from tensorprobe.contents.packing import BLOCK, PackedFile, read_into
 from tensorprobe.contents.tensor_files import locate
 from tensorprobe.errors import BadArtefact
@@ -66,18 +66,18 @@ class FilePieces:
         self._path = path
         self._offset = offset
         self._buffer = np.empty(0, self.dtype)
-        self._fd = os.open(path, os.O_RDONLY)
+        self._file = open_file(path)
 
     def piece(self, start: int, stop: int) -> Array:
         if self._buffer.size < stop - start:
             self._buffer = np.empty(stop - start, self.dtype)
         piece = self._buffer[: stop - start]
         offset = self._offset + start * self.dtype.itemsize
-        read_into(piece.view(np.uint8), self._fd, offset, self._path)
+        read_into(piece.view(np.uint8), self._file.fileno(), offset, self._path)
         return piece
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._file.close()
 
 
 class PackedPieces:

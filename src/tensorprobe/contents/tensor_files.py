@@ -17,13 +17,19 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from tensorprobe.contents.dtypes import itemsize_of, numpy_dtype
+from tensorprobe.contents.dtypes import numpy_dtype
+from tensorprobe.contents.layouts import itemsize_of
+from tensorprobe.contents.opening import open_file
 from tensorprobe.errors import BadArtefact
 
 _MAX_HEADER_NBYTES = 1 << 16  # of a .npy; torch's own are 118
 _MAX_PICKLE_NBYTES = 1 << 16  # of one tensor's; they are some 300
 _MAX_DIMENSIONS = 64
 _MAX_LENGTH = 1 << 48  # elements; larger than any disk
+_MAX_DIRECTORY_NBYTES = 1 << 20  # of an archive of one tensor
+_END_NBYTES = 66_000  # where the records that end an archive are; a comment may follow them
+_END, _END_64 = struct.Struct("<12xI6x"), struct.Struct("<40xQ8x")  # bytes of the directory
+_SEE_END_64 = 0xFFFF_FFFF
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 
 
@@ -58,7 +64,8 @@ class Stored(NamedTuple):
                 f"{self.nbytes} bytes that are there"
             )
         raw: np.ndarray[Any, Any]
-        raw = np.memmap(self.path, np.uint8, "r", self.start, (self.nbytes,))
+        with open_file(self.path) as file:
+            raw = np.memmap(file, np.uint8, "r", self.start, (self.nbytes,))
         if self.start % dtype.alignment:  # ml_dtypes wants alignment
             raw = np.array(raw)
             raw.flags.writeable = False
@@ -69,12 +76,14 @@ class Stored(NamedTuple):
 
 def locate(path: Path) -> Stored:
     """Where the tensor of a .npy or .pt file is; BadArtefact says what is wrong with the file."""
-    if not path.is_file():  # also a pipe, which would be waited for without end
-        raise BadArtefact(f"{path} is missing")
     try:
-        found = _locate_npy(path) if path.suffix == ".npy" else _locate_pt(path)
+        with open_file(path) as file:
+            locate_in = _locate_npy if path.suffix == ".npy" else _locate_pt
+            found = locate_in(path, file)
     except BadArtefact:
         raise
+    except FileNotFoundError as error:
+        raise BadArtefact(f"{path} is missing") from error
     except Exception as error:
         raise BadArtefact(f"{path} cannot be read: {type(error).__name__}: {error}") from error
     for number in (found.offset, *found.shape, *found.strides):
@@ -91,18 +100,17 @@ _DESCR = re.compile(r"[<>|=]?([biufc?])(\d*)")
 _NPY_KINDS = {"b": "int", "i": "int", "u": "uint", "f": "float", "c": "complex", "?": "bool"}
 
 
-def _locate_npy(path: Path) -> Stored:
-    with path.open("rb") as file:
-        start = file.read(8)
-        if start[:6] != b"\x93NUMPY":
-            raise BadArtefact(f"{path} is no .npy file: it begins with {start[:6]!r}")
-        width = 2 if start[6] == 1 else 4
-        length = int.from_bytes(file.read(width), "little")
-        if length > _MAX_HEADER_NBYTES:
-            raise BadArtefact(f"{path}: a header of {length} bytes")
-        header = file.read(length)
-        begin = file.tell()
-        nbytes = _size(file) - begin
+def _locate_npy(path: Path, file: BinaryIO) -> Stored:
+    start = file.read(8)
+    if len(start) < 8 or start[:6] != b"\x93NUMPY":
+        raise BadArtefact(f"{path} is no .npy file: it begins with {start[:6]!r}")
+    width = 2 if start[6] == 1 else 4
+    length = int.from_bytes(file.read(width), "little")
+    if length > _MAX_HEADER_NBYTES:
+        raise BadArtefact(f"{path}: a header of {length} bytes")
+    header = file.read(length)
+    begin = file.tell()
+    nbytes = _size(file) - begin
     try:
         fields = ast.literal_eval(header.decode("latin-1").strip())
         descr, fortran, shape = fields["descr"], fields["fortran_order"], fields["shape"]
@@ -126,7 +134,7 @@ def _npy_dtype(path: Path, descr: object) -> str:
     name = f"{_NPY_KINDS[kind]}{8 * int(size or 1) if kind != '?' else ''}"
     try:
         numpy_dtype(name)
-    except TypeError:
+    except ValueError:
         raise BadArtefact(f"{path} holds {descr!r}, which torch has no dtype for") from None
     return name
 
@@ -177,31 +185,47 @@ class _StorageName(NamedTuple):
     description: Any
 
 
-def _locate_pt(path: Path) -> Stored:
-    with path.open("rb") as file:
-        if file.read(2) != b"PK":
-            raise BadArtefact(
-                f"{path} is no zip archive, so no torch file of 1.6 or later. "
-                "Load it where it was made and save it again"
-            )
-        with zipfile.ZipFile(file) as archive:
-            names = [n for n in archive.namelist() if n.endswith("/data.pkl") or n == "data.pkl"]
-            if len(names) != 1:
-                raise BadArtefact(f"{path}: an archive without data.pkl is no torch file")
-            root = names[0].removesuffix("data.pkl")
-            if f"{root}byteorder" in archive.namelist() and b"big" in _entry(
-                archive, f"{root}byteorder", 16
-            ):
-                raise BadArtefact(f"{path} was written in big-endian order")
-            pickled = _entry(archive, names[0], _MAX_PICKLE_NBYTES)
-            key, dtype, offset, shape, strides = _description(path, pickled)
-            info = archive.getinfo(f"{root}data/{key}")
-        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            raise BadArtefact(f"{path}: its storage is compressed or encrypted")
-        start = _entry_start(file, info)
-        if start + info.file_size > _size(file):
-            raise BadArtefact(f"{path} is cut off")
+def _locate_pt(path: Path, file: BinaryIO) -> Stored:
+    if file.read(2) != b"PK":
+        raise BadArtefact(
+            f"{path} is no zip archive, so no torch file of 1.6 or later. "
+            "Load it where it was made and save it again"
+        )
+    _check_directory(path, file)
+    with zipfile.ZipFile(file) as archive:
+        names = [n for n in archive.namelist() if n.endswith("/data.pkl") or n == "data.pkl"]
+        if len(names) != 1:
+            raise BadArtefact(f"{path}: an archive without data.pkl is no torch file")
+        root = names[0].removesuffix("data.pkl")
+        if f"{root}byteorder" in archive.namelist() and b"big" in _entry(
+            archive, f"{root}byteorder", 16
+        ):
+            raise BadArtefact(f"{path} was written in big-endian order")
+        pickled = _entry(archive, names[0], _MAX_PICKLE_NBYTES)
+        key, dtype, offset, shape, strides = _description(path, pickled)
+        info = archive.getinfo(f"{root}data/{key}")
+    if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+        raise BadArtefact(f"{path}: its storage is compressed or encrypted")
+    start = _entry_start(file, info)
+    if start + info.file_size > _size(file):
+        raise BadArtefact(f"{path} is cut off")
     return Stored(path, start, info.file_size, dtype, shape, offset, strides)
+
+
+def _check_directory(path: Path, file: BinaryIO) -> None:
+    """Refuse an archive of a huge table of contents, which zipfile would read as a whole."""
+    size = _size(file)
+    file.seek(max(0, size - _END_NBYTES))
+    end = file.read()
+    sizes = [
+        record.unpack_from(end, found.start())[0]
+        for record, mark in ((_END, b"PK\x05\x06"), (_END_64, b"PK\x06\x06"))
+        for found in re.finditer(re.escape(mark), end)
+        if found.start() + record.size <= len(end)
+    ]
+    nbytes = max((size for size in sizes if size != _SEE_END_64), default=0)
+    if nbytes > _MAX_DIRECTORY_NBYTES:
+        raise BadArtefact(f"{path}: a table of contents of {nbytes} bytes; one tensor has some 500")
 
 
 def _entry(archive: zipfile.ZipFile, name: str, limit: int) -> bytes:

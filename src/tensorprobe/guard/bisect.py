@@ -19,6 +19,8 @@ import msgspec
 
 import tensorprobe
 from tensorprobe.capture.naming import aliases, api_name
+from tensorprobe.contents.json_files import read_json
+from tensorprobe.contents.opening import open_file
 from tensorprobe.errors import BadUsage, TensorprobeError
 from tensorprobe.guard.minimize import all_are_needed, smallest
 from tensorprobe.guard.targets import parse_target
@@ -118,8 +120,8 @@ class _Bisection:
         if not self._file.exists():
             return State(question=self._question)
         try:
-            state = msgspec.json.decode(self._file.read_bytes(), type=State)
-        except msgspec.DecodeError as error:
+            state = msgspec.convert(read_json(open_file(self._file), self._file), State)
+        except ValueError as error:
             raise BadUsage(
                 f"'{self._file}' is no state of a bisection ({error}); give another -o or --restart"
             ) from error

@@ -5,7 +5,6 @@ So autograd records the copies and the call as it ran, and the backward of the c
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from torch.utils._device import _device_constructors
 from tensorprobe.capture.hidden_state import silently_written, writes_in_place
 from tensorprobe.capture.mode_stack import function_modes_off
 from tensorprobe.capture.naming import ApiName
+from tensorprobe.capture.warning_filters import warnings_ignored
 from tensorprobe.devices import autocast_dtypes, device_layer
 from tensorprobe.devices.autocast_lists import FLOAT32, FLOAT32_BY_DTYPE, LOW
 from tensorprobe.guard.targets import Target
@@ -43,6 +43,10 @@ _FLOAT32 = frozenset(
 _META_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
 
 
+def _run(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    return func(*args, **kwargs)
+
+
 class Call(NamedTuple):
     """A call that is about to be made."""
 
@@ -50,9 +54,10 @@ class Call(NamedTuple):
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    run: Callable[[Any, tuple[Any, ...], Any], Any] = _run
 
     def make(self) -> Any:
-        return self.func(*self.args, **self.kwargs)
+        return self.run(self.func, self.args, self.kwargs)
 
 
 def run_elsewhere(
@@ -69,7 +74,7 @@ def run_elsewhere(
     with function_modes_off():
         args, kwargs = journey.away()
     with journey.autocast():
-        result = (_formula(call, target) or call.func)(*args, **kwargs)
+        result = call.run(_formula(call, target) or call.func, args, kwargs)
     with function_modes_off():
         if journey.is_view_of_copies(result):
             return call.make(), VIEW
@@ -308,8 +313,7 @@ class _Journey:
         """The dtypes that the call gives on tensors without content."""
         call = self._call
         with ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
+            stack.enter_context(warnings_ignored())
             stack.enter_context(torch.no_grad())
             for kind, dtype in self._autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=False))

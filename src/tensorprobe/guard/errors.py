@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from tensorprobe.capture.optimizer_hooks import OptimizerHooks
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.recorder import say
 from tensorprobe.capture.steps import StepOn, StepWatch
+from tensorprobe.capture.warning_filters import COMPILED_MODULE, add_filter, remove_filter
 from tensorprobe.devices import block_launches, current_rank
 from tensorprobe.errors import TensorprobeError
 from tensorprobe.garbage import rare_searches
@@ -45,7 +45,6 @@ from tensorprobe.guard.watched import COMPILED, WatchedCall, WatchTape
 from tensorprobe.records import Direction
 
 _MAX_KNOWN = 1000
-_COMPILE_WARNING = "Using `torch.compile\\(module\\)` when there are global hooks"
 
 
 _Arguments = ParamSpec("_Arguments")
@@ -133,8 +132,7 @@ class ErrorWatch:
     def enter(self) -> None:
         """Watch from here on."""
         self._set_variables = block_launches()
-        warnings.filterwarnings("ignore", message=_COMPILE_WARNING)
-        self._filter = warnings.filters[0]
+        self._filter = add_filter(COMPILED_MODULE)
         self._tape.begin_step(self._step)
         self._modules.install()
         self._optimizers.install_once()
@@ -165,8 +163,7 @@ class ErrorWatch:
         self._engine.remove()
         self._optimizers.remove()
         self._modules.remove()
-        if self._filter in warnings.filters:
-            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
+        remove_filter(self._filter)
         for variable in self._set_variables:
             os.environ.pop(variable, None)
         self._set_variables.clear()

@@ -12,13 +12,15 @@ from typing import Any, Protocol
 
 from tensorprobe.capture.recorder import Recorder, say
 from tensorprobe.capture.steps import StepOn
+from tensorprobe.capture.tracebacks import clean_below
 from tensorprobe.devices import current_rank, world_size
-from tensorprobe.errors import BadUsage, NothingRecorded
+from tensorprobe.errors import BadUsage, WriteFailed
 from tensorprobe.guard.findings import FILE, Finding, describe, write_findings
 from tensorprobe.guard.names import check_numbers, check_timeout, check_watches
 from tensorprobe.keywords import keywords
 from tensorprobe.records import count
 from tensorprobe.store.outputs import check_writable
+from tensorprobe.store.refusals import Refusals
 
 
 class Watch(Protocol):
@@ -47,6 +49,9 @@ class Guard:
     For errors the inputs of recent calls are held, `inputs_budget` of them at most; `calls` and
     `steps` name the calls to hold instead, however large. A call that failed is run once more,
     alone, for `timeout` seconds at most; 0 does not run it.
+
+    A folder that cannot be written to is said on stderr and is in `failed`; the program goes on,
+    watched, and what is found is said.
     """
 
     @keywords(folder="path", alone_timeout_s="timeout")
@@ -68,12 +73,14 @@ class Guard:
         log: Callable[[str], None] = say,
     ) -> None:
         self.path = Path(path)
-        check_writable(self.path)
+        self._refusals = Refusals(f"what the guard finds, in {self.path},", log)
         self._names = check_watches(watch)
         check_numbers(overflow_nums, look_every)
         if keep_last is not None and recorder is not None:
             raise BadUsage("keep_last and a recorder: give keep_last to the Recorder instead")
         self._log = log
+        with self._refusals.told():
+            check_writable(self.path)
         self._findings: list[Finding] = []
         self._notes: dict[str, Any] = {}
         self._place = self.path if world_size() == 1 else self.path / f"rank{current_rank()}"
@@ -112,6 +119,11 @@ class Guard:
         """The former name of `path`."""
         return self.path
 
+    @property
+    def failed(self) -> WriteFailed | None:
+        """Why findings could not be written down; None while all is well."""
+        return self._refusals.failed
+
     def start(self) -> Guard:
         """Watch from here on."""
         if self._closed:
@@ -119,7 +131,8 @@ class Guard:
         if self._on:
             return self
         if not self._watches:
-            _move_earlier(self._place)
+            with self._refusals.told():
+                _move_earlier(self._place)
             self._watches = [self._make(name) for name in self._names]
             for watch in self._watches * self._early_steps:
                 watch.step()
@@ -170,6 +183,7 @@ class Guard:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        clean_below(error)
         self.close(error)
 
     def __repr__(self) -> str:
@@ -211,15 +225,12 @@ class Guard:
         return watch
 
     def _write(self) -> None:
-        write_findings(self._place, self._findings, self._notes)
+        with self._refusals.told():
+            write_findings(self._place, self._findings, self._notes)
 
     def _close_recorder(self) -> None:
-        if self._own_recorder is None:
-            return
-        try:
+        if self._own_recorder is not None:
             self._own_recorder.close()
-        except NothingRecorded as nothing:
-            self._log(str(nothing))
 
     def _summary(self) -> str:
         found = count(len(self._findings), "finding") if self._findings else "nothing found"
@@ -231,6 +242,8 @@ class Guard:
             forgiven = self._notes.get("forgiven", [])
             if forgiven:
                 found += f", first for {forgiven[0].name}"
+        if self.failed is not None:
+            return f"guard: {found}. {self.failed}"
         return f"guard: {found}. All of it: {self._place / FILE}"
 
 

@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from tensorprobe.capture.gradients import Path, Spot
 from tensorprobe.capture.quiet import Quiet
+from tensorprobe.capture.stand_ins import StandIns
 from tensorprobe.devices import OverflowFlag, device_layer
 from tensorprobe.guard.cases import Case, Sighting, Taint
 from tensorprobe.guard.evidence import GuardTape
@@ -59,6 +60,8 @@ class Looking:
 
     def __init__(self, tape: GuardTape, watcher: Watcher, look_every: int | None) -> None:
         self.on = False
+        self.stand_ins = StandIns()
+        self.make = self.stand_ins.make
         self._tape = tape
         self._watcher = watcher
         self._look_every = look_every

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tensorprobe.capture.tracebacks import is_stand_in
+
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FUNCTION = os.path.join(_TORCH, "autograd", "function.py")
 _ENGINE = os.path.join(_TORCH, "autograd", "graph.py")
@@ -62,7 +64,7 @@ def user_frames(error: BaseException) -> list[str]:
     for frame, number in [*reversed([*outside]), *traceback.walk_tb(trace)]:
         code = frame.f_code
         own = not code.co_filename.startswith((_TORCH, _OURS, "<"))
-        if own and not _GENERATED.match(code.co_filename):
+        if own and not _GENERATED.match(code.co_filename) and not is_stand_in(code):
             name = getattr(code, "co_qualname", code.co_name)
             lines.append(f"{code.co_filename}:{number} in {name}")
     return lines[::-1]

@@ -36,6 +36,7 @@ from tensorprobe.capture.recorder import say
 from tensorprobe.capture.selection import Selection
 from tensorprobe.capture.steps import StepOn, StepWatch, optimizers_in_round
 from tensorprobe.capture.tape import Tape
+from tensorprobe.capture.tracebacks import clean, clean_below
 from tensorprobe.config import RecordConfig
 from tensorprobe.errors import BadUsage
 from tensorprobe.guard.elsewhere import VIEW, Call, run_elsewhere
@@ -146,6 +147,7 @@ class Reroute:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        clean_below(error)
         try:
             self.close()
         except BadUsage as problem:
@@ -272,7 +274,7 @@ class _CallMode(UserCalls):
     def called(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if compiled.may_run() and (compiled.in_backward() or compiled.running() is not None):
             self.compiled_parts += 1
-            return func(*args, **kwargs)
+            return self.make(func, args, kwargs)
         track = self._track
         number = track.counter.next(api)
         if self._rules.has_calls:
@@ -280,9 +282,9 @@ class _CallMode(UserCalls):
         names = CallNames(api, call_name(api, number), track.place.module)
         rule = self._rules.find(names)
         if rule is None:
-            result = func(*args, **kwargs)
+            result = self.make(func, args, kwargs)
         else:
-            result = self._ferry.take(names.name, rule, Call(api, func, args, kwargs))
+            result = self._ferry.take(names.name, rule, Call(api, func, args, kwargs, self.make))
         if api.api == SCALER_UPDATE:
             self._watch.scaler_updated(optimizers_in_round())
         return result
@@ -318,21 +320,25 @@ class _OpMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func not in self._operators:
-            self._operators[func] = _look_up(func)
-        operator = self._operators[func]
-        if operator is None:
-            return func(*args, **kwargs)
-        api, writes = operator
-        name = call_name(api, self._counter.next(api))
-        rule = self._rule(api, name)
-        if rule is None or self._ferry.inside.depth:
-            return func(*args, **kwargs)
-        if func.is_view:
-            rule.stayed[VIEW] = rule.stayed.get(VIEW, 0) + 1
-            return func(*args, **kwargs)
-        return self._ferry.take(name, rule, Call(api, func, args, kwargs), writes)
+        try:
+            kwargs = kwargs or {}
+            if func not in self._operators:
+                self._operators[func] = _look_up(func)
+            operator = self._operators[func]
+            if operator is None:
+                return func(*args, **kwargs)
+            api, writes = operator
+            name = call_name(api, self._counter.next(api))
+            rule = self._rule(api, name)
+            if rule is None or self._ferry.inside.depth:
+                return func(*args, **kwargs)
+            if func.is_view:
+                rule.stayed[VIEW] = rule.stayed.get(VIEW, 0) + 1
+                return func(*args, **kwargs)
+            return self._ferry.take(name, rule, Call(api, func, args, kwargs), writes)
+        except BaseException as error:
+            clean(error)
+            raise
 
     def _rule(self, api: ApiName, name: str) -> Rule | None:
         node = torch._C._current_autograd_node()

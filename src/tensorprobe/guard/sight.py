@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -15,7 +15,9 @@ from tensorprobe import native
 from tensorprobe.capture import compiled
 from tensorprobe.capture.function_mode import SCALER_UPDATE, UserCalls, below_backward
 from tensorprobe.capture.quiet import Quiet
+from tensorprobe.capture.stand_ins import HANDLER, is_tracing
 from tensorprobe.capture.steps import optimizers_in_round
+from tensorprobe.capture.tracebacks import clean
 from tensorprobe.guard.cases import POSITIONS, Case, Sighting, tensors_in, tensors_out
 from tensorprobe.guard.evidence import write_forward
 from tensorprobe.guard.glances import (
@@ -55,6 +57,7 @@ _FACTS = {  # for C++
     "copied": Passing.COPIED,
     "fields": Plan._fields,
     "getframe": sys._getframe,
+    "handler": HANDLER,
     "limits": LIMITS,
     "linear": LINEAR,
     "modules": sys.modules,
@@ -74,7 +77,7 @@ class SightMode(UserCalls):
     def __init__(self, sight: Sight) -> None:
         super().__init__()
         self._sight = sight
-        self._calls: dict[Any, Plan | None] = {}
+        self._calls: dict[Any, Plan | Literal[False] | None] = {}
         self._native = sight.in_native(self, self._calls)
 
     def __torch_function__(
@@ -83,24 +86,28 @@ class SightMode(UserCalls):
         # As its parent's, in one function: it is entered for every call, and for every property.
         if _is_traced():  # dynamo reads this line: leave no mark in its graph
             return func(*args) if kwargs is None else func(*args, **kwargs)
-        native = self._native
-        if native is not None:  # it does what follows, or says by itself that it has done nothing
-            result = native.call(func, args, kwargs)
-            if result is not native:
-                return result
         try:
-            plan = self._calls[func]
-        except KeyError:
-            plan = self._learn(func)
-        except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
-            plan = None
-        if kwargs is None:
-            if plan is None:
-                return func(*args)
-            kwargs = {}
-        if plan is None or not self._sight.on or self._is_not_the_programs(plan):
-            return func(*args, **kwargs)
-        return self._sight.call(plan, func, args, kwargs)
+            native = self._native
+            if (
+                native is not None
+            ):  # it does what follows, or says by itself that it has done nothing
+                result = native.call(func, args, kwargs)
+                if result is not native:
+                    return result
+            try:
+                plan = self._calls[func]
+            except KeyError:
+                plan = self._learn(func)
+            except Exception:  # noqa: BLE001 a callable whose hash or comparison raises: no name
+                plan = None
+            if kwargs is None:
+                kwargs = {}
+            if not plan or not self._sight.on or self._is_not_the_programs(plan):
+                return self.make(func, args, kwargs)
+            return self._sight.call(plan, func, args, kwargs)
+        except BaseException as error:
+            clean(error)
+            raise
 
     def _is_not_the_programs(self, plan: Plan) -> bool:
         """Whether a tool, a simulated device or a compiled part makes this call."""
@@ -108,7 +115,7 @@ class SightMode(UserCalls):
             return True
         if plan.is_operator and below_backward():
             return True
-        if _compiler._is_compiling_flag:
+        if _compiler._is_compiling_flag or is_tracing():
             return True
         if not compiled.may_run():
             return False
@@ -116,7 +123,10 @@ class SightMode(UserCalls):
 
     def _learn(self, func: Any) -> Plan | None:
         api = self._plan(func)
-        plan = self._calls[func] = None if api is None else plan_for(api)
+        if not api:  # C++ is told which never warn
+            self._calls[func] = api
+            return None
+        plan = self._calls[func] = plan_for(api)
         return plan
 
 
@@ -129,7 +139,7 @@ class Sight(LaterLooking, OptimizerLooking):
         """Make a call of the program and look at what it returns."""
         number = self._tape.counter.next(plan.api)
         if self.stepping and threading.get_ident() in self.stepping:
-            return func(*args, **kwargs)
+            return self.make(func, args, kwargs)
         if plan.is_special:
             kind = plan.kind
             if kind is Kind.SCALES:
@@ -137,20 +147,20 @@ class Sight(LaterLooking, OptimizerLooking):
             if kind is Kind.PASSES:
                 return self._pass_on(plan, number, func, args, kwargs)
             if not plan.uninitialised:
-                return func(*args, **kwargs)
+                return self.make(func, args, kwargs)
         elif (
             (plan.is_short or (plan.may_write and kwargs.get("inplace") is False))
             and self._is_late
             and self._ring.active
         ):
             start = _sequence_number()
-            result = func(*args, **kwargs)
+            result = self.make(func, args, kwargs)
             self._note_made(plan, number, start, args, kwargs, result)
             if self._watcher.attention:
                 self._watcher.call_made()
             return result
         glance = self._before(plan, number, args, kwargs)
-        result = func(*args, **kwargs)
+        result = self.make(func, args, kwargs)
         if glance is not None:
             self._after(glance, result)
         if self._watcher.attention:
@@ -161,7 +171,7 @@ class Sight(LaterLooking, OptimizerLooking):
         self, plan: Plan, number: int, func: Any, args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """A call that returns what it is given: of interest where that may be bad."""
-        result = func(*args, **kwargs)
+        result = self.make(func, args, kwargs)
         if self.taint or self._ring.active:
             try:
                 is_noted = self._is_noted_view(plan, number, args, result)
@@ -196,7 +206,7 @@ class Sight(LaterLooking, OptimizerLooking):
 
     # What C++ asks for, where a call is not plain
 
-    def in_native(self, mode: SightMode, calls: dict[Any, Plan | None]) -> Any:
+    def in_native(self, mode: SightMode, calls: dict[Any, Any]) -> Any:
         """The part in C++ that makes the calls of a mode; None where it is not built."""
         if native.MODULE is None:
             return None
@@ -218,13 +228,13 @@ class Sight(LaterLooking, OptimizerLooking):
 
     def _scaler_call(self, plan: Plan, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         if plan.api.api != SCALER_UPDATE:
-            result = func(*args, **kwargs)
+            result = self.make(func, args, kwargs)
             self._watcher.unscaled()
             return result
         with Quiet():
             found = bool(args[2].item())
             scale = float(args[0].item()) if found else None  # before it is lowered
-        result = func(*args, **kwargs)
+        result = self.make(func, args, kwargs)
         self._watcher.scale_updated(scale, optimizers_in_round())
         return result
 

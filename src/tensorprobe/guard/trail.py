@@ -50,7 +50,7 @@ def render(trail: Trail) -> tuple[str, ...]:
     """The lines of a stack, innermost first, as a capture has them."""
     lines = []
     for code, at in frames_in(trail):
-        if not is_hidden(code.co_filename):
+        if not is_hidden(code):
             name = getattr(code, "co_qualname", code.co_name)  # Python 3.11
             lines.append(f"{code.co_filename}:{_line(code, at)} in {name}")
     return tuple(lines)

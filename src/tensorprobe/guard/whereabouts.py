@@ -13,6 +13,7 @@ from torch import nn
 from tensorprobe import native
 from tensorprobe.capture import compiled
 from tensorprobe.capture.module_hooks import ModuleHooks, is_below
+from tensorprobe.capture.stand_ins import is_tracing
 from tensorprobe.capture.tape import Place
 from tensorprobe.guard.trail import Trail, trail_from
 
@@ -68,7 +69,7 @@ class Whereabouts(ModuleHooks):
             self._native = native.MODULE.Whereabouts(self, *parts)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if _is_traced() or _compiler._is_compiling_flag:
+        if _is_traced() or _compiler._is_compiling_flag or is_tracing():
             return
         if self._native is not None and self._native.enter(module):
             return
@@ -102,7 +103,7 @@ class Whereabouts(ModuleHooks):
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         # first of all: dynamo, which traces this, must not come to the module
-        if _is_traced() or _compiler._is_compiling_flag:
+        if _is_traced() or _compiler._is_compiling_flag or is_tracing():
             return
         if self._native is not None and self._native.leave(module):
             return

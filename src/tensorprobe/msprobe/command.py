@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tensorprobe.contents.json_files import read_json
+from tensorprobe.contents.opening import open_named
 from tensorprobe.errors import BadUsage, TensorprobeError
+from tensorprobe.terminal import say, warn
 
 # Verbs without a counterpart under msprobe's name, with what to type.
 _INSTEAD = {
@@ -30,12 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["-f"]:  # the framework, which earlier releases ask for
         if words[1:2] != ["pytorch"]:
-            sys.stderr.write("msprobe -f: only pytorch is supported\n")
+            warn("msprobe -f: only pytorch is supported")
             return 2
         words = words[2:]
     verb = words[0] if words else "--help"
     if verb in _INSTEAD:
-        sys.stderr.write(f"msprobe {verb} is not supported; use {_INSTEAD[verb]}\n")
+        warn(f"msprobe {verb} is not supported; use {_INSTEAD[verb]}")
         return 2
     parser = _parser()
     args = parser.parse_args(words)
@@ -46,10 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(args)
     except BadUsage as error:
-        sys.stderr.write(f"msprobe {args.verb}: {error}\n")
+        warn(f"msprobe {args.verb}: {error}")
         return 2
     except TensorprobeError as error:
-        sys.stderr.write(f"msprobe {args.verb}: {error}\n")
+        warn(f"msprobe {args.verb}: {error}")
         return 1
 
 
@@ -117,7 +119,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _read(path: str) -> dict[str, Any]:
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+        content = read_json(open_named(Path(path)), Path(path))
     except (OSError, ValueError) as error:
         raise BadUsage(f"-i {path} cannot be read: {error}") from error
     if not isinstance(content, dict):
@@ -146,7 +148,7 @@ def _check(args: argparse.Namespace) -> int:
         jobs=args.num_splits,
         peer_tables=True,
     )
-    sys.stdout.write(f"{checked}\n")
+    say(*f"{checked}".split("\n"))
     return 0 if checked.passed else 3
 
 

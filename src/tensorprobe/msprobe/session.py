@@ -17,13 +17,14 @@ from torch import nn
 from tensorprobe.capture.recorder import Recorder, say
 from tensorprobe.config import DoorConfig
 from tensorprobe.devices import current_rank, world_size
-from tensorprobe.errors import BadUsage, NothingRecorded
+from tensorprobe.errors import BadUsage, NothingRecorded, WriteFailed
 from tensorprobe.guard.guard import Guard
 from tensorprobe.store import native
 from tensorprobe.store.claim import make_way, run_identity
 from tensorprobe.store.foreign import UNFINISHED
 from tensorprobe.store.msprobe.folders import STEP
 from tensorprobe.store.msprobe.writing import NOT_MSPROBES, write_unit
+from tensorprobe.store.refusals import Refusals
 from tensorprobe.store.step_files import LOG_FILE
 from tensorprobe.store.unread import Unread
 
@@ -54,6 +55,7 @@ class Session:
         self._lost: dict[int, Counter[str]] = {}
         self._place: Path | None = None
         self._waiting: list[tuple[nn.Module, str]] = []  # modules to record alone
+        self._refusals = Refusals(f"the dump in {self.folder}", log)
 
     # What the debugger calls
 
@@ -63,7 +65,11 @@ class Session:
             return
         if rank_id is not None:
             self._rank_id = rank_id
-        recorder = self._recorder or self._build()
+        with self._refusals.told():
+            self._recorder = self._recorder or self._build()
+        recorder = self._recorder
+        if recorder is None:
+            return
         recorder.start()
         atexit.unregister(self.close)
         atexit.register(self.close)  # the last to be registered is the first to run
@@ -115,13 +121,15 @@ class Session:
         if recorder is None:
             return
         atexit.unregister(self.close)
-        try:
-            recorder.close(tell=False)
-        except NothingRecorded as nothing:
-            self._log(str(nothing))
+        recorder.close(tell=False)
+        if isinstance(recorder.failed, NothingRecorded):
+            self._log(str(recorder.failed))
         self._write()
         self._forget_step()
-        self._remove_private()
+        if self._refusals.failed is None:
+            self._remove_private()
+        if isinstance(recorder.failed, WriteFailed):
+            self._log(f"not all was dumped: {recorder.failed}")
         if self._place is not None:
             next_one = f"tensorprobe show {shlex.quote(str(self.folder))}"
             self._log(f"the dump is in {self.folder}. Next: {next_one}")
@@ -140,7 +148,7 @@ class Session:
         run = run_identity(os.environ) if several else f"{run_identity(os.environ)}/{os.getpid()}"
         make_way(self.folder, run, _OF_A_RUN, self._log)
         self._rank = current_rank()
-        self._recorder = Recorder(
+        recorder = Recorder(
             self._private,
             first_step=self.step_number,
             log=self._log,
@@ -148,7 +156,7 @@ class Session:
         )
         for note in self._settings.notes:
             self._log(note)
-        return self._recorder
+        return recorder
 
     def _has_rank(self) -> bool:
         return self._rank_id is not None or world_size() > 1 or "RANK" in os.environ
@@ -168,6 +176,10 @@ class Session:
         return self._private / f"rank{self._rank}" / f"step{self.step_number}"
 
     def _write(self) -> None:
+        with self._refusals.told():
+            self._write_step()
+
+    def _write_step(self) -> None:
         """Write the files of this step, unless they are there with all that was recorded."""
         source = self._step_folder()
         log = source / LOG_FILE

@@ -18,6 +18,7 @@
 #include "lines.h"
 #include "log.h"
 #include "stack.h"
+#include "stand_ins.h"
 #include "text.h"
 
 namespace tensorprobe {
@@ -26,6 +27,7 @@ namespace tensorprobe {
 struct Recording {
   Ref tape, lines, log, plans, describe, counter, place, keep;
   std::optional<StackTable> stacks;  // where they are wanted
+  StandIns stand_ins;
   Ref compiler, state_notes, encode, positions, only_path, output_spots, no_aliases;
   Ref open_call, call_names, end_line, raw, one_node, one_way, any_way, node_run;
   bool wants_input = false, wants_output = false;
@@ -43,13 +45,15 @@ class Calls : public Follower {
   // `self` is the object of Python that has this.
   PyObject* call(PyObject* self, PyObject* mode, PyObject* func, PyObject* args, PyObject* kwargs) {
     if (kwargs == Py_None) kwargs = nullptr;
-    if (!python_.tape || !is_known_kind(func) || !PyTuple_CheckExact(args) ||
+    if (!python_.tape || StandIns::is_tracing() || !is_known_kind(func) || !PyTuple_CheckExact(args) ||
         (kwargs != nullptr && !PyDict_CheckExact(kwargs))) {
       return Py_NewRef(mode);
     }
     const Ref found = plan_of(mode, func);
     if (!found) return nullptr;
-    if (found.get() == Py_None) return PyObject_Call(func, args, kwargs);  // it has no name
+    if (found.get() == Py_False) return PyObject_Call(func, args, kwargs);  // nor ever warns
+    StandIns& stand_ins = python_.stand_ins;
+    if (found.get() == Py_None) return stand_ins.make(func, args, kwargs);  // it has no name
     Open open;
     open.owner = self;
     Ref place;
@@ -62,7 +66,7 @@ class Calls : public Follower {
     open.number = next_number(*open.api);
     const bool begun = attempt([&] { begin(open, place.get(), args, kwargs); });
     if (!begun && !gap(open)) return nullptr;
-    Ref result = Ref::steal(PyObject_Call(func, args, kwargs));
+    Ref result = Ref::steal(stand_ins.make(func, args, kwargs));
     if (!begun) return result.release();
     if (!result) return raised(open);
     bool is_written = false;
@@ -80,6 +84,7 @@ class Calls : public Follower {
     if (p.stacks) {
       if (int stop = p.stacks->traverse(visit, arg)) return stop;
     }
+    if (int stop = p.stand_ins.traverse(visit, arg)) return stop;
     if (int stop = tape_.visit(visit, arg)) return stop;
     return counter_.visit(visit, arg);
   }

@@ -480,6 +480,7 @@ PyObject* new_calls(PyTypeObject* type, PyObject*, PyObject* parts) {
     python.keep = part(parts, "keep", &PyUnicode_Type);
     const Ref stacks = part(parts, "stacks");
     if (stacks.get() != Py_None) python.stacks.emplace(stacks);
+    python.stand_ins = StandIns(part(parts, "stand_ins"), part(parts, "handler", &PyCode_Type));
     python.compiler = part(parts, "compiler", &PyDict_Type);
     python.state_notes = part(parts, "state_notes");
     python.encode = part(parts, "encode");

@@ -15,6 +15,7 @@
 #include <unordered_set>
 
 #include "graph.h"
+#include "stand_ins.h"
 #include "whereabouts.h"
 
 namespace tensorprobe {
@@ -87,6 +88,7 @@ class Sight {
     nowhere_ = fact(facts, "nowhere");
     linear_ = fact(facts, "linear");
     getframe_ = fact(facts, "getframe");
+    stand_ins_ = StandIns(attribute<"stand_ins">(sight_), fact(facts, "handler"));
     modules_ = fact(facts, "modules");
     compiler_ = fact(facts, "compiler");
     send_later_ = fact(facts, "send_later");
@@ -110,7 +112,7 @@ class Sight {
   // Make a call of the program, as `SightMode.__torch_function__`; `self` where Python has to.
   PyObject* call(PyObject* self, PyObject* func, PyObject* args, PyObject* kwargs) {
     if (kwargs == Py_None) kwargs = nullptr;
-    if (!sight_ || !PyTuple_CheckExact(args)) return Py_NewRef(self);
+    if (!sight_ || StandIns::is_tracing() || !PyTuple_CheckExact(args)) return Py_NewRef(self);
     if (kwargs != nullptr && !PyDict_CheckExact(kwargs)) return Py_NewRef(self);
     const Ref plan = Ref::borrow(PyDict_GetItemWithError(calls_.get(), func));
     if (!plan) {  // not met before, or it cannot be looked up
@@ -118,9 +120,10 @@ class Sight {
       PyErr_Clear();
       return Py_NewRef(self);
     }
-    if (plan.get() == Py_None) return PyObject_Call(func, args, kwargs);
+    if (plan.get() == Py_False) return PyObject_Call(func, args, kwargs);
+    if (plan.get() == Py_None) return stand_ins_.make(func, args, kwargs);
     const Ref sight = sight_;  // held: Python may come back here meanwhile
-    if (!is_set<"on">(sight)) return PyObject_Call(func, args, kwargs);
+    if (!is_set<"on">(sight)) return stand_ins_.make(func, args, kwargs);
     if (fields_.is(plan, fields_.is_operator) || may_be_others()) return Py_NewRef(self);
     const Ref stepping = attribute<"stepping">(sight);
     if (!PyDict_Check(stepping.get())) return Py_NewRef(self);
@@ -139,15 +142,15 @@ class Sight {
           return Py_NewRef(self);
         }
         const Ref number = next_number(plan);
-        return PyObject_Call(func, args, kwargs);
+        return stand_ins_.make(func, args, kwargs);
       }
       if (!passes && !is_short(plan, kwargs)) return Py_NewRef(self);
       if (!is_late_ || !is_set<"active">(ring_)) return Py_NewRef(self);
     }
     const Ref number = next_number(plan);
-    if (is_stepping) return PyObject_Call(func, args, kwargs);
+    if (is_stepping) return stand_ins_.make(func, args, kwargs);
     const uint64_t start = at::sequence_number::peek();
-    Ref result = Ref::steal(PyObject_Call(func, args, kwargs));
+    Ref result = Ref::steal(stand_ins_.make(func, args, kwargs));
     if (!result) return nullptr;
     const Call made{plan, number, start, args, kwargs, result};
     const bool is_well =
@@ -195,9 +198,10 @@ class Sight {
                            &send_later_}) {
       if (int stop = ref->visit(visit, arg)) return stop;
     }
-    return 0;
+    return stand_ins_.traverse(visit, arg);
   }
   void let_go() {
+    stand_ins_.let_go();
     mode_ = sight_ = ring_ = known_ = counter_ = place_ = watcher_ = calls_ = send_later_ = Ref();
   }
 
@@ -1079,6 +1083,7 @@ class Sight {
   }
 
   Ref mode_, sight_, ring_, known_, counter_, place_, watcher_, calls_, send_later_;
+  StandIns stand_ins_;
   Ref casts_, moves_, passes_, scales_, nowhere_, linear_, getframe_, modules_, compiler_;
   Ref positions_, atoms_, passing_;
   Fields fields_;

@@ -33,7 +33,7 @@ def measure_stored(actual: Stored, expected: Stored) -> PairMetrics | str:
                 e.close()
         finally:
             a.close()
-    except (TensorprobeError, OSError, ValueError, TypeError) as error:
+    except (TensorprobeError, OSError, ValueError, TypeError, MemoryError) as error:
         return f"{type(error).__name__}: {error}"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shlex
 import shutil
@@ -12,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tensorprobe.contents.json_files import read_json
+from tensorprobe.contents.opening import open_named
 from tensorprobe.errors import BadUsage, DeviceUnusable, NothingRecorded, NotReplayable
 from tensorprobe.ptdbg_ascend.dump import Dump, drop
 from tensorprobe.ptdbg_ascend.telling import say
@@ -37,7 +38,7 @@ def check_device() -> None:
 def check_config(path: Path) -> dict[str, Any]:
     """The object `dump` of a dump.json."""
     try:
-        content = json.loads(path.read_text())
+        content = read_json(open_named(path), path)
     except OSError as error:
         raise BadUsage(f"dump_config='{path}': {error.strerror}. It holds {_EXAMPLE}") from error
     except ValueError as error:
@@ -64,10 +65,8 @@ def dump_folder(config: Path) -> Path:
 def dump_kernels_of(dump: Dump, config: Path, gradients: Sequence[Path]) -> None:
     """Re-execute the call that was recorded; where that cannot be, keep it for a repro."""
     (scope,) = dump.switch.scope
-    try:
-        dump.recorder.close()
-    except NothingRecorded as nothing:
-        say(str(nothing))
+    dump.recorder.close()
+    if isinstance(dump.recorder.failed, NothingRecorded) or not dump.private.is_dir():
         drop(dump.private)
         return
     # By another name: one that says it is being recorded is taken for a killed program's.

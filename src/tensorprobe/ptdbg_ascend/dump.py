@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from tensorprobe.capture.naming import Counter
 from tensorprobe.capture.recorder import Recorder
-from tensorprobe.errors import BadUsage, NothingRecorded, TensorprobeError
+from tensorprobe.errors import BadUsage, NothingRecorded, WriteFailed
 from tensorprobe.ptdbg_ascend.settings import Switch, Target
 from tensorprobe.ptdbg_ascend.telling import say
 from tensorprobe.records import Capture
 from tensorprobe.store.loading import load
 from tensorprobe.store.ptdbg_writing import write_dump
+from tensorprobe.store.refusals import Refusals
 from tensorprobe.store.unread import Unread
 
 if TYPE_CHECKING:
@@ -60,7 +61,9 @@ class Dump:
         self._rank = rank
         self._published = published  # indexes this process has written: more is added to them
         self.private = target.root / f"{target.stem}.recording-{os.getpid()}"
-        _tell_of_left_overs(target.root)
+        self._refusals = Refusals(f"the dump in '{target.root}'", say)
+        with self._refusals.told():
+            _tell_of_left_overs(target.root)
         self.recorder = Recorder(
             self.private,
             step_on=step_on,
@@ -88,33 +91,30 @@ class Dump:
     def publish_steps(self) -> None:
         """Write out the steps that are over, and drop their private part."""
         self.recorder.drain()
-        for folder in self._steps():
-            number = int(folder.name.removeprefix("step"))
-            if number < self.recorder.current_step:
-                self._publish(load(folder), folder)
+        with self._refusals.told():
+            for folder in self._steps():
+                number = int(folder.name.removeprefix("step"))
+                if number < self.recorder.current_step:
+                    self._publish(load(folder), folder)
 
     def close(self) -> None:
         """Stop for good and write out what was recorded; the private part remains if that fails."""
-        try:
-            self.recorder.close(tell=False)
-        except NothingRecorded as nothing:
-            if not self._published:
-                say(str(nothing))
-        for folder in self._steps():
-            self._publish(load(folder), folder)
-        drop(self.private)
-
-    def close_at_exit(self) -> None:
-        """Close; at the end of a program there is nobody to catch an error."""
-        try:
-            self.close()
-        except TensorprobeError as error:
-            say(f"{error}. {_how_to_convert(self.private, self.target)}")
+        self.recorder.close(tell=False)
+        if isinstance(self.recorder.failed, NothingRecorded) and not self._published:
+            say(str(self.recorder.failed))
+        with self._refusals.told():
+            for folder in self._steps():
+                self._publish(load(folder), folder)
+        if self._refusals.failed is None:
+            drop(self.private)
+        elif self.private.is_dir():
+            say(_how_to_convert(self.private, self.target))
+        if isinstance(self.recorder.failed, WriteFailed):
+            say(f"not all was dumped: {self.recorder.failed}")
 
     def discard(self) -> None:
         """Stop, and drop what was recorded: other settings take its place."""
-        with contextlib.suppress(NothingRecorded):
-            self.recorder.close()
+        self.recorder.close(tell=False)
         drop(self.private)
 
     def _steps(self) -> list[Path]:
@@ -171,8 +171,7 @@ class Counting:
 
     def close(self) -> None:
         """Count no more."""
-        with contextlib.suppress(NothingRecorded):
-            self._recorder.close()
+        self._recorder.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

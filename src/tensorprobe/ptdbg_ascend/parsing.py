@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import difflib
-import linecache
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from tensorprobe.errors import BadUsage, UnreadableCapture
 from tensorprobe.records import Call, Capture
+from tensorprobe.store.frames import source_line
 from tensorprobe.store.loading import load
 from tensorprobe.store.ptdbg import spelt_name
 from tensorprobe.store.ptdbg_names import tensor_suffix
+from tensorprobe.terminal import say
 
 _FRAME = re.compile(r"(.*):(\d+) in (.*)", re.DOTALL)
 
@@ -36,7 +36,7 @@ def describe(pkl_file: str | os.PathLike[str], prefix: str | None) -> None:
             f"parse: '{path}' has no call that begins with '{prefix}'{_near(capture, prefix)}"
         )
     for call in calls:
-        sys.stdout.write("\n".join(_lines(call)) + "\n")
+        say(*_lines(call))
 
 
 def _near(capture: Capture, prefix: str) -> str:
@@ -63,6 +63,5 @@ def _lines(call: Call) -> Iterator[str]:
             continue
         path, line, function = found.groups()
         yield f'  File "{path}", line {line}, in {function}'
-        source = linecache.getline(path, int(line)).strip() if os.path.isabs(path) else ""
-        if source:
+        if source := source_line(path, line):
             yield f"    {source}"

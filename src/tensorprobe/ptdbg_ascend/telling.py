@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+from tensorprobe.terminal import warn
 
 
 def say(text: str) -> None:
     """One line, as the recorder says its own."""
-    sys.stderr.write(f"tensorprobe: {text}\n")
-    sys.stderr.flush()
+    warn(f"tensorprobe: {text}")
 
 
 def import_torch() -> None:

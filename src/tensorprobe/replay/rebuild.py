@@ -209,6 +209,14 @@ def device_type(text: str) -> str:
     return text.partition(":")[0] if is_device(text) else "cpu"
 
 
+def numpy_number(text: str) -> int | float | None:
+    """The number that a scalar of numpy was recorded as; None for what is none."""
+    try:
+        return float(text) if "." in text or "e" in text else int(text)
+    except ValueError:
+        return None
+
+
 class _Builder:
     """Turns the trees of one call into values on one place."""
 
@@ -290,11 +298,8 @@ class _Builder:
             return format_named(text)
         if kind == "generator":
             return None  # the default generator, at the recorded state where there is one
-        if kind == "numpy":
-            try:
-                return float(text) if "." in text or "e" in text else int(text)
-            except ValueError:
-                pass
+        if kind == "numpy" and (number := numpy_number(text)) is not None:
+            return number
         raise NotReplayable(
             f"{self._call.name} cannot be run alone: {where} is a {kind} ({text}), "
             "of which only the name was recorded"

@@ -29,6 +29,7 @@ from tensorprobe.replay.modules import (
     check_names,
     how_made,
     inside_of,
+    literal,
     with_children,
 )
 from tensorprobe.replay.pairing import Pair, find_pair, is_generated
@@ -37,6 +38,7 @@ from tensorprobe.replay.rebuild import (
     check_callable,
     device_type,
     is_device,
+    numpy_number,
     refuse,
     remember,
     with_stride,
@@ -489,13 +491,13 @@ class _Writer:
             raise self._opaque(where, value.type, value.type)
         if value is ...:
             return "..."
-        if isinstance(value, float) and not math.isfinite(value):
-            return f'float("{value}")'
         if isinstance(value, str) and (where == "device" or _is_device(self._call, value)):
             return "device"
         if not isinstance(value, bool | int | float | complex | str | bytes | None):
             raise self._opaque(where, type(value).__name__, type(value).__name__)
-        return repr(value)
+        if isinstance(value, int) and value.bit_length() > 128:  # torch takes 64
+            raise NotReplayable(f"{self._call.name} cannot be run alone: {where} is too large")
+        return literal(value)
 
     def _special(self, special: Special, where: str) -> str:
         kind, text = special.kind, special.text
@@ -507,8 +509,8 @@ class _Writer:
             return str(format_named(text))
         if kind == "generator":
             return "None"
-        if kind == "numpy" and re.fullmatch(r"-?[\d.]+(e-?\d+)?", text):
-            return text
+        if kind == "numpy" and (number := numpy_number(text)) is not None:
+            return literal(number)
         raise self._opaque(where, kind, text)
 
     def _opaque(self, where: str, kind: str, text: str) -> NotReplayable:

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from tensorprobe.compare.comparison import Compared, Verdict
 from tensorprobe.compare.judge import distance, number_text
 from tensorprobe.compare.measure import CallPair
+from tensorprobe.compare.words import describe
 from tensorprobe.records import Call
+from tensorprobe.terminal import printable
 
 _CULPRITS = 8
 _ONE_SIDED = 6
@@ -18,7 +20,7 @@ _RANKS = 16
 def render(comparison: Compared) -> str:
     """What `tensorprobe compare` prints."""
     verdict = comparison.verdict
-    parts = [[str(verdict)]]
+    parts = [list(describe(verdict))]
     if verdict.culprits:
         parts.append(list(_around(comparison)))
     if len(verdict.culprits) > 1:
@@ -29,7 +31,7 @@ def render(comparison: Compared) -> str:
         parts.append(list(_one_sided(comparison)))
     if comparison.structure:
         parts.append(list(_structure(comparison)))
-    return "\n\n".join("\n".join(part) for part in parts if part)
+    return "\n\n".join("\n".join(map(printable, part)) for part in parts if part)
 
 
 def _around(comparison: Compared) -> Iterator[str]:

@@ -12,7 +12,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from tensorprobe.contents.blob import Blob
-from tensorprobe.contents.dtypes import itemsize_of
+from tensorprobe.contents.layouts import check_layout, itemsize_of
+from tensorprobe.contents.opening import inside, open_file, read_text
 from tensorprobe.contents.tensor_files import locate
 from tensorprobe.errors import BadArtefact, UnreadableCapture
 from tensorprobe.records import (
@@ -56,10 +57,10 @@ def find(path: Path) -> list[Process]:
         return [_process(path.parent, found[1])] if found else []
     here = [_FORWARD.fullmatch(child.name) for child in sorted(path.iterdir())]
     processes = [_process(path, found[1]) for found in here if found]
-    if processes:
+    if processes or _STEP.fullmatch(path.name):
         return processes
     steps = [child for child in path.iterdir() if child.is_dir() and _STEP.fullmatch(child.name)]
-    found_below = [process for step in steps for process in find(step)]
+    found_below = [process for step in steps for process in find(inside(step, path))]
     return sorted(found_below, key=lambda process: (process.step, process.pid))
 
 
@@ -110,9 +111,14 @@ class _ProcessReader:
 
     def _items(self, kind: str) -> Iterator[tuple[str, Any]]:
         path = self._process.folder / f"{kind}_{self._process.pid}.json"
-        if not path.is_file():
+        try:
+            data = read_text(open_file(path), path)
+        except FileNotFoundError:
             return
-        text, problem = decode_text(path.read_bytes())
+        except BadArtefact as error:
+            self._gap(path.name, str(error))
+            return
+        text, problem = decode_text(data)
         if problem is not None:
             self._gap(path.name, str(problem))
         try:
@@ -133,7 +139,7 @@ class _ProcessReader:
         try:
             yield self._made(key, value, direction, stack)
             self.count += 1
-        except (KeyError, TypeError, ValueError, RecursionError, OverflowError) as error:
+        except Exception as error:  # noqa: BLE001 reading one foreign record: it becomes a gap
             self._gap(f"{direction}_info_{self._process.pid}.json: {key}", f"{error}")
 
     def _made(self, key: str, value: Any, direction: Direction, stack: tuple[str, ...]) -> Call:
@@ -178,7 +184,7 @@ class _ProcessReader:
             return record
         value = leaf.get("value")
         if kind == "slice" and isinstance(value, list) and len(value) == 3:
-            return slice(*value)
+            return slice(*(part if type(part) is int else None for part in value))
         if kind in ("torch.device", "torch.dtype", "torch.Size"):
             return Special(kind.removeprefix("torch."), str(value)[:200])
         if kind.startswith("numpy."):
@@ -192,9 +198,9 @@ class _ProcessReader:
         if "datapath" in leaf:
             return self._stored(leaf["datapath"], name, grad)
         dtype = str(leaf["dtype"]).removeprefix("torch.")
-        itemsize_of(dtype)
         summary = _summary(leaf)
         shape = read_shape(leaf["shape"])
+        check_layout(dtype, shape)
         return TensorRecord(name, "input", dtype, shape, requires_grad=grad, summary=summary)
 
     def _stored(self, datapath: Any, name: str, grad: bool) -> TensorRecord:
@@ -203,6 +209,7 @@ class _ProcessReader:
         folder = self._process.folder / f"{direction}_real_data" / f"rank{self._process.pid}"
         path = confined(folder, PurePosixPath(str(datapath)).name)
         try:
+            path = inside(path, self._process.folder)
             stored = locate(path)
         except BadArtefact as error:
             raise ValueError(f"{name.rpartition('.input.')[2]}: {error}") from error

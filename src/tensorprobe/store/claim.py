@@ -15,6 +15,9 @@ from typing import Any
 import msgspec
 
 from tensorprobe._version import __version__
+from tensorprobe.contents.json_files import MAX_NBYTES, read_json
+from tensorprobe.contents.opening import open_file, read_text
+from tensorprobe.errors import BadArtefact
 from tensorprobe.store.lines import speakable
 
 FORMAT = 1
@@ -124,7 +127,8 @@ def _move_earlier(root: Path, mine: Path, run_id: str) -> Path | None:
         with contextlib.suppress(FileNotFoundError):
             path.rename(target / path.name)
     if not (target / RUN_FILE).exists() and (root / RUN_FILE).exists():
-        (target / RUN_FILE).write_bytes((root / RUN_FILE).read_bytes())
+        whole = read_text(open_file(root / RUN_FILE), root / RUN_FILE, MAX_NBYTES)
+        (target / RUN_FILE).write_bytes(whole)
     return target
 
 
@@ -153,15 +157,15 @@ def _earlier_folder(root: Path, moving: list[Path]) -> Path:
 def run_of(path: Path) -> str | None:
     """The run id in a capture.json or rank.json; None when there is none to be read."""
     try:
-        return str(msgspec.json.decode(path.read_bytes())["run"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return str(read_json(open_file(path), path)["run"])
+    except (OSError, BadArtefact, ValueError, KeyError, TypeError):
         return None
 
 
 @contextlib.contextmanager
 def _locked(root: Path) -> Iterator[None]:
     """One rank at a time. A file, not the folder: network disks lock only what can be written."""
-    fd = os.open(root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    fd = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         with contextlib.suppress(OSError):  # a disk without locks: renames are atomic anyway
             fcntl.flock(fd, fcntl.LOCK_EX)

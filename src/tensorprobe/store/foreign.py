@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from tensorprobe.contents.layouts import MAX_DIMENSIONS
+from tensorprobe.contents.opening import inside
 from tensorprobe.errors import BadArtefact
+from tensorprobe.store.lines import speakable
 
 # Where a door keeps its recording until a step is over and turned into the files of its peer.
 UNFINISHED = ".tensorprobe"
@@ -17,7 +20,6 @@ UNFINISHED = ".tensorprobe"
 LAST_NODE = "outputs are those of the last autograd node, not the gradients of the inputs"
 MAX_DEPTH = 60  # of nested containers in one record
 MAX_DIGITS = 40  # of a whole number: a 64-bit one has 20
-MAX_DIMENSIONS = 64
 _MAX_PROBLEMS = 200  # of one file: each costs a look through what is left
 _MAX_NAME = 180  # of a file: most disks take 255 bytes
 _LONGEST = 1 << 48  # elements along one dimension; larger than any disk
@@ -78,7 +80,7 @@ def open_object(text: str, key: str) -> tuple[dict[str, Any], int]:
                 raise BadArtefact(f"{problem_at(text, at, f'expected the key {key!r}')}")
             if found[1] == key:
                 return before, _open(text, found.end())
-            before[found[1]], at = _decoder.raw_decode(text, found.end())
+            before[found[1]], at = _decode(text, found.end())
             at = _skip(text, at)
             if text[at : at + 1] == ",":
                 at += 1
@@ -102,18 +104,6 @@ def parse_items(text: str, at: int | None = None) -> Iterator[tuple[str, Any] | 
                 return
 
 
-def parse_document(text: str) -> Any:
-    """One JSON value; BadArtefact says where it is damaged."""
-    try:
-        value = _decoder.decode(text)
-    except json.JSONDecodeError as error:
-        problem = problem_at(text, error.pos, error.msg)
-        raise BadArtefact(f"not JSON, {problem}") from error
-    except (ValueError, RecursionError) as error:
-        raise BadArtefact(f"not JSON: {_reason(error)}") from error
-    return value
-
-
 def parse_lines(data: bytes) -> Iterator[tuple[int, Any | Problem]]:
     """The JSON values of a file with one on each line, by the number of their line.
 
@@ -126,7 +116,7 @@ def parse_lines(data: bytes) -> Iterator[tuple[int, Any | Problem]]:
         at = _skip(line, 0)
         while at < len(line):
             try:
-                value, at = _decoder.raw_decode(line, at)
+                value, at = _decode(line, at)
             except (ValueError, RecursionError) as error:
                 column = getattr(error, "pos", at) + 1
                 yield number, Problem(number, column, _reason(error))
@@ -142,8 +132,17 @@ def _parse_int(digits: str) -> int:
 
 
 _decoder = json.JSONDecoder(parse_int=_parse_int, strict=False)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _SPACE = re.compile(r"[ \t\r\n\f\v]*")
 _KEY = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:\s*')
+
+
+def _decode(text: str, at: int = 0, surrogates: bool | None = None) -> tuple[Any, int]:
+    """The JSON value that begins there, and where it ends. No file can take a lone surrogate."""
+    value, end = _decoder.raw_decode(text, at)
+    if surrogates is None:
+        surrogates = _SURROGATE.search(text, at, end) is not None
+    return (speakable(value) if surrogates else value), end
 
 
 def _skip(text: str, at: int) -> int:
@@ -167,6 +166,7 @@ def _open(text: str, at: int) -> int:
 
 def _items(text: str, at: int) -> Iterator[tuple[str, Any] | Problem]:
     begin = None  # how the first key begins its line; so do all
+    surrogates = _SURROGATE.search(text) is not None
     while True:
         at = _skip(text, at)
         if text[at : at + 1] == "}":
@@ -177,8 +177,8 @@ def _items(text: str, at: int) -> Iterator[tuple[str, Any] | Problem]:
         try:
             if found is None:
                 raise json.JSONDecodeError("expected a name", text, at)
-            key = _decoder.decode(text[found.start() : found.end()].rstrip().removesuffix(":"))
-            value, end = _decoder.raw_decode(text, found.end())
+            key = _decode(text[found.start() : found.end()].rstrip().removesuffix(":"))[0]
+            value, end = _decode(text, found.end(), surrogates)
             end = _skip(text, end)
             if text[end : end + 1] not in (",", "}"):
                 raise json.JSONDecodeError("expected ',' or '}'", text, end)
@@ -236,11 +236,11 @@ def file_name(name: str, suffix: str) -> str:
     return plain + suffix
 
 
-def numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
+def numbered(folder: Path, pattern: re.Pattern[str], root: Path) -> list[tuple[int, Path]]:
     """The sub-folders whose name is a word and a number, by that number."""
     found = []
     for path in folder.iterdir():
         match = pattern.fullmatch(path.name)
         if match and len(match[1]) <= MAX_DIGITS and path.is_dir():
-            found.append((int(match[1]), path))
+            found.append((int(match[1]), inside(path, root) if path.is_symlink() else path))
     return sorted(found)

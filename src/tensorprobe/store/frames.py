@@ -1,11 +1,18 @@
-"""The line of a call's stack that a person wants to read."""
+"""Lines of a call's stack: the one that a person wants to read, and the source of one."""
 
 from __future__ import annotations
 
+import functools
+import linecache
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
+from tensorprobe.contents.opening import open_named, read_text
+from tensorprobe.errors import BadArtefact
+
+_MAX_SOURCE_NBYTES = 16 << 20
 _TORCH = f"{os.sep}torch{os.sep}"
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
 
@@ -16,4 +23,28 @@ def users_line(stack: Sequence[str]) -> str:
     As the person knows it: from the folder they are in, or from the package it is in.
     """
     line = next((frame for frame in stack if _TORCH not in frame), None) or next(iter(stack), "")
-    return _PACKAGES.sub("", line).removeprefix(os.getcwd() + os.sep)
+    package = _PACKAGES.match(line)  # not sub, which tries every place of a long line
+    return line[package.end() if package else 0 :].removeprefix(os.getcwd() + os.sep)
+
+
+def source_line(path: str, line: str) -> str:
+    """That line of a Python file on this machine, "" where there is none.
+
+    A capture of somebody else may name any file: nothing but Python's is read.
+    """
+    lines = _source(path)
+    number = int(line) if line.isdecimal() and len(line) < 10 else 0
+    return lines[number - 1].strip() if 0 < number <= len(lines) else ""
+
+
+@functools.lru_cache(maxsize=256)
+def _source(path: str) -> Sequence[str]:
+    if path.startswith("<") and path in linecache.cache:  # a cell of IPython
+        return linecache.getlines(path)
+    if not os.path.isabs(path) or not path.endswith(".py"):
+        return ()
+    try:
+        text = read_text(open_named(Path(path)), Path(path), _MAX_SOURCE_NBYTES)
+    except (OSError, ValueError, BadArtefact):
+        return ()
+    return text.decode(errors="replace").split("\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeGuard
 
 import msgspec
 
@@ -96,11 +96,15 @@ class GapLine(msgspec.Struct, tag_field="type", tag="gap"):
     reason: str
 
 
-class ClosedLine(msgspec.Struct, tag_field="type", tag="closed"):
-    """The step ended in good order. Lines after it are a recording resumed in the same step."""
+class ClosedLine(msgspec.Struct, tag_field="type", tag="closed", omit_defaults=True):
+    """The step ended in good order. Lines after it are a recording resumed in the same step.
+
+    It counts what came since the last such line; `whole` if that is all there is in the file.
+    """
 
     calls: int
     gaps: int
+    whole: bool = False
 
 
 Line = StackLine | CallLine | EndLine | ValueLine | GapLine | ClosedLine
@@ -155,6 +159,27 @@ def pack_summary(summary: TensorSummary | None) -> list[Any] | None:
     return [str(f) if type(f) is float and not math.isfinite(f) else f for f in fields]
 
 
+_USUAL = (*(float,) * 4, *(int,) * 3)  # what most summaries hold
+
+
 def unpack_summary(fields: list[Any]) -> TensorSummary:
+    """What `pack_summary` made seven or eight values of; ValueError or TypeError for others."""
+    if tuple(map(type, fields)) == _USUAL and min(fields[4:]) >= 0 and max(fields[4:]) < 2**63:
+        return TensorSummary(*fields)
     values: list[Any] = [float(field) if type(field) is str else field for field in fields]
-    return TensorSummary(*values)
+    summary = TensorSummary(*values)
+    if not all(map(_is_statistic, values[:4])) or not all(map(_is_count, values[4:7])):
+        raise ValueError(f"no summary of a tensor: {str(fields)[:80]}")
+    return summary
+
+
+def _is_statistic(value: object) -> bool:
+    return value is None or type(value) in (float, bool) or _is_int(value)
+
+
+def _is_count(value: object) -> bool:
+    return _is_int(value) and value >= 0
+
+
+def _is_int(value: object) -> TypeGuard[int]:
+    return type(value) is int and -(2**63) <= value < 2**64

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
-import shlex
 from pathlib import Path
+from shlex import quote
 from typing import Protocol, cast
 
 from tensorprobe.errors import UnreadableCapture
@@ -43,16 +43,23 @@ def load(path: str | os.PathLike[str]) -> Capture:
         for call in capture.calls(step=0, op="*linear"):
             print(call.name, call.tensor("output.0").summary)
     """
-    path = Path(path)
+    name, place = find(Path(path))
+    return layout(name).read(place)
+
+
+def find(path: Path) -> tuple[str, Path]:
+    """The layout of what was recorded at a path, and where in it that begins."""
     if not path.exists():
         raise UnreadableCapture(
             f"no capture at '{path}': there is no such path. "
-            f"To record one: tensorprobe run -o {shlex.quote(str(path))} SCRIPT"
+            f"To record one: tensorprobe run -o {quote(str(path))} SCRIPT"
         )
+    if not path.is_file() and not path.is_dir():
+        raise UnreadableCapture(f"'{path}' is not a capture: it is neither a file nor a folder")
     for place in (path, *_unfinished(path)):
         for name in LAYOUTS:
             if layout(name).recognises(place):
-                return layout(name).read(place)
+                return name, place
     raise UnreadableCapture(
         f"'{path}' is not a capture: {_description(path)}; expected a folder with "
         "capture.json, or a folder of ranks or steps in one; or a dump of msprobe or ptdbg_ascend"
@@ -64,8 +71,8 @@ def _unfinished(path: Path) -> list[Path]:
     place = path if path.name == UNFINISHED else path / UNFINISHED
     if not place.is_dir():
         return []
-    parts = sorted(place.iterdir(), key=lambda part: part.stat().st_mtime, reverse=True)
-    return [place, *(part for part in parts if part.is_dir())]
+    parts = [part for part in place.iterdir() if part.is_dir()]
+    return [place, *sorted(parts, key=lambda part: part.stat().st_mtime, reverse=True)]
 
 
 def _description(path: Path) -> str:

@@ -7,14 +7,17 @@ Every step folder stands alone, so one can be deleted or sent to a colleague.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
 from tensorprobe.contents.blob import Blob
-from tensorprobe.errors import UnreadableCapture
+from tensorprobe.contents.json_files import read_json
+from tensorprobe.contents.layouts import check_layout
+from tensorprobe.contents.opening import inside, open_file, split_lines
+from tensorprobe.errors import BadArtefact, TensorprobeError, UnreadableCapture
 from tensorprobe.garbage import no_garbage
 from tensorprobe.records import (
     Call,
@@ -26,12 +29,18 @@ from tensorprobe.records import (
 )
 from tensorprobe.store import lines, tree
 from tensorprobe.store.claim import EARLIER, FORMAT, RANK_FILE, RUN_FILE
+from tensorprobe.store.ending import END_FILE, read_ending
 from tensorprobe.store.step_files import LOG_FILE, header_problem, shard_name
 
+MAX_LINE_NBYTES = 8 << 20  # a call of ours has some 1,000; as Python's objects it is 20 times that
 NOT_WRITTEN = "value not written (the run ended before)"
 _RANK = re.compile(r"rank(\d+)")
 _STEP = re.compile(r"step(\d+)")
-_Content = tuple[TensorSummary | None, str | None, Blob | None, str | None]
+# What JSON that is no call of ours makes of its reader.
+UNREADABLE = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
+Content = tuple[TensorSummary | None, str | None, Blob | None, str | None]
+OnGap = Callable[[Gap], object]
+_Reader = TypeVar("_Reader", bound="StepReader")
 
 
 def find(path: Path) -> list[Path] | None:
@@ -64,31 +73,58 @@ def _numbered(folder: Path, pattern: re.Pattern[str], holding: str = "") -> list
 
 def read(path: Path) -> Capture:
     """Everything at a path of a native capture: the run, one rank, one step, or a file of it."""
+    gaps: list[Gap] = []
+    steps, facts = open_run(path, gaps.append)
+    calls: list[Call] = []
+    unfinished = []
+    unopened: list[str] = []
+    with no_garbage():
+        root = root_of(path)
+        for step in in_turn(steps, lambda folder, n: StepReader(folder, root, n, gaps.append)):
+            calls += step.calls()
+            if not step.finished:
+                unfinished.append(step.name)
+            if step.unopened:
+                unopened.append(step.unopened)
+    check_readable(path, len(calls), len(gaps), unopened)
+    add_endings(path, steps, unfinished, gaps.append)
+    return Capture(path, "native", calls, gaps, {**facts, "unfinished": unfinished})
+
+
+def open_run(path: Path, on_gap: OnGap) -> tuple[list[Path], dict[str, Any]]:
+    """The step folders of a path, at least one, and the facts about their run."""
     steps = find(path)
     if steps is None:
         raise UnreadableCapture(f"'{path}' is not a native capture: it has no {RUN_FILE}")
-    gaps: list[Gap] = []
-    facts = _facts(path, steps, gaps)
+    facts = _facts(path, steps, on_gap)
     if not steps:
         hint = f"; earlier runs are in '{path / EARLIER}'" if (path / EARLIER).is_dir() else ""
         raise UnreadableCapture(
             f"capture '{path}' is empty: the run ended before its first recorded step{hint}"
         )
-    calls: list[Call] = []
-    unfinished = []
+    return steps, facts
+
+
+def root_of(path: Path) -> Path:
+    """The folder that files of a capture at this path must not lead out of."""
+    return path if path.is_dir() else path.parent
+
+
+def check_readable(path: Path, n_calls: int, n_gaps: int, unopened: list[str]) -> None:
+    """Refuse a capture of which nothing is there but logs that cannot be opened, and why."""
+    if unopened and not n_calls and n_gaps == len(unopened):
+        raise UnreadableCapture(f"nothing of '{path}' can be read: {unopened[0]}")
+
+
+def in_turn(steps: list[Path], reader: Callable[[Path, int], _Reader]) -> Iterator[_Reader]:
+    """A reader a step, made of its folder and the index of its first call: when it is asked for the
+    next one, the one before has been read."""
     index, last_rank = 0, None
-    with no_garbage():
-        for folder in steps:
-            rank = _number(_RANK, folder.parent.name)
-            if rank != last_rank:
-                index, last_rank = 0, rank
-            step = _StepReader(folder, _number(_STEP, folder.name), rank, index)
-            calls += step.calls()
-            gaps += step.gaps
-            index = step.index
-            if not step.finished:
-                unfinished.append(f"{folder.parent.name}/{folder.name}")
-    return Capture(path, "native", calls, gaps, {**facts, "unfinished": unfinished})
+    for folder in steps:
+        rank = _number(_RANK, folder.parent.name)
+        step = reader(folder, index if rank == last_rank else 0)
+        yield step
+        index, last_rank = step.index, rank
 
 
 def write(capture: Capture, folder: Path, *, compress: bool = False) -> list[str]:
@@ -98,28 +134,50 @@ def write(capture: Capture, folder: Path, *, compress: bool = False) -> list[str
     return native_copy.write(capture, folder, compress=compress)
 
 
+def add_endings(path: Path, steps: list[Path], unfinished: list[str], on_gap: OnGap) -> None:
+    """What each rank says of how its recording ended; nothing where the path is of one step."""
+    if any((folder / LOG_FILE).exists() for folder in (path, path.parent)):
+        return
+    for folder in dict.fromkeys(step.parent for step in steps):
+        rank = _number(_RANK, folder.name)
+        try:
+            ending = read_ending(folder, root_of(path))
+        except (OSError, ValueError, TensorprobeError) as error:
+            on_gap(Gap(END_FILE, str(error), rank=rank))
+            continue
+        if ending is None:
+            continue
+        for gap in ending.gaps(rank):
+            on_gap(gap)
+        if not ending.ended and not any(name.startswith(f"{folder.name}/") for name in unfinished):
+            unfinished.append(folder.name)
+
+
 def _number(pattern: re.Pattern[str], name: str) -> int:
     match = pattern.fullmatch(name)
     return int(match[1]) if match else 0
 
 
-def _facts(path: Path, steps: list[Path], gaps: list[Gap]) -> dict[str, Any]:
+def _facts(path: Path, steps: list[Path], on_gap: OnGap) -> dict[str, Any]:
     """capture.json, with the content of every rank.json under `ranks`."""
     ranks = {_number(_RANK, step.parent.name): step.parent for step in steps}
     root = steps[0].parent.parent if steps else path
-    facts = _read_facts(root / RUN_FILE, gaps)
-    about = {rank: _read_facts(folder / RANK_FILE, gaps) for rank, folder in ranks.items()}
+    facts = _read_facts(root / RUN_FILE, root, on_gap)
+    about = {rank: _read_facts(folder / RANK_FILE, root, on_gap) for rank, folder in ranks.items()}
     return {**facts, "ranks": about}
 
 
-def _read_facts(path: Path, gaps: list[Gap]) -> dict[str, Any]:
+def _read_facts(path: Path, root: Path, on_gap: OnGap) -> dict[str, Any]:
     try:
-        facts = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        facts = msgspec.convert(read_json(open_file(path, root), path), dict[str, Any])
     except FileNotFoundError:  # a step or rank folder that was copied alone
         return {}
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        gaps.append(Gap(path.name, str(error)))
+    except ValueError as error:
+        on_gap(Gap(path.name, str(error)))
         return {}
+    if not isinstance(facts.get("config", {}), dict):
+        on_gap(Gap(path.name, "`config` is no object"))
+        del facts["config"]
     version = facts.get("format")
     if version != FORMAT:
         raise UnreadableCapture(
@@ -129,82 +187,134 @@ def _read_facts(path: Path, gaps: list[Gap]) -> dict[str, Any]:
     return facts
 
 
-class _StepReader:
+class StepReader:
     """Reads one calls.jsonl; what cannot be read becomes gaps that name file and line."""
 
-    def __init__(self, folder: Path, step: int, rank: int, index: int) -> None:
+    def __init__(self, folder: Path, root: Path, index: int, on_gap: OnGap) -> None:
         self.folder = folder
-        self.step = step
-        self.rank = rank
+        self.root = root
+        self.name = f"{folder.parent.name}/{folder.name}"
+        self.step = _number(_STEP, folder.name)
+        self.rank = _number(_RANK, folder.parent.name)
         self.index = index
-        self.gaps: list[Gap] = []
         self.finished = False
-        self._begun: list[tuple[int, lines.CallLine, lines.EndLine | None]] = []
-        self._open: dict[int, int] = {}  # call id -> where it is in _begun
+        self.unopened: str | None = None  # why not
+        self.passed_by: tuple[bytes, ...] = ()  # lines that begin so are not looked at
+        self._on_gap = on_gap
+        self._begun: list[Begun] = []
+        self._open: dict[int, Begun] = {}
         self._stacks: dict[int, tuple[str, ...]] = {}
-        self._values: dict[int, lines.ValueLine] = {}
-        self._contents: dict[int, _Content] = {}
+        self._values: dict[int, Content] = {}
         self._shards: dict[int, tuple[Path, int]] = {}
+        self._layouts: set[tuple[Any, ...]] = set()  # of tensors that can be
         self._call_name = ""  # of the call that is being put together, as are the next two
         self._role: Role = "input"
         self._found: list[TensorRecord] = []
 
     def calls(self) -> Iterator[Call]:
+        """All calls in the order in which they began, with what their tensors hold."""
         for number, line in self._lines():
-            self.finished = False
-            if type(line) is lines.ValueLine:
-                self._values[line.id] = line
-            elif type(line) is lines.CallLine:
-                self._open[line.id] = len(self._begun)
-                self._begun.append((number, line, None))
-            elif type(line) is lines.EndLine:
-                self._end(number, line)
-            elif type(line) is lines.StackLine:
-                self._stacks[line.id] = tuple(line.frames)
-            elif type(line) is lines.GapLine:
-                self.gaps.append(Gap(line.name, line.reason, self.step, self.rank))
-            else:
-                self.finished = True
+            if self._take(number, line):
                 yield from self._settle()
         yield from self._settle()
 
     def _lines(self) -> Iterator[tuple[int, lines.Line]]:
-        data = (self.folder / LOG_FILE).read_bytes()
-        texts = data.split(b"\n")
-        torn = texts.pop()
-        for number, text in enumerate(texts, 1):
-            try:
-                yield number, lines.decode(text)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                self._damaged(number, str(error))
-        if torn:
-            self._damaged(len(texts) + 1, "cut off: the run ended while it was written")
+        """Each line with its number, but those that are to be passed by."""
+        file = self._open_log()
+        if file is None:
+            return
+        with file:
+            for number, text in enumerate(split_lines(file, MAX_LINE_NBYTES), 1):
+                if text is None:
+                    self._damaged(number, f"a line of more than {MAX_LINE_NBYTES} bytes")
+                elif text.startswith(self.passed_by):
+                    pass
+                elif not text.endswith(b"\n"):
+                    self._damaged(number, "cut off: the run ended while it was written")
+                else:
+                    try:
+                        line = lines.decode(text)
+                    except (ValueError, RecursionError) as error:
+                        self._damaged(number, str(error))
+                    else:
+                        yield number, line
+
+    def _open_log(self) -> BinaryIO | None:
+        try:
+            return open_file(self.folder / LOG_FILE, self.root)
+        except BadArtefact as error:
+            self.unopened = str(error)
+            self._add_gap(LOG_FILE, self.unopened)
+            return None
+
+    def _take(self, number: int, line: lines.Line) -> bool:
+        """Take in a line; whether it closes what came before: ids may begin anew after it."""
+        self.finished = False
+        if type(line) is lines.ValueLine:
+            self._value(number, line)
+        elif type(line) is lines.CallLine:
+            self._begin(number, line)
+        elif type(line) is lines.EndLine:
+            self._end(number, line)
+        elif type(line) is lines.StackLine:
+            self._stacks[line.id] = tuple(line.frames)
+        elif type(line) is lines.GapLine:
+            self._on_gap(Gap(line.name, line.reason, self.step, self.rank))
+        else:
+            self.finished = True
+        return self.finished
 
     def _damaged(self, number: int, reason: str) -> None:
         self._add_gap(f"{LOG_FILE}:{number}", reason)
 
     def _add_gap(self, name: str, reason: str) -> None:
-        name = f"{self.folder.parent.name}/{self.folder.name}/{name}"
-        self.gaps.append(Gap(name, reason, self.step, self.rank))
+        self._on_gap(Gap(f"{self.name}/{name}", reason, self.step, self.rank))
 
-    def _end(self, number: int, line: lines.EndLine) -> None:
-        at = self._open.get(line.id)
-        if at is None:
+    def _value(self, number: int, line: lines.ValueLine) -> None:
+        try:
+            self._values[line.id] = self._read_value(line)
+        except UNREADABLE as error:
+            self._damaged(number, f"value {line.id}: {type(error).__name__}: {error}")
+
+    def _begin(self, number: int, line: lines.CallLine) -> None:
+        self._open[line.id] = begun = Begun(number, line)
+        self._begun.append(begun)
+
+    def _end(self, number: int, line: lines.EndLine) -> Begun | None:
+        begun = self._open.pop(line.id, None)
+        if begun is None:
             self._damaged(number, f"the end of call {line.id}, whose beginning is not there")
-            return
-        begun, call, _ = self._begun[at]
-        self._begun[at] = (begun, call, line)
+        else:
+            begun.end, begun.end_number = line, number
+        return begun
 
     def _settle(self) -> Iterator[Call]:
-        """The calls up to here. After a `closed` line ids may begin anew."""
-        for number, call, end in self._begun:
-            try:
-                yield self._call(call, end)
-            except (KeyError, TypeError, ValueError) as error:
-                self._damaged(number, f"{call.name}: {type(error).__name__}: {error}")
-        self._begun, self._open, self._contents = [], {}, {}
+        """The calls up to here."""
+        for begun in self._begun:
+            if call := self._call_of(begun, self.index):
+                yield call
+                self.index += 1
+        self._begun, self._open = [], {}
 
-    def _call(self, line: lines.CallLine, end: lines.EndLine | None) -> Call:
+    def _call_of(self, begun: Begun, index: int) -> Call | None:
+        """A call by its two lines, or by the first where the second cannot be read."""
+        line, end = begun.line, begun.end
+        try:
+            return self._call(line, end, index)
+        except UNREADABLE as error:
+            problem = f"{type(error).__name__}: {error}"
+        if end is not None:
+            try:
+                call = self._call(line, None, index)
+            except UNREADABLE:
+                pass
+            else:
+                self._damaged(begun.end_number, f"the end of call {end.id}: {problem}")
+                return call
+        self._damaged(begun.number, f"{line.name}: {problem}")
+        return None
+
+    def _call(self, line: lines.CallLine, end: lines.EndLine | None, index: int) -> Call:
         self._call_name = name = line.name
         self._found = []
         self._role = "input"
@@ -224,8 +334,8 @@ class _StepReader:
             outputs = tree.decode(
                 after.outputs, tree.output_root(name, after.outputs), self._tensor
             )
-        call = Call(
-            index=self.index,
+        return Call(
+            index=index,
             name=name,
             op=line.op,
             module=line.module,
@@ -243,8 +353,6 @@ class _StepReader:
             error=after.error,
             notes=(*line.notes, *after.notes),
         )
-        self.index += 1
-        return call
 
     def _held(
         self,
@@ -262,14 +370,14 @@ class _StepReader:
                 self._tensor(f"{base}.{key}", tensor)
 
     def _tensor(self, name: str, body: lines.TensorLine | dict[str, Any]) -> TensorRecord:
-        line = body if isinstance(body, lines.TensorLine) else lines.TensorLine(**body)
+        line = self._tensor_line(body)
         summary, digest, blob, gap = _NOTHING if line.value is None else self._content(line.value)
         record = TensorRecord(
             name,
             self._role,
             line.dtype,
-            tuple(line.shape),
-            tuple(line.stride) if line.stride is not None else None,
+            line.shape,
+            line.stride,
             line.device,
             line.grad,
             summary,
@@ -281,20 +389,24 @@ class _StepReader:
         self._found.append(record)
         return record
 
-    def _content(self, value_id: int) -> _Content:
-        """What the value line says, once per value: many tensors share one."""
-        content = self._contents.get(value_id)
-        if content is None:
-            line = self._values.get(value_id)
-            content = self._read_value(line) if line else (None, None, None, NOT_WRITTEN)
-            self._contents[value_id] = content
-        return content
+    def _tensor_line(self, body: lines.TensorLine | dict[str, Any]) -> lines.TensorLine:
+        line = (
+            body if isinstance(body, lines.TensorLine) else msgspec.convert(body, lines.TensorLine)
+        )
+        layout = line.dtype, line.shape, line.stride
+        if layout not in self._layouts:
+            check_layout(*layout)
+            self._layouts.add(layout)
+        return line
 
-    def _read_value(self, line: lines.ValueLine) -> _Content:
+    def _content(self, value_id: int) -> Content:
+        return self._values.get(value_id, NOT_THERE)
+
+    def _read_value(self, line: lines.ValueLine) -> Content:
         summary = lines.unpack_summary(line.summary) if line.summary is not None else None
         if line.blob is None:
             return summary, line.digest, None, line.gap
-        if min(line.blob) < 0:
+        if min(line.blob) < 0 or max(line.blob) >= 1 << 63:
             return summary, line.digest, None, f"{LOG_FILE} has a wrong place for it: {line.blob}"
         number, offset, nbytes, *content_nbytes = line.blob
         path, size = self._shard(number)
@@ -310,15 +422,31 @@ class _StepReader:
         """A shard's path and size, looked at once; -1 when it is not there."""
         shard = self._shards.get(number)
         if shard is None:
-            path = self.folder / shard_name(number)
-            size = path.stat().st_size if path.is_file() else -1
-            if size < 0:
+            path, size = self.folder / shard_name(number), -1
+            try:
+                path = inside(path, self.root)
+                problem = header_problem(path)
+                size = path.stat().st_size
+                if problem:
+                    text = f"{problem}; its tensors are read by the log's offsets"
+                    self._add_gap(path.name, text)
+            except FileNotFoundError:
                 self._add_gap(path.name, "missing: its tensors have statistics only")
-            elif problem := header_problem(path):
-                self._add_gap(path.name, f"{problem}; its tensors are read by the log's offsets")
+            except BadArtefact as error:
+                self._add_gap(path.name, f"{error}: its tensors have statistics only")
             shard = self._shards[number] = (path, size)
         return shard
 
 
+class Begun(msgspec.Struct):
+    """A call by its lines: the one that it began with, and its end if there is one."""
+
+    number: int  # of the line in its file
+    line: lines.CallLine
+    end: lines.EndLine | None = None
+    end_number: int = 0
+
+
 _NO_END = lines.EndLine(id=-1)
-_NOTHING: _Content = (None, None, None, None)
+_NOTHING: Content = (None, None, None, None)
+NOT_THERE: Content = (None, None, None, NOT_WRITTEN)

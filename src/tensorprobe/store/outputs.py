@@ -9,11 +9,17 @@ from tensorprobe.errors import BadUsage
 from tensorprobe.store.claim import RANK_FILE, RUN_FILE, run_of
 
 
-def check_writable(folder: Path) -> None:
-    """Refuse a folder that cannot be made, or not be written to."""
+def check_folder(folder: Path) -> Path:
+    """Refuse a file in the place of a folder; gives what is there of the folder's path."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
         raise BadUsage(f"cannot write to '{folder}': '{existing}' is a file; give a folder")
+    return existing
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a folder that cannot be made, or not be written to."""
+    existing = check_folder(folder)
     if not os.access(existing, os.W_OK | os.X_OK):
         raise BadUsage(f"cannot write to '{folder}': '{existing}' is not writable")
 

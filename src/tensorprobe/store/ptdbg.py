@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tensorprobe.contents.blob import Blob
-from tensorprobe.contents.dtypes import itemsize_of
-from tensorprobe.errors import UnreadableCapture
+from tensorprobe.contents.layouts import check_layout, itemsize_of
+from tensorprobe.contents.opening import inside, open_file, read_text
+from tensorprobe.errors import BadArtefact, UnreadableCapture
 from tensorprobe.records import (
     Call,
     Capture,
@@ -96,10 +98,10 @@ def find(path: Path) -> list[DumpFile] | None:
     beside = path.with_name(path.name + ".pkl")  # the folder of tensors was named
     if _is_index(beside):
         return [_located(beside)]
-    return _below(path) or None
+    return _below(path, path, set()) or None
 
 
-def _below(folder: Path) -> list[DumpFile]:
+def _below(folder: Path, root: Path, seen: set[Path]) -> list[DumpFile]:
     here = [path for path in sorted(folder.glob("*.pkl")) if _is_index(path)]
     if here:
         return [_located(path) for path in _one_dump(folder, here)]
@@ -107,8 +109,9 @@ def _below(folder: Path) -> list[DumpFile]:
     for pattern in (_RANK, _STEP, _TAGGED):
         parts = [child for child in folder.iterdir() if pattern.fullmatch(child.name)]
         for child in sorted(parts, key=lambda part: (_number(pattern, part.name), part.name)):
-            if child.is_dir():
-                found += _below(child)
+            if child.is_dir() and (place := inside(child, root).resolve()) not in seen:
+                seen.add(place)  # links can go round in circles
+                found += _below(child, root, seen)
     return sorted(found, key=lambda dump: (dump.rank, dump.step))
 
 
@@ -150,9 +153,9 @@ def _number(pattern: re.Pattern[str], name: str) -> int:
 
 def _is_index(path: Path) -> bool:
     """Whether the file begins as an index does; a real pickle never does."""
-    if path.suffix != ".pkl" or not path.is_file():
+    if path.suffix != ".pkl" or not path.exists():
         return False
-    with path.open("rb") as file:
+    with open_file(path) as file:
         start = file.read(4096)
     start = start.removeprefix(b"\xef\xbb\xbf").lstrip()
     return start.startswith(b'["') or (not start and path.with_suffix("").is_dir())
@@ -208,16 +211,28 @@ class _IndexReader:
 
     def __init__(self, path: Path, data: Path | None, step: int, rank: int) -> None:
         self._path = path
-        self._data = data if data is not None and data.is_dir() else None
-        # One look at the folder, not one at each file; what leads out of it is not in it.
-        self._files = {path.name for path in self._data.iterdir()} if self._data else set()
         self._step = step
         self._rank = rank
-        self._ours = MARK in self._files
         self.gaps: list[Gap] = []
+        self._data = data if data is not None and data.is_dir() else None
+        self._root = path.parent
+        if self._data is not None and self._data.parent != path.parent:  # named by the user
+            self._root = self._data
+        self._files = self._look() if self._data is not None else {}
+        self._ours = MARK in self._files
         self._calls: list[_Lines] = []
         self._last: dict[str, _Lines] = {}  # the latest call of each name
         self._lost: dict[int, str] = {}  # by id() of a call: why its tensors are not there
+
+    def _look(self) -> dict[str, bool]:
+        """Which files there are, and whether they are links: one look, not one at each of them."""
+        assert self._data is not None
+        try:
+            with os.scandir(inside(self._data, self._root)) as files:
+                return {file.name: file.is_symlink() for file in files}
+        except BadArtefact as error:
+            self.gaps.append(Gap(self._data.name, str(error), self._step, self._rank))
+            return {}
 
     def calls(self) -> list[Call]:
         for number, record in self._records():
@@ -235,7 +250,7 @@ class _IndexReader:
         self.gaps.append(Gap(f"{self._path.name}:{number}", reason, self._step, self._rank))
 
     def _records(self) -> Iterator[tuple[int, Any]]:
-        for number, record in parse_lines(self._path.read_bytes()):
+        for number, record in parse_lines(read_text(open_file(self._path), self._path)):
             if isinstance(record, Problem):
                 self._gap(number, f"column {record.column}: {record.reason}")
             else:
@@ -315,8 +330,8 @@ class _IndexReader:
             return _scalar(dtype, stats)
         if not isinstance(dtype, str) or not dtype.startswith("torch."):
             raise ValueError(f"dtype {_outline(dtype)}: expected torch.float32 or the like")
-        itemsize_of(dtype.removeprefix("torch."))
         shape = read_shape(fields[4])
+        check_layout(dtype.removeprefix("torch."), shape)
         digest = fields[2] if isinstance(fields[2], str) and fields[2] else None
         record = TensorRecord(
             name,
@@ -337,6 +352,11 @@ class _IndexReader:
         if lost is not None:
             return msgspec.structs.replace(record, gap=lost)
         file = confined(self._data, f"{spelt}.npy")
+        if self._files[file.name]:
+            try:
+                file = inside(file, self._root)
+            except BadArtefact as error:
+                return msgspec.structs.replace(record, gap=str(error))
         blob = Blob(file, 0, record.numel * itemsize_of(record.dtype), "npy")
         return msgspec.structs.replace(record, blob=blob)
 

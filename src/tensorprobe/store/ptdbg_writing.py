@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import linecache
 import math
-import os
 import re
 import shutil
 import zlib
@@ -20,6 +18,7 @@ from tensorprobe.contents.widening import is_widened, widen
 from tensorprobe.errors import WriteFailed
 from tensorprobe.records import Call, Capture, Fields, TensorRecord, TensorSummary
 from tensorprobe.store.foreign import file_name
+from tensorprobe.store.frames import source_line
 from tensorprobe.store.names import peer_name, renamed
 from tensorprobe.store.ptdbg_names import name_of
 from tensorprobe.store.unread import Unread
@@ -273,8 +272,9 @@ class _Dump:
         elif not self._style.is_filtered:
             stats = [value] * (3 if self._style.release == "2.3" else 4)
             self._line([name, self._style.second_field, [], str(type(value)), "[]", stats])
-            if self._style.content == "tensors":
-                self._save(name, np.array(value))
+            number = np.array(value)
+            if self._style.content == "tensors" and not number.dtype.hasobject:  # 10**30 is one
+                self._save(name, number)
 
     def _tensor(self, name: str, record: TensorRecord) -> None:
         has_content = record.blob is not None and self._style.content != "statistics"
@@ -354,5 +354,4 @@ def _frame(text: str) -> list[Any]:
     if found is None:
         return [text, "0", "", None]
     path, line, function = found.groups()
-    source = linecache.getline(path, int(line)).strip() if os.path.isabs(path) else ""
-    return [path, line, function, source or None]
+    return [path, line, function, source_line(path, line) or None]

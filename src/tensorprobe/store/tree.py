@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from tensorprobe.contents.json_files import MAX_DEPTH, TOO_DEEP
 from tensorprobe.records import Fields, Special, TensorRecord
 
 OnTensor = Callable[[str, dict[str, Any]], Any]
@@ -63,50 +64,64 @@ def encode(value: Any, on_tensor: Callable[[TensorRecord], Any]) -> Any:
     return {"ellipsis": True} if value is ... else encode_scalar(value)
 
 
-def decode(tree: Any, name: str, on_tensor: OnTensor) -> Any:
+def decode(tree: Any, name: str, on_tensor: OnTensor, depth: int = 0) -> Any:
     """The tree as Python values, each tensor in it what `on_tensor(its name, its line)` gives."""
+    if depth > MAX_DEPTH:  # a recorder writes 12 at most, a peer's dump is read down to 60
+        raise ValueError(TOO_DEEP)
     if type(tree) is list:
-        return [decode(item, f"{name}.{i}", on_tensor) for i, item in enumerate(tree)]
+        return _items(tree, name, on_tensor, depth)
     if type(tree) is not dict:
         return tree
     ((kind, body),) = tree.items()
     if kind == "tensor":
         return on_tensor(name, body)
     if kind == "tuple":
-        return tuple([decode(item, f"{name}.{i}", on_tensor) for i, item in enumerate(body)])
-    return _DECODERS[kind](body, name, on_tensor)
+        return tuple(_items(body, name, on_tensor, depth))
+    return _DECODERS[kind](body, name, on_tensor, depth)
 
 
-def _dict(body: list[list[Any]], name: str, on_tensor: OnTensor) -> dict[Any, Any]:
+def _items(body: list[Any], name: str, on_tensor: OnTensor, depth: int) -> list[Any]:
+    return [decode(item, f"{name}.{i}", on_tensor, depth + 1) for i, item in enumerate(body)]
+
+
+def _dict(body: list[list[Any]], name: str, on_tensor: OnTensor, depth: int) -> dict[Any, Any]:
     items = {}
     for key_tree, tree in body:
-        key = decode(key_tree, name, on_tensor)
-        items[key] = decode(tree, child(name, key), on_tensor)
+        key = decode(key_tree, name, on_tensor, depth + 1)
+        items[key] = decode(tree, child(name, key), on_tensor, depth + 1)
     return items
 
 
-def _fields(body: list[Any], name: str, on_tensor: OnTensor) -> Fields:
+def _fields(body: list[Any], name: str, on_tensor: OnTensor, depth: int) -> Fields:
     kind, type_name, fields = body
-    values = {key: decode(tree, child(name, key), on_tensor) for key, tree in fields.items()}
-    return Fields(kind, type_name, values)
+    values = {k: decode(tree, child(name, k), on_tensor, depth + 1) for k, tree in fields.items()}
+    if kind not in ("namedtuple", "dataclass", "mapping"):
+        raise ValueError(f"{str(kind)[:40]!r} is no kind of container with fields")
+    return Fields(kind, _text(type_name), values)
 
 
-def _slice(body: list[Any], name: str, on_tensor: OnTensor) -> slice:
-    return slice(*(decode(item, child(name, i), on_tensor) for i, item in enumerate(body)))
+def _slice(body: list[Any], name: str, on_tensor: OnTensor, depth: int) -> slice:
+    return slice(*_items(body, name, on_tensor, depth))
 
 
-def _complex(body: list[Any], name: str, on_tensor: OnTensor) -> complex:
-    real, imag = (decode(part, name, on_tensor) for part in body)
+def _complex(body: list[Any], name: str, on_tensor: OnTensor, depth: int) -> complex:
+    real, imag = _items(body, name, on_tensor, depth)
     return complex(real, imag)
 
 
-_DECODERS: dict[str, Callable[[Any, str, OnTensor], Any]] = {
-    "int": lambda body, name, on_tensor: int(body),
-    "float": lambda body, name, on_tensor: float(body),
+def _text(value: object) -> str:
+    if type(value) is not str:
+        raise TypeError(f"expected text, found a {type(value).__name__}")
+    return value
+
+
+_DECODERS: dict[str, Callable[[Any, str, OnTensor, int], Any]] = {
+    "int": lambda body, name, on_tensor, depth: int(body),
+    "float": lambda body, name, on_tensor, depth: float(body),
     "complex": _complex,
     "dict": _dict,
     "slice": _slice,
-    "ellipsis": lambda body, name, on_tensor: ...,
-    "special": lambda body, name, on_tensor: Special(*body),
+    "ellipsis": lambda body, name, on_tensor, depth: ...,
+    "special": lambda body, name, on_tensor, depth: Special(*map(_text, body)),
     "fields": _fields,
 }

@@ -28,7 +28,7 @@ class Unread:
         """What `carry` gives of a tensor's content, if that can be read; else None."""
         try:
             return carry()
-        except (TensorprobeError, OSError, ValueError, TypeError) as error:
+        except (TensorprobeError, OSError, ValueError, TypeError, MemoryError) as error:
             self._add(record, str(error).removeprefix(f"{record.name}: "))
             return None
 

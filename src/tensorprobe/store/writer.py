@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
+import resource
 import threading
 import time
 import weakref
@@ -21,6 +23,7 @@ from tensorprobe.contents.packing import Coded, pack
 from tensorprobe.records import TensorSummary
 from tensorprobe.store.beside import Beside
 from tensorprobe.store.claim import claim
+from tensorprobe.store.ending import Ending, write_ending
 from tensorprobe.store.lines import (
     CallLine,
     ClosedLine,
@@ -43,6 +46,8 @@ _BATCH_LINES = 256
 _BATCH_NBYTES = 16 << 20
 _LARGE_NBYTES = 1 << 20  # from here on a checksum is made in another thread meanwhile
 _PACKING_THREADS = 8  # at most, and half of the processors
+_READ_NBYTES = 1 << 20
+_CALL_BEGINS = b'\n{"type":"call",'
 _NO_DATA = np.empty(0, np.uint8)
 Packing = Beside[Sequence[Bytes], list[Coded]]
 OUT_OF_BUDGET = "disk budget reached"
@@ -71,18 +76,14 @@ class Results(Protocol):
 
 
 class _Step:
-    """The open files of one step of one rank."""
+    """The files of one step of one rank; before `open`, and where that fails, only its counts."""
 
-    def __init__(self, rank_fd: int, number: int, shard_nbytes: int) -> None:
-        name = f"step{number}"
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(name, dir_fd=rank_fd)
+    def __init__(self, number: int) -> None:
         self.number = number
-        self.fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=rank_fd)
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
-        self.log_fd = os.open(LOG_FILE, flags, 0o644, dir_fd=self.fd)
-        n_shards = sum(file.endswith(".safetensors") for file in os.listdir(self.fd))
-        self.shards = Shards(self.fd, n_shards, shard_nbytes)
+        self.fd = self.log_fd = -1
+        self.is_resumed = False
+        self.shards: Shards | None = None
+        self.closed = True
         self.with_data: set[int] = set()  # values whose bytes are in the queue, or written
         self.blobs: dict[int, tuple[int, ...]] = {}  # written, their value line to come
         self.gaps: dict[int, str] = {}  # not written, and why
@@ -93,15 +94,52 @@ class _Step:
         self.held: list[bytes] = []  # the thread's own: they name data, whose header goes first
         self.n_calls = 0
         self.n_gaps = 0
-        self.closed = False
+        self.n_unstored = 0  # tensors that the disk refused
         self.is_late = False  # results are on their way from a device
         # Held until the thread has closed it, or failed to. No Event: a signal's handler that
         # comes while one is waited for, and closes, would wait for the lock inside it.
         self.unfinished = threading.Lock()
         self.unfinished.acquire()
 
+    def open(self, rank_fd: int, shard_nbytes: int) -> None:
+        name = f"step{self.number}"
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, dir_fd=rank_fd)
+        with contextlib.ExitStack() as failing:
+            fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=rank_fd)
+            failing.callback(os.close, fd)
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+            log_fd = os.open(LOG_FILE, flags, 0o644, dir_fd=fd)
+            failing.callback(os.close, log_fd)
+            n_shards = sum(file.endswith(".safetensors") for file in os.listdir(fd))
+            failing.pop_all()
+        self.fd, self.log_fd = fd, log_fd
+        self.is_resumed = os.fstat(log_fd).st_size > 0
+        self.shards = Shards(fd, n_shards, shard_nbytes)
+        self.closed = False
+
+    def is_deleted(self) -> bool:
+        """Whether somebody has deleted the log: what is written to it nobody will read."""
+        try:
+            os.stat(LOG_FILE, dir_fd=self.fd)
+        except OSError as error:
+            return error.errno in (errno.ENOENT, errno.ESTALE)
+        return False
+
+    def count_calls(self) -> int:
+        """The calls in the file, also those of before the step was gone on with."""
+        if self.is_deleted():
+            return 0
+        count, before, offset = 0, b"\n", 0
+        while text := os.pread(self.log_fd, _READ_NBYTES, offset):
+            count += (before + text).count(_CALL_BEGINS)
+            before = (before + text)[1 - len(_CALL_BEGINS) :]
+            offset += len(text)
+        return count
+
     def close(self) -> None:
         self.closed = True
+        assert self.shards is not None
         try:
             self.shards.close()
         finally:
@@ -153,7 +191,8 @@ class CaptureWriter:
     come, go through a queue that one thread empties; `tensor` of a value id comes before its
     `value`. That thread also finishes steps, and is the one to wait for the device then: the
     program goes on, one step ahead at most. After a write error nothing more is written than the
-    disk takes, and `error` has the first one. In a forked child nothing is done.
+    disk takes: `error` has the first one, which `on_error` is given when it happens, and `lost` has
+    the calls that are not in the files, by step. In a forked child nothing is done.
 
         writer = CaptureWriter(Path("runs/a"), 0, run_identity(os.environ), {}, {})
         writer.begin_step(0)
@@ -176,7 +215,9 @@ class CaptureWriter:
         shard_nbytes: int = SHARD_NBYTES,
         results: Results | None = None,
         on_warning: Callable[[str], None] = lambda text: None,
+        on_error: Callable[[Exception], None] = lambda error: None,
     ) -> None:
+        self._on_error = on_error
         self.folder = Path(root) / f"rank{rank}"
         self._claim = functools.partial(
             claim, Path(root), rank, run_id, facts, rank_facts, on_warning
@@ -184,8 +225,10 @@ class CaptureWriter:
         self.nbytes_written = 0
         self.waited_s = 0.0
         self.error: Exception | None = None
-        self.n_gaps = 0
-        self._n_calls = 0  # of steps that have ended
+        self._gaps: dict[int, int] = {}  # lines about gaps, by step
+        self._seen: dict[int, int] = {}  # calls, of steps that have ended
+        self.lost: dict[int, int] = {}  # those of them that are not in the files
+        self.torn: set[int] = set()  # steps whose calls are there, and not all of their values
         self._flush_each = flush == "call"
         self._queue_nbytes = queue_nbytes
         self._max_disk_nbytes = max_disk_nbytes
@@ -194,10 +237,12 @@ class CaptureWriter:
         self._pid = os.getpid()
         _forget_in_children(self)
         self._rank_fd: int | None = None
+        self._has_ended = True
         self._step: _Step | None = None
         self._last_step: _Step | None = None  # also after its end, until the next begins
         self._begun_steps: set[int] = set()
-        self._ending: _Step | None = None  # the step that has ended last
+        self._ending: _Step | None = None  # the step that has ended last, if it is late
+        self._unfinished: deque[_Step] = deque()  # those that the thread has yet to finish
         self._log_lock = threading.RLock()  # a signal's handler may call a module meanwhile
         self._log_broken = False
         self._out_of_budget = False
@@ -217,8 +262,20 @@ class CaptureWriter:
 
     @property
     def n_calls(self) -> int:
-        """Calls written down so far."""
-        return self._n_calls + (self._step.n_calls if self._step is not None else 0)
+        """Calls written down so far; some that are `lost` may count until their step has ended."""
+        step = self._step
+        seen = sum(self._seen.values()) + (step.n_calls if step is not None else 0)
+        return seen - sum(self.lost.values())
+
+    @property
+    def n_gaps(self) -> int:
+        """What a reader finds missing."""
+        return sum(self._gaps.values()) + len(self._ending_now().gaps(0))
+
+    @property
+    def n_lost_steps(self) -> int:
+        """Steps of which no call is in the files."""
+        return sum(count == self._seen[number] for number, count in self.lost.items())
 
     # -- what the recorder calls ---------------------------------------------------------------
 
@@ -229,22 +286,42 @@ class CaptureWriter:
         self.end_step()
         if step in self._begun_steps:
             self._finish_queue()  # the files are opened again: let go of them first
+        opening = _Step(step)
         try:
-            if self._rank_fd is None:
-                # Not before: a run that records nothing must not move an earlier one away.
-                # By descriptor, not path: a later run may move this folder while we write.
-                self._rank_fd = os.open(self._claim(), os.O_RDONLY | os.O_DIRECTORY)
-                weakref.finalize(self, os.close, self._rank_fd).atexit = False
-            if self._thread is None:
-                self._stopping = False
-                thread = threading.Thread(target=self._run, name="tensorprobe writer", daemon=True)
-                thread.start()
-                self._thread = thread
-            self._step = self._last_step = _Step(self._rank_fd, step, self._shard_nbytes)
-        except (OSError, RuntimeError) as error:  # of the disk, or no thread may be started
-            self._failed(error)
-            return
-        self._begun_steps.add(step)
+            if not self._log_broken:
+                self._open(opening)
+                self._begun_steps.add(step)
+        except Exception as error:  # noqa: BLE001 recording a call must not end the program
+            self.fail(error)
+        self._step = opening
+        if opening.shards is not None:
+            self._last_step = opening
+
+    def _open(self, step: _Step) -> None:
+        if self._rank_fd is None:
+            # Not before: a run that records nothing must not move an earlier one away.
+            # By descriptor, not path: a later run may move this folder while we write.
+            self._rank_fd = os.open(self._claim(), os.O_RDONLY | os.O_DIRECTORY)
+            weakref.finalize(self, os.close, self._rank_fd).atexit = False
+        try:
+            if self._has_ended:
+                write_ending(Ending(ended=False), self._rank_fd)
+                self._has_ended = False
+            step.open(self._rank_fd, self._shard_nbytes)
+        except FileNotFoundError as error:
+            raise self._explained(error) from error
+        if self._thread is None:
+            self._stopping = False
+            thread = threading.Thread(target=self._run, name="tensorprobe writer", daemon=True)
+            thread.start()
+            self._thread = thread
+
+    def _explained(self, error: OSError) -> OSError:
+        """In a folder of our own that was there, nothing is missing unless somebody deleted it."""
+        return self._deleted() if isinstance(error, FileNotFoundError) else error
+
+    def _deleted(self) -> OSError:
+        return FileNotFoundError(errno.ENOENT, "deleted while it was recorded", str(self.folder))
 
     def end_step(self) -> None:
         """Let the thread finish the open step once all of it is written."""
@@ -257,11 +334,27 @@ class CaptureWriter:
         step, self._step = self._step, None
         if step is None:  # another thread has ended it meanwhile
             return
-        self._n_calls += step.n_calls
+        if step.shards is None:
+            self._count_calls(step)
+            return
         self._ending = step if step.is_late else None
+        self._unfinished.append(step)
         self._put(step, _EndStep())
         if step.is_late:
             self._wake(hurry=True)
+        self._bound_open_files()
+
+    def _bound_open_files(self) -> None:
+        """Steps that are not finished hold files open, of which the program may need many."""
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        most = max(1, (1024 if limit == resource.RLIM_INFINITY else limit) // 64)
+        while len(self._unfinished) > most:
+            self._wake(hurry=True)
+            try:
+                oldest = self._unfinished.popleft()
+            except IndexError:  # another thread has taken it
+                return
+            self._await(oldest)
 
     def _await(self, step: _Step) -> None:
         thread = self._thread
@@ -295,19 +388,19 @@ class CaptureWriter:
     def stack(self, line: StackLine) -> None:
         """Write a stack, with the first call that names it and before it."""
         step = self._step
-        if step is not None:
+        if step is not None and step.shards is not None:
             self._add_line(step, line)
 
     def gap(self, line: GapLine) -> None:
         """Write that something could not be recorded."""
         step = self._step
-        if step is not None:
+        if step is not None and step.shards is not None:
             self._append_gap(step, line)
 
     def end(self, line: EndLine) -> None:
         """Write, soon, that a call has ended."""
         step = self._step
-        if step is None:
+        if step is None or step.shards is None:
             return
         try:
             if step.closed:
@@ -352,7 +445,7 @@ class CaptureWriter:
         not be `stored` for it.
         """
         step = self._step
-        if step is None:
+        if step is None or step.shards is None or self._log_broken:
             return
         if nbytes is None:
             assert not callable(data), "nbytes is needed when the data comes later"
@@ -368,7 +461,7 @@ class CaptureWriter:
     def value(self, id: int, result: Result | None = None, *, gap: str | None = None) -> None:
         """Write the line of a value as soon as its result is ready and its bytes are there."""
         step = self._step
-        if step is None:
+        if step is None or step.shards is None or self._log_broken:
             return
         if gap is not None:
             self._add_line(step, ValueLine(id=id, gap=gap))
@@ -402,15 +495,43 @@ class CaptureWriter:
             return
         self.end_step()
         thread, self._thread = self._thread, None
-        if thread is None:
+        if thread is not None:
+            with self._changed:
+                self._stopping = True
+                self._changed.notify_all()
+            thread.join()
+            self._beside.stop()
+            if self._packing is not None:
+                self._packing.stop()
+        if not self._has_ended:
+            self._write_ending()
+
+    def count_deleted(self) -> None:
+        """After `close`: count as lost the calls of steps that somebody has deleted meanwhile."""
+        if self._rank_fd is None or self._forked():
             return
+        try:
+            there = set(os.listdir(self._rank_fd))
+        except OSError:
+            there = set()
+        gone = [number for number in self._begun_steps if f"step{number}" not in there]
+        if gone:
+            for number in gone:
+                self.lost[number] = self._seen.get(number, 0)
+                self._gaps.pop(number, None)
+                self.torn.discard(number)
+            self.fail(self._deleted())
+            self._write_ending()
+
+    def fail(self, error: Exception) -> None:
+        """Something of ours cannot go on; the first error is told."""
+        first = self.error is None
+        if first:
+            self.error = error
         with self._changed:
-            self._stopping = True
             self._changed.notify_all()
-        thread.join()
-        self._beside.stop()
-        if self._packing is not None:
-            self._packing.stop()
+        if first:
+            self._on_error(error)
 
     # -- helpers of the callers' side ----------------------------------------------------------
 
@@ -484,25 +605,20 @@ class CaptureWriter:
     def _break_log(self, step: _Step, error: OSError, written: int) -> None:
         """Write to the log no more; so much was written of what could not be."""
         self._log_broken = True
-        self._failed(error)
+        self.fail(error)
         with contextlib.suppress(OSError):  # leave whole lines only
             os.ftruncate(step.log_fd, os.fstat(step.log_fd).st_size - written)
 
     def _append_gap(self, step: _Step, gap: GapLine) -> None:
         with self._log_lock:
-            self.n_gaps += 1
-            step.n_gaps += 1
-        self._append(step, encode(gap))
+            self._append(step, encode(gap))
+            if not (self._log_broken or step.closed):
+                step.n_gaps += 1
+                self._gaps[step.number] = self._gaps.get(step.number, 0) + 1
 
     def _not_written(self, step: _Step, item: EndLine | _Value | _Data, error: Exception) -> None:
         reason = f"not written: {type(error).__name__}: {error}"
         self._append_gap(step, GapLine(_name_of(item), reason))
-
-    def _failed(self, error: Exception) -> None:
-        if self.error is None:
-            self.error = error
-        with self._changed:
-            self._changed.notify_all()
 
     # -- the thread ----------------------------------------------------------------------------
 
@@ -515,7 +631,7 @@ class CaptureWriter:
                     self._write_ready()
                 self._work(until=time.monotonic() + _POLL_S)
             except Exception as error:  # noqa: BLE001 the program may wait for this thread
-                self._failed(error)
+                self.fail(error)
 
     def _pause(self) -> bool:
         """Sleep until there is work, and a little longer if it may gather; False to end."""
@@ -580,14 +696,49 @@ class CaptureWriter:
                 self._ask(self._results.land)
             self._write_ready(ending=step)
             self._flush(step)
-            self._append(step, encode(ClosedLine(step.n_calls, step.n_gaps)))
+            if step.n_unstored:
+                reason = f"{step.n_unstored} not written: {self.error}"
+                self._append_gap(step, GapLine("tensors", reason))
+            closed = ClosedLine(step.n_calls, step.n_gaps, whole=not step.is_resumed)
+            self._append(step, encode(closed))
+            if step.is_deleted():
+                self._log_broken = True
+                self._gaps.pop(step.number, None)
+                self.fail(self._deleted())
             with self._log_lock:  # no other thread is about to write to a number that is let go
                 try:
+                    self._count_calls(step)
                     step.close()
                 except OSError as error:
-                    self._failed(error)
+                    self.fail(error)
         finally:
             step.unfinished.release()
+
+    def _count_calls(self, step: _Step) -> None:
+        """Count the calls of a step that has ended; where the log broke, those that are in it."""
+        seen = self._seen[step.number] = self._seen.get(step.number, 0) + step.n_calls
+        if step.shards is None:
+            lost = self.lost.get(step.number, 0) + step.n_calls
+        else:
+            lost = seen - step.count_calls() if self._log_broken else 0
+        if lost > 0:
+            self.lost[step.number] = lost
+            self.torn.discard(step.number)
+        elif self._log_broken:
+            self.torn.add(step.number)
+
+    def _ending_now(self) -> Ending:
+        problem = "" if self.error is None else str(self.error)
+        return Ending(ended=True, problem=problem, lost=self.lost, torn=sorted(self.torn))
+
+    def _write_ending(self) -> None:
+        """Say that the recording has ended, and what was lost of it."""
+        assert self._rank_fd is not None
+        self._has_ended = True
+        try:
+            write_ending(self._ending_now(), self._rank_fd)
+        except OSError as error:
+            self.fail(self._explained(error))
 
     def _delete(self, number: int) -> None:
         assert self._rank_fd is not None
@@ -603,7 +754,7 @@ class CaptureWriter:
                 os.close(fd)
             os.rmdir(name, dir_fd=self._rank_fd)
         except OSError as error:
-            self._failed(error)
+            self.fail(error)
 
     def _write_ready(self, ending: _Step | None = None) -> None:
         """Write outstanding values whose result has come, and all of a step that ends."""
@@ -680,8 +831,10 @@ class CaptureWriter:
     def _store(self, step: _Step, item: _Data, data: Bytes) -> None:
         if not item.stored:
             return
+        assert step.shards is not None
         if self.error is not None:
             step.gaps[item.value_id] = f"not written after an error: {self.error}"
+            step.n_unstored += 1
             return
         try:
             packed = self._packed(item.dtype, data)
@@ -694,8 +847,9 @@ class CaptureWriter:
                 place = step.shards.append(item.key, item.dtype, item.shape, stored)
                 self.nbytes_written += stored.nbytes
         except OSError as error:
-            self._failed(error)
-            step.gaps[item.value_id] = f"not written: {error}"
+            self.fail(self._explained(error))
+            step.gaps[item.value_id] = f"not written: {self.error}"
+            step.n_unstored += 1
         else:
             step.blobs[item.value_id] = place if packed is None else (*place, data.nbytes)
 
@@ -704,7 +858,7 @@ class CaptureWriter:
             return None
         try:
             itemsize = part_of(numpy_dtype(dtype)).itemsize
-        except TypeError:  # nobody knows its numbers
+        except ValueError:  # nobody knows its numbers
             return None
         try:
             return pack(data, itemsize, self._packing.each_of)
@@ -723,12 +877,12 @@ class CaptureWriter:
 
     def _flush(self, step: _Step) -> None:
         """Data is named by the shard's header, then by the log: a value line is never early."""
-        if step.closed:
+        if step.closed or step.shards is None:
             return
         try:
             step.shards.flush()
         except OSError as error:
-            self._failed(error)
+            self.fail(error)
         held, step.held = step.held, []
         if held or step.lines:
             self._append(step, b"".join(held))

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
+from tensorprobe.contents.opening import open_file
 from tensorprobe.records import Gap
 from tensorprobe.store.foreign import UNFINISHED, numbered
 
@@ -29,6 +30,7 @@ class Unit(NamedTuple):
     step: int
     rank: int
     folder: Path
+    root: Path  # of the whole dump: no link may lead out of it
 
 
 def recognises(path: Path) -> bool:
@@ -44,13 +46,14 @@ def find(path: Path) -> tuple[list[Unit], list[Gap]]:
     if path.is_file() and path.parent == folder and path.suffix != ".json":
         return [], []
     gaps: list[Gap] = []
-    if _is_dump(folder):
-        return [Unit(_number(STEP, folder.parent.name), _number(RANK, folder.name), folder)], gaps
-    steps = numbered(folder, STEP)
+    if _is_dump(folder, folder):
+        step, rank = _number(STEP, folder.parent.name), _number(RANK, folder.name)
+        return [Unit(step, rank, folder, folder)], gaps
+    steps = numbered(folder, STEP, folder)
     if steps:
-        units = [unit for step, place in steps for unit in _ranks(step, place, gaps)]
+        units = [unit for step, place in steps for unit in _ranks(step, place, folder, gaps)]
     else:
-        units = _ranks(_number(STEP, folder.name), folder, gaps)
+        units = _ranks(_number(STEP, folder.name), folder, folder, gaps)
     units.sort(key=lambda unit: (unit.rank, unit.step))
     if units and (folder / UNFINISHED).is_dir():
         gaps.append(
@@ -64,23 +67,24 @@ def find(path: Path) -> tuple[list[Unit], list[Gap]]:
     return units, gaps
 
 
-def _ranks(step: int, folder: Path, gaps: list[Gap]) -> list[Unit]:
+def _ranks(step: int, folder: Path, root: Path, gaps: list[Gap]) -> list[Unit]:
     """The ranks of a step; processes without a rank are one each, and the newest is taken."""
-    ranks = [Unit(step, rank, place) for rank, place in numbered(folder, RANK) if _is_dump(place)]
-    processes = [place for _, place in numbered(folder, PROCESS) if _is_dump(place)]
+    places = numbered(folder, RANK, root)
+    ranks = [Unit(step, rank, place, root) for rank, place in places if _is_dump(place, root)]
+    processes = [p for _, p in numbered(folder, PROCESS, root) if _is_dump(p, root)]
     processes.sort(key=_written)
     if processes and not ranks:
-        ranks.append(Unit(step, 0, processes.pop()))
+        ranks.append(Unit(step, 0, processes.pop(), root))
     reason = "of an earlier process, and left out; it can be read by its own path"
     gaps += [Gap(f"{folder.name}/{place.name}", reason, step) for place in processes]
     return ranks
 
 
-def _is_dump(folder: Path) -> bool:
+def _is_dump(folder: Path, root: Path) -> bool:
     for name in (DUMP_FILE, DEBUG_FILE):
         path = folder / name
-        if path.is_file():
-            with path.open("rb") as file:
+        if path.exists():
+            with open_file(path, root) as file:
                 head = file.read(_HEAD_NBYTES).replace(b"\0", b"")  # UTF-16 has every second
             if len(set(_HEAD.findall(head))) == 2:
                 return True

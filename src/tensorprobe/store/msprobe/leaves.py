@@ -7,6 +7,7 @@ import re
 import zlib
 from typing import Any
 
+from tensorprobe.contents.layouts import ITEMSIZES
 from tensorprobe.records import Fields, Special, TensorRecord, TensorSummary
 from tensorprobe.store.foreign import MAX_DEPTH, read_shape
 
@@ -74,7 +75,8 @@ def read_dtype(value: object) -> str:
     """torch's name of a dtype, without its prefix."""
     if not isinstance(value, str) or not re.fullmatch(r"(torch\.)?\w{1,40}", value):
         raise ValueError(f"{str(value)[:60]!r} is no dtype")
-    return value.removeprefix("torch.")
+    name = value.removeprefix("torch.")
+    return name if name in ITEMSIZES else name.lower()  # MindSpore's is Float32
 
 
 def read_summary(leaf: dict[str, Any]) -> TensorSummary | None:
@@ -182,7 +184,8 @@ def write_scalar(value: Any) -> Any:
     if isinstance(value, float):
         return _write_float(value)
     if isinstance(value, slice):
-        return {"type": "slice", "value": [value.start, value.stop, value.step]}
+        parts = (value.start, value.stop, value.step)
+        return {"type": "slice", "value": [p if isinstance(p, int) else None for p in parts]}
     if value is ...:
         return {"type": "ellipsis", "value": "..."}
     if isinstance(value, Special):
@@ -219,7 +222,7 @@ def write_statistics(record: TensorRecord) -> dict[str, Any]:
     if not record.shape and kind != "bool" and not kind.startswith("complex"):
         mean = norm = s.max  # of one number all four are that number, signed
     fields = {"Max": s.max, "Min": s.min, "Mean": mean, "Norm": norm}
-    if s.is_finite:
+    if s.is_finite and all(_if_finite(value) is value for value in fields.values()):
         return fields
     if s.nan_count:  # torch's max and min of a NaN are NaN
         return {**dict.fromkeys(_STATISTICS), "nonfinite": _write_nonfinite(s)}

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from msgspec.structs import force_setattr
 
 from tensorprobe.contents.blob import Blob
-from tensorprobe.contents.dtypes import itemsize_of
+from tensorprobe.contents.layouts import check_layout, itemsize_of
+from tensorprobe.contents.opening import check_regular, inside, open_file, read_text
 from tensorprobe.errors import BadArtefact, UnreadableCapture
 from tensorprobe.garbage import no_garbage
 from tensorprobe.operators import NATIVE_NAMES
@@ -104,6 +105,7 @@ class _UnitReader:
         self._index = index
         self._stacks: dict[str, tuple[str, ...]] = {}
         self._parents: dict[str, str | None] = {}
+        self._data = unit.folder / DATA_FOLDER
         self._files: set[str] = set()
         self._ours = False
         self._found: list[TensorRecord] = []
@@ -114,13 +116,18 @@ class _UnitReader:
         self._stacks = dict(self._read_stacks(folder / STACK_FILE))
         self._parents = dict(self._read_parents(folder / CONSTRUCT_FILE))
         data = folder / DATA_FOLDER
-        self._files = {path.name for path in data.iterdir()} if data.is_dir() else set()
+        if data.is_dir():
+            try:
+                self._data = inside(data, self.unit.root)
+                self._files = {path.name for path in data.iterdir()}
+            except BadArtefact as error:
+                self._gap(DATA_FOLDER, str(error))
         made: list[Call] = []
         for name in (DUMP_FILE, DEBUG_FILE):
             for key, record in self._records(folder / name):
                 try:
                     made.append(self._call(key, record))
-                except (KeyError, TypeError, ValueError, RecursionError) as error:
+                except Exception as error:  # noqa: BLE001 reading one foreign record: a gap
                     self._gap(f"{name}: {key[:200]}", f"{type(error).__name__}: {error}"[:300])
         if self.config.get("keep") == "structure":
             made = self._structure()
@@ -134,9 +141,14 @@ class _UnitReader:
     # Files
 
     def _text(self, path: Path) -> str | None:
-        if not path.is_file():
+        try:
+            data = read_text(open_file(path, self.unit.root), path)
+        except FileNotFoundError:
             return None
-        text, problem = decode_text(path.read_bytes())
+        except BadArtefact as error:
+            self._gap(path.name, str(error))
+            return None
+        text, problem = decode_text(data)
         if problem is not None:
             self._gap(path.name, str(problem))
         return text
@@ -213,6 +225,8 @@ class _UnitReader:
         given = record.get("input" if backward else "input_args")
         args = self._tree(given or [], f"{name}.input", "input")
         kwargs = self._tree(record.get("input_kwargs") or {}, f"{name}.input", "input")
+        if not isinstance(kwargs, dict):
+            raise ValueError("`input_kwargs` is no object")
         if not isinstance(args, list):  # backward of a namedtuple's fields
             args, kwargs = [], {**kwargs, **_fields(args)}
         self._parameters(record.get("parameters") or {}, "parameter", f"{name}.parameters")
@@ -314,6 +328,7 @@ class _UnitReader:
 
     def _tensor(self, leaf: dict[str, Any], name: str, role: Role) -> TensorRecord:
         dtype, shape = read_dtype(leaf["dtype"]), read_shape(leaf["shape"])
+        check_layout(dtype, shape)
         blob, gap = self._blob(leaf.get("data_name"), dtype, shape)
         record = TensorRecord(
             name,
@@ -335,17 +350,20 @@ class _UnitReader:
         """Where the tensor's file is, or why it has none. The path in dump.json is not followed."""
         if file is None or file == "-1":
             return None, None
-        folder = self.unit.folder / DATA_FOLDER
         try:
-            path = confined(folder, file)
-            nbytes = itemsize_of(dtype)
-        except (TypeError, ValueError) as error:
+            path = confined(self._data, file)
+            if path.name not in self._files:
+                return None, f"{DATA_FOLDER}/{path.name[:200]} is missing"
+            if path.is_symlink():
+                path = inside(path, self.unit.root)
+            status = path.stat()
+            check_regular(path, status.st_mode)
+        except (ValueError, BadArtefact) as error:
             return None, str(error)
-        if path.name not in self._files:
-            return None, f"{DATA_FOLDER}/{path.name} is missing"
+        nbytes = itemsize_of(dtype)
         for length in shape:
             nbytes *= length
-        if nbytes > path.stat().st_size and path.suffix in (".pt", ".npy"):
+        if nbytes > status.st_size and path.suffix in (".pt", ".npy"):
             return None, f"{path.name} is too small for {dtype} of shape {list(shape)}"
         if path.suffix == ".pt":
             return Blob(path, 0, nbytes, "pt"), None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import linecache
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from tensorprobe._version import __version__
 from tensorprobe.errors import MissingDependency
 from tensorprobe.records import Call, Capture, Fields, TensorRecord
 from tensorprobe.store.foreign import file_name
+from tensorprobe.store.frames import source_line
 from tensorprobe.store.msprobe.folders import (
     CONSTRUCT_FILE,
     DATA_FOLDER,
@@ -281,7 +281,9 @@ def _by_position(tree: Any) -> Any:
 
 
 def _is_index(key: object) -> bool:
-    return isinstance(key, str) and key.isdigit() and int(key) < _LONGEST_LIST
+    if not isinstance(key, str) or not key.isdecimal() or len(key) > 9:
+        return False
+    return int(key) < _LONGEST_LIST
 
 
 def _children_first(calls: Sequence[Call]) -> list[Call]:
@@ -340,6 +342,6 @@ def _frame(text: str) -> str:
     found = _FRAME.fullmatch(text)
     if found is None:
         return text
-    source = linecache.getline(found["file"], int(found["line"])).strip()
+    source = source_line(found["file"], found["line"])
     function = found["function"].rpartition(".")[2]
     return f"File {found['file']}, line {found['line']}, in {function}, \n {source}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -16,6 +15,7 @@ from tensorprobe.report.console import render
 from tensorprobe.report.csv import write_csv
 from tensorprobe.report.xlsx import write_xlsx
 from tensorprobe.store.loading import load
+from tensorprobe.terminal import say, warn
 
 # The keys of input_param, of earlier releases and of 26.
 _ACTUAL = ("npu_path", "npu_json_path", "npu_dump_data_dir")
@@ -71,7 +71,7 @@ def compare_distributed(
     actual, expected = load(npu_dump_dir), load(bench_dump_dir)
     for side, mine, other in (("npu", actual, expected), ("bench", expected, actual)):
         for rank in sorted({*mine.ranks} - {*other.ranks}):
-            sys.stderr.write(f"tensorprobe: rank {rank} is in the {side} dump only\n")
+            warn(f"tensorprobe: rank {rank} is in the {side} dump only")
     both = sorted({*actual.ranks} & {*expected.ranks})
     if not both:
         raise BadUsage(
@@ -123,4 +123,4 @@ def _write(comparison: Compared, folder: Path, stem: str, xlsx: bool) -> None:
         write_xlsx(path, comparison, "msprobe")
     else:
         write_csv(path, table(comparison, "msprobe"))
-    sys.stdout.write(f"{render(comparison)}\n\nwritten: {path}\n")
+    say(*render(comparison).split("\n"), "", f"written: {path}")

@@ -1,0 +1,189 @@
+"""What makes code or an object out of text is used in few places, each with a reason."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+SRC = Path(__file__).parent.parent.parent / "src" / "tensorprobe"
+
+_CODE = ("eval", "exec", "compile", "__import__")
+_LOADERS = {"pickle": ("load", "loads", "Unpickler"), "torch": ("load",), "marshal": ("loads",)}
+_LOADERS |= {"shelve": ("open",), "dill": ("load", "loads"), "joblib": ("load",)}
+_LOADERS |= {"yaml": ("load", "unsafe_load", "full_load"), "runpy": ("run_path", "run_module")}
+_ATTRIBUTES = ("getattr", "setattr", "delattr")
+# Rooms that look at what a file says: `python -O` takes asserts away.
+_READERS = ("replay", "store", "contents")
+
+# (file, what): how often, and why. A name out of a file never gets there.
+ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
+    ("__init__.py", "getattr"): (1, "the same: a key of that table"),
+    ("__init__.py", "importlib"): (1, "public names load lazily, from the table of the package"),
+    ("capture/encode.py", "getattr"): (1, "fields of a live dataclass of the program"),
+    ("capture/facts.py", "getattr"): (1, "paths into torch that this file has as a table"),
+    ("capture/facts.py", "importlib.metadata"): (1, "versions of installed packages"),
+    ("capture/launcher.py", "compile"): (1, "the user's script, as `python script.py` does"),
+    ("capture/launcher.py", "exec"): (1, "the same: `tensorprobe run` runs it"),
+    ("capture/launcher.py", "importlib"): (1, "what `run` is told to import on the command line"),
+    ("capture/launcher.py", "importlib.abc"): (1, "types"),
+    ("capture/launcher.py", "importlib.machinery"): (1, "the spec of the user's script"),
+    ("capture/launcher.py", "importlib.util"): (1, "`run -m MODULE`: where it is"),
+    ("capture/making.py", "getattr"): (1, "whether a live function is found by its own name"),
+    ("capture/selection.py", "getattr"): (1, "fields of our own configuration"),
+    ("capture/start_state.py", "getattr"): (
+        5,
+        "attributes of live objects; modules of devices, from our table",
+    ),
+    ("capture/tape.py", "setattr"): (1, "sections of our own line"),
+    ("capture/tracebacks.py", "getattr"): (1, "the cause and the context of an exception"),
+    ("check/target.py", "importlib.util"): (1, "the vendor's package of a device, from our table"),
+    ("cli/bisect.py", "getattr"): (1, "options of our own parser"),
+    ("cli/demo.py", "importlib.util"): (1, "whether torch is there"),
+    ("cli/doors.py", "importlib"): (1, "the doors of the peers, by their own names"),
+    ("cli/doors.py", "importlib.abc"): (1, "types"),
+    ("cli/doors.py", "importlib.machinery"): (1, "the same: a finder for those names"),
+    ("cli/main.py", "importlib"): (1, "verbs, from our table"),
+    ("cli/run.py", "getattr"): (1, "options of our own parser"),
+    ("compare/align.py", "getattr"): (2, "fields of our own records"),
+    ("compare/arguments.py", "getattr"): (2, "fields of our own records"),
+    ("compare/comparison.py", "importlib.util"): (1, "whether torch is there"),
+    ("compare/culprit.py", "getattr"): (1, "fields of our own records"),
+    ("compare/mapping.py", "yaml.load"): (1, "with a loader made of yaml.SafeLoader"),
+    ("compare/recomputation.py", "getattr"): (1, "fields of our own records"),
+    ("compare/workers.py", "pickle.load"): (
+        1,
+        "what our own worker sends back, on its socket",
+    ),
+    ("contents/arrays.py", "getattr"): (1, "torch's dtype of a name that numpy_dtype has let pass"),
+    ("demo/train_npu.py", "runpy"): (1, "the demo's own script"),
+    ("demo/train_npu.py", "runpy.run_path"): (1, "the same"),
+    ("devices/ascend_runtime.py", "getattr"): (
+        2,
+        "functions of torch_npu, under their new or old name",
+    ),
+    ("devices/mistakes.py", "importlib"): (1, "versions of installed packages"),
+    ("devices/mistakes.py", "importlib.util"): (1, "whether a vendor's package is there"),
+    ("devices/sim_npu/__init__.py", "getattr"): (2, "operators of ATen, named in our own tables"),
+    ("devices/sim_npu/__init__.py", "importlib.util"): (1, "whether the real torch_npu is there"),
+    ("devices/sim_npu/__main__.py", "runpy"): (1, "the user's script, given on the command line"),
+    ("devices/sim_npu/__main__.py", "runpy.run_path"): (1, "the same"),
+    ("devices/sim_npu/autocast.py", "getattr"): (2, "operators of ATen, named in our own tables"),
+    ("devices/sim_npu/faults.py", "getattr"): (2, "the operator that a test plants a fault in"),
+    ("devices/sim_npu/library.py", "getattr"): (
+        2,
+        "operators that this package has registered itself",
+    ),
+    ("devices/sim_npu/torch_npu.py", "getattr"): (1, "the same"),
+    ("devices/sim_npu/torch_npu.py", "importlib.abc"): (1, "types"),
+    ("devices/sim_npu/torch_npu.py", "importlib.machinery"): (
+        1,
+        "the spec of the stand-in for torch_npu",
+    ),
+    ("devices/table.py", "getattr"): (
+        1,
+        "torch's module of a device type that torch.device has let pass",
+    ),
+    ("guard/elsewhere.py", "getattr"): (1, "the dtype that a user gives to reroute"),
+    ("guard/guard.py", "importlib"): (1, "parts of the guard, by names of our own"),
+    ("msprobe/pytorch/seeding.py", "getattr"): (
+        1,
+        "dropout functions, from the table of that file",
+    ),
+    ("msprobe/pytorch/seeding.py", "setattr"): (
+        1,
+        "the same: put in their place when the user asks",
+    ),
+    ("native/__init__.py", "importlib.machinery"): (1, "our own library in C++"),
+    ("native/__init__.py", "importlib.util"): (1, "the same"),
+    ("numerics/backends.py", "importlib.util"): (1, "whether triton is there"),
+    ("numerics/finiteness.py", "getattr"): (2, "dtypes of torch, from the table of that file"),
+    ("numerics/finiteness.py", "importlib.util"): (1, "whether triton is there"),
+    ("numerics/memory.py", "getattr"): (
+        4,
+        "dispatch keys and dtypes of torch, from the tables of that file",
+    ),
+    ("numerics/stored_pairs.py", "pickle.load"): (
+        1,
+        "what `compare` sends to its worker, on its socket",
+    ),
+    ("numerics/torch_ops.py", "getattr"): (1, "torch's module of the device of a live tensor"),
+    ("ptdbg_ascend/acl.py", "importlib.util"): (1, "whether torch_npu is there"),
+    ("replay/allowed.py", "getattr"): (
+        7,
+        "members of torch, by names that torch itself has listed: this is the table",
+    ),
+    ("replay/allowed.py", "importlib"): (1, "packages that the user names, and torch_npu"),
+    ("replay/rebuild.py", "getattr"): (1, "fields of a result that a call has just given"),
+    ("replay/references.py", "importlib.util"): (1, "a file that the user names"),
+    ("replay/repro.py", "importlib"): (1, "the template of the script, a resource of ours"),
+    ("report/columns.py", "importlib"): (
+        1,
+        "one of the sets of columns that the command line takes",
+    ),
+    ("report/msprobe_columns.py", "getattr"): (1, "fields of our own records"),
+    ("store/foreign.py", "assert"): (1, "a pattern that matches any text"),
+    ("store/loading.py", "importlib"): (1, "layouts, from our table"),
+    ("store/native_copy.py", "setattr"): (1, "sections of our own line"),
+    ("store/picking.py", "assert"): (1, "about its own state, for the type checker"),
+    ("store/ptdbg.py", "assert"): (1, "about its own state, for the type checker"),
+    ("store/writer.py", "assert"): (5, "about its own caller and state; it reads nothing"),
+}
+
+
+def uses(path: Path) -> Iterator[str]:
+    """What of the above a file uses."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = (alias.name for alias in node.names)
+            yield from (name for name in names if name.partition(".")[0] in ("importlib", "runpy"))
+        elif isinstance(node, ast.ImportFrom):
+            yield from _imported(node)
+        elif isinstance(node, ast.Call):
+            yield from _called(node)
+        elif isinstance(node, ast.Assert) and path.relative_to(SRC).parts[0] in _READERS:
+            yield "assert"
+
+
+def _imported(node: ast.ImportFrom) -> Iterator[str]:
+    home = node.module or ""
+    if home.partition(".")[0] in ("importlib", "runpy"):
+        yield home
+    if home in _LOADERS:
+        yield from (f"{home}.{a.name}" for a in node.names if a.name in _LOADERS[home])
+
+
+def _called(node: ast.Call) -> Iterator[str]:
+    function = node.func
+    if isinstance(function, ast.Name):
+        computed = function.id in _ATTRIBUTES and not _is_literal(node.args[1:2])
+        if computed or function.id in (*_CODE, "attrgetter", "methodcaller"):
+            yield function.id
+    elif isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        home, name = function.value.id, function.attr
+        if name in _LOADERS.get(home, ()):
+            yield f"{home}.{name}"
+        elif (home, name) in (("operator", "attrgetter"), ("operator", "methodcaller")):
+            yield name
+
+
+def _is_literal(arguments: list[ast.expr]) -> bool:
+    return all(isinstance(each, ast.Constant) for each in arguments)
+
+
+def test_what_makes_code_of_text_is_used_where_it_may_be() -> None:
+    found: Counter[tuple[str, str]] = Counter()
+    for path in sorted(SRC.rglob("*.py")):
+        for what in uses(path):
+            found[str(path.relative_to(SRC)), what] += 1
+    allowed = {key: count for key, (count, _) in ALLOWED.items()}
+    new = {key: count for key, count in found.items() if allowed.get(key) != count}
+    stale = {key: count for key, count in allowed.items() if key not in found}
+    assert not new, f"not in the list, or not as often: {new}. May text of a file get there?"
+    assert not stale, f"in the list and no longer in src: {stale}"
+
+
+def test_every_place_has_a_reason() -> None:
+    assert all(reason for _, reason in ALLOWED.values())
+    assert list(ALLOWED) == sorted(ALLOWED), "sort the list by file"

@@ -1,0 +1,81 @@
+"""Files of others are opened in one place, and printed through another."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+SRC = Path(__file__).parent.parent / "src" / "tensorprobe"
+OPENING = ("open", "read_bytes", "read_text", "memmap", "fromfile", "getline", "mmap", "ZipFile")
+# What opens files by itself, and why it may.
+OPENS = {
+    "contents/opening.py": "the gate",
+    "contents/arrays.py": "maps a file that the gate has opened",
+    "contents/tensor_files.py": "maps, or unpacks, a file that the gate has opened",
+    "store/ending.py": "its own output",
+    "store/claim.py": "/proc/PID/stat, and the lock of its own output",
+    "store/shard.py": "its own output",
+    "store/writer.py": "its own output",
+    "store/msprobe/writing.py": "its own output",
+    "store/ptdbg_writing.py": "its own output",
+    "report/csv.py": "its own output",
+    "check/results.py": "its own output",
+    "check/peer_tables.py": "its own output",
+    "check/worker.py": "/dev/null",
+    "cli/main.py": "/dev/null",
+    "cli/demo.py": "the report that it has just made",
+    "guard/bisect.py": "what its own probes printed",
+    "msprobe/session.py": "the log that it is writing",
+    "numerics/stored_pairs.py": "sockets of its own processes",
+    "native/__init__.py": "its own source",
+    "capture/address_space.py": "/proc/self",
+    "capture/facts.py": "/proc and the files of a driver",
+    "capture/spelling.py": "the program that runs",
+    "replay/limits.py": "/proc/self",
+    "replay/repro.py": "its own template",
+    "replay/kernel_dump.py": "dumps that its own process has made",
+    "devices/sim_npu/acl_dump.py": "the configuration of the program that runs",
+}
+ELSEWHERE = ("ascend/", "cli/ascend.py")  # artefacts of Ascend have a gate of their own
+# Their lines are about the program that runs, or about files of Ascend.
+WRITES = {"terminal.py", "cli/run.py", "cli/doors.py", "cli/demo.py", "cli/ascend.py"}
+
+
+def calls_in(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func)
+
+
+def rooms() -> Iterator[tuple[str, Path]]:
+    for path in sorted(SRC.rglob("*.py")):
+        yield path.relative_to(SRC).as_posix(), path
+
+
+def opens(called: str) -> bool:
+    """Whether it is `open` or a method; the functions of the gate are called by their names."""
+    owner, _, name = called.rpartition(".")
+    loads = called in ("np.load", "json.load", "torch.load")
+    return loads or (name in OPENING and (bool(owner) or name == "open"))
+
+
+def test_files_are_opened_through_the_gate() -> None:
+    found = {
+        name
+        for name, path in rooms()
+        if not name.startswith(ELSEWHERE) and any(opens(called) for called in calls_in(path))
+    }
+    assert found - set(OPENS) == set(), "open these with contents.opening"
+    assert set(OPENS) - found == set(), "these open nothing any more"
+
+
+def test_lines_are_printed_in_one_place() -> None:
+    found = {
+        name
+        for name, path in rooms()
+        if name.startswith(("cli/", "report/", "compare/", "ptdbg_ascend/", "msprobe/"))
+        for called in calls_in(path)
+        if called == "print" or called.startswith(("sys.stdout.write", "sys.stderr.write"))
+    }
+    assert found <= WRITES, "print these with tensorprobe.terminal"
