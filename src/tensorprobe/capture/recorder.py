@@ -401,6 +401,7 @@ class Recorder:
 
     def __repr__(self) -> str:
         states = {
+            "failed": self.failed is not None,
             "closed": self._closed,
             "over": self._over,
             "paused": self._paused,
