@@ -8,13 +8,14 @@ JOBS   ?= 2
 IN_PYTHON := tests/capture tests/numerics/test_starting.py tests/numerics/test_summarizer.py \
 	tests/guard/test_short_way.py tests/guard/test_later.py tests/guard/test_masks.py tests/guard/test_overflow.py
 
-.PHONY: help setup demo test test-all check clean
+.PHONY: help setup demo test test-all check wheel clean
 
 help:
 	@echo "make demo      the whole story on built-in data"
 	@echo "make test      the fast test set"
 	@echo "make test-all  the full matrix"
 	@echo "make check     ruff, mypy --strict, import directions"
+	@echo "make wheel     dist/tensorprobe-*.whl, with the C library in it"
 
 setup: $(STAMP)
 
@@ -43,6 +44,12 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_imports.py
+
+wheel: setup
+	rm -f dist/*.whl
+	$(BIN)/python -m hatchling build -t wheel -d dist
+	@case "$$(ls dist/*.whl)" in *-none-any.whl) \
+		echo "the wheel has no C library: it takes a C compiler (CC, or cc)" >&2; exit 1;; esac
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

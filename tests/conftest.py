@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from tensorprobe.capture import compiled
 from tensorprobe.records import TensorRecord
 
 default_device.choose()
+# No test, nor what it starts, builds the parts in C++ by accident; those of the build switch it on.
+os.environ["TENSORPROBE_BUILD"] = "0"
 # The same examples in every run, however slow the machine. To look for others:
 # pytest --hypothesis-profile=search
 settings.register_profile(

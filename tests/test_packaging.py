@@ -1,5 +1,6 @@
 """Wheels have the library of numerics/tally.c where there is a compiler, and are made without."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -47,3 +48,36 @@ def test_with_a_compiler_it_is_of_one_platform_and_every_python(tmp_path: Path) 
     names = zipfile.ZipFile(made).namelist()
     assert LIBRARY in names
     assert "tensorprobe/numerics/tally.c" in names
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler")
+@pytest.mark.timeout(1800)
+def test_in_an_empty_environment_the_wheel_passes_the_demo(tmp_path: Path) -> None:
+    made, _ = wheel(tmp_path, "cc")
+    python = str(tmp_path / "venv" / "bin" / "python")
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    install = [python, "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt")]
+    done = subprocess.run([*install, f"{made}[torch]"], capture_output=True, text=True, check=False)
+    if "No matching distribution" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+
+    environ = {**os.environ, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    for name in ("PYTHONPATH", "XDG_CACHE_HOME", "TENSORPROBE_NATIVE", "TENSORPROBE_BUILD"):
+        environ.pop(name, None)
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [python, "-m", "tensorprobe", *words],
+            cwd=tmp_path, env=environ, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    demo = run("demo")
+    assert (demo.returncode, demo.stderr) == (0, ""), demo.stdout
+    verdict = json.loads((tmp_path / "demo" / "report" / "verdict.json").read_text())
+    assert [each["name"] for each in verdict["culprits"]] == ["Functional.layer_norm.2.forward"]
+    parts = {part["name"]: part for part in json.loads(run("doctor", "--json").stdout)["parts"]}
+    assert parts["C library"]["state"] == "active"
+    assert parts["C library"]["why"].startswith(str(tmp_path / "venv"))
+    assert parts["torch"]["state"] == "active"

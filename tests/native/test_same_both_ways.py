@@ -32,7 +32,6 @@ from torch.utils.checkpoint import checkpoint
 
 import tensorprobe as tp
 from tensorprobe import native
-from tensorprobe.native import build
 from tensorprobe.store.lines import CallLine, EndLine
 from tensorprobe.store.writer import CaptureWriter
 from tiny_models import MODELS
@@ -887,86 +886,3 @@ def test_ctrl_c_while_a_line_is_written(tmp_path: Path) -> None:
     os.close(write_end)
     os.close(read_end)
     writer.close()
-
-
-# Loading and building
-
-
-@pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The one place where the module may lie."""
-    path = tmp_path / "folder" / "module.so"
-    monkeypatch.setattr(native, "places", lambda: [path])
-    monkeypatch.setattr(build, "places", lambda: [path])
-    return path
-
-
-def test_without_a_module_the_recorder_is_in_python(elsewhere: Path) -> None:
-    assert native.load() is None
-    elsewhere.parent.mkdir()
-    elsewhere.write_bytes(b"no library")
-    assert native.load() is None
-
-
-def test_it_can_be_switched_off() -> None:
-    code = "import tensorprobe.native as n; print(n.MODULE)"
-    environ = {**os.environ, native.SWITCH: "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "None\n"
-
-
-def test_it_is_of_one_torch_and_of_these_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    here, cache = native.places()
-    assert here.parent == native.FOLDER
-    assert here.name == cache.name
-    assert f"-{torch.__version__}-" in here.name
-    monkeypatch.setattr(torch, "__version__", "9.9")
-    assert native.places()[0].name != here.name
-
-
-def test_nobodys_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A container's user may have no entry in passwd."""
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr("pwd.getpwuid", mock.Mock(side_effect=KeyError("no such user")))
-    assert len(native.places()) == 2
-    native.load()
-
-
-def test_building_leaves_the_modules_of_others(tmp_path: Path) -> None:
-    target = tmp_path / "tensorprobe_native-2.13.0-bbbb.cpython-311-x86_64-linux-gnu.so"
-    stale = target.with_name(target.name.replace("bbbb", "aaaa"))
-    others = [stale.name.replace("2.13.0", "2.11.0"), stale.name.replace("311", "312")]
-    for name in (target.name, stale.name, *others):
-        (tmp_path / name).touch()
-    build._remove_others(target)
-    assert {path.name for path in tmp_path.iterdir()} == {target.name, *others}
-
-
-def test_no_compiler(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler -O3")
-    assert build.main() == "the recorder stays in Python: no-such-compiler: no such compiler"
-    monkeypatch.setenv("CXX", 'c++ "')
-    assert "CXX=" in str(build.main())
-    assert capsys.readouterr().out == ""
-    assert not elsewhere.exists()
-
-
-def test_an_error_of_the_compiler_is_one_line(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(build, "SOURCE", elsewhere.parent / "nothing.cpp")
-    said = str(build.main())
-    assert said.startswith("the recorder stays in Python: ")
-    assert "\n" not in said
-
-
-def test_a_folder_that_cannot_be_written_to(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    elsewhere.parent.write_text("a file where the folder should be")
-    assert "folder" in str(build.main())

@@ -41,6 +41,8 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("check/target.py", "importlib.util"): (1, "the vendor's package of a device, from our table"),
     ("cli/bisect.py", "getattr"): (1, "options of our own parser"),
     ("cli/demo.py", "importlib.util"): (1, "whether torch is there"),
+    ("cli/doctor.py", "importlib.metadata"): (1, "the version of triton"),
+    ("cli/doctor.py", "importlib.util"): (1, "whether triton is there"),
     ("cli/doors.py", "importlib"): (1, "the doors of the peers, by their own names"),
     ("cli/doors.py", "importlib.abc"): (1, "types"),
     ("cli/doors.py", "importlib.machinery"): (1, "the same: a finder for those names"),

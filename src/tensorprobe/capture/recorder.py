@@ -54,6 +54,7 @@ from tensorprobe.errors import (
 )
 from tensorprobe.garbage import rare_searches
 from tensorprobe.keywords import keywords
+from tensorprobe.native import background
 from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.records import Keep, Level, count
 from tensorprobe.store.claim import run_identity
@@ -445,6 +446,8 @@ class Recorder:
         )
         if native.MODULE is not None:
             self._writer.write_by(native.MODULE)
+        else:
+            background.start(self._log)
         values = Values(self._writer, summarizer, checksums=checksums)
         tape = self._tape = Tape(config, self._selection, self._writer, values, self._counter)
         tape.on_open = self._step_opened

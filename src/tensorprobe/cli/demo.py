@@ -13,6 +13,7 @@ from pathlib import Path
 
 import tensorprobe
 from tensorprobe.errors import MissingDependency, TensorprobeError
+from tensorprobe.native import background
 from tensorprobe.store.outputs import check_writable
 
 SCRIPTS = Path(tensorprobe.__file__).parent / "demo"
@@ -61,12 +62,18 @@ def _type(words: Sequence[str], *, ends_in: int = 0, lines: int | None = None) -
     _tell(f"   $ tensorprobe {shlex.join(_short(word) for word in words)}")
     source = str(Path(tensorprobe.__file__).parents[1])  # works from a source tree, too
     paths = [source, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        background.SWITCH: "0",  # the programs of the demo are over before a build is
+    }
     process = subprocess.Popen(
         [sys.executable, "-m", "tensorprobe", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"},
+        env=environ,
     )
     assert process.stdout is not None
     for number, line in enumerate(process.stdout):

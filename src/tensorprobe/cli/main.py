@@ -8,12 +8,12 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import TextIO
+from typing import Any, NoReturn, TextIO
 
 from tensorprobe._version import __version__
 from tensorprobe.cli.options import as_options, option_names
 from tensorprobe.errors import BadUsage, TensorprobeError
-from tensorprobe.terminal import warn
+from tensorprobe.terminal import say, warn
 
 # verb -> one line of help. Each verb is a module here: add_arguments(parser), run(args) -> status.
 # Only the module of the verb that was typed is imported, so --help never waits for torch.
@@ -26,8 +26,19 @@ VERBS: dict[str, str] = {
     "repro": "a script and its tensors that show one call alone",
     "bisect": "the smallest set of ops which, run elsewhere, cures it",
     "convert": "a capture in another layout: native, msprobe, ptdbg",
+    "doctor": "what makes recording quick here, what is missing, and why",
     "ascend": "Ascend artefacts: dumps, graphs, AI Core errors, OpUT cases",
 }
+
+
+class _Version(argparse.Action):
+    """Prints the version, and whether the C++ parts are built; no torch is imported for that."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from tensorprobe.cli.doctor import describe_native
+
+        say(f"tensorprobe {__version__} ({describe_native()})")
+        parser.exit()
 
 
 def build_parser(verb: str | None) -> argparse.ArgumentParser:
@@ -36,7 +47,7 @@ def build_parser(verb: str | None) -> argparse.ArgumentParser:
         description="A precision debugger for PyTorch: which call did it, on which line, and a "
         "script that shows it alone.",
     )
-    parser.add_argument("--version", action="version", version=f"tensorprobe {__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print it, and what is active")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
     for name, text in VERBS.items():
         sub = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")

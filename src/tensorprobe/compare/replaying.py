@@ -180,8 +180,6 @@ def _prepare(code: UserCode) -> str | None:
         bring_in(code.imports)
     except TensorprobeError as error:
         return str(error)
-    except Exception as error:  # noqa: BLE001 a user's file: the parent says it
-        return f"{code.references or code.imports}: {type(error).__name__}: {error}"
     limit_memory()
     return None
 

@@ -18,6 +18,7 @@ from tensorprobe.errors import BadUsage, WriteFailed
 from tensorprobe.guard.findings import FILE, Finding, describe, write_findings
 from tensorprobe.guard.names import check_numbers, check_timeout, check_watches
 from tensorprobe.keywords import keywords
+from tensorprobe.native import background
 from tensorprobe.records import count
 from tensorprobe.store.outputs import check_writable
 from tensorprobe.store.refusals import Refusals
@@ -131,6 +132,7 @@ class Guard:
         if self._on:
             return self
         if not self._watches:
+            background.start(self._log)
             with self._refusals.told():
                 _move_earlier(self._place)
             self._watches = [self._make(name) for name in self._names]

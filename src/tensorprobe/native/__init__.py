@@ -1,59 +1,156 @@
-"""Parts of the recorder in C++, against the insides of torch: built where they are wanted.
+"""Parts of the recorder in C++, against the insides of torch: built on the machine that uses them.
 
-`python -m tensorprobe.native.build` builds them for the torch and the Python that run it. MODULE is
-None where that was not done for just these, or the variable TENSORPROBE_NATIVE is 0; the classes in
-Python that each part stands in for do the work then, with the same lines in the capture.
+The first recording starts their build (`background`); `tensorprobe doctor --fix` and `python -m
+tensorprobe.native.build` build them at once. MODULE is None if they were not built for this torch,
+this Python and these sources, or if the variable TENSORPROBE_NATIVE is 0; the classes in Python
+that each part stands in for do the work then, with the same lines in the capture.
+
+Importing this file does not import torch: `tensorprobe --version` looks for the module, too.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import hashlib
 import importlib.machinery
 import importlib.util
 import os
+import sys
 import sysconfig
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    MODULE: Any
 
 NAME = "tensorprobe_native"
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).absolute().parent
 SWITCH = "TENSORPROBE_NATIVE"
+
+
+class Torch(NamedTuple):
+    """What a build of torch calls itself."""
+
+    version: str
+    git_version: str
+
+
+def find_torch() -> Torch | None:
+    """The torch of this process, or the one that it would import."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        return Torch(str(torch.__version__), str(getattr(torch.version, "git_version", "")))
+    spec = importlib.util.find_spec("torch")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        try:
+            said = _assigned(Path(folder, "version.py").read_text())
+        except (OSError, ValueError, SyntaxError):
+            continue
+        if "__version__" in said:
+            return Torch(str(said["__version__"]), str(said.get("git_version", "")))
+    return None
+
+
+def _assigned(source: str) -> dict[str, Any]:
+    """The names that a file gives plain values, and these."""
+    found: dict[str, Any] = {}
+    for line in ast.parse(source).body:
+        if isinstance(line, ast.Assign | ast.AnnAssign) and isinstance(line.value, ast.Constant):
+            targets = line.targets if isinstance(line, ast.Assign) else [line.target]
+            found |= {name.id: line.value.value for name in targets if isinstance(name, ast.Name)}
+    return found
 
 
 def places() -> list[Path]:
     """Where the built module may lie: with the package, or where that cannot be written to."""
+    torch = find_torch()
+    if torch is None:
+        return []
+    folders = [FOLDER, cache_folder()]
+    return [folder / _file_name(torch) for folder in folders if folder is not None]
+
+
+@functools.cache
+def _file_name(torch: Torch) -> str:
+    """Of a module for this torch and this Python, built from these sources."""
     digest = hashlib.sha256()
     for source in sorted((*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp"))):
         digest.update(source.read_bytes())
-    git_version = getattr(torch.version, "git_version", "")
-    digest.update(f"{torch.__version__} {git_version}".encode())
+    digest.update(f"{torch.version} {torch.git_version}".encode())
     soabi = sysconfig.get_config_var("SOABI")
-    file = f"{NAME}-{torch.__version__}-{digest.hexdigest()[:12]}.{soabi}.so"
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return [FOLDER / file, Path(cache, "tensorprobe", file)]
+    return f"{NAME}-{torch.version}-{digest.hexdigest()[:12]}.{soabi}.so"
+
+
+def cache_folder() -> Path | None:
+    """The user's own place for it; None for a user who has no home."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(cache):  # to be ignored, as its specification says
+        home = os.path.expanduser("~")
+        if not (os.path.isabs(home) and os.path.isdir(home)):
+            return None
+        cache = os.path.join(home, ".cache")
+    return Path(cache, "tensorprobe")
+
+
+def distrust(path: Path) -> str | None:
+    """Why a module must not be loaded: another user could have put it there. Else None."""
+    real = Path(os.path.realpath(path))
+    return _why_foreign(path.parent, real.parent, real)
+
+
+def distrust_folder(folder: Path) -> str | None:
+    """Why nothing that is built in a folder would be loaded from it. Else None."""
+    return _why_foreign(folder)
+
+
+def _why_foreign(*paths: Path) -> str | None:
+    for each in dict.fromkeys(paths):
+        try:
+            state = os.stat(each)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            return f"{each}: {error.strerror}"
+        if state.st_uid not in (0, os.geteuid()):
+            return f"{each} belongs to user {state.st_uid}, neither to you nor to root"
+        if state.st_mode & 0o022:
+            return f"{each} can be written to by others: chmod go-w {each}"
+    return None
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is a module that may be loaded."""
+    return (
+        os.path.exists(path) and distrust(path) is None
+    )  # Path.exists raises where it may not look
+
+
+def load_from(path: Path) -> Any:
+    """The module in a file; ImportError or OSError where it does not go with this torch."""
+    loader = importlib.machinery.ExtensionFileLoader(NAME, str(path))
+    spec = importlib.util.spec_from_file_location(NAME, path, loader=loader)
+    assert spec is not None, path
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
 
 
 def load() -> Any:
     """The module, where it was built from these sources for this torch and Python; or None."""
     if os.environ.get(SWITCH) == "0":
         return None
-    for path in places():
-        if os.path.exists(path):  # not Path's: it raises where a folder may not be looked into
-            loader = importlib.machinery.ExtensionFileLoader(NAME, str(path))
-            spec = importlib.util.spec_from_file_location(NAME, path, loader=loader)
-            assert spec is not None, path
-            try:
-                module = importlib.util.module_from_spec(spec)
-                loader.exec_module(module)
-            except (
-                ImportError,
-                OSError,
-            ):  # of a compiler or a C library that do not go with torch's
-                continue
-            return module
+    import torch  # noqa: F401  its libraries have to be there first
+
+    for path in filter(is_there, places()):
+        try:
+            return load_from(path)
+        except (ImportError, OSError):  # of a compiler or a C library that do not go with torch's
+            continue
     return None
 
 
-MODULE: Any = load()
+def __getattr__(name: str) -> Any:
+    if name != "MODULE":
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return globals().setdefault("MODULE", load())

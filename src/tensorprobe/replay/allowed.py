@@ -15,6 +15,7 @@ import keyword
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -231,10 +232,19 @@ def allow(name: str) -> None:
             raise BadUsage(f"imports={name!r}: {error}") from error
         if name not in before:
             raise BadUsage(f"imports={name!r}: no package and no namespace of that name") from error
+    except Exception as error:
+        raise failed_import(f"imports={name!r}", error) from error
     finally:
         sys.path.pop()
     allow_operators(_namespaces() - before)
     _ALLOWED.add(name)
+
+
+def failed_import(what: str, error: Exception) -> BadUsage:
+    """What a user's own code raised, in one line that says where."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = str(error).strip().partition("\n")[0]
+    return BadUsage(f"{what}: {type(error).__name__}: {text} ({frame.filename}:{frame.lineno})")
 
 
 def allow_operators(namespaces: set[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tensorprobe.errors import BadUsage
-from tensorprobe.replay.allowed import NewOperators, allow, allow_operators
+from tensorprobe.replay.allowed import NewOperators, allow, allow_operators, failed_import
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -55,8 +55,11 @@ def run_file(path: Path, argument: str = "references") -> None:
         )
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # what it registers lives as long as it does
-    with NewOperators():
-        spec.loader.exec_module(module)
+    try:
+        with NewOperators():
+            spec.loader.exec_module(module)
+    except Exception as error:
+        raise failed_import(f"{argument}='{path}'", error) from error
 
 
 def bring_in(imports: Sequence[str | Path]) -> tuple[list[str], list[Path]]:
