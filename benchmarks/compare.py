@@ -233,7 +233,7 @@ def scaling(args: argparse.Namespace) -> None:
         alone = measured_apart(1)
         for jobs in args.jobs:
             command = [sys.executable, "-m", "tensorprobe", "compare", *map(str, runs),
-                       "-o", f"{folder}/out", "--processes", str(jobs)]  # fmt: skip
+                       "-o", f"{folder}/out", "--jobs", str(jobs)]  # fmt: skip
             clocks = [timed_command(command) for _ in range(args.repeats)]
             wall, cpu = min(c.wall_s for c in clocks), min(c.cpu_s for c in clocks)
             parts = min(
@@ -307,7 +307,7 @@ def parts_of_a_comparison(actual: str, expected: str, jobs: int) -> dict[str, fl
         watch(function, part)
     seconds["start"] = since_start_s()
     with timed() as whole:
-        found = compare(actual, expected, processes=jobs)
+        found = compare(actual, expected, jobs=jobs)
     seconds["other"] = whole.wall_s - sum(seconds[part] for part in parts.values())
     with tempfile.TemporaryDirectory() as folder, timed() as saving:
         found.save(folder)

@@ -123,7 +123,7 @@ def test_choices_ignore_case_and_keep_their_order() -> None:
         ({"apis": 3}, "apis=3: expected a name or a list of names"),
         ({"dtypes": "int"}, "dtypes='int': expected one of all, float"),
         ({"step": 1}, "unknown argument 'step'. Did you mean 'steps'? Allowed: level, keep"),
-        ({"stop_after_last_step": True}, "stop_after_last_step needs steps"),
+        ({"stop_after_last_step": True}, "`stop_after_last_step` needs `steps`"),
     ],
 )
 def test_what_is_wrong_is_named(arguments: dict[str, Any], text: str) -> None:

@@ -959,7 +959,7 @@ def test_002_3_3_2_error_107002_cannot_come_from_the_recorder(
             rec.step()
     capture = tp.load(tmp_path)
     assert (capture.ranks, capture.steps, capture.gaps) == ((3,), (0, 1), ())
-    guard = tp.Guard(tmp_path / "guard", "errors", log=lambda text: None, alone_timeout_s=0)
+    guard = tp.Guard(tmp_path / "guard", "errors", log=lambda text: None, timeout=0)
     with pytest.raises(RuntimeError), guard:
         model(torch.ones(3))
     (finding,) = guard.findings

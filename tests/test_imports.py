@@ -11,7 +11,7 @@ SRC = Path(__file__).parent.parent / "src" / "tensorprobe"
 # A room may import those on earlier lines; rooms on one line do not know each other.
 FLOORS = [
     {"errors", "garbage", "native", "terminal", "_version"},
-    {"contents"},
+    {"contents", "keywords"},
     {"records", "operators"},
     {"config"},
     {"store", "numerics"},

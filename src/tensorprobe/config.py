@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import msgspec
 from tensorprobe.contents.json_files import read_json
 from tensorprobe.contents.opening import open_named
 from tensorprobe.errors import BadUsage
+from tensorprobe.keywords import did_you_mean, unknown_name
 from tensorprobe.records import Direction, Keep, Level
 
 Side = Literal["input", "output"]
@@ -21,6 +21,10 @@ Dtypes = Literal["all", "float"]
 Flush = Literal["queue", "call"]
 Digests = Literal["native", "crc32"]
 Operators = Literal["native", "dunder"]
+# What people may write for numbers of steps and ranks, for names, and for sizes in bytes.
+Numbers = int | str | Iterable[int | str]
+Names = str | Iterable[str]
+Size = int | str
 
 # A longer range is a slip ("0-1e9"), and every number of it would be held in memory.
 LONGEST_RANGE = 1_000_000
@@ -63,15 +67,16 @@ class RecordConfig(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def make(cls, **arguments: Any) -> RecordConfig:
         """The configuration for these arguments; BadUsage names the one that is wrong."""
-        _rename_on_write_error(arguments)
+        if "on_write_error" in arguments:
+            arguments = {**strictness(arguments.pop("on_write_error")), **arguments}
         for name in arguments:
             if name not in _PARSERS:
-                _refuse_name("argument", name, _PARSERS)
+                raise unknown_name("argument", name, _PARSERS)
         config = cls(**{name: _PARSERS[name](name, value) for name, value in arguments.items()})
         if config.stop_after_last_step and config.steps is None:
             raise BadUsage(
-                "stop_after_last_step needs steps: without them there is no last one. "
-                "Give steps=, for example steps='0-1'"
+                "`stop_after_last_step` needs `steps`: without them there is no last one. "
+                "For example: `steps='0-1'`"
             )
         return config
 
@@ -247,27 +252,14 @@ _PARSERS: dict[str, Any] = {
 }
 
 
-def _rename_on_write_error(arguments: dict[str, Any]) -> None:
+def strictness(on_write_error: object) -> dict[str, bool]:
     """What `strict` was called before, when it was about the disk alone."""
-    if "on_write_error" in arguments:
-        parse = _parse_choice(("continue", "stop"))
-        stops = parse("on_write_error", arguments.pop("on_write_error")) == "stop"
-        arguments.setdefault("strict", stops)
+    parse = _parse_choice(("continue", "stop"))
+    return {"strict": parse("on_write_error", on_write_error) == "stop"}
 
 
 def _refuse(field: str, value: object, expected: str, near: Iterable[str] = ()) -> NoReturn:
-    raise BadUsage(f"{field}={value!r}: expected {expected}{_did_you_mean(value, near)}")
-
-
-def _refuse_name(kind: str, name: str, allowed: Iterable[str], where: str = "") -> NoReturn:
-    allowed = list(allowed)
-    hint = _did_you_mean(name, allowed)
-    raise BadUsage(f"unknown {kind} '{name}'{where}{hint or '.'} Allowed: {', '.join(allowed)}")
-
-
-def _did_you_mean(value: object, allowed: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(value), list(allowed), n=1)
-    return f". Did you mean '{near[0]}'?" if near else ""
+    raise BadUsage(f"{field}={value!r}: expected {expected}{did_you_mean(value, near)}")
 
 
 # A config.json in msprobe's form.
@@ -490,9 +482,9 @@ def _check_fields(content: dict[str, Any]) -> None:
                 _refuse(name, value, "an object with the fields of that task")
             for field in value:
                 if field not in _SECTIONS[name]:
-                    _refuse_name("field", field, _SECTIONS[name], f" in '{name}'")
+                    raise unknown_name("field", field, _SECTIONS[name], f" in '{name}'")
         elif name not in _TOP_FIELDS:
-            _refuse_name("field", name, (*_TOP_FIELDS, *_SECTIONS))
+            raise unknown_name("field", name, (*_TOP_FIELDS, *_SECTIONS))
 
 
 def _read_task(content: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ TensorprobeError
 ├── BadUsage             an argument, option or configuration field is wrong         (exit 2)
 ├── MissingDependency    an optional package is needed and not installed
 ├── UnreadableCapture    a path is no capture, or one that cannot be read
+│   └── NoSuchCall       a capture has no call of this name
 ├── BadArtefact          a foreign file (dump, graph, log) is not what it claims to be
 ├── NothingRecorded      recording ended and the selection had matched nothing
 ├── WriteFailed          the disk refused what was recorded
@@ -38,6 +39,12 @@ class MissingDependency(TensorprobeError):
 
 class UnreadableCapture(TensorprobeError):
     """A path is no capture, or one that cannot be read."""
+
+
+class NoSuchCall(UnreadableCapture, KeyError):
+    """A capture has no call of this name, step and rank."""
+
+    __str__ = Exception.__str__  # KeyError's quotes the text
 
 
 class BadArtefact(TensorprobeError):

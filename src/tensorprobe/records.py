@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import msgspec
 
 from tensorprobe.contents.blob import Blob
-from tensorprobe.errors import UnreadableCapture
+from tensorprobe.errors import NoSuchCall, UnreadableCapture
 
 if TYPE_CHECKING:
     import numpy as np
@@ -154,6 +155,12 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         names = ", ".join(record.name.removeprefix(self.name + ".") for record in self.tensors)
         raise KeyError(f"{self.name} has no tensor '{suffix}'; it has {names or 'none'}")
 
+    def __repr__(self) -> str:
+        status = "" if self.status == "complete" else f", {self.status}"
+        where = f" in {self.module}" if self.module else ""
+        tensors = count(len(self.tensors), "tensor")
+        return f"<Call {self.name}{where}: {tensors}, step {self.step}, rank {self.rank}{status}>"
+
 
 class Gap(msgspec.Struct, frozen=True):
     """Something that should be in the capture and is not, and why."""
@@ -190,7 +197,7 @@ class Calls(Sequence[Call]):
         return iter(self._calls)
 
     def __repr__(self) -> str:
-        return f"<{len(self._calls)} calls>"
+        return f"<{count(len(self._calls), 'call')}>"
 
     def __call__(
         self,
@@ -275,12 +282,36 @@ class Capture:
 
     def call(self, name: str, *, step: int | None = None, rank: int | None = None) -> Call:
         """The first call of exactly this name."""
-        for call in self.calls(step=step, rank=rank):
+        calls = self.calls(step=step, rank=rank)
+        for call in calls:
             if call.name == name:
                 return call
-        near = difflib.get_close_matches(name, {call.name for call in self.calls})
-        hint = f"; near names: {', '.join(near)}" if near else ""
-        raise KeyError(f"no call '{name}' in {self.path}{hint}")
+        raise no_such_call(self, name, calls)
 
     def __repr__(self) -> str:
-        return f"<Capture {self.path}: {len(self.calls)} calls, {len(self.gaps)} gaps>"
+        ranks = f" of {len(self.ranks)} ranks" if len(self.ranks) > 1 else ""
+        gaps = f", {count(len(self.gaps), 'gap')}" if self.gaps else ""
+        calls, steps = count(len(self.calls), "call"), count(len(self.steps), "step")
+        return f"<Capture {self.path}: {calls} in {steps}{ranks}{gaps}>"
+
+
+def no_such_call(capture: Capture, name: str, calls: Calls) -> NoSuchCall:
+    """What to raise when none of these calls, which are all of a step and rank, is the wanted."""
+    if not calls:
+        return NoSuchCall(
+            f"no call of that step and rank in '{capture.path}': it has steps "
+            f"{list(capture.steps)} and ranks {list(capture.ranks)}"
+        )
+    names = sorted({call.name for call in calls})
+    near = [each for each in names if name in each] or difflib.get_close_matches(name, names, 3)
+    hint = (
+        f"near names: {', '.join(near[:3])}"
+        if near
+        else f"try: tensorprobe show {shlex.quote(str(capture.path))}"
+    )
+    return NoSuchCall(f"no call '{name}' among {len(calls)} in '{capture.path}'; {hint}")
+
+
+def count(number: int, noun: str) -> str:
+    """1 call, 2 calls."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -65,7 +65,7 @@ def watched(way: str, folder: Path) -> Iterator[Any]:
             on._log = quiet
             yield on
     elif way in ("overflow", "errors"):
-        options = {"overflow_nums": -1, "alone_timeout_s": 0, "log": quiet}
+        options = {"overflow_nums": -1, "timeout": 0, "log": quiet}
         with tp.Guard(folder, watch=way, **options) as on:
             yield on
     else:

@@ -175,7 +175,7 @@ def test_a_crash_a_hang_and_an_exception_are_marked(tmp_path: Path) -> None:
     assert rows["raises"].reason == "raised IndexError: list index out of range"
     assert checked.counts["crashed"] == 2
     assert not checked.passed
-    hung = custom(tmp_path / "b", "hang", timeout_s=0.5, only=["Ops.*"])
+    hung = custom(tmp_path / "b", "hang", timeout=0.5, only=["Ops.*"])
     assert [(row.verdict, row.reason) for row in hung.rows] == [("crashed", "no answer in 0.5 s")]
 
 

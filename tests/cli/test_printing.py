@@ -86,7 +86,7 @@ def test_control_characters_are_shown_by_every_verb(
         ["show", run, "--op", "none"],
         ["show", run, "x[/red]"],
         ["show", f"{tmp_path}/{EVIL[:9]}"],
-        ["compare", run, other, "--processes", "1", "--replay-seconds", "0", "-o", out],
+        ["compare", run, other, "--jobs", "1", "--timeout", "0", "-o", out],
         ["convert", run, "--to", "msprobe", "-o", f"{out}2"],
         ["repro", run, f"Torch.{EVIL}.0.forward", "-o", f"{out}3"],
         ["check", run, "-o", f"{out}4"],
@@ -157,7 +157,7 @@ def test_a_pipe_that_is_closed_is_no_error(tmp_path: Path) -> None:
 def test_reports_run_nothing_in_a_spreadsheet(tmp_path: Path) -> None:
     evil = "=cmd|' /C calc'!A0"
     a, b = write_evil(tmp_path / "a", text=evil), write_evil(tmp_path / "b", text=evil)
-    comparison = tp.compare(a, b, processes=1, seconds=0)
+    comparison = tp.compare(a, b, jobs=1, timeout=0)
     for columns in ("native", "msprobe", "ptdbg"):
         comparison.save(tmp_path / columns, columns=columns, xlsx=True)
         for line in (tmp_path / columns / "comparison.csv").read_text("utf-8-sig").splitlines():
@@ -168,7 +168,7 @@ def test_reports_run_nothing_in_a_spreadsheet(tmp_path: Path) -> None:
 def test_a_command_to_type_next_holds_names_as_names(tmp_path: Path) -> None:
     evil = "$(touch evil); `touch evil`"
     a, b = write_evil(tmp_path / "a", text=evil), write_evil(tmp_path / "b", 5, text=evil)
-    said = str(tp.compare(a, b, processes=1, seconds=0).verdict)
+    said = str(tp.compare(a, b, jobs=1, timeout=0).verdict)
     assert f"--calls 'Torch.{evil}.0.forward' --steps 0" in said
 
 

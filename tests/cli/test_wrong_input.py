@@ -59,7 +59,7 @@ OUTPUTS = {
     "check runs/a -o": "check",
     "repro runs/a Torch.relu.0 -o": "repro",
     "bisect -o {} -- file.txt": "bisect",
-    "run --guard overflow --guard-out {} -o out file.txt": "run",
+    "run --guard overflow --guard-output {} -o out file.txt": "run",
     "demo -o": "demo",
 }
 

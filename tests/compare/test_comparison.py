@@ -105,15 +105,6 @@ def test_the_verdict_as_text_is_about_five_lines(tmp_path: Path) -> None:
     assert found.verdict.culprits[0].kind == "input"
 
 
-def test_the_function_and_the_room_have_one_name(tmp_path: Path) -> None:
-    a = run(tmp_path / "a")
-    import tensorprobe.compare.comparison
-
-    assert callable(tp.compare)
-    assert tp.compare(a, a).verdict.verdict == "match"
-    assert tensorprobe.compare.comparison.compare(a, a).verdict.verdict == "match"
-
-
 def test_the_first_step_that_differs_comes_first(tmp_path: Path) -> None:
     nets = [Net(), Net()]
     nets[0].first.register_forward_hook(_after_a_while)
@@ -158,7 +149,7 @@ def test_less_than_tensors(keep: str, tmp_path: Path) -> None:
 def test_noise_runs_raise_the_floor(tmp_path: Path) -> None:
     a, e, other = (run(tmp_path / n, data=d) for n, d in (("a", 1.001), ("e", 1.0), ("o", 0.999)))
     assert tp.compare(a, e).verdict.verdict == "diverged"
-    floored = tp.compare(a, e, noise=[other], seconds=0)
+    floored = tp.compare(a, e, noise=[other], timeout=0)
     assert all(c.kind == "input" for c in floored.verdict.culprits)
 
 
@@ -447,9 +438,9 @@ def test_a_terminal_shows_calls_gigabytes_and_time_left(tmp_path: Path) -> None:
 
 def test_progress_counts_calls_and_bytes(tmp_path: Path) -> None:
     a, e = run(tmp_path / "a", data=1.01), run(tmp_path / "e")
-    for processes in (1, 2):
+    for jobs in (1, 2):
         seen: list[Done] = []
-        found = tp.compare(a, e, processes=processes, seconds=0, progress=seen.append)
+        found = tp.compare(a, e, jobs=jobs, timeout=0, progress=seen.append)
         assert [d.nbytes for d in seen] == sorted(d.nbytes for d in seen)
         last = seen[-1]
         assert last.nbytes == last.of_nbytes > 0
@@ -467,9 +458,9 @@ def test_memory_does_not_grow_with_the_captures(tmp_path: Path) -> None:
         "import resource\n"
         "from tensorprobe.report.saving import compare\n"
         "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
-        "compare('a', 'a', processes=1)\n"
+        "compare('a', 'a', jobs=1)\n"
         "before = peak()\n"
-        "compare('a', 'e', processes=1, replay=False)\n"
+        "compare('a', 'e', jobs=1, replay=False)\n"
         "print(peak() - before)\n",
     )
     both_sides = 2 * n_tensors * size * 4
@@ -554,7 +545,7 @@ def test_a_script_without_a_main_guard_compares_in_processes(tmp_path: Path) -> 
         "multiprocessing.set_start_method('spawn')\n"
         "print('begun')\n"
         "import tensorprobe as tp\n"
-        f"found = tp.compare({str(a)!r}, {str(e)!r}, processes=2)\n"
+        f"found = tp.compare({str(a)!r}, {str(e)!r}, jobs=2)\n"
         "print(found.verdict.culprits[0].name)\n",
     )
     assert done.stdout.split() == ["begun", "Functional.layer_norm.0.forward"], done.stderr
@@ -562,5 +553,5 @@ def test_a_script_without_a_main_guard_compares_in_processes(tmp_path: Path) -> 
 
 def test_processes_and_one_process_measure_the_same(tmp_path: Path) -> None:
     a, e = run(tmp_path / "a", data=1.01), run(tmp_path / "e")
-    ones, twos = (tp.compare(a, e, processes=n, seconds=0) for n in (1, 2))
+    ones, twos = (tp.compare(a, e, jobs=n, timeout=0) for n in (1, 2))
     assert [row.metrics for _, row in ones.rows] == [row.metrics for _, row in twos.rows]

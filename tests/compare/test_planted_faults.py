@@ -12,7 +12,7 @@ from fault_cases import HEALTHY, KERNELS, PROGRAMS, Case
 
 import tensorprobe as tp
 from tensorprobe.compare.align import align
-from tensorprobe.compare.comparison import Comparison
+from tensorprobe.compare.comparison import Compared
 
 FAULTY = [*KERNELS, *PROGRAMS]
 QUICK_HEALTHY = {"noise-gpt2-float32", "noise-llama-bfloat16", "eager-sdpa-llama"}
@@ -40,7 +40,7 @@ class Bench:
         options = {"dtype": case.dtype, "keep": keep, **case.both, **case.actual}
         return planting.record_run(folder, case.model, noise=noise, fault=fault, **options)
 
-    def compare(self, case: Case, keep: str = "tensors", noise: bool = True) -> Comparison:
+    def compare(self, case: Case, keep: str = "tensors", noise: bool = True) -> Compared:
         return tp.compare(self.actual(case, keep, noise), self.expected(case, keep))
 
     def truth(self, case: Case) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import tensorprobe as tp
 from recorded import SRC
 from tensorprobe.cli.main import main
-from tensorprobe.compare.comparison import Comparison
+from tensorprobe.compare.comparison import Compared
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch without gloo"
@@ -78,7 +78,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def table(found: Comparison) -> list[tuple[int, int, str, str | None]]:
+def table(found: Compared) -> list[tuple[int, int, str, str | None]]:
     return [(r.rank, r.step, r.verdict, r.culprit) for r in found.verdict.ranks]
 
 

@@ -114,10 +114,13 @@ def test_what_is_wrong_with_a_users_code_is_told_before_the_work(tmp_path: Path)
     file = tmp_path / "bad.py"
     file.write_text("1 / 0")
     for options, reason in (
-        ({"references": file}, r"bad\.py: ZeroDivisionError: division by zero \(.*bad\.py:1\)"),
-        ({"imports": ["no_such_package"]}, "--import no_such_package: no package and no namespace"),
-        ({"imports": ["os"]}, "--import os: it holds no operators"),
-        ({"references": tmp_path / "none.py"}, "no file '.*none.py': --references takes a Python"),
+        ({"references": file}, r"bad\.py': ZeroDivisionError: .* by zero \(.*bad\.py:1\)"),
+        (
+            {"imports": ["no_such_package"]},
+            "imports='no_such_package': no package and no",
+        ),
+        ({"imports": ["os"]}, "imports='os': it holds no operators"),
+        ({"references": tmp_path / "none.py"}, "no file '.*none.py': `references` takes a Python"),
     ):
         with pytest.raises(BadUsage, match=reason):
             tp.compare(tmp_path / "run", tmp_path / "run", **options)  # type: ignore[arg-type]

@@ -36,7 +36,7 @@ def guarded(
     """What a guard finds in `program()`, and what the program leaves by; calls are not tried alone
     unless a time is given."""
     log = (said if said is not None else []).append
-    options = {"alone_timeout_s": 0, **options}
+    options = {"timeout": 0, **options}
     left_by = None
     guard = tp.Guard(folder, watch="errors", log=log, **options)
     try:
@@ -137,9 +137,7 @@ def test_the_exception_is_the_same_object_with_its_traceback(tmp_path: Path) -> 
 def test_an_index_out_of_range_is_reproduced_alone(tmp_path: Path) -> None:
     table = nn.Embedding(5, 3)
     said: Said = []
-    findings, error = guarded(
-        tmp_path, lambda: table(torch.tensor([1, 7])), said, alone_timeout_s=100
-    )
+    findings, error = guarded(tmp_path, lambda: table(torch.tensor([1, 7])), said, timeout=100)
     finding = only(findings)
     assert isinstance(error, IndexError)
     assert finding.name == "Functional.embedding.0.forward"
@@ -190,7 +188,7 @@ def test_a_backward_error_names_the_forward_call(tmp_path: Path) -> None:
         Net(then)(torch.ones(2, 4)).mul(3).backward()
 
     said: Said = []
-    findings, error = guarded(tmp_path, program, said, alone_timeout_s=100)
+    findings, error = guarded(tmp_path, program, said, timeout=100)
     finding = only(findings)
     assert (finding.name, finding.direction, finding.op) == (
         "Torch.linalg.qr.0.backward",
@@ -700,7 +698,7 @@ def test_in_a_worker_of_a_data_loader(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recorder_outside", [True, False])
 def test_with_a_recorder(recorder_outside: bool, tmp_path: Path) -> None:
     recorder = tp.Recorder(tmp_path / "recording", keep="stats", log=lambda text: None)
-    guard = tp.Guard(tmp_path / "guard", watch="errors", log=lambda text: None, alone_timeout_s=0)
+    guard = tp.Guard(tmp_path / "guard", watch="errors", log=lambda text: None, timeout=0)
     first, second = (recorder, guard) if recorder_outside else (guard, recorder)
     with pytest.raises(RuntimeError), first, second:
         run(lambda y: r_of(y).sum().backward())()
@@ -824,7 +822,7 @@ HEAVY = {name for name in PROGRAMS if name in MODELS and name != "gpt2"} | {
 def test_same_bits(name: str, tmp_path: Path) -> None:
     program = PROGRAMS[name]
     expected = observe(program)
-    guard = tp.Guard(tmp_path, watch="errors", log=lambda text: None, alone_timeout_s=0)
+    guard = tp.Guard(tmp_path, watch="errors", log=lambda text: None, timeout=0)
     with guard:
         actual = observe(program, guard.step)
     same(actual, expected)
@@ -853,7 +851,7 @@ def test_beside_the_watch_for_overflow(tmp_path: Path) -> None:
 
     def guard(name: str) -> tp.Guard:
         both = ("overflow", "errors")
-        return tp.Guard(tmp_path / name, both, log=lambda text: None, alone_timeout_s=0)
+        return tp.Guard(tmp_path / name, both, log=lambda text: None, timeout=0)
 
     with guard("error") as first, contextlib.suppress(RuntimeError):
         run(lambda y: r_of(y).sum().backward())()

@@ -141,7 +141,7 @@ def test_another_operator_on_the_cpu_cures_nothing(folder: Path) -> None:
 @pytest.mark.slow
 def test_the_repro_by_hand(folder: Path) -> None:
     """On the broken device it fails, on a healthy one it does not."""
-    run(folder, *GUARDED, "--alone-timeout", "0", "--guard-out", "by-hand", "train.py")
+    run(folder, *GUARDED, "--guard-timeout", "0", "--guard-output", "by-hand", "train.py")
     made = run(folder, "tensorprobe", "repro", "by-hand/inputs", NAME, "-o", "bug")
     assert made.returncode == 0, made.stderr
     repro = ("tensorprobe.devices.sim_npu", "bug/repro.py", "--device", "npu")
@@ -155,7 +155,7 @@ def test_the_repro_by_hand(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_where_memory_is_short_a_second_run_has_the_inputs(folder: Path) -> None:
-    options = ["--alone-timeout", "0", "--inputs-budget", "1", "--guard-out", "first"]
+    options = ["--guard-timeout", "0", "--inputs-budget", "1", "--guard-output", "first"]
     first = run(folder, *GUARDED, *options, "train.py")
     assert first.returncode == 1
     (finding,) = json.loads((folder / "first" / "findings.json").read_text())["findings"]

@@ -92,7 +92,7 @@ def test_error_in_backward_while_another_goes_on(tmp_path: Path) -> None:
     thread = threading.Thread(
         target=lambda: model(torch.ones_like(x, requires_grad=True)).backward()
     )
-    guard = tp.Guard(tmp_path, "errors", alone_timeout_s=0, log=lambda text: None)
+    guard = tp.Guard(tmp_path, "errors", timeout=0, log=lambda text: None)
     with guard:
         with pytest.raises(RuntimeError, match="invalid gradient"):
             Bad.apply(x.sin()).exp().sum().backward()

@@ -68,7 +68,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def guarded(folder: Path, how: str) -> subprocess.CompletedProcess[str]:
-    options = ["--guard", "errors", "--guard-out", how, "--alone-timeout", "0"]
+    options = ["--guard", "errors", "--guard-output", how, "--guard-timeout", "0"]
     return run(folder, "-m", "tensorprobe", "run", *options, "script.py", how)
 
 

@@ -66,7 +66,7 @@ def test_the_program_is_stopped(tmp_path: Path) -> None:
 
 
 def test_it_goes_on_and_ends_with_3(tmp_path: Path) -> None:
-    options = ["--guard", "overflow", "--overflow-nums", "-1", "--guard-out", "found"]
+    options = ["--guard", "overflow", "--overflow-nums", "-1", "--guard-output", "found"]
     done = run(tmp_path, options, "4")
     assert (done.returncode, done.stdout) == (3, "trained\n")
     assert len(findings(tmp_path / "found")) == 1
@@ -108,7 +108,7 @@ def test_the_command_it_prints_records_the_call(tmp_path: Path) -> None:
     [
         (["--guard", "all"], "unknown guard 'all': expected overflow or errors, or both"),
         (["--guard", "overflow", "--overflow-nums", "0"], "expected a number from 1, or -1"),
-        (["--guard", "overflow", "--keep-last", "0"], "keep_last=0: expected a number from 1"),
+        (["--guard", "overflow", "--keep-last", "0"], "--keep-last 0: expected a number from 1"),
     ],
 )
 def test_wrong_options(tmp_path: Path, options: list[str], message: str) -> None:

@@ -260,6 +260,6 @@ def test_the_three_layouts_compare_with_each_other(tmp_path: Path) -> None:
         assert main(["convert", str(tmp_path / "native"), *out]) == 0
     for ours in ("native", "msprobe", "ptdbg"):
         for theirs in ("native", "msprobe", "ptdbg"):
-            verdict = tp.compare(tmp_path / ours, tmp_path / theirs, seconds=5).verdict
+            verdict = tp.compare(tmp_path / ours, tmp_path / theirs, timeout=5).verdict
             assert (ours, theirs, verdict.verdict) == (ours, theirs, "match")
             assert verdict.counts["aligned"] >= 14

@@ -101,11 +101,11 @@ def test_what_would_allow_a_name_is_said() -> None:
             function_named(op)
         return str(caught.value)
 
-    asked = "is not an operator of torch (allow its package with --import"
+    asked = "is not an operator of torch (allow its package: `imports="
     assert refused("torch.ops.mylib.fused.default") == (
-        f"not run: torch.ops.mylib.fused.default {asked} mylib)"
+        f"not run: torch.ops.mylib.fused.default {asked}'mylib'`)"
     )
-    assert refused("mylib.ops.fused") == f"not run: mylib.ops.fused {asked} mylib.ops)"
+    assert refused("mylib.ops.fused") == f"not run: mylib.ops.fused {asked}'mylib.ops'`)"
     assert refused("torch.hub.load") == "not run: torch.hub.load is not an operator of torch"
     assert refused("my lib; rm -rf.x") == "not run: my lib; rm -rf.x is not an operator of torch"
     assert refused("torch.Tensor.numpy") == (

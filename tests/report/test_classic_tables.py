@@ -14,7 +14,7 @@ import pytest
 
 import tensorprobe as tp
 from tensorprobe.compare.align import Pair
-from tensorprobe.compare.comparison import Comparison, Verdict
+from tensorprobe.compare.comparison import Compared, Verdict
 from tensorprobe.compare.judge import Mode
 from tensorprobe.compare.measure import CallPair, TensorPair, pair_tensors
 from tensorprobe.contents.blob import Blob
@@ -124,7 +124,7 @@ def comparison(rows: list[Cells], mode: Mode, fill: Callable[[Cells], PairMetric
     return compared(pairs, mode)
 
 
-def compared(pairs: list[CallPair], mode: Mode) -> Comparison:
+def compared(pairs: list[CallPair], mode: Mode) -> Compared:
     captures = [
         Capture(Path(name), "msprobe", [c for p in pairs if (c := p.pair[side]) is not None])
         for side, name in enumerate("ae")
@@ -132,7 +132,7 @@ def compared(pairs: list[CallPair], mode: Mode) -> Comparison:
     verdict = Verdict(
         verdict="match", actual="a", expected="e", mode=mode, counts={}, culprits=[]
     )  # fmt: skip
-    return Comparison(*captures, pairs, verdict)
+    return Compared(*captures, pairs, verdict)
 
 
 def metrics_of(row: Cells) -> PairMetrics | None:

@@ -11,7 +11,7 @@ import torch
 import tensorprobe as tp
 from recorded import record
 from tensorprobe.report import xlsx
-from tensorprobe.report.saving import Report
+from tensorprobe.report.saving import Comparison
 
 
 def program(scale: float) -> None:
@@ -22,13 +22,13 @@ def program(scale: float) -> None:
 
 
 @pytest.fixture
-def found(tmp_path: Path) -> Report:
+def found(tmp_path: Path) -> Comparison:
     sides = (("a", 2.0), ("e", 1.0))
     return tp.compare(*(record(tmp_path / name, lambda s=s: program(s)) for name, s in sides))
 
 
 def test_rows_beyond_a_sheet_go_on_in_the_next(
-    found: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    found: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(xlsx, "MAX_ROWS", 10)
     found.save(tmp_path / "out", xlsx=True)
@@ -42,7 +42,7 @@ def test_rows_beyond_a_sheet_go_on_in_the_next(
     assert all(sheet.freeze_panes == "A2" and sheet.auto_filter.ref for sheet in sheets)
 
 
-def test_the_culprit_has_a_colour_of_its_own(found: Report, tmp_path: Path) -> None:
+def test_the_culprit_has_a_colour_of_its_own(found: Comparison, tmp_path: Path) -> None:
     found.save(tmp_path / "out", xlsx=True)
     sheet = openpyxl.load_workbook(tmp_path / "out" / "comparison.xlsx")["comparison"]
     notes = [str(row[-1].value or "") for row in sheet.iter_rows(min_row=2)]

@@ -75,7 +75,7 @@ def test_modules_in_the_working_directory(base: Base, watched: Sandbox, verb: st
     before = watched.seen()
     words = {
         "show": ["a", name],
-        "compare": ["a", "b", "--processes", "2", "-o", "out/c"],
+        "compare": ["a", "b", "--jobs", "2", "-o", "out/c"],
         "check": ["a", "-o", "out/c"],
         "repro": ["a", name, "-o", "out/r"],
         "convert": ["a", "--to", "msprobe", "-o", "out/m"],

@@ -189,7 +189,7 @@ def reading(capture: str, other: str | None = None, out: str = "out") -> list[St
     steps += [
         {"verb": ["compare", capture, other, "--xlsx", "-o", f"{out}/compared"]},
         {"verb": ["compare", other, capture, "--columns", "msprobe", "-o", f"{out}/turned"]},
-        {"verb": ["compare", capture, capture, "--processes", "2", "-o", f"{out}/itself"]},
+        {"verb": ["compare", capture, capture, "--jobs", "2", "-o", f"{out}/itself"]},
     ]
     steps += converting(capture, out)
     return steps

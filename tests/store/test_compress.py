@@ -88,8 +88,8 @@ def test_comparing_with_one_that_is_not_compressed(tmp_path: Path) -> None:
     record(tmp_path / "other_plain", training(scale=1.5))
     assert main(["compare", f"{tmp_path}/small", f"{tmp_path}/plain", "-o", f"{tmp_path}/o"]) == 0
     measured = [
-        tp.compare(tmp_path / a, tmp_path / b, processes=processes)
-        for a, b, processes in (
+        tp.compare(tmp_path / a, tmp_path / b, jobs=jobs)
+        for a, b, jobs in (
             ("other_plain", "plain", 1), ("other", "small", 1), ("other", "plain", 2)
         )
     ]  # fmt: skip
@@ -110,7 +110,7 @@ def test_a_damaged_content_is_told_and_the_rest_compared(tmp_path: Path) -> None
                 with kept.blob.path.open("r+b") as file:
                     file.seek(kept.blob.offset)
                     file.write(bytes(4))
-    found = tp.compare(tmp_path / "small", tmp_path / "plain", processes=1)
+    found = tp.compare(tmp_path / "small", tmp_path / "plain", jobs=1)
     told = [row.problem or "" for pair in found.pairs for row in pair.tensors]
     assert any("a packed content has blocks that do not fill its place" in text for text in told)
     assert "" in told

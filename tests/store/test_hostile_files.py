@@ -101,7 +101,7 @@ def ways_to_read(layout: str) -> list[list[str]]:
     return [
         ["show", layout],
         ["show", layout, "*", "--gaps"],
-        ["compare", layout, other, "--processes", "1", "--replay-seconds", "0"],
+        ["compare", layout, other, "--jobs", "1", "--timeout", "0"],
         ["convert", layout, "--to", other, "-o", "out"],
     ]
 
@@ -223,7 +223,7 @@ def test_files_that_options_name(
 ) -> None:
     kind(Path("file"))
     words = {
-        "--mapping": ["compare", "native", "native", "--processes", "1", "--mapping", "file"],
+        "--mapping": ["compare", "native", "native", "--jobs", "1", "--mapping", "file"],
         "config": ["run", "--config", "file", "nothing.py"],
         "--reroute-file": ["run", "--reroute-file", "file", "nothing.py"],
     }[option]

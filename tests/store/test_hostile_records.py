@@ -113,8 +113,8 @@ def test_names_that_come_twice_are_empty_or_their_own_parents(tmp_path: Path) ->
     for layout in ("native", "msprobe", "ptdbg"):
         words = ["convert", str(capture), "--to", layout, "-o", str(tmp_path / layout)]
         assert main(words) == 0
-    words = ["compare", str(capture), str(tmp_path / "native"), "--processes", "1"]
-    assert main([*words, "--replay-seconds", "0"]) in (0, 1, 3)
+    words = ["compare", str(capture), str(tmp_path / "native"), "--jobs", "1"]
+    assert main([*words, "--timeout", "0"]) in (0, 1, 3)
     assert main(["show", str(capture), "*"]) == 0
 
 
@@ -248,7 +248,7 @@ def test_any_value_in_any_place(
             ["show", str(root)],
             ["show", str(root), "*"],
             ["convert", str(root), "--to", chance.choice(["native", "msprobe", "ptdbg"])],
-            ["compare", str(root), str(other), "--processes", "1", "--replay-seconds", "0"],
+            ["compare", str(root), str(other), "--jobs", "1", "--timeout", "0"],
         ):
             output = [] if words[0] == "show" else ["-o", str(out)]
             status = main([*words, *output])

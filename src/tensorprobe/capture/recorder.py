@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,7 +31,19 @@ from tensorprobe.capture.tape import Tape
 from tensorprobe.capture.tracebacks import clean_below
 from tensorprobe.capture.values import Values
 from tensorprobe.capture.warning_filters import COMPILED_MODULE, add_filter, remove_filter
-from tensorprobe.config import RecordConfig, format_numbers, from_msprobe_config
+from tensorprobe.config import (
+    Digests,
+    Dtypes,
+    Flush,
+    Names,
+    Numbers,
+    Operators,
+    RecordConfig,
+    Size,
+    format_numbers,
+    from_msprobe_config,
+    strictness,
+)
 from tensorprobe.devices import check_environment, current_rank, world_size
 from tensorprobe.errors import (
     BadUsage,
@@ -41,8 +53,10 @@ from tensorprobe.errors import (
     WriteFailed,
 )
 from tensorprobe.garbage import rare_searches
+from tensorprobe.keywords import keywords
 from tensorprobe.native import background
 from tensorprobe.numerics.summary import Summarizer
+from tensorprobe.records import Keep, Level, count
 from tensorprobe.store.claim import run_identity
 from tensorprobe.store.outputs import check_writable
 from tensorprobe.store.writer import CaptureWriter
@@ -64,31 +78,62 @@ class Recorder:
                 rec.step()
 
     `level` is L0 (modules), L1 (torch calls), mix (both) or L2 (ATen ops); `keep` is structure,
-    stats, digest or tensors. What else can be given is in RecordConfig. It may be built before or
-    after the model, started and stopped many times, and nested in another recorder. With a
-    `counter` of its own the numbers of calls go on over steps, and over recorders that share it.
+    stats, digest or tensors. `steps` to `names` each narrow what is recorded; how it is written is
+    said from `flush` on (docs/recording.md has them one by one). It may be built before or after
+    the model, started and stopped many times, and nested in another recorder. With a `counter` of
+    its own the numbers of calls go on over steps, and over recorders that share it.
 
     What goes wrong with the recording, a full disk say, is said on stderr when it happens and when
     it is closed, and is in `failed` from then on; the program goes on. With `strict=True` it is
     raised: when the recorder is made or started, at the end of a step, or by `close`.
     """
 
+    @keywords(on_write_error=strictness)
     def __init__(
         self,
         path: str | os.PathLike[str],
         *,
+        level: Level = "mix",
+        keep: Keep = "stats",
+        steps: Numbers | None = None,
+        ranks: Numbers | None = None,
+        directions: Names = ("forward", "backward"),
+        sides: Names = ("input", "output"),
+        calls: Names = (),
+        between: str | Sequence[str] | None = None,
+        apis: Names = (),
+        modules: Names = (),
+        names: Names = (),
+        keep_tensors: Names = (),
+        dtypes: Dtypes = "all",
+        stacks: bool = True,
+        digests: Digests = "native",
+        operators: Operators = "native",
+        flush: Flush = "queue",
+        max_disk: Size | None = None,
+        queue: Size = 256 * 2**20,
+        compress: bool = False,
+        keep_last: int | None = None,
+        stop_after_last_step: bool = False,
+        strict: bool = False,
         step_on: StepOn = "explicit",
         first_step: int = 0,
         log: Callable[[str], None] = say,
         facts: dict[str, Any] | None = None,
         counter: Counter | None = None,
-        **options: Any,
     ) -> None:
         self.path = Path(path)
         self.failed: TensorprobeError | None = None  # what went wrong with the recording
         self._raised = False
         self._counter = counter
-        self.config = RecordConfig.make(**options)
+        self.config = RecordConfig.make(
+            level=level, keep=keep, steps=steps, ranks=ranks, directions=directions, sides=sides,
+            calls=calls, between=between, apis=apis, modules=modules, names=names,
+            keep_tensors=keep_tensors, dtypes=dtypes, stacks=stacks, digests=digests,
+            operators=operators, flush=flush, max_disk=max_disk, queue=queue, compress=compress,
+            keep_last=keep_last, stop_after_last_step=stop_after_last_step,
+            strict=strict,
+        )  # fmt: skip
         self._selection = Selection(self.config)
         self._log = log
         self._facts = facts or {}
@@ -117,12 +162,20 @@ class Recorder:
             self._check_folder()
 
     @classmethod
-    def from_config(cls, path: str | os.PathLike[str], **more: Any) -> Recorder:
+    def from_config(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        step_on: StepOn = "explicit",
+        first_step: int = 0,
+        log: Callable[[str], None] = say,
+    ) -> Recorder:
         """A recorder as an msprobe config.json describes it."""
         config, folder, notes = from_msprobe_config(Path(path))
         if folder is None:
             raise BadUsage(f"{path}: dump_path is missing; say where the recording goes")
-        recorder = cls(folder, **more, **config.as_arguments())
+        arguments = config.as_arguments()
+        recorder = cls(folder, step_on=step_on, first_step=first_step, log=log, **arguments)
         for note in notes:
             recorder._log(note)
         return recorder
@@ -346,6 +399,18 @@ class Recorder:
         if self.config.strict and self.failed is not None and not self._raised:
             self._raised = True
             raise self.failed
+
+    def __repr__(self) -> str:
+        states = {
+            "failed": self.failed is not None,
+            "closed": self._closed,
+            "over": self._over,
+            "paused": self._paused,
+            "recording": self._started,
+            "stopped": self.is_built,
+        }
+        state = next((state for state, is_so in states.items() if is_so), "not started")
+        return f"<Recorder {self.path}: {state}, step {self._step}>"
 
     # Building and taking apart
 
@@ -608,9 +673,9 @@ class Recorder:
 
     def _note_traced(self) -> None:
         assert self._tape is not None
-        count, self._tape.not_traced = self._tape.not_traced, 0
-        if count:
-            calls = _count(count, "call")
+        number, self._tape.not_traced = self._tape.not_traced, 0
+        if number:
+            calls = count(number, "call")
             self._tape.gap("torch.jit.trace", f"{calls} made while it traced are not recorded")
 
     def _n_calls(self) -> int:
@@ -633,11 +698,11 @@ class Recorder:
         steps -= rest
         left = self.config.keep_last
         kept = f", the last {left} kept" if self._keep_last and left and steps > left else ""
-        gaps = f", {_count(writer.n_gaps, 'gap')}" if writer.n_gaps else ""
+        gaps = f", {count(writer.n_gaps, 'gap')}" if writer.n_gaps else ""
         several = os.environ.get("WORLD_SIZE", "1") != "1"
         where = writer.folder if several else self.path
         waited = f", waited {writer.waited_s:.1f} s for the disk" if writer.waited_s >= 1 else ""
-        recorded = f"{_count(writer.n_calls, 'call')} in {_count(steps, 'step')}{after}"
+        recorded = f"{count(writer.n_calls, 'call')} in {count(steps, 'step')}{after}"
         lost = _lost_text(writer)
         failed = f"{lost}. Recording ended early: {self._failure()}" if self.failed else ""
         return (
@@ -661,17 +726,13 @@ def _lost_text(writer: CaptureWriter) -> str:
     """Such as ", lost: 41 calls of step 12, 7 calls of step 13"; the first steps one by one."""
     lost, torn = writer.lost, sorted(writer.torn)
     steps = sorted(lost)
-    parts = [f"{_count(lost[step], 'call')} of step {step}" for step in steps[:3]]
+    parts = [f"{count(lost[step], 'call')} of step {step}" for step in steps[:3]]
     if rest := steps[3:]:
-        count = _count(sum(lost[step] for step in rest), "call")
-        parts.append(f"{count} of step{'s' if rest[1:] else ''} {format_numbers(rest)}")
+        more = count(sum(lost[step] for step in rest), "call")
+        parts.append(f"{more} of step{'s' if rest[1:] else ''} {format_numbers(rest)}")
     if torn:
         parts.append(f"values of step{'s' if torn[1:] else ''} {format_numbers(torn)}")
     return f", lost: {', '.join(parts)}" if parts else ""
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def format_nbytes(nbytes: float) -> str:

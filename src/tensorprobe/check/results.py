@@ -51,7 +51,7 @@ class Results:
             changed = [key for key in self._about if self._about[key] != before.get(key)]
             raise BadUsage(
                 f"'{self.folder}' holds another check ({', '.join(changed)} differ): "
-                "give another -o, or --restart"
+                "give another `path`, or `restart=True`"
             )
         for line in lines[1:]:
             try:

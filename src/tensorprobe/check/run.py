@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,8 @@ from tensorprobe.check.row import Row
 from tensorprobe.check.switches import differing
 from tensorprobe.check.worker import Setting
 from tensorprobe.errors import BadUsage
-from tensorprobe.records import Capture
+from tensorprobe.keywords import keywords
+from tensorprobe.records import Capture, count
 from tensorprobe.replay.pairing import Pair, pair
 from tensorprobe.store.loading import load
 from tensorprobe.store.outputs import check_output
@@ -29,9 +31,9 @@ class Checked:
     """The outcome of a check: its rows, failures first, and how many of each verdict."""
 
     def __init__(
-        self, folder: Path, rows: list[Row], counts: Mapping[str, int], notes: Sequence[str] = ()
+        self, path: Path, rows: list[Row], counts: Mapping[str, int], notes: Sequence[str] = ()
     ) -> None:
-        self.folder = folder
+        self.path = path
         self.rows = rows
         self.counts = counts
         self.notes = notes  # what makes the verdicts less fair
@@ -40,24 +42,32 @@ class Checked:
     def passed(self) -> bool:
         return not (self.counts["fail"] or self.counts["crashed"])
 
+    @property
+    def folder(self) -> Path:
+        """The former name of `path`."""
+        return self.path
+
     def __repr__(self) -> str:
-        shown = ", ".join(f"{count} {verdict}" for verdict, count in self.counts.items())
-        return f"<Checked {self.folder}: {shown}>"
+        verdicts = ("pass", "fail", "crashed", "skipped")
+        shown = ", ".join(f"{self.counts[each]} {each}" for each in verdicts if self.counts[each])
+        calls = count(self.counts["calls"], "call")
+        return f"<Checked {self.path}: {calls}, {shown or 'none checked'}>"
 
 
+@keywords(output="path", timeout_s="timeout")
 def check(
-    capture: str | Path | Capture,
-    output: str | Path,
+    capture: str | os.PathLike[str] | Capture,
+    path: str | os.PathLike[str],
     *,
     device: str = "cpu",
-    against: str | Path | None = None,
+    against: str | os.PathLike[str] | None = None,
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
     every: bool = False,
     jobs: int = 1,
-    timeout_s: float = 120.0,
-    references: str | Path | None = None,
-    imports: Sequence[str | Path] = (),
+    timeout: float = 120.0,
+    references: str | os.PathLike[str] | None = None,
+    imports: Sequence[str | os.PathLike[str]] = (),
     peer_tables: bool = False,
     restart: bool = False,
     step: int | None = None,
@@ -71,37 +81,41 @@ def check(
         [row.name for row in checked.rows if row.verdict == "fail"]
 
     `against` is a capture of a benchmark device, or the output of a check there. Calls that crash
-    or hang are marked and the rest goes on; run it again with the same output to take it up.
+    or hang (`timeout` seconds for one) are marked and the rest goes on; run it again with the same
+    `path` to take it up. `jobs` is the number of processes.
     `imports` are packages whose operators, functions and modules may be called besides torch's.
     With `sim_npu` the device npu is the simulated one.
     """
-    if jobs < 1 or timeout_s <= 0:
-        raise BadUsage("--jobs must be at least 1 and --timeout above 0")
+    if jobs < 1:
+        raise BadUsage(f"jobs={jobs}: expected 1 or more")
+    if timeout <= 0:
+        raise BadUsage(f"timeout={timeout}: expected a number of seconds above 0")
+    folder = Path(path)
     run = capture if isinstance(capture, Capture) else load(capture)
-    check_output(Path(output), run.path)
+    check_output(folder, run.path)
     planned = plan(run, only=only, skip=skip, every=every, step=step, rank=rank)
     if not planned:
-        raise BadUsage(f"no call of '{run.path}' is left to check: see --only and --skip")
+        raise BadUsage(f"no call of '{run.path}' is left to check: see `only` and `skip`")
     about = {
         "capture": str(run.path),
         "device": device,
         "against": None if against is None else str(against),
         "every": every,
     }
-    results = Results(Path(output), about, restart=restart)
+    results = Results(folder, about, restart=restart)
     todo = [each for each in planned if not _is_done(results.rows.get(_key(each)), peer_tables)]
     benchmark = _Benchmark(against)
     setting = Setting(
         device=device,
         references=None if references is None else Path(references),
-        imports=tuple(imports),
+        imports=tuple(each if isinstance(each, str) else Path(each) for each in imports),
         processes=jobs,
         peer_metrics=peer_tables,
         sim_npu=sim_npu,
     )
     tasks = [Task(number, each.pair, benchmark.pair(each.pair)) for number, each in enumerate(todo)]
     done = len(planned) - len(todo)
-    pool = Pool(setting, jobs, timeout_s)
+    pool = Pool(setting, jobs, timeout)
     for task, row in pool.run(tasks) if tasks else ():
         row.alike = todo[task.number].alike
         benchmark.excuse(row)
@@ -116,8 +130,8 @@ def check(
     if peer_tables:
         from tensorprobe.check.peer_tables import write_tables
 
-        write_tables(Path(output), rows)
-    return Checked(Path(output), rows, counts, notes)
+        write_tables(folder, rows)
+    return Checked(folder, rows, counts, notes)
 
 
 def _is_done(row: Row | None, peer_tables: bool) -> bool:
@@ -147,7 +161,7 @@ def _repro(capture: Path, row: Row) -> str:
 class _Benchmark:
     """A second device: its capture, or the result of a check there."""
 
-    def __init__(self, against: str | Path | None) -> None:
+    def __init__(self, against: str | os.PathLike[str] | None) -> None:
         self._pairs: dict[tuple[int, int, str], Pair] = {}
         self._tensors: dict[str, dict[str, dict[str, Any]]] = {}
         if against is None:

@@ -56,7 +56,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("paths", nargs="+", type=Path, metavar="DUMP|DIR")
-    parser.add_argument("-o", "--out", type=Path, required=True, metavar="OUT")
+    parser.add_argument("-o", "--output", dest="out", type=Path, required=True, metavar="OUT")
     parser.add_argument("--to", choices=("npy", "bin", "safetensors"), default="npy")
     parser.add_argument("--format", help="put blocked formats in order: ND, NCHW, NHWC, HWCN...")
     parser.add_argument("--shape", type=_shape, help="the original shape, where the dump has none")
@@ -321,7 +321,7 @@ def _add_incident(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernel-meta", nargs="+", type=Path, default=[], metavar="DIR")
     parser.add_argument("--dump", nargs="+", type=Path, default=[], metavar="PATH")
     parser.add_argument("--objdump", type=Path, help="text of cce-objdump -d --line-numbers K.o")
-    parser.add_argument("-o", "--out", type=Path, required=True, metavar="OUT")
+    parser.add_argument("-o", "--output", dest="out", type=Path, required=True, metavar="OUT")
     parser.add_argument(
         "--reproduced", choices=("yes", "no"), help="did the case fail (yes) or pass (no)?"
     )
@@ -393,7 +393,7 @@ def _add_opcase(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--kernel", metavar="NAME", help="the kernel's name, as in the log")
     parser.add_argument("--kernel-meta", nargs="+", type=Path, default=[], metavar="DIR")
     parser.add_argument("--dump", nargs="+", type=Path, default=[], metavar="PATH")
-    parser.add_argument("-o", "--out", type=Path, required=True, metavar="OUT")
+    parser.add_argument("-o", "--output", dest="out", type=Path, required=True, metavar="OUT")
     parser.add_argument("--soc", default="all", help="what main.py passes to run()")
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from tensorprobe.cli.options import as_options
 from tensorprobe.terminal import printable, say, warn
 
 if TYPE_CHECKING:
@@ -19,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="cpu", metavar="D", help="cpu, cuda, npu, npu:1... (default cpu)"
     )
-    parser.add_argument("-o", "--output", metavar="OUT", required=True, help="folder for the rows")
+    parser.add_argument(
+        "-o", "--output", dest="path", metavar="OUT", required=True, help="folder for the rows"
+    )
     parser.add_argument(
         "--against",
         metavar="CAPTURE2",
@@ -33,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--step", type=int, metavar="N", help="only this step")
     parser.add_argument("--rank", type=int, metavar="N", help="only this rank")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default 1)")
+    parser.add_argument(
+        "-j", "--jobs", type=int, default=1, metavar="N", help="processes (default 1)"
+    )
     parser.add_argument(
         "--timeout", type=float, default=120.0, metavar="S", help="seconds a call may take (120)"
     )
@@ -75,14 +80,14 @@ def run(args: argparse.Namespace) -> int:
         with progress:
             checked = check(
                 args.capture,
-                args.output,
+                args.path,
                 device=args.device,
                 against=args.against,
                 only=args.only,
                 skip=args.skip,
                 every=args.every,
                 jobs=args.jobs,
-                timeout_s=args.timeout,
+                timeout=args.timeout,
                 references=args.references,
                 imports=args.imports,
                 peer_tables=args.peer_tables,
@@ -95,10 +100,10 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         warn(
             f"tensorprobe check: interrupted, {progress.done} of {progress.total or '?'} calls are "
-            f"done and kept in '{args.output}'. The same command goes on from there"
+            f"done and kept in '{args.path}'. The same command goes on from there"
         )
         return 1
-    say(*describe(checked, args.limit))
+    say(*(as_options(line, args.option_names) for line in describe(checked, args.limit)))
     return 0 if checked.passed else 3
 
 
@@ -141,7 +146,7 @@ def describe(checked: Checked, limit: int) -> list[str]:
         lines += [f"{row.verdict:8} {_what(row)}", f"         {row.reason}"]
         lines.append(f"         {row.repro}")
     if len(bad) > limit:
-        lines.append(f"         and {len(bad) - limit} more in {checked.folder / 'check.json'}")
+        lines.append(f"         and {len(bad) - limit} more in {checked.path / 'check.json'}")
     lines += _wrong_recordings(checked, limit)
     lines += _skipped(checked, limit)
     lines += [f"note     {note}" for note in checked.notes]
@@ -150,7 +155,7 @@ def describe(checked: Checked, limit: int) -> list[str]:
         f"{counts['calls']} calls, {counts['checked']} different: {counts['pass']} pass"
         + (f" ({wrong} of them recorded wrong)" if wrong else "")
         + f", {counts['fail']} fail, {counts['crashed']} crashed, {counts['skipped']} skipped"
-        f"; {checked.folder / 'check.json'}"
+        f"; {checked.path / 'check.json'}"
     )
     return lines
 
@@ -163,7 +168,7 @@ def _wrong_recordings(checked: Checked, limit: int) -> Iterator[str]:
         yield f"         {row.recorded}"
         yield f"         {row.repro}"
     if len(rows) > limit:
-        yield f"         and {len(rows) - limit} more in {checked.folder / 'check.json'}"
+        yield f"         and {len(rows) - limit} more in {checked.path / 'check.json'}"
 
 
 def _skipped(checked: Checked, limit: int) -> Iterator[str]:

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tensorprobe.cli.options import as_options, former_name
+from tensorprobe.errors import BadUsage
 from tensorprobe.terminal import say
 
 if TYPE_CHECKING:
@@ -38,30 +40,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="columns of comparison.csv",
     )  # fmt: skip
     parser.add_argument("--xlsx", action="store_true", help="write comparison.xlsx too")
-    parser.add_argument("--processes", type=int, metavar="N", help="default: one a core")
     parser.add_argument(
-        "--replay-seconds", type=float, default=120.0, metavar="S",
-        help="time for replaying suspects in float64; 0: none (default 120)",
+        "-j", "--jobs", type=int, metavar="N", help="processes (default: one a core)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=120.0, metavar="S",
+        help="seconds for replaying suspects in float64; 0: none (default 120)",
     )  # fmt: skip
+    former_name(parser, "--processes", "jobs", type=int)
+    former_name(parser, "--replay-seconds", "timeout", type=float)
 
 
 def run(args: argparse.Namespace) -> int:
     from tensorprobe.compare.workers import workers_for
-    from tensorprobe.errors import BadUsage
 
     if args.xlsx and args.output is None:
         raise BadUsage("--xlsx needs a folder to write to: -o OUT")
-    if args.processes is not None and args.processes < 1:
-        raise BadUsage(f"--processes {args.processes}: expected 1 or more")
     # first of all: the rest is imported, and the captures are read, while they start
-    with workers_for((args.actual, args.expected), args.processes) as workers:
+    with workers_for((args.actual, args.expected), args.jobs) as workers:
         return _run(args, workers)
 
 
 def _run(args: argparse.Namespace, workers: Workers | None) -> int:
+    from tensorprobe.compare.comparison import compare_captures
     from tensorprobe.compare.measure import TerminalProgress
     from tensorprobe.report.console import render
-    from tensorprobe.report.saving import compare
+    from tensorprobe.report.saving import with_files
     from tensorprobe.store.outputs import check_output
 
     if args.output is not None:  # before the work, not after it
@@ -70,15 +74,15 @@ def _run(args: argparse.Namespace, workers: Workers | None) -> int:
     if sys.stderr.isatty():
         progress = TerminalProgress()
     try:
-        comparison = compare(
+        compared = compare_captures(
             args.actual,
             args.expected,
             noise=args.noise,
             mapping=args.mapping,
             step=args.step,
             rank=args.rank,
-            processes=workers or 1,
-            seconds=args.replay_seconds,
+            jobs=workers or 1,
+            timeout=args.timeout,
             references=args.references,
             imports=args.imports,
             progress=progress,
@@ -86,7 +90,8 @@ def _run(args: argparse.Namespace, workers: Workers | None) -> int:
     finally:
         if progress is not None:
             progress.stop()
-    say(*render(comparison).split("\n"))
+    comparison = with_files(compared)
+    say(*as_options(render(comparison), args.option_names).split("\n"))
     if args.output is not None:
         paths = comparison.save(args.output, columns=args.columns, xlsx=args.xlsx)
         say("", f"written: {', '.join(str(path) for path in paths)}")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
 
 from tensorprobe._version import __version__
+from tensorprobe.cli.options import as_options, option_names
 from tensorprobe.errors import BadUsage, TensorprobeError
 from tensorprobe.terminal import say, warn
 
@@ -52,6 +53,7 @@ def build_parser(verb: str | None) -> argparse.ArgumentParser:
         sub = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
         if name == verb:
             importlib.import_module(f"tensorprobe.cli.{name}").add_arguments(sub)
+            sub.set_defaults(option_names=option_names(sub))
     return parser
 
 
@@ -69,12 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = importlib.import_module(f"tensorprobe.cli.{args.verb}").run(args)
         if args.verb != "run":
             sys.stdout.flush()  # here, where a pipe that was closed is no error
-    except BadUsage as error:
-        warn(f"tensorprobe {args.verb}: {error}")
-        return 2
     except TensorprobeError as error:
-        warn(f"tensorprobe {args.verb}: {error}")
-        return 1
+        warn(f"tensorprobe {args.verb}: {as_options(str(error), args.option_names)}")
+        return 2 if isinstance(error, BadUsage) else 1
     except MemoryError:
         warn(f"tensorprobe {args.verb}: it takes more memory than there is")
         return 1

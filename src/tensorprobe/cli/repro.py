@@ -10,7 +10,9 @@ from tensorprobe.terminal import say, warn
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("capture", metavar="CAPTURE", help="a run, a rank or a step of it")
     parser.add_argument("call", metavar="CALL", help="the call's name, as `show` prints it")
-    parser.add_argument("-o", "--output", metavar="DIR", required=True, help="folder to write")
+    parser.add_argument(
+        "-o", "--output", dest="path", metavar="DIR", required=True, help="folder to write"
+    )
     parser.add_argument("--step", type=int, metavar="N", help="the call of this step")
     parser.add_argument("--rank", type=int, metavar="N", help="the call of this rank")
     parser.add_argument(
@@ -30,11 +32,11 @@ def run(args: argparse.Namespace) -> int:
     folder = repro(
         args.capture,
         args.call,
-        args.output,
+        args.path,
         step=args.step,
         rank=args.rank,
         imports=args.imports,
-        tell=_tell,
+        log=_tell,
     )
     say(f"wrote {folder}: python {folder / 'repro.py'} --device cpu")
     return 0

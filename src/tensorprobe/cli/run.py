@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensorprobe.cli.doors import DOORS, open_doors, read_names
+from tensorprobe.cli.options import as_options, former_name
 from tensorprobe.config import RecordConfig, from_msprobe_config
 from tensorprobe.contents.json_files import read_json
 from tensorprobe.contents.opening import open_named
@@ -146,7 +147,7 @@ def _add_guard(group: argparse._ArgumentGroup) -> None:
         "where -o, --keep-last or something to select is given",
     )
     group.add_argument(
-        "--guard-out", metavar="DIR", default="guard", help="where findings go (guard)"
+        "--guard-output", metavar="DIR", default="guard", help="where findings go (guard)"
     )
     group.add_argument(
         "--overflow-nums",
@@ -169,11 +170,12 @@ def _add_guard(group: argparse._ArgumentGroup) -> None:
         "the inputs of that call are held, and no others",
     )
     group.add_argument(
-        "--alone-timeout",
+        "--guard-timeout",
+        dest="timeout",
         type=float,
-        metavar="SECONDS",
+        metavar="S",
         default=120.0,
-        help="how long a call that failed may run alone (120); 0: write its repro, do not run it",
+        help="seconds a call that failed may run alone (120); 0: write its repro, do not run it",
     )
     group.add_argument(
         "--keep-last",
@@ -181,6 +183,8 @@ def _add_guard(group: argparse._ArgumentGroup) -> None:
         default=argparse.SUPPRESS,
         help="of what is recorded keep the last K steps, until the guard finds something",
     )
+    former_name(group, "--guard-out", "guard_output")
+    former_name(group, "--alone-timeout", "timeout", type=float)
 
 
 def _add_start(group: argparse._ArgumentGroup) -> None:
@@ -264,12 +268,12 @@ def _guard_options(
     program = ["-m", *words] if args.module_words is not None else words
     check_numbers(args.overflow_nums, args.look_every)
     return {
-        "folder": args.guard_out,
+        "path": args.guard_output,
         "watch": check_watches(args.guard),
         "overflow_nums": args.overflow_nums,
         "look_every": args.look_every,
         "inputs_budget": check_budget(args.inputs_budget),
-        "alone_timeout_s": check_timeout(args.alone_timeout),
+        "timeout": check_timeout(args.timeout),
         "calls": config.calls,
         "steps": config.steps,
         "rerun": shlex.join([*start, *program]),
@@ -298,7 +302,7 @@ _FIELDS = frozenset(RecordConfig.__struct_fields__) | _STRICTNESS
 
 def _folders(args: argparse.Namespace, output: Path | None) -> list[Path]:
     """What will be written to."""
-    guard = Path(args.guard_out) if args.guard is not None else None
+    guard = Path(args.guard_output) if args.guard is not None else None
     start = Path(args.save_start) if args.save_start else None
     return [folder for folder in (output, guard, start) if folder is not None]
 
@@ -497,7 +501,8 @@ class _Session:
         self._tell_idle_faults()
         status = self._end_reroute() or int(self._config.strict and self._trouble is not None)
         if isinstance(end, GuardStopped):
-            sys.stderr.write(f"tensorprobe run: {end}\n")
+            text = as_options(str(end), self._args.option_names)
+            sys.stderr.write(f"tensorprobe run: {text}\n")
             return 3
         if isinstance(end, KeyboardInterrupt):
             # shown already; Python gives the status of a program ended by Ctrl-C

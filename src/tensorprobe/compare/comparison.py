@@ -38,7 +38,7 @@ from tensorprobe.compare.units import (
 from tensorprobe.compare.workers import Workers, workers_for
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.garbage import no_garbage
-from tensorprobe.records import Call, Capture
+from tensorprobe.records import Call, Capture, count
 from tensorprobe.store.foreign import LAST_NODE
 from tensorprobe.store.loading import load
 from tensorprobe.terminal import printable
@@ -87,9 +87,12 @@ class Verdict(msgspec.Struct, kw_only=True):
 
         return "\n".join(map(printable, describe(self)))
 
+    def __repr__(self) -> str:
+        return f"<Verdict {_in_short(self)}>"
 
-class Comparison:
-    """What two captures have in common and where they part; see report.saving for its files."""
+
+class Compared:
+    """What two captures have in common and where they part; report.saving adds files to it."""
 
     def __init__(
         self,
@@ -124,10 +127,17 @@ class Comparison:
         return found
 
     def __repr__(self) -> str:
-        return f"<Comparison {self.verdict.verdict}: {len(self.verdict.culprits)} culprits>"
+        return f"<Comparison {_in_short(self.verdict)}>"
 
 
-def compare(
+def _in_short(verdict: Verdict) -> str:
+    if not verdict.culprits:
+        return f"{verdict.verdict}: {count(verdict.counts['aligned'], 'call')} aligned"
+    found = count(len(verdict.culprits), "culprit")
+    return f"{verdict.verdict}: {found}, first {verdict.culprits[0].name}"
+
+
+def compare_captures(
     actual: Source,
     expected: Source,
     *,
@@ -135,27 +145,19 @@ def compare(
     mapping: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     step: int | None = None,
     rank: int | None = None,
-    processes: int | Workers | None = None,
+    jobs: int | Workers | None = None,
+    timeout: float = 120.0,
     replay: bool = True,
-    seconds: float = 120.0,
     references: str | os.PathLike[str] | None = None,
     imports: Sequence[str | os.PathLike[str]] = (),
     progress: Progress | None = None,
-) -> Comparison:
-    """Compare two captures and name the call that made them differ.
-
-    `noise` are further runs of the expected side: what they differ by is no divergence. `mapping`
-    is a file, or a dict, that says which calls or modules are the same. `seconds` bounds the time
-    spent on replaying suspects; 0 or `replay=False` leaves it out. `processes` measure tensors: how
-    many (one a core, where that is worth it), or some that were started before. `references` is a
-    Python file with tp.reference functions; `imports` are packages whose operators, functions and
-    modules a replay may call besides torch's.
-    """
+) -> Compared:
+    """What tp.compare does, without its files; `jobs` may also be processes that run already."""
     replayer = replayer_for(_user_code(references, imports))
     if references is not None or imports:
         replayer.start()  # what is wrong with a user's code is told before the work, not after it
     known = NO_MAPPING if mapping is None else read_mapping(mapping)
-    with workers_for(map(_path, (actual, expected)), processes) as workers:
+    with workers_for(map(_path, (actual, expected)), jobs) as workers:
         ours, theirs = _opened(actual), _opened(expected)
         with no_garbage():
             pairs = [pair_tensors(pair) for pair in _align(ours, theirs, known, step, rank)]
@@ -165,8 +167,8 @@ def compare(
                 workers.end()
     with no_garbage():
         lacks = lacking(ours, theirs, step, rank)
-        wanted = replayer if replay and seconds > 0 else None
-        return _judge(ours, theirs, pairs, lacks, floors, wanted, seconds)
+        wanted = replayer if replay and timeout > 0 else None
+        return _judge(ours, theirs, pairs, lacks, floors, wanted, timeout)
 
 
 def _user_code(
@@ -234,8 +236,8 @@ def _judge(
     lacks: Sequence[Lacking],
     floors: Mapping[str, float],
     replayer: Replayer | None,
-    seconds: float,
-) -> Comparison:
+    timeout: float,
+) -> Compared:
     n_actual = sum(pair.pair.actual is not None for pair in pairs)
     n_expected = sum(pair.pair.expected is not None for pair in pairs)
     aligned = sum(pair.is_paired for pair in pairs)
@@ -261,7 +263,7 @@ def _judge(
     if aligned * 2 < _common_calls(pairs, narrow):
         verdict.verdict = "incomparable"
         verdict.reason = _why_incomparable(actual, expected, pairs, aligned)
-        return Comparison(actual, expected, pairs, verdict)
+        return Compared(actual, expected, pairs, verdict)
     structure: list[str] = []
     findings: list[Findings] = []
     ranks = sorted({pair.call.rank for pair in pairs})
@@ -274,7 +276,7 @@ def _judge(
             _recorded(mine, narrow),
             replayer=replayer,
             replay=replay,
-            seconds=seconds / len(ranks),
+            seconds=timeout / len(ranks),
             floors=floors,
         )
         findings.append(found)
@@ -286,7 +288,7 @@ def _judge(
         verdict.verdict = "diverged"
     verdict.notes = _notes(verdict, findings, actual, expected)
     _tell_what_lacks(verdict, lacks)
-    return Comparison(actual, expected, pairs, verdict, structure)
+    return Compared(actual, expected, pairs, verdict, structure)
 
 
 def _common_calls(pairs: Sequence[CallPair], narrow: tuple[bool, bool]) -> int:
@@ -317,9 +319,9 @@ def _tell_what_lacks(verdict: Verdict, lacks: Sequence[Lacking]) -> None:
     if verdict.culprits:
         verdict.notes.append(text)
         return
-    option = "--rank" if any(each.is_whole_rank for each in lost) else "--step"
+    argument = "rank" if any(each.is_whole_rank for each in lost) else "step"
     verdict.verdict = "incomparable"
-    verdict.reason = f"{text}. To compare one that both have: {option} N"
+    verdict.reason = f"{text}. To compare one that both have: `{argument}=N`"
 
 
 def _recorded(pairs: list[CallPair], narrow: tuple[bool, bool]) -> list[CallPair]:
@@ -399,7 +401,7 @@ def _why_incomparable(
             "Record both at the same level"
         )
     else:
-        text += ". Compare runs of one program, or say what is the same: --mapping FILE"
+        text += ". Compare runs of one program, or say what is the same: `mapping=FILE`"
     return text
 
 
@@ -423,7 +425,7 @@ def _notes(
     left = sum(found.n_left for found in findings)
     if left:
         notes.append(
-            f"{left} suspects were not replayed for lack of time; --replay-seconds gives more"
+            f"{count(left, 'suspect')} not replayed for lack of time; a longer `timeout` gives more"
         )
     bits = next((found.first_bits for found in findings if found.first_bits), None)
     if verdict.verdict == "match" and bits:

@@ -47,6 +47,9 @@ class Culprit(msgspec.Struct, kw_only=True):
     weak: bool = False
     expected: Place | None = None  # what it is called on the expected side, where that has it
 
+    def __repr__(self) -> str:
+        return f"<Culprit {self.name}, step {self.step}, rank {self.rank}: {self.reason}>"
+
 
 def accuse(
     node: Node,

@@ -52,7 +52,7 @@ def _read(path: Path) -> dict[str, Any]:
         text = read_text(open_named(path), path, _MAX_NBYTES)
     except FileNotFoundError:
         raise BadUsage(
-            f"no file '{path}': --mapping takes a YAML or JSON file of actual: expected"
+            f"no file '{path}': `mapping` takes a YAML or JSON file of actual: expected"
         ) from None
     tree = _parse(path, text)
     if not isinstance(tree, dict):

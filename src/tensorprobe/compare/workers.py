@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tensorprobe.errors import BadUsage
+
 if TYPE_CHECKING:  # not at run time: this process needs no numpy while others measure
     from tensorprobe.numerics.pair_metrics import PairMetrics
     from tensorprobe.numerics.stored_pairs import StoredPair
@@ -145,19 +147,21 @@ class _Line:
 
 @contextmanager
 def workers_for(
-    sources: Iterable[str | os.PathLike[str]], processes: int | Workers | None
+    sources: Iterable[str | os.PathLike[str]], jobs: int | Workers | None
 ) -> Iterator[Workers | None]:
     """Processes for comparing what is at these paths; None where one does it as well."""
-    if isinstance(processes, Workers):
-        yield processes
+    if isinstance(jobs, Workers):
+        yield jobs
         return
-    n = processes or len(os.sched_getaffinity(0))
-    if processes is None:
+    if jobs is not None and jobs < 1:
+        raise BadUsage(f"jobs={jobs}: expected 1 or more")
+    n = jobs or len(os.sched_getaffinity(0))
+    if jobs is None:
         n = min(n, _nbytes_up_to(sources, n * _EACH_NBYTES) // _EACH_NBYTES)
     if n <= 1:
         yield None
         return
-    workers = Workers(n, for_anything=processes is not None)
+    workers = Workers(n, for_anything=jobs is not None)
     try:
         yield workers
     finally:

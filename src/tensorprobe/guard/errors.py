@@ -29,7 +29,7 @@ from tensorprobe.garbage import rare_searches
 from tensorprobe.guard.backward_watch import BackwardWatch
 from tensorprobe.guard.failures import Failures
 from tensorprobe.guard.kept import Kept
-from tensorprobe.guard.names import check_budget, check_timeout
+from tensorprobe.guard.names import check_budget
 from tensorprobe.guard.origin import (
     CompiledPart,
     CustomFunction,
@@ -86,7 +86,7 @@ class ErrorWatch:
         inputs_budget: int | str = "1G",
         calls: Sequence[str] = (),
         steps: Sequence[int] | None = None,
-        alone_timeout_s: float = 120,
+        timeout_s: float = 120,
     ) -> None:
         self.log = log
         self._kept = Kept(check_budget(inputs_budget))
@@ -100,7 +100,7 @@ class ErrorWatch:
             report,
             log,
             rerun,
-            check_timeout(alone_timeout_s),
+            timeout_s,
         )
         self._pace = StepWatch(step_on, self._advance)
         self._mode = CallMode(

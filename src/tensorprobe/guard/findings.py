@@ -50,6 +50,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         """What two reports of one finding share."""
         return self.kind, self.name, self.step, self.rank
 
+    def __repr__(self) -> str:
+        return f"<Finding {self.kind}: {self.name}, step {self.step}, rank {self.rank}>"
+
 
 def write_findings(
     folder: str | os.PathLike[str],

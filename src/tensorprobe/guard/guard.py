@@ -16,8 +16,10 @@ from tensorprobe.capture.tracebacks import clean_below
 from tensorprobe.devices import current_rank, world_size
 from tensorprobe.errors import BadUsage, WriteFailed
 from tensorprobe.guard.findings import FILE, Finding, describe, write_findings
-from tensorprobe.guard.names import check_numbers, check_watches
+from tensorprobe.guard.names import check_numbers, check_timeout, check_watches
+from tensorprobe.keywords import keywords
 from tensorprobe.native import background
+from tensorprobe.records import count
 from tensorprobe.store.outputs import check_writable
 from tensorprobe.store.refusals import Refusals
 
@@ -47,15 +49,16 @@ class Guard:
 
     For errors the inputs of recent calls are held, `inputs_budget` of them at most; `calls` and
     `steps` name the calls to hold instead, however large. A call that failed is run once more,
-    alone, for `alone_timeout_s` at most; 0 does not run it.
+    alone, for `timeout` seconds at most; 0 does not run it.
 
     A folder that cannot be written to is said on stderr and is in `failed`; the program goes on,
     watched, and what is found is said.
     """
 
+    @keywords(folder="path", alone_timeout_s="timeout")
     def __init__(
         self,
-        folder: str | os.PathLike[str] = "guard",
+        path: str | os.PathLike[str] = "guard",
         watch: str | Iterable[str] = ("overflow",),
         *,
         overflow_nums: int = 1,
@@ -64,29 +67,29 @@ class Guard:
         inputs_budget: int | str = "1G",
         calls: Sequence[str] = (),
         steps: Sequence[int] | None = None,
-        alone_timeout_s: float = 120,
+        timeout: float = 120.0,
         recorder: Recorder | None = None,
         step_on: StepOn = "auto",
         rerun: str | None = None,
         log: Callable[[str], None] = say,
     ) -> None:
-        self.folder = Path(folder)
-        self._refusals = Refusals(f"what the guard finds, in {self.folder},", log)
+        self.path = Path(path)
+        self._refusals = Refusals(f"what the guard finds, in {self.path},", log)
         self._names = check_watches(watch)
         check_numbers(overflow_nums, look_every)
         if keep_last is not None and recorder is not None:
             raise BadUsage("keep_last and a recorder: give keep_last to the Recorder instead")
         self._log = log
         with self._refusals.told():
-            check_writable(self.folder)
+            check_writable(self.path)
         self._findings: list[Finding] = []
         self._notes: dict[str, Any] = {}
-        self._place = self.folder if world_size() == 1 else self.folder / f"rank{current_rank()}"
+        self._place = self.path if world_size() == 1 else self.path / f"rank{current_rank()}"
         self._recorder = recorder
         self._own_recorder: Recorder | None = None
         if keep_last is not None:
             self._own_recorder = self._recorder = Recorder(
-                self.folder / "recording", step_on=step_on, log=log, level="L1", keep_last=keep_last
+                self.path / "recording", step_on=step_on, log=log, level="L1", keep_last=keep_last
             )
         self._options: dict[str, Any] = {
             "overflow_nums": overflow_nums,
@@ -99,7 +102,7 @@ class Guard:
             "inputs_budget": inputs_budget,
             "calls": calls,
             "steps": steps,
-            "alone_timeout_s": alone_timeout_s,
+            "timeout_s": check_timeout(timeout),
             **{name: self._options[name] for name in ("step_on", "rerun", "log")},
         }
         self._watches: list[Watch] = []
@@ -111,6 +114,11 @@ class Guard:
     def findings(self) -> tuple[Finding, ...]:
         """What was found so far, in order."""
         return tuple(self._findings)
+
+    @property
+    def folder(self) -> Path:
+        """The former name of `path`."""
+        return self.path
 
     @property
     def failed(self) -> WriteFailed | None:
@@ -180,6 +188,11 @@ class Guard:
         clean_below(error)
         self.close(error)
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "watching" if self._on else "not watching"
+        found = count(len(self._findings), "finding")
+        return f"<Guard {self.path}: {state} {' and '.join(self._names)}, {found}>"
+
     # What the watches call
 
     def report(self, finding: Finding, *, tell: bool = True) -> None:
@@ -208,9 +221,9 @@ class Guard:
         module = importlib.import_module(f"tensorprobe.guard.{name}")
         watch: Watch
         if name == "overflow":
-            watch = module.OverflowWatch(self.folder, self.report, self.note, **self._options)
+            watch = module.OverflowWatch(self.path, self.report, self.note, **self._options)
         else:
-            watch = module.ErrorWatch(self.folder, self._place, self.report, **self._error_options)
+            watch = module.ErrorWatch(self.path, self._place, self.report, **self._error_options)
         return watch
 
     def _write(self) -> None:
@@ -222,8 +235,7 @@ class Guard:
             self._own_recorder.close()
 
     def _summary(self) -> str:
-        count = len(self._findings)
-        found = f"{count} finding{'' if count == 1 else 's'}" if count else "nothing found"
+        found = count(len(self._findings), "finding") if self._findings else "nothing found"
         skipped = self._notes.get("skipped_steps", [])
         if skipped:
             steps = ", ".join(str(step) for step in skipped[:8]) + (" ..." if skipped[8:] else "")

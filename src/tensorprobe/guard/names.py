@@ -35,8 +35,8 @@ def check_budget(inputs_budget: int | str) -> int:
     return parse_size("inputs_budget", inputs_budget)
 
 
-def check_timeout(alone_timeout_s: float) -> float:
+def check_timeout(timeout: float) -> float:
     """How long a failed call may run alone; 0 for not at all."""
-    if alone_timeout_s < 0:
-        raise BadUsage(f"alone_timeout_s={alone_timeout_s}: expected a number of seconds from 0")
-    return alone_timeout_s
+    if timeout < 0:
+        raise BadUsage(f"timeout={timeout}: expected a number of seconds from 0")
+    return timeout

@@ -314,7 +314,7 @@ class OverflowWatch:
         times = "once" if self._count == 1 else f"{self._count} times"
         raise GuardStopped(
             f"stopped by the guard, values overflowed {times}{which}. "
-            f"What was found is in {self._folder}; to go on: overflow_nums=-1 (--overflow-nums -1)"
+            f"What was found is in {self._folder}; to go on: `overflow_nums=-1`"
         )
 
     def _tell_cases(self) -> None:

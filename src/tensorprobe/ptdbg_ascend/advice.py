@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tensorprobe.compare.comparison import Comparison
+from tensorprobe.compare.comparison import Compared
 from tensorprobe.report.ptdbg_columns import ACCURACY, NAN, RESULT
 from tensorprobe.report.table import Row
 
@@ -40,7 +40,7 @@ class Advice(NamedTuple):
         return "".join(f"{name}: {value}\n" for name, value in entries)
 
 
-def advise(comparison: Comparison, header: Sequence[str], rows: Sequence[Row]) -> Advice:
+def advise(comparison: Compared, header: Sequence[str], rows: Sequence[Row]) -> Advice:
     """The first failing row in the order of execution, with what its place suggests."""
     column = header.index(ACCURACY if ACCURACY in header else RESULT)
     failed = [i for i, row in enumerate(rows) if row[column] in _FAILED]
@@ -69,7 +69,7 @@ def _about(name: str) -> str:
     return text
 
 
-def _culprit(comparison: Comparison) -> str:
+def _culprit(comparison: Compared) -> str:
     """What the comparison itself blames, by the error that rounding cannot explain."""
     culprits = comparison.verdict.culprits
     if not culprits:

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tensorprobe.compare.comparison import Comparison
-from tensorprobe.compare.comparison import compare as compare_captures
+from tensorprobe.compare.comparison import Compared, compare_captures
 from tensorprobe.errors import BadUsage, UnreadableCapture
 from tensorprobe.ptdbg_ascend.advice import advise
 from tensorprobe.ptdbg_ascend.telling import say
@@ -158,7 +157,7 @@ def _compare(
     return path
 
 
-def _problems(comparison: Comparison) -> str:
+def _problems(comparison: Compared) -> str:
     gaps = comparison.verdict.counts["gaps"]
     return f", {gaps} records of the dumps could not be read" if gaps else ""
 

@@ -219,9 +219,9 @@ def allow(name: str) -> None:
     `name` may also be a namespace whose operators are registered already.
     """
     if not _NAME.fullmatch(name):
-        raise BadUsage(f"--import {name!r}: expected the name of a package, such as mylib.ops")
+        raise BadUsage(f"imports={name!r}: expected the name of a package, such as mylib.ops")
     if name.partition(".")[0] in _NEVER | _TORCH_INSIDE:
-        raise BadUsage(f"--import {name}: it holds no operators that a capture could call")
+        raise BadUsage(f"imports={name!r}: it holds no operators that a capture could call")
     before = _namespaces()
     # Packages lie where the user works; the rest of this process looks for nothing there.
     sys.path.append(os.getcwd())
@@ -229,11 +229,11 @@ def allow(name: str) -> None:
         importlib.import_module(name)
     except ImportError as error:
         if error.name is not None and not f"{name}.".startswith(f"{error.name}."):
-            raise BadUsage(f"--import {name}: {error}") from error
+            raise BadUsage(f"imports={name!r}: {error}") from error
         if name not in before:
-            raise BadUsage(f"--import {name}: no package and no namespace of that name") from error
+            raise BadUsage(f"imports={name!r}: no package and no namespace of that name") from error
     except Exception as error:
-        raise failed_import(f"--import {name}", error) from error
+        raise failed_import(f"imports={name!r}", error) from error
     finally:
         sys.path.pop()
     allow_operators(_namespaces() - before)
@@ -408,7 +408,7 @@ def not_run(name: str) -> NotReplayable:
         return NotReplayable(f"not run: {name} reaches outside of its tensors")
     home = _package_of(name)
     never = {*_NEVER, *_TORCH_INSIDE, *NAMESPACES, "torch_npu", "__main__"}
-    hint = f" (allow its package with --import {home})"
+    hint = f" (allow its package: `imports={home!r}`)"
     if home.partition(".")[0] in never or not _NAME.fullmatch(home):
         hint = ""
     return NotReplayable(f"not run: {name} is not an operator of torch{hint}")

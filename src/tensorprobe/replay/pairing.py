@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-import shlex
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from tensorprobe.errors import UnreadableCapture
 from tensorprobe.operators import native_name
-from tensorprobe.records import Call, Capture
+from tensorprobe.records import Call, Capture, no_such_call
 
 
 class Pair(NamedTuple):
@@ -51,12 +48,8 @@ def find_pair(
     capture: Capture, name: str, *, step: int | None = None, rank: int | None = None
 ) -> Pair:
     """The call that a name means: its own, its backward's, a tensor's, or the peers' spelling."""
-    pairs = pair(capture.calls(step=step, rank=rank))
-    if not pairs:
-        raise UnreadableCapture(
-            f"no call of that step and rank in '{capture.path}': it has steps "
-            f"{list(capture.steps)} and ranks {list(capture.ranks)}"
-        )
+    calls = capture.calls(step=step, rank=rank)
+    pairs = pair(calls)
     wanted = native_name(name)
     for matches in (
         lambda call: call.name == name,
@@ -67,14 +60,7 @@ def find_pair(
         for each in pairs:
             if matches(each.forward) or (each.backward is not None and matches(each.backward)):
                 return each
-    names = sorted({each.forward.name for each in pairs})
-    near = [each for each in names if name in each] or difflib.get_close_matches(name, names, 3)
-    hint = (
-        f"near names: {', '.join(near[:3])}"
-        if near
-        else f"try: tensorprobe show {shlex.quote(str(capture.path))}"
-    )
-    raise UnreadableCapture(f"no call '{name}' among {len(pairs)} in '{capture.path}'; {hint}")
+    raise no_such_call(capture, name, calls)
 
 
 def is_generated(pair: Pair) -> bool:

@@ -42,28 +42,32 @@ def registered() -> Mapping[str, Callable[..., Any]]:
     return _REGISTERED
 
 
-def run_file(path: Path, option: str = "--references") -> None:
+def run_file(path: Path, argument: str = "references") -> None:
     """Run a user's Python file for what it registers and imports."""
     if not path.is_file():
-        raise BadUsage(f"no file '{path}': {option} takes a Python file that registers operators")
+        raise BadUsage(
+            f"no file '{path}': `{argument}` takes a Python file that registers operators"
+        )
     spec = importlib.util.spec_from_file_location(f"references_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise BadUsage(f"'{path}' is no Python file: {option} takes one that registers operators")
+        raise BadUsage(
+            f"'{path}' is no Python file: `{argument}` takes one that registers operators"
+        )
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # what it registers lives as long as it does
     try:
         with NewOperators():
             spec.loader.exec_module(module)
     except Exception as error:
-        raise failed_import(f"{option} {path}", error) from error
+        raise failed_import(f"{argument}='{path}'", error) from error
 
 
 def bring_in(imports: Sequence[str | Path]) -> tuple[list[str], list[Path]]:
-    """Import what the user names with --import: which of it are packages, and which files."""
+    """Import what the user names as `imports`: which of it are packages, and which files."""
     names, files = [], []
     for each in imports:
         if str(each).endswith(".py"):
-            run_file(Path(each), "--import")
+            run_file(Path(each), "imports")
             files.append(Path(each))
         else:
             allow(str(each))

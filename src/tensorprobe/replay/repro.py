@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from tensorprobe.errors import BadUsage, NotReplayable
+from tensorprobe.keywords import keywords
 from tensorprobe.records import Call, Capture, Fields, Special, TensorRecord
 from tensorprobe.replay.allowed import allow_imported, dtype_named, format_named, is_word
 from tensorprobe.replay.decompositions import vendor_formula
@@ -58,16 +60,17 @@ _TRY_S = 120.0
 _NOTES = ("buffers.input.", "buffers.rng_state")  # kept beside a module's own buffers
 
 
+@keywords(output="path", tell="log")
 def repro(
-    capture: str | Path | Capture,
+    capture: str | os.PathLike[str] | Capture,
     call: str,
-    output: str | Path,
+    path: str | os.PathLike[str],
     *,
     step: int | None = None,
     rank: int | None = None,
-    imports: str | Path | Sequence[str | Path] = (),
+    imports: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
     recorded_here: bool = False,
-    tell: Callable[[str], None] = lambda line: None,
+    log: Callable[[str], None] | None = None,
 ) -> Path:
     """Write a folder that shows one call alone: repro.py, its tensors, and what they are.
 
@@ -76,18 +79,18 @@ def repro(
 
     `imports` are packages whose operators, functions and modules the script may call, or a Python
     file that registers such operators, which goes into the folder. A call that was `recorded_here`,
-    by this very process, may call what the process has imported. `tell` is given a line where
+    by this very process, may call what the process has imported. `log` is given a line where
     content is missing that the script can do without.
     """
     run = capture if isinstance(capture, Capture) else load(capture)
     pair = find_pair(run, call, step=step, rank=rank)
-    folder = Path(output)
+    folder = Path(path)
     check_output(folder, run.path)
     _check_folder(folder)
-    given = [imports] if isinstance(imports, str | Path) else list(imports)
-    names, files = bring_in(given)
+    given = [imports] if isinstance(imports, str | os.PathLike) else list(imports)
+    names, files = bring_in([str(each) for each in given])
     if len(files) > 1:
-        raise BadUsage("--import: one Python file goes into the folder; name packages for the rest")
+        raise BadUsage("`imports`: one Python file goes into the folder; give packages else")
     file = files[0] if files else None
     if recorded_here:
         allow_imported(pair.forward.op)
@@ -115,15 +118,16 @@ def repro(
         shutil.copyfile(file, folder / _CUSTOM_OPS)
     if made is not None and made.attributes is not None:
         _try_out(pair.forward, made, folder)
-    for line in unread.lines():
-        tell(f"{line}. {_GENERATED if is_generated(pair) else 'The script does without'}")
+    if log is not None:
+        for line in unread.lines():
+            log(f"{line}. {_GENERATED if is_generated(pair) else 'The script does without'}")
     return folder
 
 
 def _check_folder(folder: Path) -> None:
     """A repro may replace a repro. Beside it nothing may lie: Python would import it."""
     if folder.exists() and not {path.name for path in folder.iterdir()} <= _FILES:
-        raise BadUsage(f"'{folder}' holds other files than a repro's: give another -o")
+        raise BadUsage(f"'{folder}' holds other files than a repro's: give another `path`")
 
 
 def _try_out(call: Call, made: Made, folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from tensorprobe.compare.comparison import Comparison
+from tensorprobe.compare.comparison import Compared
 from tensorprobe.errors import BadUsage
 from tensorprobe.report.table import Table
 
@@ -12,9 +12,9 @@ from tensorprobe.report.table import Table
 KINDS = ("native", "ptdbg", "msprobe")
 
 
-def table(comparison: Comparison, columns: str = "native") -> Table:
+def table(comparison: Compared, columns: str = "native") -> Table:
     """The rows of a comparison, in the columns of `native`, `ptdbg` or `msprobe`."""
     if columns not in KINDS:
-        raise BadUsage(f"--columns {columns}: expected one of {', '.join(KINDS)}")
+        raise BadUsage(f"columns={columns!r}: expected one of {', '.join(KINDS)}")
     made: Table = importlib.import_module(f"tensorprobe.report.{columns}_columns").table(comparison)
     return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tensorprobe.compare.comparison import Comparison, Verdict
+from tensorprobe.compare.comparison import Compared, Verdict
 from tensorprobe.compare.judge import distance, number_text
 from tensorprobe.compare.measure import CallPair
 from tensorprobe.compare.words import describe
@@ -17,7 +17,7 @@ _STRUCTURE = 4
 _RANKS = 16
 
 
-def render(comparison: Comparison) -> str:
+def render(comparison: Compared) -> str:
     """What `tensorprobe compare` prints."""
     verdict = comparison.verdict
     parts = [list(describe(verdict))]
@@ -34,7 +34,7 @@ def render(comparison: Comparison) -> str:
     return "\n\n".join("\n".join(map(printable, part)) for part in parts if part)
 
 
-def _around(comparison: Comparison) -> Iterator[str]:
+def _around(comparison: Compared) -> Iterator[str]:
     """The first culprit and its neighbours: error in, error out."""
     first = comparison.verdict.culprits[0]
     pairs = [p for p in comparison.pairs if (p.call.rank, p.call.step) == (first.rank, first.step)]
@@ -89,7 +89,7 @@ def _ranks(verdict: Verdict) -> Iterator[str]:
         yield f"{len(verdict.ranks) - _RANKS} more in verdict.json"
 
 
-def _one_sided(comparison: Comparison) -> Iterator[str]:
+def _one_sided(comparison: Compared) -> Iterator[str]:
     shared = {
         (call.rank, call.step)
         for pair in comparison.pairs
@@ -121,7 +121,7 @@ def _stem(call: Call) -> str:
     return ".".join(part for part in call.name.split(".") if not part.isdigit())
 
 
-def _structure(comparison: Comparison) -> Iterator[str]:
+def _structure(comparison: Compared) -> Iterator[str]:
     yield "differences that changed no values:"
     for text in comparison.structure[:_STRUCTURE]:
         yield f"  {text}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tensorprobe.compare.comparison import Comparison
+from tensorprobe.compare.comparison import Compared
 from tensorprobe.compare.measure import CallPair, TensorPair
 from tensorprobe.records import Call, Fields, Special, TensorRecord
 from tensorprobe.report import msprobe_rules
@@ -98,7 +98,7 @@ class _Leaf(msgspec.Struct, frozen=True):
         return f"{zlib.crc32(text.encode()):08x}"
 
 
-def table(comparison: Comparison) -> Table:
+def table(comparison: Compared) -> Table:
     """The columns of what was kept: tensors, statistics or digests."""
     mode = comparison.verdict.mode
     mode = "stats" if mode == "structure" else mode
@@ -111,7 +111,7 @@ def table(comparison: Comparison) -> Table:
     return Table(header, _rows(comparison, mode, has_stacks))
 
 
-def _rows(comparison: Comparison, mode: str, has_stacks: bool) -> Iterator[tuple[Row, str]]:
+def _rows(comparison: Compared, mode: str, has_stacks: bool) -> Iterator[tuple[Row, str]]:
     culprits = {(c.rank, c.step, c.name): c for c in comparison.verdict.culprits}
     for pair in comparison.pairs:
         call = pair.pair.actual

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from tensorprobe.compare.comparison import Comparison
+from tensorprobe.compare.comparison import Compared
 from tensorprobe.compare.culprit import Culprit
 from tensorprobe.compare.judge import ROUNDING, distance, same_bits
 from tensorprobe.compare.measure import CallPair, TensorPair
@@ -35,12 +35,12 @@ _NO_SUMMARY: Row = (None,) * 4
 _BITS = {None: "", True: "equal", False: "differ"}
 
 
-def table(comparison: Comparison) -> Table:
+def table(comparison: Compared) -> Table:
     """The native columns."""
     return Table(HEADER, _rows(comparison), _FREE)
 
 
-def _rows(comparison: Comparison) -> Iterator[tuple[Row, str]]:
+def _rows(comparison: Compared) -> Iterator[tuple[Row, str]]:
     culprits = {(c.rank, c.step, c.name): c for c in comparison.verdict.culprits}
     for pair in comparison.pairs:
         call = pair.call

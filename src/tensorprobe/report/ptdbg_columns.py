@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tensorprobe.compare.comparison import Comparison
+from tensorprobe.compare.comparison import Compared
 from tensorprobe.compare.measure import CallPair, TensorPair
 from tensorprobe.numerics.pair_metrics import PairMetrics
 from tensorprobe.records import Call, Fields, TensorRecord, TensorSummary
@@ -69,7 +69,7 @@ class _Item(NamedTuple):
     is_undefined: bool = False  # memory that nobody has written to yet
 
 
-def table(comparison: Comparison) -> Table:
+def table(comparison: Compared) -> Table:
     """The rows, in the columns for what was dumped: tensors, statistics or checksums.
 
     Stacks have a column where the calls have any. Rows that the original leaves out or lets pass
@@ -90,7 +90,7 @@ def table(comparison: Comparison) -> Table:
     return Table(header, _rows(comparison, mode, has_stacks))
 
 
-def _rows(comparison: Comparison, mode: str, has_stacks: bool) -> Iterator[tuple[Row, str]]:
+def _rows(comparison: Compared, mode: str, has_stacks: bool) -> Iterator[tuple[Row, str]]:
     for pair in comparison.pairs:
         stack: Cell = _stack_cell(pair.pair.actual)
         for item in _items(pair):

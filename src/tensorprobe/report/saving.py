@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import ParamSpec
+from typing import Any
 
-from tensorprobe.compare import comparison as room
-from tensorprobe.compare.comparison import Comparison
+from tensorprobe.compare.comparison import Compared, Source, compare_captures
+from tensorprobe.compare.measure import Progress
+from tensorprobe.keywords import keywords
 from tensorprobe.report.columns import table
 from tensorprobe.report.csv import write_csv
 from tensorprobe.store.outputs import check_output
@@ -19,10 +19,8 @@ VERDICT_FILE = "verdict.json"
 CSV_FILE = "comparison.csv"
 XLSX_FILE = "comparison.xlsx"
 
-_P = ParamSpec("_P")
 
-
-class Report(Comparison):
+class Comparison(Compared):
     """What two captures have in common and where they part, with files to show for it.
 
     comparison = tp.compare("runs/npu", "runs/cpu")
@@ -30,27 +28,57 @@ class Report(Comparison):
     comparison.save("report/")
     """
 
+    @keywords(folder="path")
     def save(
-        self, folder: str | os.PathLike[str], *, columns: str = "native", xlsx: bool = False
+        self, path: str | os.PathLike[str], *, columns: str = "native", xlsx: bool = False
     ) -> list[Path]:
         """Write verdict.json and comparison.csv into a folder, with `xlsx` a workbook too."""
-        return save(self, Path(folder), columns=columns, xlsx=xlsx)
+        return save(self, Path(path), columns=columns, xlsx=xlsx)
 
 
-def _with_files(function: Callable[_P, Comparison]) -> Callable[_P, Report]:
-    @functools.wraps(function)
-    def compare(*args: _P.args, **options: _P.kwargs) -> Report:
-        c = function(*args, **options)
-        return Report(c.actual, c.expected, c.pairs, c.verdict, c.structure)
+@keywords(processes="jobs", seconds="timeout")
+def compare(
+    actual: Source,
+    expected: Source,
+    *,
+    noise: Sequence[Source] = (),
+    mapping: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    step: int | None = None,
+    rank: int | None = None,
+    jobs: int | None = None,
+    timeout: float = 120.0,
+    replay: bool = True,
+    references: str | os.PathLike[str] | None = None,
+    imports: Sequence[str | os.PathLike[str]] = (),
+    progress: Progress | None = None,
+) -> Comparison:
+    """Compare two captures and name the call that made them differ.
 
-    return compare
+        comparison = tp.compare("runs/npu", "runs/cpu")
+        print(comparison.verdict)
+
+    `noise` are further runs of the expected side: what they differ by is no divergence. `mapping`
+    is a file, or a dict, that says which calls or modules are the same. `jobs` processes measure
+    tensors (default: one a core, where that is worth it). `timeout` is how many seconds may be
+    spent on replaying suspects; 0 or `replay=False` leaves it out. `references` is a Python file
+    with tp.reference functions; `imports` are packages whose operators, functions and modules a
+    replay may call besides torch's.
+    """
+    compared = compare_captures(
+        actual, expected, noise=noise, mapping=mapping, step=step, rank=rank, jobs=jobs,
+        timeout=timeout, replay=replay, references=references, imports=imports, progress=progress,
+    )  # fmt: skip
+    return with_files(compared)
 
 
-compare = _with_files(room.compare)
+def with_files(compared: Compared) -> Comparison:
+    """The same, as users get it."""
+    c = compared
+    return Comparison(c.actual, c.expected, c.pairs, c.verdict, c.structure)
 
 
 def save(
-    comparison: Comparison, folder: Path, *, columns: str = "native", xlsx: bool = False
+    comparison: Compared, folder: Path, *, columns: str = "native", xlsx: bool = False
 ) -> list[Path]:
     """Write the files and give their paths."""
     rows = table(comparison, columns)  # first: an unknown name must not leave half a report

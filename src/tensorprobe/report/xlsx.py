@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from tensorprobe.compare.comparison import Comparison
+from tensorprobe.compare.comparison import Compared
 from tensorprobe.errors import MissingDependency
 from tensorprobe.report.columns import table
 from tensorprobe.report.table import Cell, Table
@@ -17,12 +17,12 @@ _COLOURS = {"bad": "#F8CBAD", "warn": "#FFF2CC", "good": "#E2EFDA"}
 _MAX_TEXT = 32_767
 
 
-def write_xlsx(path: Path, comparison: Comparison, columns: str = "native") -> None:
+def write_xlsx(path: Path, comparison: Compared, columns: str = "native") -> None:
     """Write the verdict and the table; more rows than a sheet takes go on in further sheets."""
     try:
         import xlsxwriter
     except ImportError:
-        raise MissingDependency("XlsxWriter", "a workbook (--xlsx)", "xlsx") from None
+        raise MissingDependency("XlsxWriter", "a workbook (`xlsx=True`)", "xlsx") from None
     options = {
         "constant_memory": True,
         "strings_to_formulas": False,
@@ -35,7 +35,7 @@ def write_xlsx(path: Path, comparison: Comparison, columns: str = "native") -> N
         _table_sheets(book, table(comparison, columns))
 
 
-def _verdict_sheet(book: Any, comparison: Comparison) -> None:
+def _verdict_sheet(book: Any, comparison: Compared) -> None:
     sheet = book.add_worksheet("verdict")
     sheet.set_column(0, 0, 120)
     for i, line in enumerate(str(comparison.verdict).splitlines()):

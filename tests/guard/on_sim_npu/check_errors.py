@@ -16,7 +16,7 @@ from tensorprobe.guard.findings import Finding
 
 
 def guarded(folder: Path, program: Any, **options: Any) -> tuple[Finding, ...]:
-    options = {"alone_timeout_s": 0, **options}
+    options = {"timeout": 0, **options}
     guard = tp.Guard(folder, watch="errors", log=lambda text: None, **options)
     with pytest.raises(RuntimeError), guard:
         program()

@@ -7,8 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tensorprobe.compare.comparison import Comparison
-from tensorprobe.compare.comparison import compare as compare_captures
+from tensorprobe.compare.comparison import Compared, compare_captures
 from tensorprobe.errors import BadUsage
 from tensorprobe.records import Capture
 from tensorprobe.report.columns import table
@@ -40,7 +39,7 @@ def compare(
     suffix: str = "",
     xlsx: bool = False,
     **more: Any,
-) -> Comparison:
+) -> Compared:
     """Compare two dumps, files or folders of any depth: writes compare_result_{time}.csv.
 
     `input_param` names them by npu_json_path and bench_json_path (or npu_path and bench_path).
@@ -63,7 +62,7 @@ def compare_distributed(
     *,
     xlsx: bool = False,
     **more: Any,
-) -> list[Comparison]:
+) -> list[Compared]:
     """Compare two dumps rank by rank: writes compare_result_rank{N}_{time}.csv for each.
 
     Ranks pair by number; one that only one side has is named.
@@ -116,7 +115,7 @@ def _is_saved(capture: Capture) -> bool:
     return bool(capture.calls) and all(call.name.startswith("Saved.") for call in capture.calls)
 
 
-def _write(comparison: Comparison, folder: Path, stem: str, xlsx: bool) -> None:
+def _write(comparison: Compared, folder: Path, stem: str, xlsx: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     time = datetime.now().strftime("%Y%m%d%H%M%S")
     path = folder / f"{stem}_{time}.{'xlsx' if xlsx else 'csv'}"
