@@ -71,7 +71,7 @@ HOSTILE = {
     "a negative stride": CALL % f',"args":[{tensor(stride=[-1])}]',
     "a huge stride": CALL % f',"args":[{tensor(stride=[1 << 63])}]',
     "a tensor that is text": CALL % ',"args":[{"tensor":"x"}]',
-    "a parameter that cannot be": CALL % f',"parameters":{{"w":{tensor(shape=[-1])[11:-1]}}}',
+    "a parameter that cannot be": CALL % f',"parameters":{{"w":{tensor(shape=[-2])[11:-1]}}}',
     "an unknown line": '{"type":"evil"}',
     "no object": "[]",
     "half a line": '{"type":"call","id":1',
