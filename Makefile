@@ -5,8 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 JOBS   ?= 2
 # What the module in C++ stands in for is tested without it as well.
-IN_PYTHON := tests/capture tests/numerics/test_starting.py tests/numerics/test_summarizer.py \
-	tests/guard/test_short_way.py tests/guard/test_later.py tests/guard/test_masks.py tests/guard/test_overflow.py
+IN_PYTHON := tests/capture tests/tensors/test_starting.py tests/tensors/test_summarizer.py \
+	tests/overflow/test_short_way.py tests/overflow/test_later.py tests/overflow/test_masks.py tests/overflow/test_overflow.py
 
 .PHONY: help setup demo test test-all check wheel clean
 
@@ -21,7 +21,7 @@ setup: $(STAMP)
 
 NATIVE := $(wildcard src/tensorprobe/native/*.h src/tensorprobe/native/*.cpp)
 
-$(STAMP): pyproject.toml constraints.txt requirements-dev.txt src/tensorprobe/numerics/tally.c $(NATIVE)
+$(STAMP): pyproject.toml constraints.txt requirements-dev.txt src/tensorprobe/tensors/tally.c $(NATIVE)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[torch]" -r requirements-dev.txt

@@ -1,4 +1,4 @@
-"""Builds the library of numerics/tally.c into wheels and editable installs; never fails over it."""
+"""Builds the library of tensors/tally.c into wheels and editable installs; never fails over it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-NUMERICS = Path("src", "tensorprobe", "numerics")
+TENSORS = Path("src", "tensorprobe", "tensors")
 
 
 class LibraryHook(BuildHookInterface):  # type: ignore[type-arg]
@@ -19,8 +19,8 @@ class LibraryHook(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if self.target_name != "wheel":
             return
-        library = Path(self.root, NUMERICS, "libtally.so")
-        failure = runpy.run_path(str(library.with_name("build.py")))["build"](library)
+        library = Path(self.root, TENSORS, "libtally.so")
+        failure = runpy.run_path(str(library.with_name("build_tally.py")))["build"](library)
         if failure is not None:
             with contextlib.suppress(OSError):
                 library.unlink()  # of another version, maybe
@@ -30,4 +30,4 @@ class LibraryHook(BuildHookInterface):  # type: ignore[type-arg]
         build_data["tag"] = f"py3-none-{platform}"
         build_data["pure_python"] = False
         if version != "editable":
-            build_data["force_include"][str(library)] = f"tensorprobe/numerics/{library.name}"
+            build_data["force_include"][str(library)] = f"tensorprobe/tensors/{library.name}"

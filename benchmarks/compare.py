@@ -26,12 +26,12 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from tensorprobe.compare.align import align
+from tensorprobe.comparing.align import align
 from tensorprobe.errors import TensorprobeError
-from tensorprobe.numerics.metrics import measure_pair
 from tensorprobe.records import Call, Capture, TensorRecord, TensorSummary
 from tensorprobe.report.saving import compare
 from tensorprobe.store.loading import load
+from tensorprobe.tensors.metrics import measure_pair
 
 N_ROWS = 100_000
 N_TENSORS, TENSOR = 128, 1 << 20  # of each side: half a gigabyte
@@ -287,7 +287,7 @@ def parts_in_a_process(runs: list[Path], jobs: int) -> dict[str, float]:
 
 def parts_of_a_comparison(actual: str, expected: str, jobs: int) -> dict[str, float]:
     """Seconds of each part of comparing, the first from the start of this process."""
-    from tensorprobe.compare import comparison as room
+    from tensorprobe.comparing import comparison as room
 
     seconds = dict.fromkeys(("start", "load", "align", "measure", "judge", "other", "save"), 0.0)
 

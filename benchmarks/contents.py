@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from tensorprobe.capture.values import Values
-from tensorprobe.numerics import launch
-from tensorprobe.numerics.backends import KernelBackend
-from tensorprobe.numerics.queue import Bank
-from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.store.writer import CaptureWriter
+from tensorprobe.tensors import launch
+from tensorprobe.tensors.backends import KernelBackend
+from tensorprobe.tensors.readback import Bank
+from tensorprobe.tensors.summarizer import Summarizer
 
 CPU = torch.device("cpu")
 

@@ -124,10 +124,10 @@ def stages(scratch: str | None) -> None:
     import torch
 
     from tensorprobe.capture.transfer import Transfer
-    from tensorprobe.contents.packing import pack
-    from tensorprobe.numerics.digest import digest_bytes
-    from tensorprobe.numerics.summary import Summarizer
     from tensorprobe.store.shard import Shards
+    from tensorprobe.tensors.digest import digest_bytes
+    from tensorprobe.tensors.packing import pack
+    from tensorprobe.tensors.summarizer import Summarizer
 
     torch.set_num_threads(1)
     tensor = torch.randn(8 << 20)

@@ -41,7 +41,7 @@ def stand_in_for_a_gpu() -> None:
     """Let tensors of the host be flagged as those of a GPU are, by a kernel that does nothing."""
     import torch
 
-    from tensorprobe.numerics import finiteness, launch
+    from tensorprobe.tensors import finiteness, launch
 
     class Nothing:
         """A compiled kernel."""

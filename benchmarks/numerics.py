@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from tensorprobe.numerics import tally
-from tensorprobe.numerics.summary import Summarizer
+from tensorprobe.tensors import tally
+from tensorprobe.tensors.summarizer import Summarizer
 
 DTYPES = [
     torch.float64,
@@ -67,7 +67,7 @@ def compare_ways(large_mb: int) -> None:
     """Statistics of CPU tensors: GB/s of a large one and of 1 MB, microseconds of 2048 elements."""
     threads, library = torch.get_num_threads(), tally.LIBRARY
     if library is None:
-        raise SystemExit("there is no library: python -m tensorprobe.numerics.build")
+        raise SystemExit("there is no library: python -m tensorprobe.tensors.build_tally")
     ways = [("numpy", None, 1), ("C", library, 1), (f"C, {threads} threads", library, threads)]
     sizes = f"{large_mb} MB"
     print(f"torch {torch.__version__}, GB/s and us")

@@ -15,9 +15,9 @@ from collections.abc import Callable
 import torch
 import triton
 
-from tensorprobe.numerics import launch, rows
-from tensorprobe.numerics import triton_kernels as kernels
-from tensorprobe.numerics.digest import WEIGHTS
+from tensorprobe.tensors import launch, rows
+from tensorprobe.tensors import triton_kernels as kernels
+from tensorprobe.tensors.digest import WEIGHTS
 
 SIZES = [
     (torch.bfloat16, 1 << 20),

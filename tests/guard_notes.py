@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 import tensorprobe as tp
-from tensorprobe.guard.hindsight import Hindsight
-from tensorprobe.guard.looking_later import LaterLooking
-from tensorprobe.guard.ring import UNFLAGGED, Note, events_of
-from tensorprobe.guard.trail import render
-from tensorprobe.numerics import finiteness
+from tensorprobe.overflow.call_site import render
+from tensorprobe.overflow.device_calls import LaterLooking
+from tensorprobe.overflow.late_judge import Hindsight
+from tensorprobe.overflow.pending_calls import UNFLAGGED, Note, events_of
+from tensorprobe.tensors import finiteness
 
 
 class Noted:

@@ -130,7 +130,7 @@ def test_every_error_is_public() -> None:
 def test_functions_stay_functions_when_their_rooms_are_imported() -> None:
     code = (
         "import inspect, sys, tensorprobe as tp\n"
-        "import tensorprobe.report.saving, tensorprobe.check.run, tensorprobe.compare.align\n"
+        "import tensorprobe.report.saving, tensorprobe.checking.run, tensorprobe.comparing.align\n"
         "assert 'torch' not in sys.modules\n"
         "assert 'timeout' in inspect.signature(tp.compare).parameters\n"
         "assert inspect.isfunction(tp.check)\n"

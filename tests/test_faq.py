@@ -29,7 +29,7 @@ import tensorprobe as tp
 from default_device import host_only
 from recorded import ROOT, SRC, record, run_script, start_script, stems
 from tensorprobe.capture.naming import Namer
-from tensorprobe.check.one import check_one
+from tensorprobe.checking.one import check_one
 from tensorprobe.devices import device_layer
 from tensorprobe.operators import symbol_of
 from tensorprobe.records import Fields, Special

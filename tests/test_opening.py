@@ -10,9 +10,9 @@ SRC = Path(__file__).parent.parent / "src" / "tensorprobe"
 OPENING = ("open", "read_bytes", "read_text", "memmap", "fromfile", "getline", "mmap", "ZipFile")
 # What opens files by itself, and why it may.
 OPENS = {
-    "contents/opening.py": "the gate",
-    "contents/arrays.py": "maps a file that the gate has opened",
-    "contents/tensor_files.py": "maps, or unpacks, a file that the gate has opened",
+    "tensors/opening.py": "the gate",
+    "tensors/arrays.py": "maps a file that the gate has opened",
+    "tensors/tensor_files.py": "maps, or unpacks, a file that the gate has opened",
     "store/ending.py": "its own output",
     "store/claim.py": "/proc/PID/stat, and the lock of its own output",
     "store/shard.py": "its own output",
@@ -20,14 +20,14 @@ OPENS = {
     "store/msprobe/writing.py": "its own output",
     "store/ptdbg_writing.py": "its own output",
     "report/csv.py": "its own output",
-    "check/results.py": "its own output",
-    "check/peer_tables.py": "its own output",
-    "check/worker.py": "/dev/null",
+    "checking/results.py": "its own output",
+    "checking/peer_tables.py": "its own output",
+    "checking/worker.py": "/dev/null",
     "cli/main.py": "/dev/null",
     "cli/demo.py": "the report that it has just made",
-    "guard/bisect.py": "what its own probes printed",
+    "rerouting/bisect.py": "what its own probes printed",
     "msprobe/session.py": "the log that it is writing",
-    "numerics/stored_pairs.py": "sockets of its own processes",
+    "tensors/stored_pairs.py": "sockets of its own processes",
     "native/__init__.py": "its own source, and the version of torch",
     "native/background.py": "why its own build has failed, if nobody else can have written that",
     "native/builder.py": "its own output, and /proc/self",
@@ -76,7 +76,7 @@ def test_lines_are_printed_in_one_place() -> None:
     found = {
         name
         for name, path in rooms()
-        if name.startswith(("cli/", "report/", "compare/", "ptdbg_ascend/", "msprobe/"))
+        if name.startswith(("cli/", "report/", "comparing/", "ptdbg_ascend/", "msprobe/"))
         for called in calls_in(path)
         if called == "print" or called.startswith(("sys.stdout.write", "sys.stderr.write"))
     }

@@ -1,4 +1,4 @@
-"""Wheels have the library of numerics/tally.c where there is a compiler, and are made without."""
+"""Wheels have the library of tensors/tally.c where there is a compiler, and are made without."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LIBRARY = "tensorprobe/numerics/libtally.so"
+LIBRARY = "tensorprobe/tensors/libtally.so"
 
 
 def wheel(folder: Path, compiler: str) -> tuple[Path, str]:
@@ -47,7 +47,7 @@ def test_with_a_compiler_it_is_of_one_platform_and_every_python(tmp_path: Path) 
     assert not made.name.endswith("-any.whl")
     names = zipfile.ZipFile(made).namelist()
     assert LIBRARY in names
-    assert "tensorprobe/numerics/tally.c" in names
+    assert "tensorprobe/tensors/tally.c" in names
 
 
 @pytest.mark.slow

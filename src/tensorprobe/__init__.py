@@ -7,8 +7,6 @@ Names are imported when they are first used: reading a capture works without tor
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tensorprobe._version import __version__
@@ -16,9 +14,9 @@ from tensorprobe._version import __version__
 if TYPE_CHECKING:
     from tensorprobe.capture.recorder import Recorder
     from tensorprobe.capture.seeding import seed_all
-    from tensorprobe.check.run import Checked, check
-    from tensorprobe.compare.comparison import Verdict
-    from tensorprobe.compare.culprit import Culprit
+    from tensorprobe.checking.run import Checked, check
+    from tensorprobe.comparing.comparison import Verdict
+    from tensorprobe.comparing.culprit import Culprit
     from tensorprobe.errors import (
         BadArtefact,
         BadUsage,
@@ -33,9 +31,8 @@ if TYPE_CHECKING:
         UnreadableCapture,
         WriteFailed,
     )
-    from tensorprobe.guard.findings import Finding
-    from tensorprobe.guard.guard import Guard
-    from tensorprobe.guard.reroute import Reroute, reroute
+    from tensorprobe.guarding.findings import Finding
+    from tensorprobe.guarding.guard import Guard
     from tensorprobe.records import (
         Call,
         Calls,
@@ -49,6 +46,7 @@ if TYPE_CHECKING:
     from tensorprobe.replay.references import reference
     from tensorprobe.replay.repro import repro
     from tensorprobe.report.saving import Comparison, compare
+    from tensorprobe.rerouting.reroute import Reroute, reroute
     from tensorprobe.store.loading import load
 
 __all__ = [
@@ -96,14 +94,14 @@ _HOMES = {
     "Call": "tensorprobe.records",
     "Calls": "tensorprobe.records",
     "Capture": "tensorprobe.records",
-    "Checked": "tensorprobe.check.run",
+    "Checked": "tensorprobe.checking.run",
     "Comparison": "tensorprobe.report.saving",
-    "Culprit": "tensorprobe.compare.culprit",
+    "Culprit": "tensorprobe.comparing.culprit",
     "DeviceUnusable": "tensorprobe.errors",
     "Fields": "tensorprobe.records",
-    "Finding": "tensorprobe.guard.findings",
+    "Finding": "tensorprobe.guarding.findings",
     "Gap": "tensorprobe.records",
-    "Guard": "tensorprobe.guard.guard",
+    "Guard": "tensorprobe.guarding.guard",
     "GuardStopped": "tensorprobe.errors",
     "MissingDependency": "tensorprobe.errors",
     "NoSuchCall": "tensorprobe.errors",
@@ -111,20 +109,20 @@ _HOMES = {
     "NothingRecorded": "tensorprobe.errors",
     "Recorder": "tensorprobe.capture.recorder",
     "RecordingStopped": "tensorprobe.errors",
-    "Reroute": "tensorprobe.guard.reroute",
+    "Reroute": "tensorprobe.rerouting.reroute",
     "Special": "tensorprobe.records",
     "TensorRecord": "tensorprobe.records",
     "TensorSummary": "tensorprobe.records",
     "TensorprobeError": "tensorprobe.errors",
     "UnreadableCapture": "tensorprobe.errors",
-    "Verdict": "tensorprobe.compare.comparison",
+    "Verdict": "tensorprobe.comparing.comparison",
     "WriteFailed": "tensorprobe.errors",
-    "check": "tensorprobe.check.run",
+    "check": "tensorprobe.checking.run",
     "compare": "tensorprobe.report.saving",
     "load": "tensorprobe.store.loading",
     "reference": "tensorprobe.replay.references",
     "repro": "tensorprobe.replay.repro",
-    "reroute": "tensorprobe.guard.reroute",
+    "reroute": "tensorprobe.rerouting.reroute",
     "seed_all": "tensorprobe.capture.seeding",
 }
 
@@ -149,13 +147,3 @@ def _load(name: str) -> Any:
         from tensorprobe.errors import MissingDependency
 
         raise MissingDependency("torch", f"tensorprobe.{name}", "torch") from None
-
-
-class _Package(ModuleType):
-    """Importing a room sets the attribute of its name: these two stay functions."""
-
-    compare = property(lambda self: _load("compare"), lambda self, room: None)
-    check = property(lambda self: _load("check"), lambda self, room: None)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -10,11 +10,11 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args
 
 import msgspec
 
-from tensorprobe.contents.json_files import read_json
-from tensorprobe.contents.opening import open_named
 from tensorprobe.errors import BadUsage
 from tensorprobe.keywords import did_you_mean, unknown_name
 from tensorprobe.records import Direction, Keep, Level
+from tensorprobe.tensors.json_files import read_json
+from tensorprobe.tensors.opening import open_named
 
 Side = Literal["input", "output"]
 Dtypes = Literal["all", "float"]

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import msgspec
 
-from tensorprobe.contents.blob import Blob
 from tensorprobe.errors import NoSuchCall, UnreadableCapture
+from tensorprobe.tensors.blob import Blob
+from tensorprobe.tensors.summary import TensorSummary as TensorSummary
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,31 +26,6 @@ Role = Literal["input", "output", "parameter", "parameter_grad", "buffer"]
 Status = Literal["complete", "begun", "raised"]
 
 HOST = "cpu"
-
-
-class TensorSummary(msgspec.Struct, frozen=True, gc=False):
-    """What one pass over a tensor leaves behind.
-
-    `min` and `max` are over all values that are not NaN (infinities included) and keep the kind of
-    the tensor: int for integers, bool for bools, the magnitude for complex; None when there is no
-    such value. `mean` and `norm` (L2) are over the finite values, accumulated in float64; None for
-    bools and where there is no finite value. Counts are of elements, a complex one counting once.
-    Summaries of the peers' dumps are not `counted`: whether there is a NaN or an infinity is known
-    (1 or 0), not how many; of zeros nothing is.
-    """
-
-    min: float | int | bool | None
-    max: float | int | bool | None
-    mean: float | None
-    norm: float | None
-    nan_count: int
-    inf_count: int
-    zero_count: int
-    counted: bool = True
-
-    @property
-    def is_finite(self) -> bool:
-        return self.nan_count == 0 and self.inf_count == 0
 
 
 class TensorRecord(msgspec.Struct, frozen=True, gc=False):
@@ -85,13 +61,13 @@ class TensorRecord(msgspec.Struct, frozen=True, gc=False):
 
     def array(self) -> np.ndarray[Any, Any]:
         """The content as a read-only numpy array, memory-mapped (ml_dtypes for bf16 and fp8)."""
-        from tensorprobe.contents.arrays import read_array
+        from tensorprobe.tensors.arrays import read_array
 
         return read_array(self.name, self.dtype, self.shape, self._kept())
 
     def load(self) -> torch.Tensor:
         """The content as a CPU tensor of its own, exact in every dtype."""
-        from tensorprobe.contents.arrays import read_tensor
+        from tensorprobe.tensors.arrays import read_tensor
 
         return read_tensor(self.name, self.dtype, self.shape, self._kept())
 

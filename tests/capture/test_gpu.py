@@ -214,7 +214,7 @@ def test_a_graph_is_captured_while_results_land(
     keep: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA fails a capture when another thread asks an event, unless it says not to mind it."""
-    monkeypatch.setattr("tensorprobe.numerics.queue.SLOTS", 8)
+    monkeypatch.setattr("tensorprobe.tensors.readback.SLOTS", 8)
     x = torch.randn(2048, 2048, device="cuda")
     y = torch.ones(64, device="cuda")
     with tp.Recorder(tmp_path / "a", keep=keep, step_on="explicit", log=print) as recorder:

@@ -10,7 +10,7 @@ import torch
 
 import tensorprobe as tp
 from tensorprobe.capture.transfer import Transfer
-from tensorprobe.numerics.digest import digest_tensor
+from tensorprobe.tensors.digest import digest_tensor
 
 N = 1 << 18  # elements: large enough for memory that is lent again
 

@@ -14,7 +14,7 @@ from tensorprobe import native
 from tensorprobe._version import __version__
 from tensorprobe.cli.main import main
 from tensorprobe.native import background, build, builder
-from tensorprobe.numerics import tally
+from tensorprobe.tensors import tally
 
 FILE = "tensorprobe_native-2.13.0-bbbb.cpython-311-x86_64-linux-gnu.so"
 

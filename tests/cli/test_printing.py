@@ -16,7 +16,7 @@ import yaml
 import tensorprobe as tp
 from recorded import SRC
 from tensorprobe.cli.main import main
-from tensorprobe.compare.mapping import read_mapping
+from tensorprobe.comparing.mapping import read_mapping
 from tensorprobe.errors import BadArtefact, BadUsage
 from tensorprobe.store.frames import source_line
 from tensorprobe.store.lines import CallLine, EndLine, GapLine, StackLine, TensorLine

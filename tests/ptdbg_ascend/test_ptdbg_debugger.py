@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tensorprobe as tp
 from tensorprobe.errors import BadUsage
-from tensorprobe.numerics import backends
 from tensorprobe.ptdbg_ascend import PrecisionDebugger, module_dump, module_dump_end
+from tensorprobe.tensors import backends
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from torch import nn
 
 import tensorprobe as tp
 from recorded import record
-from tensorprobe.check.one import check_one
+from tensorprobe.checking.one import check_one
 from tensorprobe.errors import NotReplayable
 from tensorprobe.records import Call
 from tensorprobe.replay.allowed import _ALLOWED, function_named

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 import tensorprobe as tp
-from tensorprobe.compare.align import Pair
-from tensorprobe.compare.comparison import Compared, Verdict
-from tensorprobe.compare.judge import Mode
-from tensorprobe.compare.measure import CallPair, TensorPair, pair_tensors
-from tensorprobe.contents.blob import Blob
-from tensorprobe.numerics.pair_metrics import PairMetrics
+from tensorprobe.comparing.align import Pair
+from tensorprobe.comparing.comparison import Compared, Verdict
+from tensorprobe.comparing.judge import Mode
+from tensorprobe.comparing.measure import CallPair, TensorPair, pair_tensors
 from tensorprobe.records import Call, Capture, TensorRecord, TensorSummary
 from tensorprobe.report.columns import table
 from tensorprobe.report.csv import write_csv
+from tensorprobe.tensors.blob import Blob
+from tensorprobe.tensors.pair_metrics import PairMetrics
 
 ROOT = Path(__file__).parents[2]
 SHARED = Path(os.environ.get("TENSORPROBE_SHARED") or ROOT.parent / "shared")

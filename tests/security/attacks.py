@@ -122,7 +122,7 @@ WALKS = [
     _op("traps.os.system", SHELL),
     _op("warm_python.subprocess.run", ["touch", "@M@"]),
     _op("tensorprobe.replay.repro.subprocess.run", ["touch", "@M@"]),
-    _op("tensorprobe.check.pool.subprocess.run", ["touch", "@M@"]),
+    _op("tensorprobe.checking.pool.subprocess.run", ["touch", "@M@"]),
     _op("@MODULE@.f", SHELL),
     _op("@MODULE@.os.system", SHELL),
     _op("torch_npu.os.system", SHELL),

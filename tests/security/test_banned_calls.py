@@ -15,7 +15,7 @@ _LOADERS |= {"shelve": ("open",), "dill": ("load", "loads"), "joblib": ("load",)
 _LOADERS |= {"yaml": ("load", "unsafe_load", "full_load"), "runpy": ("run_path", "run_module")}
 _ATTRIBUTES = ("getattr", "setattr", "delattr")
 # Rooms that look at what a file says: `python -O` takes asserts away.
-_READERS = ("replay", "store", "contents")
+_READERS = ("replay", "store")
 
 # (file, what): how often, and why. A name out of a file never gets there.
 ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
@@ -38,7 +38,10 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ),
     ("capture/tape.py", "setattr"): (1, "sections of our own line"),
     ("capture/tracebacks.py", "getattr"): (1, "the cause and the context of an exception"),
-    ("check/target.py", "importlib.util"): (1, "the vendor's package of a device, from our table"),
+    ("checking/target.py", "importlib.util"): (
+        1,
+        "the vendor's package of a device, from our table",
+    ),
     ("cli/bisect.py", "getattr"): (1, "options of our own parser"),
     ("cli/demo.py", "importlib.util"): (1, "whether torch is there"),
     ("cli/doctor.py", "importlib.metadata"): (1, "the version of triton"),
@@ -48,17 +51,13 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("cli/doors.py", "importlib.machinery"): (1, "the same: a finder for those names"),
     ("cli/main.py", "importlib"): (1, "verbs, from our table"),
     ("cli/run.py", "getattr"): (1, "options of our own parser"),
-    ("compare/align.py", "getattr"): (2, "fields of our own records"),
-    ("compare/arguments.py", "getattr"): (2, "fields of our own records"),
-    ("compare/comparison.py", "importlib.util"): (1, "whether torch is there"),
-    ("compare/culprit.py", "getattr"): (1, "fields of our own records"),
-    ("compare/mapping.py", "yaml.load"): (1, "with a loader made of yaml.SafeLoader"),
-    ("compare/recomputation.py", "getattr"): (1, "fields of our own records"),
-    ("compare/workers.py", "pickle.load"): (
-        1,
-        "what our own worker sends back, on its socket",
-    ),
-    ("contents/arrays.py", "getattr"): (1, "torch's dtype of a name that numpy_dtype has let pass"),
+    ("comparing/align.py", "getattr"): (2, "fields of our own records"),
+    ("comparing/arguments.py", "getattr"): (2, "fields of our own records"),
+    ("comparing/comparison.py", "importlib.util"): (1, "whether torch is there"),
+    ("comparing/culprit.py", "getattr"): (1, "fields of our own records"),
+    ("comparing/mapping.py", "yaml.load"): (1, "with a loader made of yaml.SafeLoader"),
+    ("comparing/recomputation.py", "getattr"): (1, "fields of our own records"),
+    ("comparing/workers.py", "pickle.load"): (1, "what our own worker sends back, on its socket"),
     ("demo/train_npu.py", "runpy"): (1, "the demo's own script"),
     ("demo/train_npu.py", "runpy.run_path"): (1, "the same"),
     ("devices/ascend_runtime.py", "getattr"): (
@@ -87,8 +86,7 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
         1,
         "torch's module of a device type that torch.device has let pass",
     ),
-    ("guard/elsewhere.py", "getattr"): (1, "the dtype that a user gives to reroute"),
-    ("guard/guard.py", "importlib"): (1, "parts of the guard, by names of our own"),
+    ("guarding/guard.py", "importlib"): (1, "parts of the guard, by names of our own"),
     ("msprobe/pytorch/seeding.py", "getattr"): (
         1,
         "dropout functions, from the table of that file",
@@ -99,18 +97,6 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ),
     ("native/__init__.py", "importlib.machinery"): (1, "our own library in C++"),
     ("native/__init__.py", "importlib.util"): (1, "the same"),
-    ("numerics/backends.py", "importlib.util"): (1, "whether triton is there"),
-    ("numerics/finiteness.py", "getattr"): (2, "dtypes of torch, from the table of that file"),
-    ("numerics/finiteness.py", "importlib.util"): (1, "whether triton is there"),
-    ("numerics/memory.py", "getattr"): (
-        4,
-        "dispatch keys and dtypes of torch, from the tables of that file",
-    ),
-    ("numerics/stored_pairs.py", "pickle.load"): (
-        1,
-        "what `compare` sends to its worker, on its socket",
-    ),
-    ("numerics/torch_ops.py", "getattr"): (1, "torch's module of the device of a live tensor"),
     ("ptdbg_ascend/acl.py", "importlib.util"): (1, "whether torch_npu is there"),
     ("replay/allowed.py", "getattr"): (
         7,
@@ -125,12 +111,26 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
         "one of the sets of columns that the command line takes",
     ),
     ("report/msprobe_columns.py", "getattr"): (1, "fields of our own records"),
+    ("rerouting/elsewhere.py", "getattr"): (1, "the dtype that a user gives to reroute"),
     ("store/foreign.py", "assert"): (1, "a pattern that matches any text"),
     ("store/loading.py", "importlib"): (1, "layouts, from our table"),
     ("store/native_copy.py", "setattr"): (1, "sections of our own line"),
     ("store/picking.py", "assert"): (1, "about its own state, for the type checker"),
     ("store/ptdbg.py", "assert"): (1, "about its own state, for the type checker"),
     ("store/writer.py", "assert"): (5, "about its own caller and state; it reads nothing"),
+    ("tensors/arrays.py", "getattr"): (1, "torch's dtype of a name that numpy_dtype has let pass"),
+    ("tensors/backends.py", "importlib.util"): (1, "whether triton is there"),
+    ("tensors/finiteness.py", "getattr"): (2, "dtypes of torch, from the table of that file"),
+    ("tensors/finiteness.py", "importlib.util"): (1, "whether triton is there"),
+    ("tensors/memory.py", "getattr"): (
+        4,
+        "dispatch keys and dtypes of torch, from the tables of that file",
+    ),
+    ("tensors/stored_pairs.py", "pickle.load"): (
+        1,
+        "what `compare` sends to its worker, on its socket",
+    ),
+    ("tensors/torch_ops.py", "getattr"): (1, "torch's module of the device of a live tensor"),
 }
 
 

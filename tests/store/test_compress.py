@@ -19,10 +19,10 @@ from torch import nn
 import tensorprobe as tp
 from recorded import record, run_script, start_script
 from tensorprobe.cli.main import main
-from tensorprobe.contents import packing
-from tensorprobe.contents.packing import LEAST_NBYTES
 from tensorprobe.errors import BadUsage
 from tensorprobe.records import Capture
+from tensorprobe.tensors import packing
+from tensorprobe.tensors.packing import LEAST_NBYTES
 
 WIDTH = 192  # its square is above LEAST_NBYTES in float32 and in bfloat16
 

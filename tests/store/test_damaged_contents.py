@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tensorprobe as tp
-from tensorprobe.check.one import check_one
+from tensorprobe.checking.one import check_one
 from tensorprobe.cli.main import main
 from tensorprobe.errors import NotReplayable, UnreadableCapture
 from tensorprobe.records import Call, TensorRecord

@@ -293,7 +293,7 @@ def test_huge_files_of_nothing(layout: str, here: Path) -> None:
 
 
 def test_a_table_of_contents_of_a_gigabyte(tmp_path: Path) -> None:
-    from tensorprobe.contents.tensor_files import locate
+    from tensorprobe.tensors.tensor_files import locate
 
     path = tmp_path / "x.pt"
     torch.save(torch.ones(3), path)

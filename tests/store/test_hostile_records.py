@@ -18,9 +18,9 @@ from store_making import open_writer, write_capture, write_relu
 import tensorprobe as tp
 from recorded import record
 from tensorprobe.cli.main import main
-from tensorprobe.contents.layouts import ITEMSIZES, check_layout
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.store.shard import HEADER_NBYTES
+from tensorprobe.tensors.layouts import ITEMSIZES, check_layout
 
 LOG = "rank0/step0/calls.jsonl"
 TENSOR = '{"tensor":{"dtype":"float32","shape":[2]}}'

@@ -15,8 +15,6 @@ from torch import nn
 
 import tensorprobe as tp
 from recorded import SRC, record
-from tensorprobe.contents.dtypes import numpy_dtype
-from tensorprobe.contents.widening import narrow, widen
 from tensorprobe.records import Call, Capture, TensorRecord
 from tensorprobe.store import loading as layouts
 from tensorprobe.store import ptdbg
@@ -24,6 +22,8 @@ from tensorprobe.store.foreign import file_name
 from tensorprobe.store.names import peer_name, renamed
 from tensorprobe.store.ptdbg_names import native_name, parse_name, stem_of
 from tensorprobe.store.ptdbg_writing import Style, write_dump
+from tensorprobe.tensors.dtypes import numpy_dtype
+from tensorprobe.tensors.widening import narrow, widen
 
 FLOATS_8 = ["float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"]
 

@@ -55,11 +55,11 @@ from tensorprobe.errors import (
 from tensorprobe.garbage import rare_searches
 from tensorprobe.keywords import keywords
 from tensorprobe.native import background
-from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.records import Keep, Level, count
 from tensorprobe.store.claim import run_identity
 from tensorprobe.store.outputs import check_writable
 from tensorprobe.store.writer import CaptureWriter
+from tensorprobe.tensors.summarizer import Summarizer
 
 
 def say(text: str) -> None:

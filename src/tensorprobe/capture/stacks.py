@@ -16,7 +16,10 @@ from tensorprobe.capture.tracebacks import is_stand_in
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OWN = (
-    *(os.path.join(_ROOT, room) + os.sep for room in ("capture", "guard", "cli")),
+    *(
+        os.path.join(_ROOT, room) + os.sep
+        for room in ("capture", "overflow", "failures", "rerouting", "guarding", "cli")
+    ),
     os.path.join(_ROOT, "__main__.py"),
 )
 # Machinery between the user's line and the call: present in every stack, of use in none.

@@ -45,11 +45,11 @@ from tensorprobe.errors import (
     UnreadableCapture,
     WriteFailed,
 )
-from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.records import Call, Capture, TensorRecord
 from tensorprobe.store.claim import run_identity
 from tensorprobe.store.loading import load
 from tensorprobe.store.writer import CaptureWriter
+from tensorprobe.tensors.summarizer import Summarizer
 
 _WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module"}
 _WRAPPERS["OptimizedModule"] = "_orig_mod"  # what torch.compile makes

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 # The rooms that stand between a program and torch; a script of ours (the demo's) is a program.
 _OURS = tuple(
-    str(Path(__file__).parents[1] / room) + os.sep for room in ("capture", "guard", "cli")
+    str(Path(__file__).parents[1] / room) + os.sep
+    for room in ("capture", "overflow", "failures", "rerouting", "guarding", "cli")
 )
 _OVERRIDES = os.path.join("torch", "overrides.py")
 _OPS = os.path.join("torch", "_ops.py")

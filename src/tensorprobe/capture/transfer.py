@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from tensorprobe.devices import device_layer
-from tensorprobe.numerics import captures
-from tensorprobe.numerics.memory import is_plain, keys_of, settle
+from tensorprobe.tensors import cuda_graphs as captures
+from tensorprobe.tensors.memory import is_plain, keys_of, settle
 
 _LARGE_NBYTES = 128 << 10  # from here on memory is new from the system, and given back to it
 

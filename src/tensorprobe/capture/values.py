@@ -14,12 +14,12 @@ from tensorprobe import native
 from tensorprobe.capture.naming import CallNames
 from tensorprobe.capture.quiet import Quiet
 from tensorprobe.capture.transfer import Transfer
-from tensorprobe.numerics.digest import digest_bytes
-from tensorprobe.numerics.memory import is_dense
-from tensorprobe.numerics.summary import Summarizer
 from tensorprobe.records import Keep, Role
 from tensorprobe.store.shard import Bytes
 from tensorprobe.store.writer import CaptureWriter
+from tensorprobe.tensors.digest import digest_bytes
+from tensorprobe.tensors.memory import is_dense
+from tensorprobe.tensors.summarizer import Summarizer
 
 # The call, the role and the label within it of a tensor, the label whole or in parts.
 TensorName = tuple["Named", Role, "str | tuple[str, ...]"]

@@ -13,7 +13,7 @@ from tensorprobe.store.outputs import check_output
 from tensorprobe.terminal import say, warn
 
 if TYPE_CHECKING:
-    from tensorprobe.guard.bisect import Bisected
+    from tensorprobe.rerouting.bisect import Bisected
 
 _EPILOG = """\
 examples:
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     _check(args, words)
-    from tensorprobe.guard.bisect import Question, bisect
+    from tensorprobe.rerouting.bisect import Question, bisect
 
     question = Question(
         command=tuple(words),
@@ -121,7 +121,7 @@ def describe(found: Bisected) -> list[str]:
     state = f"{probes}; {found.folder / 'bisect.json'}"
     if found.verdict == "passes":
         return [f"nothing to find: the check passes as it is. {state}"]
-    from tensorprobe.guard.bisect import phrase
+    from tensorprobe.rerouting.bisect import phrase
 
     there = phrase(found.to)
     if found.verdict == "no cure":

@@ -11,8 +11,8 @@ from tensorprobe.cli.options import as_options
 from tensorprobe.terminal import printable, say, warn
 
 if TYPE_CHECKING:
-    from tensorprobe.check.row import Row
-    from tensorprobe.check.run import Checked
+    from tensorprobe.checking.row import Row
+    from tensorprobe.checking.run import Checked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tensorprobe.check.run import check
+    from tensorprobe.checking.run import check
 
     progress = _Progress()
     try:

@@ -12,7 +12,7 @@ from tensorprobe.errors import BadUsage
 from tensorprobe.terminal import say
 
 if TYPE_CHECKING:
-    from tensorprobe.compare.workers import Workers
+    from tensorprobe.comparing.workers import Workers
 
 _STATUS = {"match": 0, "diverged": 3, "incomparable": 1}
 
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tensorprobe.compare.workers import workers_for
+    from tensorprobe.comparing.workers import workers_for
 
     if args.xlsx and args.output is None:
         raise BadUsage("--xlsx needs a folder to write to: -o OUT")
@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, workers: Workers | None) -> int:
-    from tensorprobe.compare.comparison import compare_captures
-    from tensorprobe.compare.measure import TerminalProgress
+    from tensorprobe.comparing.comparison import compare_captures
+    from tensorprobe.comparing.measure import TerminalProgress
     from tensorprobe.report.console import render
     from tensorprobe.report.saving import with_files
     from tensorprobe.store.outputs import check_output

@@ -75,7 +75,7 @@ def _import_torch() -> str:
 
 def _fix(broken: str) -> list[str]:
     """Build what is missing; what could not be built, and why."""
-    from tensorprobe.numerics import build as library
+    from tensorprobe.tensors import build_tally as library
 
     failed = []
     if _library(broken).state == "missing":
@@ -184,7 +184,7 @@ def _cache(broken: str) -> Part:
 
 
 def _library(broken: str) -> Part:
-    from tensorprobe.numerics import tally
+    from tensorprobe.tensors import tally
 
     brings = "statistics of CPU tensors at 9.1 GB/s a thread, not 2.3"
     if tally.load() is not None:

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 from tensorprobe.cli.doors import DOORS, open_doors, read_names
 from tensorprobe.cli.options import as_options, former_name
 from tensorprobe.config import RecordConfig, from_msprobe_config
-from tensorprobe.contents.json_files import read_json
-from tensorprobe.contents.opening import open_named
 from tensorprobe.errors import (
     BadUsage,
     GuardStopped,
@@ -25,13 +23,15 @@ from tensorprobe.errors import (
     WriteFailed,
 )
 from tensorprobe.store.outputs import check_folder, check_writable
+from tensorprobe.tensors.json_files import read_json
+from tensorprobe.tensors.opening import open_named
 
 if TYPE_CHECKING:
     from tensorprobe.capture.launcher import Program
     from tensorprobe.capture.recorder import Recorder
     from tensorprobe.capture.start_state import StartState
-    from tensorprobe.guard.guard import Guard
-    from tensorprobe.guard.reroute import Reroute
+    from tensorprobe.guarding.guard import Guard
+    from tensorprobe.rerouting.reroute import Reroute
 
 DEFAULT_SEED = 1234
 
@@ -251,7 +251,7 @@ def _guard_options(
     args: argparse.Namespace, words: list[str], config: RecordConfig
 ) -> dict[str, Any]:
     """The arguments of tp.Guard; made before the program runs, so that mistakes show then."""
-    from tensorprobe.guard.names import (
+    from tensorprobe.guarding.guard_options import (
         check_budget,
         check_numbers,
         check_timeout,
@@ -330,14 +330,14 @@ def _reroute_rules(args: argparse.Namespace) -> dict[str, str]:
         if args.no_record and args.guard is None:
             raise BadUsage("--no-record without --reroute or --guard: nothing would be done")
         return {}
-    from tensorprobe.guard.targets import parse_options, parse_rules
+    from tensorprobe.rerouting.targets import parse_options, parse_rules
 
     rules = parse_options(args.reroute)
     if args.reroute_file:
         rules |= _rules_in(Path(args.reroute_file))
     targets = parse_rules(rules).values()
     if any(target.device not in (None, "cpu") for target in targets):
-        from tensorprobe.guard.targets import check_present
+        from tensorprobe.rerouting.targets import check_present
 
         if args.sim_npu:
             from tensorprobe.devices import sim_npu
@@ -434,7 +434,7 @@ class _Session:
     def _divert(self) -> None:
         """What changes the program, and has to be there for it to be what was asked for."""
         if self._rules:
-            from tensorprobe.guard.reroute import Reroute
+            from tensorprobe.rerouting.reroute import Reroute
 
             self._reroute = Reroute(self._rules, step_on=self._step_on).start()
         if self._args.load_start and (self._output or self._guard_options or self._rules):
@@ -475,7 +475,7 @@ class _Session:
     def _start_guard(self) -> None:
         if self._guard_options is None:
             return
-        from tensorprobe.guard.guard import Guard
+        from tensorprobe.guarding.guard import Guard
 
         guard = Guard(recorder=self._recorder, step_on=self._step_on, **self._guard_options)
         self._guard = guard.start()

@@ -403,7 +403,7 @@ def _is_regular(file: Path) -> bool:
 
 
 def _header_nbytes(file: Path) -> int:
-    from tensorprobe.contents.opening import open_file
+    from tensorprobe.tensors.opening import open_file
 
     if file.suffix != ".safetensors":
         return 0

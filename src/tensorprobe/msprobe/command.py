@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tensorprobe.contents.json_files import read_json
-from tensorprobe.contents.opening import open_named
 from tensorprobe.errors import BadUsage, TensorprobeError
+from tensorprobe.tensors.json_files import read_json
+from tensorprobe.tensors.opening import open_named
 from tensorprobe.terminal import say, warn
 
 # Verbs without a counterpart under msprobe's name, with what to type.
@@ -134,7 +134,7 @@ def _has_ranks(path: object) -> bool:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from tensorprobe.check.run import check
+    from tensorprobe.checking.run import check
 
     if args.result_csv_path:
         raise BadUsage("-csv_path: a check goes on by itself with the same -o; leave it out")

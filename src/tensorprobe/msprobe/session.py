@@ -18,7 +18,7 @@ from tensorprobe.capture.recorder import Recorder, say
 from tensorprobe.config import DoorConfig
 from tensorprobe.devices import current_rank, world_size
 from tensorprobe.errors import BadUsage, NothingRecorded, WriteFailed
-from tensorprobe.guard.guard import Guard
+from tensorprobe.guarding.guard import Guard
 from tensorprobe.store import native
 from tensorprobe.store.claim import make_way, run_identity
 from tensorprobe.store.foreign import UNFINISHED

@@ -1,5 +1,5 @@
-// Calls under the overflow guard whose results are looked at later: what `guard.sight.SightMode`,
-// `guard.looking_later` and `guard.ring` do of plain tensors among plain arguments.
+// Calls under the overflow guard whose results are looked at later: what `overflow.every_call.SightMode`,
+// `overflow.device_calls` and `overflow.pending_calls` do of plain tensors among plain arguments.
 #pragma once
 
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -894,7 +894,7 @@ class Sight {
     return stem == linear_.get() || PyUnicode_Compare(stem, linear_.get()) == 0;
   }
 
-  // As `follow` in guard/looking_backward.py; of one node only its number counts.
+  // As `follow` in overflow/backward_calls.py; of one node only its number counts.
   static bool hangs_together(
       const Call& call, const NodePtr& root, const std::vector<Below>& layout, bool is_one,
       std::vector<std::pair<NodePtr, std::shared_ptr<const Spots>>>& ends) {

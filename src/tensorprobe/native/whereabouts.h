@@ -1,4 +1,4 @@
-// Where the program is, for a guard: what `guard.trail` and `guard.whereabouts` do.
+// Where the program is, for a guard: what `overflow.call_site` and `overflow.module_place` do.
 #pragma once
 
 #include <vector>
@@ -8,7 +8,7 @@
 
 namespace tensorprobe {
 
-// As `guard.trail.trail_from`.
+// As `overflow.call_site.trail_from`.
 inline Ref trail_from(Ref frame, PyObject* base, PyObject* rest) {
   constexpr size_t most = 200;
   std::vector<Ref> found;

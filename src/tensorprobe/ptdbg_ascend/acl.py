@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tensorprobe.contents.json_files import read_json
-from tensorprobe.contents.opening import open_named
 from tensorprobe.errors import BadUsage, DeviceUnusable, NothingRecorded, NotReplayable
 from tensorprobe.ptdbg_ascend.dump import Dump, drop
 from tensorprobe.ptdbg_ascend.telling import say
 from tensorprobe.records import Call, Capture
 from tensorprobe.store.loading import load
+from tensorprobe.tensors.json_files import read_json
+from tensorprobe.tensors.opening import open_named
 
 _EXAMPLE = '{"dump": {"dump_list": [], "dump_path": "./dump/output", "dump_op_switch": "on"}}'
 

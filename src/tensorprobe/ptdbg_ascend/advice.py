@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tensorprobe.compare.comparison import Compared
+from tensorprobe.comparing.comparison import Compared
 from tensorprobe.report.ptdbg_columns import ACCURACY, NAN, RESULT
 from tensorprobe.report.table import Row
 

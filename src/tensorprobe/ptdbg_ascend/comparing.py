@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tensorprobe.compare.comparison import Compared, compare_captures
+from tensorprobe.comparing.comparison import Compared, compare_captures
 from tensorprobe.errors import BadUsage, UnreadableCapture
 from tensorprobe.ptdbg_ascend.advice import advise
 from tensorprobe.ptdbg_ascend.telling import say

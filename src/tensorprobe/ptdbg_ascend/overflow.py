@@ -11,8 +11,8 @@ from pathlib import Path
 from tensorprobe.capture.naming import split_direction
 from tensorprobe.capture.steps import StepOn
 from tensorprobe.errors import GuardStopped
-from tensorprobe.guard.findings import Finding
-from tensorprobe.guard.guard import Guard
+from tensorprobe.guarding.findings import Finding
+from tensorprobe.guarding.guard import Guard
 from tensorprobe.ptdbg_ascend.acl import dump_folder, run_with_dump
 from tensorprobe.ptdbg_ascend.dump import drop
 from tensorprobe.ptdbg_ascend.settings import Target

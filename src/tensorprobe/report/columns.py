@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from tensorprobe.compare.comparison import Compared
+from tensorprobe.comparing.comparison import Compared
 from tensorprobe.errors import BadUsage
 from tensorprobe.report.table import Table
 

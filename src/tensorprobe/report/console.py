@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tensorprobe.compare.comparison import Compared, Verdict
-from tensorprobe.compare.judge import distance, number_text
-from tensorprobe.compare.measure import CallPair
-from tensorprobe.compare.words import describe
+from tensorprobe.comparing.comparison import Compared, Verdict
+from tensorprobe.comparing.judge import distance, number_text
+from tensorprobe.comparing.measure import CallPair
+from tensorprobe.comparing.words import describe
 from tensorprobe.records import Call
 from tensorprobe.terminal import printable
 

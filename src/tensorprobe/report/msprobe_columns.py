@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from tensorprobe.compare.comparison import Compared
-from tensorprobe.compare.measure import CallPair, TensorPair
+from tensorprobe.comparing.comparison import Compared
+from tensorprobe.comparing.measure import CallPair, TensorPair
 from tensorprobe.records import Call, Fields, Special, TensorRecord
 from tensorprobe.report import msprobe_rules
 from tensorprobe.report.msprobe_rules import Line

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from tensorprobe.compare.culprit import Culprit
-from tensorprobe.compare.judge import ROUNDING, distance, number_text
-from tensorprobe.compare.measure import TensorPair
+from tensorprobe.comparing.culprit import Culprit
+from tensorprobe.comparing.judge import ROUNDING, distance, number_text
+from tensorprobe.comparing.measure import TensorPair
 from tensorprobe.records import Call
 from tensorprobe.report.table import Cell, Row
 

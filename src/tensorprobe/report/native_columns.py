@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from tensorprobe.compare.comparison import Compared
-from tensorprobe.compare.culprit import Culprit
-from tensorprobe.compare.judge import ROUNDING, distance, same_bits
-from tensorprobe.compare.measure import CallPair, TensorPair
-from tensorprobe.numerics.pair_metrics import PairMetrics
+from tensorprobe.comparing.comparison import Compared
+from tensorprobe.comparing.culprit import Culprit
+from tensorprobe.comparing.judge import ROUNDING, distance, same_bits
+from tensorprobe.comparing.measure import CallPair, TensorPair
 from tensorprobe.records import TensorRecord
 from tensorprobe.report.table import Row, Table, summary_differences
+from tensorprobe.tensors.pair_metrics import PairMetrics
 
 HEADER = (
     "step", "rank", "actual", "expected", "paired", "status", "error_in_roundings",

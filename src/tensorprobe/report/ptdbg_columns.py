@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tensorprobe.compare.comparison import Compared
-from tensorprobe.compare.measure import CallPair, TensorPair
-from tensorprobe.numerics.pair_metrics import PairMetrics
+from tensorprobe.comparing.comparison import Compared
+from tensorprobe.comparing.measure import CallPair, TensorPair
 from tensorprobe.records import Call, Fields, TensorRecord, TensorSummary
 from tensorprobe.replay.kinds import kind_of
 from tensorprobe.report.table import Cell, Row, Table
 from tensorprobe.store.ptdbg import spelt_name
 from tensorprobe.store.ptdbg_names import tensor_suffix
+from tensorprobe.tensors.pair_metrics import PairMetrics
 
 _NAMES = (
     "NPU Name", "Bench Name", "NPU Tensor Dtype", "Bench Tensor Dtype", "NPU Tensor Shape",

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tensorprobe.compare.comparison import Compared, Source, compare_captures
-from tensorprobe.compare.measure import Progress
+from tensorprobe.comparing.comparison import Compared, Source, compare_captures
+from tensorprobe.comparing.measure import Progress
 from tensorprobe.keywords import keywords
 from tensorprobe.report.columns import table
 from tensorprobe.report.csv import write_csv

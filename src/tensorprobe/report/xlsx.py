@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from tensorprobe.compare.comparison import Compared
+from tensorprobe.comparing.comparison import Compared
 from tensorprobe.errors import MissingDependency
 from tensorprobe.report.columns import table
 from tensorprobe.report.table import Cell, Table

@@ -11,10 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from tensorprobe.contents.blob import Blob
-from tensorprobe.contents.layouts import check_layout, itemsize_of
-from tensorprobe.contents.opening import inside, open_file, read_text
-from tensorprobe.contents.tensor_files import locate
 from tensorprobe.errors import BadArtefact, UnreadableCapture
 from tensorprobe.records import (
     Call,
@@ -34,6 +30,10 @@ from tensorprobe.store.foreign import (
     read_shape,
 )
 from tensorprobe.store.ptdbg_names import Name, native_name, native_op
+from tensorprobe.tensors.blob import Blob
+from tensorprobe.tensors.layouts import check_layout, itemsize_of
+from tensorprobe.tensors.opening import inside, open_file, read_text
+from tensorprobe.tensors.tensor_files import locate
 
 _FORWARD = re.compile(r"forward_info_(\d{1,18})\.json")
 _STEP = re.compile(r"step(\d{1,18})")

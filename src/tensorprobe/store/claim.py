@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 from tensorprobe._version import __version__
-from tensorprobe.contents.json_files import MAX_NBYTES, read_json
-from tensorprobe.contents.opening import open_file, read_text
 from tensorprobe.errors import BadArtefact
 from tensorprobe.store.lines import speakable
+from tensorprobe.tensors.json_files import MAX_NBYTES, read_json
+from tensorprobe.tensors.opening import open_file, read_text
 
 FORMAT = 1
 RUN_FILE = "capture.json"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from tensorprobe.contents.json_files import read_json
-from tensorprobe.contents.opening import open_file
 from tensorprobe.records import Gap
+from tensorprobe.tensors.json_files import read_json
+from tensorprobe.tensors.opening import open_file
 
 END_FILE = "end.json"
 _ROOM_NBYTES = 4096  # taken at the start, so that a disk that is full by the end takes it still

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from tensorprobe.contents.layouts import MAX_DIMENSIONS
-from tensorprobe.contents.opening import inside
 from tensorprobe.errors import BadArtefact
 from tensorprobe.store.lines import speakable
+from tensorprobe.tensors.layouts import MAX_DIMENSIONS
+from tensorprobe.tensors.opening import inside
 
 # Where a door keeps its recording until a step is over and turned into the files of its peer.
 UNFINISHED = ".tensorprobe"

@@ -9,8 +9,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from tensorprobe.contents.opening import open_named, read_text
 from tensorprobe.errors import BadArtefact
+from tensorprobe.tensors.opening import open_named, read_text
 
 _MAX_SOURCE_NBYTES = 16 << 20
 _TORCH = f"{os.sep}torch{os.sep}"

@@ -13,10 +13,6 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
-from tensorprobe.contents.blob import Blob
-from tensorprobe.contents.json_files import read_json
-from tensorprobe.contents.layouts import check_layout
-from tensorprobe.contents.opening import inside, open_file, split_lines
 from tensorprobe.errors import BadArtefact, TensorprobeError, UnreadableCapture
 from tensorprobe.garbage import no_garbage
 from tensorprobe.records import (
@@ -31,6 +27,10 @@ from tensorprobe.store import lines, tree
 from tensorprobe.store.claim import EARLIER, FORMAT, RANK_FILE, RUN_FILE
 from tensorprobe.store.ending import END_FILE, read_ending
 from tensorprobe.store.step_files import LOG_FILE, header_problem, shard_name
+from tensorprobe.tensors.blob import Blob
+from tensorprobe.tensors.json_files import read_json
+from tensorprobe.tensors.layouts import check_layout
+from tensorprobe.tensors.opening import inside, open_file, split_lines
 
 MAX_LINE_NBYTES = 8 << 20  # a call of ours has some 1,000; as Python's objects it is 20 times that
 NOT_WRITTEN = "value not written (the run ended before)"

@@ -11,7 +11,6 @@ from typing import Any, BinaryIO, Protocol
 
 import msgspec
 
-from tensorprobe.contents.opening import split_lines
 from tensorprobe.records import Call, Capture, Gap
 from tensorprobe.store import lines, tree
 from tensorprobe.store.loading import find, layout
@@ -30,6 +29,7 @@ from tensorprobe.store.native import (
     root_of,
 )
 from tensorprobe.store.step_files import LOG_FILE
+from tensorprobe.tensors.opening import split_lines
 
 Wanted = Callable[[Call], bool]
 _READ_NBYTES = 4 << 20  # of lines, which takes a tenth of a second

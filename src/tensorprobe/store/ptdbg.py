@@ -16,9 +16,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tensorprobe.contents.blob import Blob
-from tensorprobe.contents.layouts import check_layout, itemsize_of
-from tensorprobe.contents.opening import inside, open_file, read_text
 from tensorprobe.errors import BadArtefact, UnreadableCapture
 from tensorprobe.records import (
     Call,
@@ -40,6 +37,9 @@ from tensorprobe.store.ptdbg_names import (
     stem_of,
 )
 from tensorprobe.store.ptdbg_writing import MARK, write
+from tensorprobe.tensors.blob import Blob
+from tensorprobe.tensors.layouts import check_layout, itemsize_of
+from tensorprobe.tensors.opening import inside, open_file, read_text
 
 __all__ = ["find", "read", "read_index", "recognises", "write"]
 

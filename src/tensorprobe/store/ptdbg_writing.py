@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple, TextIO
 
 import numpy as np
 
-from tensorprobe.contents.widening import is_widened, widen
 from tensorprobe.errors import WriteFailed
 from tensorprobe.records import Call, Capture, Fields, TensorRecord, TensorSummary
 from tensorprobe.store.foreign import file_name
@@ -22,6 +21,7 @@ from tensorprobe.store.frames import source_line
 from tensorprobe.store.names import peer_name, renamed
 from tensorprobe.store.ptdbg_names import name_of
 from tensorprobe.store.unread import Unread
+from tensorprobe.tensors.widening import is_widened, widen
 
 Stacks = Literal["no", "yes", "only"]
 Content = Literal["tensors", "statistics", "checksums"]

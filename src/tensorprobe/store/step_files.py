@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from tensorprobe.contents.opening import open_file
+from tensorprobe.tensors.opening import open_file
 
 LOG_FILE = "calls.jsonl"
 _MAX_HEADER_NBYTES = 16 << 20  # ours have room for 256 kB

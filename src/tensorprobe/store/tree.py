@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from tensorprobe.contents.json_files import MAX_DEPTH, TOO_DEEP
 from tensorprobe.records import Fields, Special, TensorRecord
+from tensorprobe.tensors.json_files import MAX_DEPTH, TOO_DEEP
 
 OnTensor = Callable[[str, dict[str, Any]], Any]
 

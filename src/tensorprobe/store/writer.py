@@ -18,8 +18,6 @@ from typing import Any, Literal, Protocol
 import msgspec
 import numpy as np
 
-from tensorprobe.contents.dtypes import numpy_dtype, part_of
-from tensorprobe.contents.packing import Coded, pack
 from tensorprobe.records import TensorSummary
 from tensorprobe.store.beside import Beside
 from tensorprobe.store.claim import claim
@@ -39,6 +37,8 @@ from tensorprobe.store.lines import (
 )
 from tensorprobe.store.shard import HEADER_NBYTES, SHARD_NBYTES, Bytes, Shards
 from tensorprobe.store.step_files import LOG_FILE
+from tensorprobe.tensors.dtypes import numpy_dtype, part_of
+from tensorprobe.tensors.packing import Coded, pack
 
 _GATHER_S = 0.1  # how long the thread lets small things gather before it writes them
 _POLL_S = 0.2

@@ -14,7 +14,7 @@ from torch import nn
 import tensorprobe as tp
 from tensorprobe.devices import sim_npu
 from tensorprobe.errors import GuardStopped
-from tensorprobe.guard.findings import Finding
+from tensorprobe.guarding.findings import Finding
 
 
 def quiet(text: str) -> None:

@@ -7,9 +7,9 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-from tensorprobe.contents.opening import open_file
 from tensorprobe.records import Gap
 from tensorprobe.store.foreign import UNFINISHED, numbered
+from tensorprobe.tensors.opening import open_file
 
 DUMP_FILE = "dump.json"
 DEBUG_FILE = "debug.json"

@@ -7,9 +7,9 @@ import re
 import zlib
 from typing import Any
 
-from tensorprobe.contents.layouts import ITEMSIZES
 from tensorprobe.records import Fields, Special, TensorRecord, TensorSummary
 from tensorprobe.store.foreign import MAX_DEPTH, read_shape
+from tensorprobe.tensors.layouts import ITEMSIZES
 
 SCALARS = {"int": int, "float": float, "str": str, "bool": bool}
 _STATISTICS = ("Max", "Min", "Mean", "Norm")

@@ -9,9 +9,6 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import force_setattr
 
-from tensorprobe.contents.blob import Blob
-from tensorprobe.contents.layouts import check_layout, itemsize_of
-from tensorprobe.contents.opening import check_regular, inside, open_file, read_text
 from tensorprobe.errors import BadArtefact, UnreadableCapture
 from tensorprobe.garbage import no_garbage
 from tensorprobe.operators import NATIVE_NAMES
@@ -42,6 +39,9 @@ from tensorprobe.store.msprobe.leaves import (
     read_scalar,
     read_summary,
 )
+from tensorprobe.tensors.blob import Blob
+from tensorprobe.tensors.layouts import check_layout, itemsize_of
+from tensorprobe.tensors.opening import check_regular, inside, open_file, read_text
 
 # What our writer adds on top of dump.json. msprobe's own backward records hold something else.
 WRITTEN_BY = "written_by"

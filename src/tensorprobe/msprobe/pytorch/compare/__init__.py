@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tensorprobe.compare.comparison import Compared, compare_captures
+from tensorprobe.comparing.comparison import Compared, compare_captures
 from tensorprobe.errors import BadUsage
 from tensorprobe.records import Capture
 from tensorprobe.report.columns import table

@@ -1,0 +1,459 @@
+"""Pairs the calls of two sequences that differ in length, names and order, as a diff does. Pure."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import Literal, NamedTuple
+
+from tensorprobe.comparing.repeats import settle_repeats
+from tensorprobe.operators import native_name
+from tensorprobe.records import Call, TensorRecord
+
+How = Literal["exact", "aligned", "mapped"]
+Token = Callable[[Call], Hashable]
+
+# What wraps a model and adds a part to every path below it.
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_NUMBER = re.compile(r"\.\d+(?=$|\.(?:forward|backward)$)")
+# A gap larger than this is diffed by its unique tokens only: Myers' diff is quadratic in the edits.
+_MAX_EDITS = 1500
+_SCALARS = (bool, int, float, str)
+
+
+class Pair(NamedTuple):
+    """Two calls that are the same one; or one that the other side does not have."""
+
+    actual: Call | None
+    expected: Call | None
+    how: How
+
+
+class Mapping(NamedTuple):
+    """What the user says is the same: names of calls, prefixes of module paths, and `layers`,
+    children of modules by the class they are in (or `TopLayer`, the model)."""
+
+    calls: dict[str, str]
+    modules: dict[str, str]
+    layers: dict[str, dict[str, str]]
+
+
+NO_MAPPING = Mapping({}, {}, {})
+TOP_LAYER = "TopLayer"
+
+
+def plain_path(module: str) -> str:
+    """A module path without the parts that DDP, compile, FSDP and checkpointing add."""
+    if not module:
+        return module
+    return ".".join(part for part in module.split(".") if part not in _WRAPPERS)
+
+
+def stem(name: str) -> str:
+    """A call's name without number and direction: "Functional.linear"."""
+    plain = native_name(name) if "__" in name else name
+    if plain.startswith("Module."):
+        kind = next((k for k in (".forward", ".backward", ".parameters_grad") if k in plain), "")
+        head = plain.rpartition(kind)[0] if kind else plain
+        return "Module." + head.rpartition(".")[2] + kind
+    return _NUMBER.sub("", plain).removesuffix(".forward").removesuffix(".backward")
+
+
+def align(
+    actual: Sequence[Call], expected: Sequence[Call], mapping: Mapping = NO_MAPPING
+) -> list[Pair]:
+    """Pair the calls of one step and rank, in the order of `actual`.
+
+    What only `expected` has stands where it would have run. A backward call goes with its forward
+    call whatever the order in which the engine came by.
+    """
+    rename = Layers(actual, mapping.layers).renamed if mapping.layers else None
+    back = _backwards(mapping.modules) if mapping.modules else None
+    sides = (_Side(actual, rename), _Side(expected, back))
+    partner = _by_mapping(actual, expected, mapping)
+    mapped = set(partner)
+    forward = [[i for i, call in enumerate(s.calls) if not _follows(call)] for s in sides]
+    settle_repeats(sides[0].calls, sides[1].calls, sides[0].exact, sides[1].exact, forward, partner)
+    backward = [[i for i, call in enumerate(s.calls) if _follows(call)] for s in sides]
+    _align_sequences(sides, forward[0], forward[1], partner)
+    _pair_backward(sides, backward, partner)
+    _align_sequences(sides, backward[0], backward[1], partner)
+    return _in_order(sides, partner, mapped)
+
+
+class _Side:
+    """The calls of one side with the tokens by which they are told apart, worked out once."""
+
+    def __init__(self, calls: Sequence[Call], rename: Callable[[str], str] | None = None) -> None:
+        self.calls = calls
+        self.has_mapping = rename is not None
+        self.paths: dict[str, str] = {}
+        names: dict[str, str] = {}
+        self._stems = []
+        for call in calls:
+            if call.module not in self.paths:
+                path = plain_path(call.module)
+                self.paths[call.module] = rename(path) if rename else path
+            text = call.name
+            if text not in names:
+                names[text] = stem(text)
+            self._stems.append(names[text])
+        self.loose: list[Hashable] = [
+            (s, self.paths[call.module]) for s, call in zip(self._stems, calls, strict=True)
+        ]
+        self.strict: list[Hashable] = [
+            (token, _signature(call)) for token, call in zip(self.loose, calls, strict=True)
+        ]
+        # `x * 1.0` put in beside `x * 0.5`: the numbers tell which of two is the new one
+        self.exact: list[Hashable] = [
+            (token, _scalars(call)) for token, call in zip(self.strict, calls, strict=True)
+        ]
+
+    # The next two only where the others leave something.
+
+    @functools.cached_property
+    def place(self) -> list[Hashable]:
+        """A module of another class, or a renamed API, in the same place."""
+        return [
+            (_short(s), self.paths[call.module])
+            for s, call in zip(self._stems, self.calls, strict=True)
+        ]
+
+    @functools.cached_property
+    def bare(self) -> list[Hashable]:
+        return [
+            s.rpartition(".")[2].rstrip("_") if not s.startswith("Module.") else s
+            for s in self._stems
+        ]
+
+    def is_renamed(self, call: Call) -> bool:
+        """Whether the user's mapping gave its module another path."""
+        return self.has_mapping and self.paths[call.module] != plain_path(call.module)
+
+
+def _short(stem: str) -> str:
+    if stem.startswith("Module."):
+        return "Module." + stem.rpartition(".")[2]
+    return stem.rpartition(".")[2].rstrip("_")
+
+
+def _backwards(modules: dict[str, str]) -> Callable[[str], str]:
+    """A mapping is actual -> expected: paths of the expected side are renamed back."""
+    back = {plain_path(theirs): plain_path(ours) for ours, theirs in modules.items()}
+    prefixes = sorted(back, key=len, reverse=True)
+
+    def renamed(path: str) -> str:
+        for prefix in prefixes:
+            if path == prefix or path.startswith(prefix + "."):
+                return (back[prefix] + path[len(prefix) :]).strip(".")
+        return path
+
+    return renamed
+
+
+class Layers:
+    """Paths of actual renamed part by part, by the class of the module that each part is in."""
+
+    def __init__(self, calls: Sequence[Call], rules: dict[str, dict[str, str]]) -> None:
+        self._rules = rules
+        self._classes: dict[str, str] = {}
+        for call in calls:
+            if call.name.startswith("Module.") and call.direction == "forward":
+                name = call.name.rpartition(".forward")[0]
+                self._classes.setdefault(plain_path(call.module), name.rpartition(".")[2])
+
+    def renamed(self, path: str) -> str:
+        """The path as expected has it."""
+        parts = path.split(".") if path else []
+        found: list[str] = []
+        i = 0
+        while i < len(parts):
+            rules = self._rules_in(".".join(parts[:i]))
+            for n in range(len(parts) - i, 0, -1):
+                other = rules.get(".".join(parts[i : i + n]))
+                if other is not None:
+                    break
+            else:
+                n, other = 1, parts[i]
+            found.append(other)
+            i += n
+        return ".".join(found)
+
+    def _rules_in(self, parent: str) -> dict[str, str]:
+        if not self._classes:  # no modules were recorded: nobody knows what is in what
+            return {key: value for part in self._rules.values() for key, value in part.items()}
+        own = self._rules.get(self._classes.get(parent, ""), {})
+        return own if parent else {**self._rules.get(TOP_LAYER, {}), **own}
+
+
+def _signature(call: Call) -> Hashable:
+    return (
+        tuple([record.shape for record in call.tensors]),
+        tuple([_kind(value) for value in call.args]),
+    )
+
+
+def _scalars(call: Call) -> Hashable:
+    values = [v for v in call.args if type(v) in _SCALARS]
+    values += [v for v in call.kwargs.values() if type(v) in _SCALARS]
+    return tuple(values)
+
+
+def _kind(value: object) -> Hashable:
+    if isinstance(value, TensorRecord):
+        return "tensor"
+    if isinstance(value, list | tuple):
+        return tuple(_kind(part) for part in value[:8])
+    return type(value).__name__
+
+
+def _follows(call: Call) -> bool:
+    return call.direction == "backward"
+
+
+def _by_mapping(
+    actual: Sequence[Call], expected: Sequence[Call], mapping: Mapping
+) -> dict[int, int]:
+    if not mapping.calls:
+        return {}
+    place = {native_name(call.name): j for j, call in enumerate(expected)}
+    pairs = {}
+    wanted = {native_name(ours): native_name(theirs) for ours, theirs in mapping.calls.items()}
+    for i, call in enumerate(actual):
+        name = native_name(call.name)
+        theirs = wanted.get(name)
+        if theirs is None:
+            head, dot, direction = name.rpartition(".")
+            if direction in ("forward", "backward") and head in wanted:
+                theirs = wanted[head] + dot + direction
+        if theirs is not None and theirs in place:
+            pairs[i] = place[theirs]
+    return pairs
+
+
+def _align_sequences(
+    sides: tuple[_Side, _Side], ours: list[int], theirs: list[int], partner: dict[int, int]
+) -> None:
+    """Pair what is not paired yet: strictly first, then with less asked of what is between."""
+    taken = set(partner.values())
+    blocks = [
+        ([i for i in ours if i not in partner], [j for j in theirs if j not in taken]),
+    ]
+    for kind in ("exact", "strict", "loose", "place", "bare"):
+        if not blocks:
+            break
+        a, e = getattr(sides[0], kind), getattr(sides[1], kind)
+        left = []
+        for mine, other in blocks:
+            if not mine or not other:
+                continue
+            pairs = diff([a[i] for i in mine], [e[j] for j in other])
+            for p, q in pairs:
+                partner[mine[p]] = other[q]
+            left += _gaps(mine, other, pairs)
+        blocks = left
+
+
+def _gaps(
+    mine: list[int], other: list[int], pairs: list[tuple[int, int]]
+) -> list[tuple[list[int], list[int]]]:
+    """What lies between the pairs, where both sides have something left."""
+    gaps = []
+    p = q = 0
+    for i, j in [*pairs, (len(mine), len(other))]:
+        if i > p and j > q:
+            gaps.append((mine[p:i], other[q:j]))
+        p, q = i + 1, j + 1
+    return gaps
+
+
+def diff(a: Sequence[Hashable], b: Sequence[Hashable]) -> list[tuple[int, int]]:
+    """Places of equal tokens, in order: a longest common subsequence where that is affordable."""
+    pairs: list[tuple[int, int]] = []
+    _diff(a, b, 0, len(a), 0, len(b), pairs)
+    pairs.sort()
+    return pairs
+
+
+def _diff(
+    a: Sequence[Hashable],
+    b: Sequence[Hashable],
+    a0: int,
+    a1: int,
+    b0: int,
+    b1: int,
+    pairs: list[tuple[int, int]],
+) -> None:
+    while a0 < a1 and b0 < b1 and a[a0] == b[b0]:
+        pairs.append((a0, b0))
+        a0, b0 = a0 + 1, b0 + 1
+    while a0 < a1 and b0 < b1 and a[a1 - 1] == b[b1 - 1]:
+        a1, b1 = a1 - 1, b1 - 1
+        pairs.append((a1, b1))
+    if a0 == a1 or b0 == b1:
+        return
+    anchors = _anchors(a, b, a0, a1, b0, b1)
+    if not anchors:
+        pairs += _myers(a, b, a0, a1, b0, b1)
+        return
+    for i, j in anchors:
+        pairs.append((i, j))
+        _diff(a, b, a0, i, b0, j, pairs)
+        a0, b0 = i + 1, j + 1
+    _diff(a, b, a0, a1, b0, b1, pairs)
+
+
+def _anchors(
+    a: Sequence[Hashable], b: Sequence[Hashable], a0: int, a1: int, b0: int, b1: int
+) -> list[tuple[int, int]]:
+    """Tokens that both sides have exactly once, the longest run of them that is in order."""
+    counts = Counter(a[a0:a1])
+    others = Counter(b[b0:b1])
+    place = {b[j]: j for j in range(b0, b1) if others[b[j]] == 1}
+    unique = [(i, place[a[i]]) for i in range(a0, a1) if counts[a[i]] == 1 and a[i] in place]
+    return _increasing(unique)
+
+
+def _increasing(pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    tails: list[int] = []  # smallest last place of an increasing run of each length
+    ends: list[int] = []
+    before: list[int] = []
+    for n, (_, j) in enumerate(pairs):
+        k = bisect.bisect_left(tails, j)
+        before.append(ends[k - 1] if k else -1)
+        if k == len(tails):
+            tails.append(j)
+            ends.append(n)
+        else:
+            tails[k], ends[k] = j, n
+    run = []
+    n = ends[-1] if ends else -1
+    while n >= 0:
+        run.append(pairs[n])
+        n = before[n]
+    return run[::-1]
+
+
+def _myers(
+    a: Sequence[Hashable], b: Sequence[Hashable], a0: int, a1: int, b0: int, b1: int
+) -> list[tuple[int, int]]:
+    """Myers' greedy diff; beyond _MAX_EDITS edits what it has matched so far."""
+    n, m = a1 - a0, b1 - b0
+    reach = {1: 0}
+    trace: list[dict[int, int]] = []
+    best, best_k = -1, 0
+    for edits in range(min(n + m, _MAX_EDITS) + 1):
+        trace.append(dict(reach))
+        for k in range(-edits, edits + 1, 2):
+            down = k == -edits or (k != edits and reach[k - 1] < reach[k + 1])
+            x = reach[k + 1] if down else reach[k - 1] + 1
+            y = x - k
+            while x < n and y < m and a[a0 + x] == b[b0 + y]:
+                x, y = x + 1, y + 1
+            reach[k] = x
+            if x <= n and y <= m and x + y > best:
+                best, best_k = x + y, k
+            if x >= n and y >= m:
+                return _walk_back(trace, k, x, a0, b0)
+    return _walk_back(trace, best_k, reach[best_k], a0, b0)
+
+
+def _walk_back(
+    trace: list[dict[int, int]], k: int, x: int, a0: int, b0: int
+) -> list[tuple[int, int]]:
+    pairs = []
+    y = x - k
+    for edits in range(len(trace) - 1, -1, -1):
+        reach = trace[edits]
+        down = k == -edits or (k != edits and reach.get(k - 1, -1) < reach.get(k + 1, -1))
+        from_k = k + 1 if down else k - 1
+        from_x = reach.get(from_k, 0)
+        from_y = from_x - from_k
+        while x > from_x and y > from_y:
+            x, y = x - 1, y - 1
+            if x < from_x or y < from_y:
+                break
+            pairs.append((a0 + x, b0 + y))
+        if edits == 0:
+            break
+        x, y, k = from_x, from_y, from_k
+    return pairs[::-1]
+
+
+def _pair_backward(
+    sides: tuple[_Side, _Side], backward: list[list[int]], partner: dict[int, int]
+) -> None:
+    """Backward calls of paired forward calls, the n-th pass with the n-th."""
+    forward_name = [_forward_names(side.calls) for side in sides]
+    theirs: dict[tuple[str, int], int] = {}
+    counts: Counter[str] = Counter()
+    taken = set(partner.values())
+    for j in backward[1]:
+        name = sides[1].calls[j].name
+        theirs[name, counts[name]] = j
+        counts[name] += 1
+    counts.clear()
+    for i in backward[0]:
+        name = sides[0].calls[i].name
+        nth = counts[name]
+        counts[name] += 1
+        mine = forward_name[0].get(forward_of(name))
+        if i in partner or mine is None or mine not in partner:
+            continue
+        other = sides[1].calls[partner[mine]].name
+        place = theirs.get((backward_of(other), nth))
+        if place is not None and place not in taken:
+            partner[i] = place
+            taken.add(place)
+
+
+def _forward_names(calls: Sequence[Call]) -> dict[str, int]:
+    names: dict[str, int] = {}
+    for i, call in enumerate(calls):
+        if call.direction == "forward":
+            names.setdefault(call.name, i)
+    return names
+
+
+def forward_of(name: str) -> str:
+    """The name of the forward call that a backward call belongs to."""
+    if name.endswith(".backward"):
+        return name.removesuffix(".backward") + ".forward"
+    return name.replace(".backward.", ".forward.")
+
+
+def backward_of(name: str) -> str:
+    """The name of the backward call of a forward call."""
+    if name.endswith(".forward"):
+        return name.removesuffix(".forward") + ".backward"
+    return name.replace(".forward.", ".backward.")
+
+
+def _in_order(sides: tuple[_Side, _Side], partner: dict[int, int], mapped: set[int]) -> list[Pair]:
+    """Pairs in the order of `actual`; what only `expected` has after what it follows there."""
+    actual, expected = sides[0].calls, sides[1].calls
+    owner = {j: i for i, j in partner.items()}
+    after: dict[int, list[int]] = {}
+    last = -1
+    for j in range(len(expected)):
+        if j in owner:
+            last = owner[j]
+        else:
+            after.setdefault(last, []).append(j)
+    pairs = [Pair(None, expected[j], "aligned") for j in after.get(-1, ())]
+    for i, call in enumerate(actual):
+        j = partner.get(i, -1)
+        other = expected[j] if j >= 0 else None
+        how: How = "aligned"
+        if other is not None:
+            renamed = sides[0].is_renamed(call) or sides[1].is_renamed(other)
+            if i in mapped or renamed:
+                how = "mapped"
+            elif call.name == other.name:
+                how = "exact"
+        pairs.append(Pair(call, other, how))
+        pairs += [Pair(None, expected[k], "aligned") for k in after.get(i, ())]
+    return pairs

@@ -1,0 +1,481 @@
+"""Two captures become a comparison: paired calls, measured tensors, and a verdict."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from tensorprobe.comparing.align import NO_MAPPING, Pair, align
+from tensorprobe.comparing.align import Mapping as CallMapping
+from tensorprobe.comparing.blame import Findings, blame
+from tensorprobe.comparing.culprit import Culprit
+from tensorprobe.comparing.facts import fact_differences
+from tensorprobe.comparing.judge import Mode, content_mode, distance
+from tensorprobe.comparing.mapping import read_mapping
+from tensorprobe.comparing.measure import (
+    CallPair,
+    Progress,
+    TensorPair,
+    digest_kind,
+    measure,
+    pair_tensors,
+)
+from tensorprobe.comparing.replaying import Replayer, UserCode, replayer_for
+from tensorprobe.comparing.units import (
+    Lacking,
+    are_one_each,
+    describe,
+    is_narrow,
+    lacking,
+    units,
+)
+from tensorprobe.comparing.workers import Workers, workers_for
+from tensorprobe.errors import UnreadableCapture
+from tensorprobe.garbage import no_garbage
+from tensorprobe.records import Call, Capture, count
+from tensorprobe.store.foreign import LAST_NODE
+from tensorprobe.store.loading import load
+from tensorprobe.terminal import printable
+
+FORMAT = 1
+Outcome = Literal["match", "diverged", "incomparable"]
+Source = str | os.PathLike[str] | Capture
+
+
+class RankResult(msgspec.Struct):
+    """One line of the table of ranks and steps."""
+
+    rank: int
+    step: int
+    verdict: Outcome
+    aligned: int
+    only_actual: int
+    only_expected: int
+    diverged: int
+    culprit: str | None = None
+
+
+class Verdict(msgspec.Struct, kw_only=True):
+    """The answer, in the form of verdict.json; as text, the few lines that a person reads."""
+
+    format: int = FORMAT
+    verdict: Outcome
+    actual: str
+    expected: str
+    mode: Mode
+    counts: dict[str, int]
+    culprits: list[Culprit]
+    reason: str | None = None  # why the runs are incomparable
+    notes: list[str] = []  # what weakens or explains the verdict
+    facts: list[str] = []  # versions and numeric switches that differ
+    ranks: list[RankResult] = []
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values; NaN and infinities as text, which strict JSON does not have."""
+        tree = _plain(msgspec.to_builtins(self))
+        assert isinstance(tree, dict)
+        return tree
+
+    def __str__(self) -> str:
+        from tensorprobe.comparing.words import describe
+
+        return "\n".join(map(printable, describe(self)))
+
+    def __repr__(self) -> str:
+        return f"<Verdict {_in_short(self)}>"
+
+
+class Compared:
+    """What two captures have in common and where they part; report.saving adds files to it."""
+
+    def __init__(
+        self,
+        actual: Capture,
+        expected: Capture,
+        pairs: Sequence[CallPair],
+        verdict: Verdict,
+        structure: Sequence[str] = (),
+    ) -> None:
+        self.actual = actual
+        self.expected = expected
+        self.pairs = pairs
+        self.verdict = verdict
+        self.structure = structure  # differences that changed no values
+
+    @property
+    def rows(self) -> Iterator[tuple[CallPair, TensorPair]]:
+        """Every tensor of every call, in execution order."""
+        for pair in self.pairs:
+            for row in pair.tensors:
+                yield pair, row
+
+    @property
+    def one_sided(self) -> list[tuple[Call, str]]:
+        """The calls that only one side has, each with the paired call it follows."""
+        found, before = [], "the start"
+        for pair in self.pairs:
+            if pair.is_paired:
+                before = pair.call.name
+            else:
+                found.append((pair.call, before))
+        return found
+
+    def __repr__(self) -> str:
+        return f"<Comparison {_in_short(self.verdict)}>"
+
+
+def _in_short(verdict: Verdict) -> str:
+    if not verdict.culprits:
+        return f"{verdict.verdict}: {count(verdict.counts['aligned'], 'call')} aligned"
+    found = count(len(verdict.culprits), "culprit")
+    return f"{verdict.verdict}: {found}, first {verdict.culprits[0].name}"
+
+
+def compare_captures(
+    actual: Source,
+    expected: Source,
+    *,
+    noise: Sequence[Source] = (),
+    mapping: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    step: int | None = None,
+    rank: int | None = None,
+    jobs: int | Workers | None = None,
+    timeout: float = 120.0,
+    replay: bool = True,
+    references: str | os.PathLike[str] | None = None,
+    imports: Sequence[str | os.PathLike[str]] = (),
+    progress: Progress | None = None,
+) -> Compared:
+    """What tp.compare does, without its files; `jobs` may also be processes that run already."""
+    replayer = replayer_for(_user_code(references, imports))
+    if references is not None or imports:
+        replayer.start()  # what is wrong with a user's code is told before the work, not after it
+    known = NO_MAPPING if mapping is None else read_mapping(mapping)
+    with workers_for(map(_path, (actual, expected)), jobs) as workers:
+        ours, theirs = _opened(actual), _opened(expected)
+        with no_garbage():
+            pairs = [pair_tensors(pair) for pair in _align(ours, theirs, known, step, rank)]
+            measure(pairs, workers=workers, progress=progress)
+            floors = _floors(theirs, noise, step, rank, workers) if noise else {}
+            if workers is not None:
+                workers.end()
+    with no_garbage():
+        lacks = lacking(ours, theirs, step, rank)
+        wanted = replayer if replay and timeout > 0 else None
+        return _judge(ours, theirs, pairs, lacks, floors, wanted, timeout)
+
+
+def _user_code(
+    references: str | os.PathLike[str] | None, imports: Sequence[str | os.PathLike[str]]
+) -> UserCode:
+    file = None if references is None else Path(references)
+    names = tuple(each if isinstance(each, str) else Path(each) for each in imports)
+    return UserCode(file, names)
+
+
+def _path(source: Source) -> str | os.PathLike[str]:
+    return source.path if isinstance(source, Capture) else source
+
+
+def _opened(source: Source) -> Capture:
+    return source if isinstance(source, Capture) else load(source)
+
+
+def _align(
+    actual: Capture, expected: Capture, mapping: CallMapping, step: int | None, rank: int | None
+) -> list[Pair]:
+    ours, theirs = units(actual, step, rank), units(expected, step, rank)
+    for side, found, capture in (("actual", ours, actual), ("expected", theirs, expected)):
+        if not found:
+            raise UnreadableCapture(
+                f"nothing to compare: {side} '{capture.path}' has no calls"
+                + (f" of step {step}" if step is not None else "")
+                + (f" of rank {rank}" if rank is not None else "")
+                + f"; it has steps {list(capture.steps)} and ranks {list(capture.ranks)}"
+            )
+    if are_one_each(ours, theirs):
+        ((_, calls),) = ours.items()
+        ((_, others),) = theirs.items()
+        return align(calls, others, mapping)
+    pairs: list[Pair] = []
+    for key in sorted({*ours, *theirs}, key=lambda key: (key[0], key[1])):
+        pairs += align(ours.get(key, []), theirs.get(key, []), mapping)
+    return pairs
+
+
+def _floors(
+    expected: Capture,
+    noise: Sequence[Source],
+    step: int | None,
+    rank: int | None,
+    workers: Workers | None,
+) -> dict[str, float]:
+    """How far repeated runs of the expected side are apart, for each of its tensors."""
+    floors: dict[str, float] = {}
+    for source in noise:
+        pairs = [pair_tensors(p) for p in _align(_opened(source), expected, NO_MAPPING, step, rank)]
+        measure(pairs, workers=workers)
+        for pair in pairs:
+            for row in pair.tensors:
+                if row.expected is not None and (found := distance(row)) and math.isfinite(found):
+                    key = f"{pair.call.rank}/{pair.call.step}/{row.expected.name}"
+                    floors[key] = max(floors.get(key, 0.0), found)
+    return floors
+
+
+def _judge(
+    actual: Capture,
+    expected: Capture,
+    pairs: list[CallPair],
+    lacks: Sequence[Lacking],
+    floors: Mapping[str, float],
+    replayer: Replayer | None,
+    timeout: float,
+) -> Compared:
+    n_actual = sum(pair.pair.actual is not None for pair in pairs)
+    n_expected = sum(pair.pair.expected is not None for pair in pairs)
+    aligned = sum(pair.is_paired for pair in pairs)
+    counts = {
+        "calls_actual": n_actual,
+        "calls_expected": n_expected,
+        "aligned": aligned,
+        "only_actual": n_actual - aligned,
+        "only_expected": n_expected - aligned,
+        "diverged": 0,
+        "gaps": len(actual.gaps) + len(expected.gaps),
+    }
+    verdict = Verdict(
+        verdict="match",
+        actual=str(actual.path),
+        expected=str(expected.path),
+        mode=_mode(pairs),
+        counts=counts,
+        culprits=[],
+        facts=fact_differences(actual.facts, expected.facts),
+    )
+    narrow = is_narrow(actual), is_narrow(expected)
+    if aligned * 2 < _common_calls(pairs, narrow):
+        verdict.verdict = "incomparable"
+        verdict.reason = _why_incomparable(actual, expected, pairs, aligned)
+        return Compared(actual, expected, pairs, verdict)
+    structure: list[str] = []
+    findings: list[Findings] = []
+    ranks = sorted({pair.call.rank for pair in pairs})
+    replay = replayer is not None
+    if replay and verdict.mode == "tensors":
+        replay = _torch_is_there(verdict)
+    for rank in ranks:
+        mine = [pair for pair in pairs if pair.call.rank == rank]
+        found = blame(
+            _recorded(mine, narrow),
+            replayer=replayer,
+            replay=replay,
+            seconds=timeout / len(ranks),
+            floors=floors,
+        )
+        findings.append(found)
+        structure += found.structure
+        verdict.ranks += _rank_results(rank, mine, found)
+    verdict.culprits = _merged([c for found in findings for c in found.culprits])
+    counts["diverged"] = sum(sum(found.diverged.values()) for found in findings)
+    if verdict.culprits:
+        verdict.verdict = "diverged"
+    verdict.notes = _notes(verdict, findings, actual, expected)
+    _tell_what_lacks(verdict, lacks)
+    return Compared(actual, expected, pairs, verdict, structure)
+
+
+def _common_calls(pairs: Sequence[CallPair], narrow: tuple[bool, bool]) -> int:
+    """How many calls could align: of the ranks and steps that both sides have, the larger side.
+
+    Where one side was told to record some calls only, those.
+    """
+    counts: dict[tuple[int, int], list[int]] = {}
+    for pair in pairs:
+        unit = counts.setdefault((pair.call.rank, pair.call.step), [0, 0])
+        unit[0] += pair.pair.actual is not None
+        unit[1] += pair.pair.expected is not None
+    common = [unit for unit in counts.values() if all(unit)] or list(counts.values())
+    sides = [sum(unit[side] for unit in common) for side in (0, 1)]
+    return min(sides) if any(narrow) else max(sides)
+
+
+def _tell_what_lacks(verdict: Verdict, lacks: Sequence[Lacking]) -> None:
+    """A step or rank that one side should have and has not is no match, whatever the rest says."""
+    meant = [each for each in lacks if each.is_meant]
+    if meant:
+        verdict.notes.append(f"{describe(meant)}, as the other was told: not compared")
+    lost = [each for each in lacks if not each.is_meant]
+    if not lost:
+        return
+    n_calls = sum(each.n_calls for each in lost)
+    text = f"{describe(lost)}: {n_calls} calls could not be compared"
+    if verdict.culprits:
+        verdict.notes.append(text)
+        return
+    argument = "rank" if any(each.is_whole_rank for each in lost) else "step"
+    verdict.verdict = "incomparable"
+    verdict.reason = f"{text}. To compare one that both have: `{argument}=N`"
+
+
+def _recorded(pairs: list[CallPair], narrow: tuple[bool, bool]) -> list[CallPair]:
+    """Without the calls that the other side was told not to record."""
+    if not any(narrow):
+        return pairs
+    return [
+        pair
+        for pair in pairs
+        if not (narrow[0] and pair.pair.actual is None)
+        and not (narrow[1] and pair.pair.expected is None)
+    ]
+
+
+def _torch_is_there(verdict: Verdict) -> bool:
+    # importing it takes longer than comparing most captures: the first suspect does
+    if importlib.util.find_spec("torch") is None:
+        verdict.notes.append("torch is not installed: suspects were not replayed")
+        return False
+    return True
+
+
+def _rank_results(rank: int, pairs: list[CallPair], found: Findings) -> Iterator[RankResult]:
+    """A line a step, up to the first that has a culprit: later ones inherit from it."""
+    for step in sorted({pair.call.step for pair in pairs}):
+        unit = [pair for pair in pairs if pair.call.step == step]
+        culprit = next((c.name for c in found.culprits if c.step == step), None)
+        aligned = sum(pair.is_paired for pair in unit)
+        verdict: Outcome = "diverged" if culprit else ("match" if aligned else "incomparable")
+        yield RankResult(
+            rank,
+            step,
+            verdict,
+            aligned,
+            sum(pair.pair.expected is None for pair in unit),
+            sum(pair.pair.actual is None for pair in unit),
+            found.diverged.get(step, 0),
+            culprit,
+        )
+        if culprit:
+            return
+
+
+def _merged(culprits: list[Culprit]) -> list[Culprit]:
+    """Of all ranks: the earliest step first, faint ones last; within a rank the order stands."""
+    return sorted(culprits, key=lambda culprit: (culprit.weak, culprit.step))
+
+
+def _mode(pairs: Sequence[CallPair]) -> Mode:
+    """By what most tensors were compared."""
+    counts: dict[Mode, int] = {}
+    for pair in pairs:
+        for row in pair.tensors:
+            mode = content_mode(row)
+            counts[mode] = counts.get(mode, 0) + 1
+    if not counts or counts.keys() == {"structure"}:
+        return "structure"
+    counts.pop("structure", None)
+    return max(counts, key=lambda mode: counts[mode])
+
+
+def _why_incomparable(
+    actual: Capture, expected: Capture, pairs: Sequence[CallPair], aligned: int
+) -> str:
+    total = max(
+        sum(pair.pair.actual is not None for pair in pairs),
+        sum(pair.pair.expected is not None for pair in pairs),
+    )
+    starts = [next(iter(capture.calls), None) for capture in (actual, expected)]
+    text = f"{aligned} of {total} calls align"
+    if all(starts):
+        text += f"; actual starts {starts[0].name}, expected starts {starts[1].name}"  # type: ignore[union-attr]
+    levels = [_level(capture) for capture in (actual, expected)]
+    if levels[0] and levels[1] and levels[0] != levels[1]:
+        text += (
+            f": one was recorded at {levels[0]}, the other at {levels[1]}. "
+            "Record both at the same level"
+        )
+    else:
+        text += ". Compare runs of one program, or say what is the same: `mapping=FILE`"
+    return text
+
+
+def _level(capture: Capture) -> str | None:
+    config = capture.facts.get("config") or capture.facts.get("configuration")
+    if isinstance(config, dict) and isinstance(config.get("level"), str):
+        return str(config["level"])
+    return None
+
+
+def _notes(
+    verdict: Verdict, findings: Sequence[Findings], actual: Capture, expected: Capture
+) -> list[str]:
+    notes = [*verdict.notes, *_different_makes(actual, expected)]
+    if actual.path.resolve() == expected.path.resolve():
+        notes.append("both sides are one capture: it was compared with itself")
+    if verdict.mode in ("stats", "digest") and verdict.culprits:
+        notes.append("only statistics were kept: the verdict is weaker than one from tensors")
+    if verdict.mode == "structure":
+        notes.append("no values were kept: only the set and order of calls were compared")
+    left = sum(found.n_left for found in findings)
+    if left:
+        notes.append(
+            f"{count(left, 'suspect')} not replayed for lack of time; a longer `timeout` gives more"
+        )
+    bits = next((found.first_bits for found in findings if found.first_bits), None)
+    if verdict.verdict == "match" and bits:
+        notes.append(f"bits differ from {bits} on, within what rounding explains")
+    much = next((found.unexplained for found in findings if found.unexplained), None)
+    if verdict.verdict == "match" and much:
+        notes.append(
+            f"values differ by more than 10 % from {much} on, though no call is to blame for it: "
+            "look at comparison.csv before you trust them"
+        )
+    for side, capture in (("actual", actual), ("expected", expected)):
+        if is_narrow(capture):
+            notes.append(f"{side} has a selection of its calls: the others were not compared")
+    if verdict.counts["gaps"]:
+        notes.append(
+            f"{verdict.counts['gaps']} gaps in the recordings: tensorprobe show RUN --gaps"
+        )
+    return notes
+
+
+def _different_makes(actual: Capture, expected: Capture) -> Iterator[str]:
+    """What two tools did so differently that it was not compared."""
+    made = [
+        {
+            digest_kind(t.digest) or "tensorprobe"
+            for call in c.calls
+            for t in call.tensors
+            if t.digest
+        }
+        for c in (actual, expected)
+    ]
+    if made[0] and made[1] and made[0].isdisjoint(made[1]):
+        kinds = " and ".join(", ".join(sorted(kinds)) for kinds in made)
+        yield f"digests of two kinds ({kinds}) were not compared: statistics were"
+    backward = [
+        {LAST_NODE in call.notes for call in c.calls(direction="backward")}
+        for c in (actual, expected)
+    ]
+    if True in backward[0] ^ backward[1]:
+        yield (
+            "gradients that calls sent to their inputs were not compared: those of one side are "
+            "msprobe's, which takes them at the last autograd node"
+        )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

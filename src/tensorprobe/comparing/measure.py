@@ -1,0 +1,284 @@
+"""Pairs the tensors of paired calls and measures each pair of contents once."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from tensorprobe.comparing.align import Pair
+from tensorprobe.comparing.workers import IN_PROCESS_NBYTES, Workers, measured_here
+from tensorprobe.records import Call, TensorRecord, TensorSummary
+from tensorprobe.store.foreign import LAST_NODE
+from tensorprobe.tensors.blob import Blob
+from tensorprobe.tensors.pair_metrics import FRACTION_BITS, PairMetrics, equal_metrics
+
+if TYPE_CHECKING:
+    from tensorprobe.tensors.stored_pairs import StoredPair
+
+
+class Done(NamedTuple):
+    """How far measuring has come: bytes of both sides, and calls."""
+
+    nbytes: int
+    of_nbytes: int
+    calls: int
+    of_calls: int
+
+
+Progress = Callable[[Done], None]
+_Job = tuple[Blob, Blob, str, str]  # the contents of both sides, and their dtypes
+
+
+class TensorPair(msgspec.Struct, gc=False):
+    """One tensor of a pair of calls: its two records, and how far they are apart."""
+
+    name: str  # without the call: "input.0"
+    actual: TensorRecord | None
+    expected: TensorRecord | None
+    metrics: PairMetrics | None = None
+    problem: str | None = None  # why there are no metrics where there could be some
+    distance: float | None = None  # judge's, kept once it is known
+
+    @property
+    def role(self) -> str:
+        record = self.actual or self.expected
+        assert record is not None
+        return record.role
+
+
+class CallPair(msgspec.Struct, gc=False):
+    """A pair of calls, or a call of one side, with its tensors."""
+
+    pair: Pair
+    tensors: list[TensorPair]
+
+    @property
+    def call(self) -> Call:
+        call = self.pair.actual or self.pair.expected
+        assert call is not None
+        return call
+
+    @property
+    def is_paired(self) -> bool:
+        return self.pair.actual is not None and self.pair.expected is not None
+
+
+def pair_tensors(pair: Pair) -> CallPair:
+    """The tensors of a pair, by name; where an argument is given by position on one side and by
+    keyword on the other, by order and shape."""
+    ours = _by_suffix(pair.actual)
+    theirs = _by_suffix(pair.expected)
+    if _last_node(pair.actual) != _last_node(pair.expected) and ours and theirs:
+        ours, theirs = _without_outputs(ours), _without_outputs(theirs)
+    if ours.keys() == theirs.keys() or not ours or not theirs:
+        names: Iterable[str] = ours or theirs
+        return CallPair(pair, [_tensor_pair(n, ours.get(n), theirs.get(n)) for n in names])
+    rows = []
+    free = [record for name, record in theirs.items() if name not in ours]
+    for name, record in ours.items():
+        other = theirs.get(name)
+        if other is None:
+            same = [r for r in free if r.role == record.role and r.shape == record.shape]
+            if same:
+                other = same[0]
+                free.remove(other)
+        rows.append(_tensor_pair(name, record, other))
+    prefix = pair.expected.name + "." if pair.expected else ""
+    rows += [TensorPair(record.name.removeprefix(prefix), None, record) for record in free]
+    return CallPair(pair, rows)
+
+
+def _last_node(call: Call | None) -> bool:
+    """Whether its outputs are what msprobe takes for gradients: those of the last node."""
+    return call is not None and LAST_NODE in call.notes
+
+
+def _without_outputs(records: dict[str, TensorRecord]) -> dict[str, TensorRecord]:
+    return {name: record for name, record in records.items() if record.role != "output"}
+
+
+def _tensor_pair(
+    name: str, actual: TensorRecord | None, expected: TensorRecord | None
+) -> TensorPair:
+    """A pair with no more in its records than what both sides know in the same way."""
+    if actual is None or expected is None:
+        return TensorPair(name, actual, expected)
+    a, e = actual.digest, expected.digest
+    if a is not None and e is not None and digest_kind(a) != digest_kind(e):
+        actual = msgspec.structs.replace(actual, digest=None)
+        expected = msgspec.structs.replace(expected, digest=None)
+    s, t = actual.summary, expected.summary
+    if s is not None and t is not None and not (s.counted and t.counted):
+        actual = msgspec.structs.replace(actual, summary=_as_peers(s, t))
+        expected = msgspec.structs.replace(expected, summary=_as_peers(t, s))
+    return TensorPair(name, actual, expected)
+
+
+def digest_kind(digest: str) -> str:
+    """What a digest was made by: "crc32" of "crc32:8fa00131"; ours carry no word."""
+    return digest.partition(":")[0] if ":" in digest else ""
+
+
+def _as_peers(summary: TensorSummary, other: TensorSummary) -> TensorSummary:
+    """A summary as far as the peers' go, whose statistics a NaN or an infinity spoils."""
+    if summary.nan_count or other.nan_count:
+        nan = min(summary.nan_count, 1)
+        return TensorSummary(None, None, None, None, nan, 0, 0, counted=False)
+    whole = other.mean is not None and summary.is_finite and other.is_finite
+    return TensorSummary(
+        summary.min,
+        summary.max,
+        summary.mean if whole else None,
+        summary.norm if whole and other.norm is not None else None,
+        0,
+        min(summary.inf_count, 1),
+        0,
+        counted=False,
+    )
+
+
+def _by_suffix(call: Call | None) -> dict[str, TensorRecord]:
+    if call is None:
+        return {}
+    start = len(call.name) + 1
+    prefix = call.name + "."
+    return {
+        record.name[start:] if record.name.startswith(prefix) else record.name: record
+        for record in call.tensors
+    }
+
+
+def measure(
+    pairs: Iterable[CallPair], *, workers: Workers | None = None, progress: Progress | None = None
+) -> None:
+    """Fill in the metrics of every tensor whose content both sides kept."""
+    pairs = list(pairs)
+    jobs: dict[_Job, list[tuple[int, TensorPair]]] = {}
+    for i, pair in enumerate(pairs):
+        for row in pair.tensors:
+            key = _job(row)
+            if key is not None:
+                jobs.setdefault(key, []).append((i, row))
+    work = [_stored_pair(group[0][1]) for group in jobs.values()]
+    nbytes = [key[0].nbytes + key[1].nbytes for key in jobs]
+    tell = _Counter(len(pairs), jobs.values(), nbytes, progress)
+    for group, result in zip(jobs.values(), _results(work, nbytes, workers, tell), strict=True):
+        for _, row in group:
+            if isinstance(result, str):
+                row.problem = result
+            else:
+                row.metrics = result
+
+
+def _job(row: TensorPair) -> _Job | None:
+    """What has to be read to measure a pair; None where nothing has."""
+    a, e = row.actual, row.expected
+    if a is None or e is None or a.blob is None or e.blob is None:
+        return None
+    if a.shape != e.shape:
+        row.problem = f"shapes differ: {list(a.shape)} and {list(e.shape)}"
+        return None
+    if a.digest is not None and a.digest == e.digest and a.dtype == e.dtype:
+        norm = e.summary.norm if e.summary else None
+        row.metrics = equal_metrics(e.numel, norm, e.dtype in FRACTION_BITS)
+        return None
+    return a.blob, e.blob, a.dtype, e.dtype
+
+
+class _Counter:
+    """Counts bytes, and calls all of whose tensors are measured."""
+
+    def __init__(
+        self,
+        n_calls: int,
+        groups: Iterable[list[tuple[int, TensorPair]]],
+        nbytes: Sequence[int],
+        progress: Progress | None,
+    ) -> None:
+        self._progress = progress
+        if progress is None:
+            return
+        self._owners = [[i for i, _ in group] for group in groups]
+        self._left = Counter(i for owners in self._owners for i in owners)
+        self._calls = n_calls - len(self._left)
+        self._n_calls = n_calls
+        self._sizes = nbytes
+        self._nbytes = 0
+        self._total = sum(nbytes)
+
+    def __call__(self, jobs: Sequence[int]) -> None:
+        if self._progress is None:
+            return
+        for job in jobs:
+            self._nbytes += self._sizes[job]
+            for i in self._owners[job]:
+                self._left[i] -= 1
+                self._calls += not self._left[i]
+        self._progress(Done(self._nbytes, self._total, self._calls, self._n_calls))
+
+
+def _results(
+    work: list[StoredPair], nbytes: list[int], workers: Workers | None, tell: _Counter
+) -> Iterable[PairMetrics | str]:
+    """The metrics of each, or why there are none, in order."""
+    if workers is None or (sum(nbytes) < IN_PROCESS_NBYTES and not workers.for_anything):
+        return _one_by_one(work, tell)
+    return workers.results(work, nbytes, tell)
+
+
+def _one_by_one(work: list[StoredPair], tell: _Counter) -> Iterator[PairMetrics | str]:
+    for i, pair in enumerate(work):
+        yield from measured_here([pair])
+        tell((i,))
+
+
+def _stored_pair(row: TensorPair) -> StoredPair:
+    a, e = row.actual, row.expected
+    assert a is not None
+    assert e is not None
+    assert a.blob is not None
+    assert e.blob is not None
+    return (a.name, a.dtype, a.shape, a.blob), (e.name, e.dtype, e.shape, e.blob)
+
+
+class TerminalProgress:
+    """A bar on a terminal: calls, gigabytes, and how long it will take."""
+
+    def __init__(self, delay_s: float = 0.5) -> None:
+        self._delay_s = delay_s  # what is over sooner needs no bar
+        self._bar: Any = None
+        self._task: Any = None
+        self._begun = time.monotonic()
+
+    def __call__(self, done: Done) -> None:
+        if self._bar is None:
+            if time.monotonic() - self._begun < self._delay_s:
+                return
+            self._start(done)
+        self._bar.update(self._task, completed=done.nbytes, calls=done.calls)
+
+    def _start(self, done: Done) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        text = TextColumn("comparing {task.fields[calls]}/{task.fields[of_calls]} calls")
+        columns = (text, BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        fields = {"calls": done.calls, "of_calls": done.of_calls}
+        self._task = self._bar.add_task("", total=done.of_nbytes, **fields)
+        self._bar.start()
+
+    def stop(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,312 @@
+"""Goes through the calls in execution order and asks of each what nothing before it explains."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from tensorprobe.comparing import arguments
+from tensorprobe.comparing.content import content
+from tensorprobe.comparing.culprit import (
+    Culprit,
+    CulpritKind,
+    accuse,
+    accuse_nonfinite,
+    digest_reason,
+    kind_by_direction,
+    magnitude,
+    proof_of,
+)
+from tensorprobe.comparing.judge import ROUNDING, distance, moved_values, pair_roundoff
+from tensorprobe.comparing.measure import TensorPair
+from tensorprobe.comparing.nodes import (
+    FAINT,
+    Node,
+    drew_otherwise,
+    exceeds,
+    leaf_differs,
+    nonfinite_counts,
+    nonfinite_differs,
+    shrink_factor,
+    summed_size,
+)
+from tensorprobe.comparing.replays import Replays, score, worst
+from tensorprobe.comparing.scene import Scene
+from tensorprobe.comparing.taint import Taint
+from tensorprobe.comparing.views import written_through_view
+from tensorprobe.comparing.wiring import wired_otherwise
+from tensorprobe.replay.kinds import kind_of
+
+Found = tuple[int, Culprit] | None
+
+
+class Walk:
+    """One walk through the calls of a rank, after the hunt has accused what a replay shows."""
+
+    def __init__(self, scene: Scene, replays: Replays, taint: Taint) -> None:
+        self.scene = scene
+        self.replays = replays
+        self.taint = taint
+        self.hazards: list[tuple[int, Culprit]] = []  # where NaN is born, though computed right
+        self._random_bit = 0  # of the first call that drew other numbers
+
+    def run(self) -> None:
+        """Accuse what is found; every call knows afterwards which culprits reached it."""
+        scene = self.scene
+        self.taint.begin()
+        # Later steps inherit from the first one that has a culprit.
+        first_step = min((culprit.step for _, culprit in scene.culprits), default=None)
+        for node in scene.nodes:
+            node.taint |= self.taint.inherited(node)
+            if (
+                node.is_paired
+                and not self.taint.is_culprit(node)
+                and (first_step is None or node.call.step <= first_step)
+            ):
+                found = self._leaf(node) or (None if node.container else self._cause(node))
+                if found is not None:
+                    scene.culprits.append(found)
+                    step = found[1].step
+                    first_step = step if first_step is None else min(step, first_step)
+                    self.taint.add(found[0])
+                    node.taint |= scene.nodes[found[0]].taint
+            self.taint.leave(node)
+
+    # Tensors that no call made
+
+    def _leaf(self, node: Node) -> Found:
+        """A tensor that no call made, and that differs: the data, or a parameter."""
+        scene = self.scene
+        if node.call.direction == "backward":
+            return None
+        for row in node.inputs:
+            a, e = row.actual, row.expected
+            if a is None or e is None or row.role == "parameter_grad" or not leaf_differs(row):
+                continue
+            if row.role == "input" and node.call.step in self.taint.in_backward:
+                continue  # a gradient that the engine has added up
+            if scene.flow.producers(node.i, row.name) != (None, None):
+                continue
+            keys = [key for key in (content(a), content(e)) if key is not None]
+            if any(key in self.taint.bad_contents for key in keys):
+                continue
+            if not (scene.sees_all or self._is_known_leaf(node, row, keys)):
+                continue
+            if node.call.step != scene.first_step and row.role != "input":
+                continue
+            if not self._changes_something(node):
+                continue
+            if row.role == "input" and (origin := written_through_view(scene, node, row)):
+                node.taint |= origin.taint
+                continue
+            self.taint.bad_contents |= dict.fromkeys(keys, node.i)
+            return node.i, self._leaf_culprit(node, row)
+        return None
+
+    def _is_known_leaf(self, node: Node, row: TensorPair, keys: list[Hashable]) -> bool:
+        """Whether a tensor without a producer is no result of calls that were not recorded."""
+        if row.role != "input" or any(key in self.scene.parameter_names for key in keys):
+            return True
+        if pair_roundoff(row) == 0:
+            return True  # tokens, masks
+        return all(n.same_out for n in self.scene.nodes[: node.i] if not n.container)
+
+    def _leaf_culprit(self, node: Node, row: TensorPair) -> Culprit:
+        a, e = row.actual, row.expected
+        assert a is not None
+        assert e is not None
+        names = self.scene.parameter_names
+        name = names.get(content(a)) or names.get(content(e))
+        is_parameter = row.role in ("parameter", "buffer") or name is not None or a.requires_grad
+        if is_parameter:
+            word = "buffer" if row.role == "buffer" else "parameter"
+            what = f"{word} {name or row.name} differs, and no recorded call made it"
+        else:
+            what = (
+                f"{row.name}, which no recorded call made, differs: the runs were given other data"
+            )
+        if a.shape != e.shape:
+            what += f" (shapes {list(a.shape)} and {list(e.shape)})"
+        kind: CulpritKind = "parameter" if is_parameter else "input"
+        d = distance(row)
+        return accuse(node, kind, what, d, row=row, proof=proof_of(row), inherited=0.0)
+
+    def _changes_something(self, node: Node) -> bool:
+        nodes = self.scene.nodes
+        return any(
+            not nodes[at].same_out or nodes[at].d_out > 0
+            for at in range(node.i, len(nodes))
+            if not nodes[at].container
+        )
+
+    # Calls
+
+    def _cause(self, node: Node) -> Found:
+        """Why this call's outputs differ, when nothing before it explains it."""
+        if node.same_out and node.d_out == 0:
+            return None
+        found = (
+            self._born_nonfinite(node)
+            or self._called_otherwise(node)
+            or self._drawn(node)
+            or wired_otherwise(self.scene, self.replays, node)
+        )
+        if found is not None:
+            return found
+        own = self._unreplayed(node)
+        return (node.i, own) if own is not None else None
+
+    def _born_nonfinite(self, node: Node) -> Found:
+        if node.taint or any(nonfinite_differs(row) for row in node.inputs):
+            return None
+        forward = self.scene.forward_of(node)
+        if forward is not None and any(
+            nonfinite_differs(row) for row in (*forward.inputs, *forward.outputs)
+        ):
+            return None
+        for row in node.outputs:
+            if not nonfinite_differs(row):
+                continue
+            if all(sum(nonfinite_counts(record)) for record in (row.actual, row.expected)):
+                continue  # both make them, of finite numbers: rounding decides where
+            culprit = accuse_nonfinite(node, row, proof_of(row))
+            if self._follows_from_inputs(node):
+                self.hazards.append((node.i, culprit))
+                continue
+            return node.i, culprit
+        return None
+
+    def _follows_from_inputs(self, node: Node) -> bool:
+        """Whether both sides computed what their inputs give: a division by what is left of 0."""
+        sides = self.replays.of(node, ROUNDING) if self.replays.enabled else None
+        if sides is None:
+            return False
+        return all(score(node, worst(node, evidence)) <= ROUNDING for evidence in sides)
+
+    def _drawn(self, node: Node) -> Found:
+        """A call that draws random numbers, and has drawn others."""
+        kind = node.is_random
+        if kind is None or node.differences or node.call.direction == "backward":
+            return None
+        if not drew_otherwise(node, kind):
+            return None
+        if self._random_bit:
+            node.taint |= self._random_bit
+            return None
+        self._random_bit = 1 << len(self.scene.culprits)
+        what = "dropout mask" if kind == "dropout" else "random numbers"
+        reason = (
+            f"random: the two runs drew different {what}. Not a fault of this call: give both "
+            f"runs the same random state (tp.seed_all), or switch the randomness off"
+        )
+        row = max(node.outputs, key=distance, default=None)
+        return node.i, accuse(node, "output", reason, node.d_out, row=row)
+
+    def _called_otherwise(self, node: Node) -> Found:
+        """Arguments that differ, and by which the values do."""
+        differences = node.differences
+        if not differences:
+            differences = self._left_to_default(node)
+        elif not self._arguments_matter(node):
+            return None
+        if not differences:
+            return None
+        if node.taint and all("." in text.partition(": ")[2] for text in differences):
+            return None  # floats, downstream of a culprit: read off a tensor
+        reason = f"called with other arguments: {'; '.join(differences[:4])}"
+        row = max(node.outputs, key=distance, default=None)
+        proof = "replayed" if node.evidence else "compared"
+        return node.i, accuse(node, "argument", reason, node.d_out, row=row, proof=proof)
+
+    def _left_to_default(self, node: Node) -> list[str]:
+        """Arguments that one side gives and the other leaves out, where that makes a difference."""
+        a, e = node.pair.pair.actual, node.pair.pair.expected
+        if a is None or e is None or node.d_out <= FAINT or node.call.direction != "forward":
+            return []
+        absent = arguments.absences(a, e)
+        if not absent or node.is_random is not None:
+            return []
+        if self.replays.in_time:
+            found = self.replays.matters(a, arguments.transplant(a, node.pair))
+            if found is not None:
+                return absent if found > FAINT else []
+        return absent if not node.taint and exceeds(node) else []
+
+    def _arguments_matter(self, node: Node) -> bool:
+        a, e = node.pair.pair.actual, node.pair.pair.expected
+        assert a is not None
+        assert e is not None
+        if self.replays.in_time and node.call.direction == "forward" and node.is_random is None:
+            found = self.replays.matters(a, arguments.graft(a, e))
+            if found is not None:
+                return found > FAINT
+        if node.taint:
+            return False
+        return exceeds(node)
+
+    def _unreplayed(self, node: Node) -> Culprit | None:
+        """A call that cannot be replayed, or whose tensors were not kept."""
+        if node.taint or not node.outputs or node.is_random == "random":
+            return None
+        if node.d_out <= FAINT and not node.same_in:
+            return None
+        if node.evidence is not None and not any(found.problem for found in node.evidence):
+            scores = [score(node, worst(node, found)) for found in node.evidence]
+            if min(scores) <= ROUNDING:
+                return None  # acquitted
+        elif self.replays.enabled and node.evidence is None and _is_replayable(node):
+            return None  # it was no suspect
+        if any("the inputs are not visible" in note for note in node.call.notes):
+            return None
+        row = self.scene.furthest(node)
+        assert row is not None
+        kind = kind_by_direction(node)
+        if node.same_in and self._bits_tell(node, row):
+            reason = digest_reason(row)
+            return accuse(node, kind, reason, node.d_out, row=row, proof="digests")
+        if not exceeds(node, shrink_factor(node, row)):
+            return None
+        if self.scene.distance(node, row, summed_size(node, row)) <= ROUNDING:
+            return None  # what a sum that cancels has left
+        if node.i in self.scene.in_optimizer and not node.same_in:
+            return None  # Adam divides noise by noise: only a replay can tell
+        what = "result" if node.call.direction == "forward" else "gradient"
+        inputs = "are equal" if node.same_in and node.d_in == 0 else "agree"
+        reason = f"its inputs {inputs} and its {what} {row.name} differs {magnitude(node.d_out)}"
+        problem = next((e.problem for e in node.evidence or () if e.problem), None)
+        if problem:
+            reason += f"; not replayed: {problem}"
+        return accuse(node, kind, reason, node.d_out, row=row, proof=proof_of(row))
+
+    def _bits_tell(self, node: Node, row: TensorPair) -> bool:
+        """Whether equal inputs and other bits are proof enough without the content.
+
+        They are when the call only moves numbers, when the same numbers are in other places, and
+        when the runs have so far given the same bits wherever sums were made: then rounding is not
+        what they differ by.
+        """
+        a, e = row.actual, row.expected
+        if a is None or e is None or a.digest is None or e.digest is None or a.dtype != e.dtype:
+            return False
+        if a.digest == e.digest or row.metrics is not None:
+            return False
+        if a.summary and e.summary and moved_values(a.summary, e.summary):
+            return True
+        if node.call.direction == "forward" and kind_of(node.call) in ("exact", "conversion"):
+            return True
+        return self._reproducible_before(node)
+
+    def _reproducible_before(self, node: Node) -> bool:
+        """Whether sums have come out bit for bit alike so far: of this op, or of three others."""
+        alike: set[str] = set()
+        for earlier in self.scene.nodes[: node.i]:
+            if earlier.container or not earlier.is_paired or not earlier.makes_sums:
+                continue
+            if earlier.same_in and not earlier.same_out:
+                return False
+            if earlier.same_in:
+                alike.add(earlier.call.op)
+        return node.call.op in alike or len(alike) >= 3
+
+
+def _is_replayable(node: Node) -> bool:
+    return any(row.metrics is not None for row in node.outputs)

@@ -1,0 +1,1 @@
+"""The errors watch: which call is behind an error, saved and tried alone."""

@@ -1,0 +1,160 @@
+"""Which graph node backward is in, without anomaly mode: each says so when backward enters it."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tensorprobe.capture.engine import EngineEntry
+from tensorprobe.capture.gradients import LEAF, Gradients
+from tensorprobe.capture.quiet import Quiet
+from tensorprobe.failures.followed_calls import Stamp, WatchedCall, WatchTape
+
+
+class BackwardWatch(EngineEntry):
+    """Keeps `modes` on in backward; `on_failed` is given an error, its node, when backward began.
+
+    A prehook that returns nothing sits on every node, put there when a backward first starts above
+    it. Nodes may run in threads of their own, and the exception comes out here.
+    """
+
+    def __init__(
+        self,
+        modes: Sequence[Any],
+        tape: WatchTape,
+        on_failed: Callable[[Exception, Any, int], None],
+        on_end: Callable[[bool], None],
+    ) -> None:
+        super().__init__(modes, self._begins, on_end)
+        self._tape = tape
+        self._on_failed = on_failed
+        self._mark = f"{tape.key} entered"
+        self._count = itertools.count(1)
+        self._entered: dict[int, tuple[int, Any]] = {}  # the last node, by thread
+        self._made: dict[int, list[tuple[int, WatchedCall]]] = {}  # by backward with create_graph
+        self._creating = 0
+
+    def forget(self) -> None:
+        """A step is over: graphs that backward made in it are not gone through again."""
+        self._made.clear()
+
+    def now(self) -> int:
+        """A number that grows: with every node entered, and every time it is asked for."""
+        return next(self._count)
+
+    def call_of(self, node: Any) -> WatchedCall | None:
+        """The forward call that a node belongs to; of a node that backward made, the same."""
+        stamp: Stamp | None = node.metadata.get(self._tape.key)
+        if stamp is not None:
+            return stamp.call
+        number, found = node._sequence_nr(), []
+        for starts in self._made.values():
+            place = bisect.bisect_right(starts, number, key=lambda each: each[0])
+            if place:
+                found.append(starts[place - 1][1])
+        return found[0] if len(found) == 1 else None
+
+    def _run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        ident = threading.get_ident()
+        began, before = next(self._count), self._entered.get(ident)
+        leaves = self._listen(args[0] if args else ())
+        # backward(outputs, gradients, keep_graph, create_graph, ...)
+        creates = len(args) > 3 and bool(args[3])
+        self._creating += creates
+        try:
+            return super()._run(original, args, kwargs)
+        except Exception as error:
+            self._on_failed(error, self._last_entered(began), began)
+            raise
+        finally:
+            self._creating -= creates
+            for handle in leaves:
+                handle.remove()
+            for thread in self._entered_since(began):  # one that is held keeps the graph below it
+                self._entered.pop(thread, None)
+            if before is not None:
+                self._entered[ident] = before
+
+    def _begins(self, roots: Any) -> None:
+        """A loss may come from a custom Function that no other call has used."""
+        tape = self._tape
+        try:
+            with Quiet():
+                nodes = [(root, root.grad_fn) for root in roots if isinstance(root, torch.Tensor)]
+                kind = torch.autograd.function.BackwardCFunction
+                tape.note_functions([each for each in nodes if isinstance(each[1], kind)])
+        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+            tape.gap("backward", error)
+
+    def _last_entered(self, began: int) -> Any:
+        recent = self._entered_since(began).values()
+        return max(recent, key=lambda each: each[0])[1] if recent else None
+
+    def _entered_since(self, began: int) -> dict[int, tuple[int, Any]]:
+        """By thread, the last nodes entered, but of others that go backward themselves."""
+        others = self.going - {threading.get_ident()}
+        entered = list(self._entered.items())
+        return {k: each for k, each in entered if each[0] > began and k not in others}
+
+    def _listen(self, roots: Any) -> list[Any]:
+        """Put our prehook on every node below `roots` that has none; gives those to take away.
+
+        The nodes of leaves outlive their graphs, so that hooks on them would pile up.
+        """
+        leaves: list[Any] = []
+        if _is_traced():
+            return leaves
+        try:
+            with Quiet():
+                todo = [node for node in map(_node_of, roots) if node is not None]
+                seen_leaves = set()
+                while todo:
+                    node = todo.pop()
+                    if node._sequence_nr() == LEAF:
+                        if node not in seen_leaves:
+                            seen_leaves.add(node)
+                            leaves.append(node.register_prehook(self._enter))
+                    elif self._mark not in node.metadata:
+                        node.metadata[self._mark] = True
+                        node.register_prehook(self._enter)
+                        todo += [after for after, _ in node.next_functions if after is not None]
+        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+            self._tape.gap("backward", error)
+        return leaves
+
+    def _enter(self, grads: Gradients) -> None:
+        if self._wrapper is None:  # the guard is over, the graph is not
+            return
+        try:
+            node: Any = torch._C._current_autograd_node()
+            if node is None:
+                return
+            ident = threading.get_ident()
+            self._entered[ident] = (next(self._count), node)
+            stamp: Stamp | None = node.metadata.get(self._tape.key)
+            if stamp is None:
+                return
+            if self._creating:
+                number = torch._C._autograd._get_sequence_nr()
+                self._made.setdefault(ident, []).append((number, stamp.call))
+            with Quiet():
+                self._tape.receive(stamp, grads)
+        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
+            self._tape.gap("backward", error)
+
+
+def _node_of(root: Any) -> Any:
+    """The node of a tensor, or of a GradientEdge, which backward takes too."""
+    return root.grad_fn if isinstance(root, torch.Tensor) else getattr(root, "node", None)
+
+
+def _is_traced() -> bool:
+    """Whether compiled autograd would take our hooks for a part of the program."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "compiled_autograd_enabled", False))

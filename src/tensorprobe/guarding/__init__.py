@@ -1,0 +1,1 @@
+"""What the user holds: a Guard, its options and its findings."""

@@ -1,1 +1,0 @@
-"""Tensors to numbers: summaries, digests, metrics."""

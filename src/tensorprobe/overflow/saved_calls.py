@@ -1,0 +1,135 @@
+"""The calls that a guard found, written into a capture: what went in, what came out, and where."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tensorprobe.capture.calls import OpenCall
+from tensorprobe.capture.encode import as_arguments, nest_gradients
+from tensorprobe.capture.facts import environment_facts
+from tensorprobe.capture.gradients import Path as Place
+from tensorprobe.capture.naming import CallNames
+from tensorprobe.capture.quiet import Quiet
+from tensorprobe.capture.selection import Selection
+from tensorprobe.capture.tape import Tape
+from tensorprobe.capture.values import Values
+from tensorprobe.config import RecordConfig
+from tensorprobe.devices import current_rank
+from tensorprobe.errors import TensorprobeError
+from tensorprobe.overflow.call_site import Trail, trail_from
+from tensorprobe.overflow.module_place import GuardPlace
+from tensorprobe.store.claim import run_identity
+from tensorprobe.store.lines import CallLine, EndLine
+from tensorprobe.store.writer import CaptureWriter
+from tensorprobe.tensors.summarizer import Summarizer
+
+CHANGED = -2  # a version no tensor has: the call wrote to this input
+
+
+class GuardTape(Tape):
+    """A tape that knows where calls are made by the modules they are in, and writes down few."""
+
+    def __init__(
+        self, config: RecordConfig, selection: Selection, writer: CaptureWriter, values: Values
+    ) -> None:
+        super().__init__(config, selection, writer, values)
+        self.place: GuardPlace = GuardPlace()
+
+    def trail(self, depth: int) -> Trail:
+        """Where the program is: the frames from `depth` above the caller on."""
+        _, base, rest = self.place.here
+        return trail_from(sys._getframe(depth + 1), base, rest)
+
+
+def make_tape(folder: Path, log: Callable[[str], None]) -> GuardTape:
+    """A tape of its own for a guard: it names calls, and writes only those it is given."""
+    config = RecordConfig.make(level="L1", keep="tensors")
+    summarizer = Summarizer(stats=True, digest=True)
+    facts = environment_facts()
+    writer = CaptureWriter(
+        folder,
+        current_rank(),
+        run_identity(os.environ),
+        {**facts, "config": config.as_arguments()},
+        facts,
+        results=summarizer,
+        on_warning=log,
+    )
+    return GuardTape(config, Selection(config), writer, Values(writer, summarizer))
+
+
+def write_forward(
+    tape: Tape,
+    names: CallNames,
+    frames: Sequence[str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    result: Any,
+    written: Mapping[Place, torch.Tensor],
+) -> None:
+    """Write down a call that has run. `args` are as they were before; `written` those of them that
+    the call wrote to, as they are now."""
+    call = tape.begin(names, args, kwargs, stack=tape.add_stack(frames))
+    if call is None:
+        return
+    for number, (_, path) in enumerate(call.inputs):
+        if path in written:
+            call.inputs[number] = (written[path], path)
+            call.versions[number] = CHANGED
+    tape.end(call, result)
+
+
+def write_backward(
+    tape: Tape,
+    names: CallNames,
+    frames: Sequence[str],
+    received: Mapping[Place, torch.Tensor],
+    sent: Mapping[Place, torch.Tensor],
+) -> None:
+    """Write down the backward of a call: gradients that came in, and those it sent on."""
+    number = tape.add_stack(frames)
+    with Quiet():
+        call = OpenCall(names, "tensors", tape.step)
+        call.id = next(tape.ids)
+        args, kwargs = as_arguments(_lines(tape, call, received, "input"))
+        line = CallLine(
+            id=call.id,
+            name=names.name,
+            op=names.api.op,
+            module=names.module,
+            direction="backward",
+            stack=number,
+            args=args,
+            kwargs=kwargs,
+        )
+        tape.writer.call(line)
+        outputs = nest_gradients(_lines(tape, call, sent, "output"))
+        tape.writer.end(EndLine(id=call.id, outputs=outputs))
+
+
+def _lines(
+    tape: Tape, call: OpenCall, gradients: Mapping[Place, torch.Tensor], side: Any
+) -> dict[Place, Any]:
+    lines = {}
+    for path, gradient in gradients.items():
+        line = tape.lines.line(gradient, call, side, ".".join(path))
+        line.grad = False
+        lines[path] = {"tensor": line}
+    return lines
+
+
+def write_repro(capture: Path, name: str, step: int, rank: int, folder: Path) -> Path | None:
+    """The folder that shows a written call alone; None where that is not possible."""
+    from tensorprobe.replay.repro import repro
+
+    try:
+        with Quiet():
+            return repro(capture, name, folder, step=step, rank=rank, recorded_here=True)
+    except (TensorprobeError, KeyError, OSError):
+        return None

@@ -1,0 +1,365 @@
+"""The overflow watch: which call first makes a value that is not finite, forward or backward."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from tensorprobe.capture.engine import EngineEntry
+from tensorprobe.capture.mode_stack import add_mode, remove_mode
+from tensorprobe.capture.steps import StepOn, StepWatch
+from tensorprobe.devices import current_rank
+from tensorprobe.errors import GuardStopped
+from tensorprobe.garbage import rare_searches
+from tensorprobe.guarding.findings import Finding
+from tensorprobe.overflow.cases import Case
+from tensorprobe.overflow.every_call import Sight, SightMode
+from tensorprobe.overflow.module_place import Whereabouts
+from tensorprobe.overflow.optimizer_steps import OptimizerSight
+from tensorprobe.overflow.saved_calls import GuardTape, make_tape, write_repro
+
+PATIENCE = 500  # calls that may go by after the last overflow to stop at, to see where it goes
+SAVED = 20  # findings whose tensors are written
+LISTED = 1000  # findings that are listed
+UNSCALED = 1.0  # a GradScaler at this scale, or below, makes no gradient any larger
+
+
+class Report(Protocol):
+    """Takes a finding; `tell` says it to the person too."""
+
+    def __call__(self, finding: Finding, *, tell: bool = True) -> None: ...
+
+
+class OverflowWatch:
+    """Owns the mode and the hooks that look at every call, and decides when to stop.
+
+    A finding of forward is certain at once. One of backward waits until the optimizer steps, or
+    the step ends: a GradScaler that finds the infinity itself skips the step, and all is well,
+    unless its scale is so low that it cannot have made it.
+    The program is stopped before backward begins, before the optimizer steps, or when the step
+    ends, whichever comes first, so that it shows where the value went; on the host, where each call
+    is looked at as it ends, no parameter is spoiled.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        report: Report,
+        note: Callable[[str, Any], None],
+        *,
+        overflow_nums: int = 1,
+        look_every: int | None = None,
+        step_on: StepOn = "auto",
+        rerun: str | None = None,
+        log: Callable[[str], None],
+    ) -> None:
+        self._folder = folder
+        self._capture = folder / "capture"
+        self._report, self._note, self._log = report, note, log
+        self._overflow_nums = overflow_nums
+        self._look_every = look_every
+        self._rerun = rerun
+        self._steps = StepWatch(step_on, self._advance)
+        self._step = 0
+        self._count = 0
+        self._cases: list[Case] = []  # certain, of this step
+        self._pending: list[Case] = []  # until it is known whether a scaler skips the step
+        self._scaler_round = False  # gradients were unscaled, the scale was not updated yet
+        self._round_step = 0
+        self._skipped: list[int] = []
+        self._forgiven: list[Finding] = []
+        self._warnings: list[dict[str, Any]] = []
+        self._gaps: list[dict[str, str]] = []
+        self._patience = PATIENCE
+        self._news: list[Case] = []  # certain, and not reported yet
+        self.attention = False  # whether `call_made` is to be called after each call
+        self._advance_later = False
+        self._rank = 0
+        self._tape: GuardTape | None = None
+        self._on = False
+
+    # What the guard calls
+
+    def enter(self) -> None:
+        """Put the mode and the hooks in place."""
+        if self._tape is None:
+            self._build()
+        self._on = True
+        self._begin_step()
+        self._modules.install()
+        self._optimizers.install_once()
+        self._engine.install()
+        rare_searches.begin()
+        add_mode(self._mode)
+        self._sight.begin()
+        self._sight.on = True
+
+    def leave(self, error: BaseException | None) -> None:
+        """Take them away; what backward left open is decided now."""
+        if not self._on or self._tape is None:
+            return
+        self._on = False
+        self._sight.on = False
+        remove_mode(self._mode)
+        rare_searches.end()
+        self._engine.remove()
+        self._optimizers.remove()
+        self._modules.remove()
+        try:
+            self._sight.look()
+            self._sight.wake_living()
+            self._settle(certain=True)
+            self._sight.look_at_parameters()
+            self._report_news()
+            if error is None:
+                self._stop_if_due()
+        finally:
+            self._tell_cases()
+            self._tape.end_step()
+            self._tape.writer.close()
+
+    def step(self) -> None:
+        """One step of the program has ended, as the program itself says."""
+        self._steps.be_explicit()
+        self._advance()
+
+    def _build(self) -> None:
+        self._rank = current_rank()
+        tape = self._tape = make_tape(self._capture, self._log)
+        self._sight = Sight(tape, self, self._look_every)
+        self._mode = SightMode(self._sight)
+        self._modules = Whereabouts(
+            tape, record=False, modes=[self._mode], on_root=self._root_called
+        )
+        self._optimizers = OptimizerSight(
+            tape, self._modules.paths.parameter_names, self._optimizer_stepped, self._sight
+        )
+        self._engine = EngineEntry([self._mode], self._backward_begins, self._backward_ended)
+        _stop_in_children(self._sight)
+
+    # What the sight finds
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many overflows were found as are wanted: more would only follow of those."""
+        found = self._count + len(self._pending)
+        return found >= LISTED or 0 < self._overflow_nums <= found
+
+    def add(self, case: Case, *, pending: bool) -> None:
+        """A call made a bad value."""
+        if pending:
+            self._pending.append(case)
+        else:
+            self._confirm(case)
+
+    def _confirm(self, case: Case) -> None:
+        self._count += 1
+        self._cases.append(case)
+        if case.write is not None and self._count <= SAVED:
+            case.saved = case.write()
+        case.write = None
+        self._news.append(case)
+        self.attention = True
+
+    def _report_news(self) -> None:
+        """Write down what is certain. Not where it is found: whoever is told may end the program,
+        and what looks at a call lets nothing out."""
+        news, self._news = self._news, []
+        for case in news:
+            self._report(self._finding(case), tell=False)
+
+    def _finding(self, case: Case, **more: Any) -> Finding:
+        """The case as it stands, with what is saved of it on disk."""
+        if case.saved and self._tape is not None:
+            self._tape.writer.drain()
+            more["inputs"] = str(self._capture)
+        return case.finding(self._rank, **more)
+
+    def warn(self, name: str, step: int, text: str) -> None:
+        """Something will overflow soon."""
+        self._warnings.append({"name": name, "step": step, "reason": text})
+        self._note("warnings", self._warnings)
+        self._log(f"{name} (step {step}): {text}")
+
+    def trouble(self, name: str, error: BaseException) -> None:
+        """A call could not be looked at."""
+        if len(self._gaps) < SAVED:
+            self._gaps.append({"name": name, "reason": f"{type(error).__name__}: {error}"[:300]})
+            self._note("gaps", self._gaps)
+
+    def call_made(self) -> None:
+        """A call of the program has ended, and something was found."""
+        self._report_news()
+        if not self.is_due:
+            self.attention = False
+            return
+        self._patience -= 1
+        if self._patience <= 0:
+            self._patience = PATIENCE
+            self._stop_if_due()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the program is to be stopped."""
+        return 0 < self._overflow_nums <= self._count
+
+    # GradScaler
+
+    def unscaled(self) -> None:
+        """A GradScaler has looked for infinity in the gradients."""
+        if not self._scaler_round:
+            self._round_step = self._step  # a fused optimizer ends the step before the update
+        self._scaler_round = True
+
+    def scale_updated(self, skipped_at: float | None, optimizers: Iterable[int]) -> None:
+        """It has ended its round, and skipped a step, at this scale, where it had found some."""
+        self._sight.look()
+        self._scaler_round = False
+        if skipped_at is not None:
+            self._settle(certain=skipped_at <= UNSCALED)
+            self._sight.forgive(self._pending)
+            self._note_forgiven()
+            self._pending.clear()
+            self._skipped.append(self._round_step)
+            self._note("skipped_steps", self._skipped)
+        self._steps.scaler_updated(optimizers)
+
+    def _note_forgiven(self) -> None:
+        """Which calls made the values that the scaler has dealt with: named, and no findings."""
+        room = LISTED - len(self._forgiven)
+        self._forgiven += [case.finding(self._rank) for case in self._pending[:room]]
+        self._note("forgiven", self._forgiven)
+
+    # Backward, optimizers, steps
+
+    def _root_called(self, module: torch.nn.Module) -> None:
+        self._optimizers.forget_raised(sys._getframe())
+        self._steps.root_called(module)
+
+    def _backward_begins(self, roots: Any) -> None:
+        self._optimizers.forget_raised(sys._getframe())
+        try:
+            self._sight.backward_begins(roots)
+        except Exception as error:  # noqa: BLE001 recording a loss: it becomes a gap
+            self.trouble("loss", error)
+        self._stop_if_due()
+
+    def _backward_ended(self, last: bool) -> None:
+        self._steps.backward_ended()
+        if self._advance_later:
+            self._advance_later = False
+            self._advance()
+
+    def optimizer_begins(self, optimizer: Any) -> None:
+        """An optimizer is about to write to the parameters."""
+        self._stop_if_due()
+        if not self._scaler_round and getattr(optimizer, "found_inf", None) is None:
+            self._settle(certain=True)
+            self._stop_if_due()
+
+    def _optimizer_stepped(self, optimizer: object) -> None:
+        if self._steps.automatic:
+            self._steps.optimizer_stepped(optimizer)
+
+    def _settle(self, *, certain: bool) -> None:
+        """Decide what backward left open."""
+        if certain:
+            pending, self._pending = self._pending, []
+            for case in pending:
+                self._confirm(case)
+
+    def _advance(self) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            self._advance_later = True  # an optimizer that steps inside of backward
+            return
+        if not self._on:
+            self._step += 1  # the rest when it is entered again
+            return
+        self._sight.look()
+        self._sight.wake_living()
+        self._settle(certain=not self._scaler_round)
+        try:
+            self._stop_if_due()
+        finally:
+            self._tell_cases()
+            self._step += 1
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        """Tell the parts which step it is; after a pause it may be the same one."""
+        assert self._tape is not None
+        self._tape.begin_step(self._step, True)
+        if self._sight.step != self._step:
+            self._patience = PATIENCE
+            self._cases.clear()
+            self._modules.begin_step()
+            self._sight.begin_step(self._step)
+
+    # Telling and stopping
+
+    def _stop_if_due(self) -> None:
+        self._report_news()
+        if not self.is_due:
+            return
+        last = self._cases[-1] if self._cases else None
+        self._tell_cases()
+        which = f": {last.name} in step {last.sighting.step}" if last is not None else ""
+        times = "once" if self._count == 1 else f"{self._count} times"
+        raise GuardStopped(
+            f"stopped by the guard, values overflowed {times}{which}. "
+            f"What was found is in {self._folder}; to go on: `overflow_nums=-1`"
+        )
+
+    def _tell_cases(self) -> None:
+        for case in self._cases:
+            if not case.told:
+                case.told = True
+                self._report(self._final(case))
+
+    def _final(self, case: Case) -> Finding:
+        """The finding with its repro, or the command that records what is missing."""
+        assert self._tape is not None
+        capture = shlex.quote(str(self._capture))
+        if case.saved:
+            self._tape.writer.drain()  # the repro is made from the files
+            step, folder = case.sighting.step, self._folder / "repro" / f"{case.name}.step"
+            folder = folder.with_name(f"{folder.name}{step}")
+            made = write_repro(self._capture, case.name, step, self._rank, folder)
+            return self._finding(
+                case,
+                repro=None if made is None else str(folder),
+                next=f"tensorprobe show {capture} {case.name}",
+            )
+        return case.finding(self._rank, next=self._record_command(case))
+
+    def _record_command(self, case: Case) -> str:
+        """How to record exactly this call: its inputs are gone."""
+        names = case.name
+        if case.direction == "backward":
+            names = f"{case.sighting.name()},{names}"
+        folder = shlex.quote(str(self._folder / "again"))
+        rest = self._rerun if self._rerun is not None else shlex.join(sys.argv)
+        step = case.sighting.step
+        return (
+            f"tensorprobe run --calls {names} --steps {step} --keep tensors "
+            f"--stop-after-last-step -o {folder} {rest}"
+        )
+
+
+def _stop_in_children(sight: Sight) -> None:
+    """A forked child (a DataLoader worker) has our mode: in it nothing is looked at."""
+    reference = weakref.ref(sight)
+
+    def in_child() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.on = False
+
+    os.register_at_fork(after_in_child=in_child)

@@ -1,0 +1,1 @@
+"""Named calls run elsewhere: on another device or in higher precision."""

@@ -1,0 +1,1 @@
+"""Tensors: their bytes, summaries, digests and metrics; on the host, by Triton, by torch."""

@@ -1,0 +1,171 @@
+"""The library made of tally.c: statistics and digests at the speed of memory. No torch.
+
+It is built when the package is, or by `python -m tensorprobe.tensors.build_tally`. Where it is not
+there, or of another version, LIBRARY is None and numpy does the work, in `host` and
+`digest`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+from tensorprobe.tensors.summary import TensorSummary
+
+VERSION = 2  # as in tally.c
+PATH = Path(__file__).with_name("libtally.so")
+
+# From here on a call lets go of the interpreter. What takes a few microseconds does not: another
+# thread would take the interpreter and keep it for up to 5 ms.
+RELEASE_NBYTES = 1 << 16
+# A thread helps for each of these: waking it takes some 20 us, in which one alone reads 300 KB.
+SHARE_NBYTES = 1 << 20
+
+# dtypes as tally.c numbers them
+_NAMES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint32 uint16 uint8 uint64 bool"
+KINDS = {name: kind for kind, name in enumerate(_NAMES.split())}
+_ITEMSIZES = dict(zip(KINDS, (8, 4, 2, 2, 8, 4, 2, 1, 4, 2, 1, 8, 1), strict=True))
+_STATS, _DIGEST = 1, 2
+_BOUNDED, _FINITE, _USUAL, _OUT_OF_RANGE = 1, 2, 3, 4
+_QUESTION = struct.Struct("<5q")  # wanted, kind, bytes, repeat, threads
+# The answer after it: low, high, mean, norm; nan, inf, zero; the digest, the state.
+_REALS, _WHOLES, _NATURALS = (struct.Struct(f"<2{kind}2d3qQq") for kind in "dqQ")
+_THREADS_AT = 32
+_PART_NBYTES = 80
+
+Outcome = tuple["TensorSummary | None", "str | None"]
+
+
+class Reader:
+    """Reads memory of one dtype and size; for one thread, as it has one place for an answer."""
+
+    __slots__ = (
+        "_answer",
+        "_at",
+        "_call",
+        "_digest",
+        "_dtype",
+        "_request",
+        "_stats",
+        "_unpack",
+        "itemsize",
+        "most_threads",
+        "nbytes",
+    )
+
+    def __init__(
+        self, library: Library, dtype: str, nbytes: int, repeat: int, *, stats: bool, digest: bool
+    ) -> None:
+        self.nbytes, self.itemsize = nbytes, _ITEMSIZES[dtype]
+        self._dtype, self._stats, self._digest = dtype, stats, digest
+        self._unpack = _unpacking(dtype)
+        self._request = request = bytearray(_QUESTION.size + _REALS.size)
+        wanted = _STATS * stats + _DIGEST * digest
+        _QUESTION.pack_into(request, 0, wanted, KINDS[dtype], nbytes, repeat, 1)
+        self._answer = memoryview(request)[_QUESTION.size :]
+        self._at = ctypes.addressof(ctypes.c_char.from_buffer(request))
+        self.most_threads = nbytes // SHARE_NBYTES
+        self._call = library.read_held if nbytes <= RELEASE_NBYTES else library.read
+
+    def read(self, address: int, threads: int = 1) -> Outcome | None:
+        """What was asked for of the memory at an address; None where numpy has to look at it."""
+        if self.most_threads > 1:
+            some = min(threads, self.most_threads)
+            struct.pack_into("<q", self._request, _THREADS_AT, some)
+        if not self._call(self._at, address):
+            return None
+        low, high, mean, norm, nan, inf, zero, digest, state = self._unpack(self._answer)
+        summary = None
+        if self._stats:
+            if state == _USUAL:
+                summary = TensorSummary(low, high, mean, norm, nan, inf, zero)
+            else:
+                summary = _unusual(self._dtype, low, high, mean, norm, nan, inf, zero, state)
+                if summary is None:
+                    return None
+        return summary, f"{digest:016x}" if self._digest else None
+
+
+def _unpacking(dtype: str) -> Any:
+    if dtype == "uint64":
+        return _NATURALS.unpack
+    return (_WHOLES if dtype.startswith(("int", "uint", "bool")) else _REALS).unpack
+
+
+def _unusual(
+    dtype: str, low: float, high: float, mean: float, norm: float,
+    nan: int, inf: int, zero: int, state: int,
+) -> TensorSummary | None:  # fmt: skip
+    """Of truth values, of no number, or none that is finite; None where a sum left its range."""
+    if state & _OUT_OF_RANGE:
+        return None
+    if dtype == "bool":
+        return TensorSummary(bool(low), bool(high), None, None, 0, 0, zero)
+    bounded, finite = state & _BOUNDED, state & _FINITE
+    return TensorSummary(
+        low if bounded else None,
+        high if bounded else None,
+        mean if finite else None,
+        norm if finite else None,
+        nan,
+        inf,
+        zero,
+    )
+
+
+class Adder:
+    """Adds up the pieces of a tensor that does not lie in one."""
+
+    def __init__(self, library: Library, dtype: str) -> None:
+        self._library, self._dtype, self._nbytes = library, dtype, 0
+        self._part = ctypes.create_string_buffer(_PART_NBYTES)
+
+    def add(self, address: int, nbytes: int) -> None:
+        self._library.add(KINDS[self._dtype], address, nbytes, self._nbytes, self._part)
+        self._nbytes += nbytes
+
+    def summary(self, repeat: int) -> TensorSummary | None:
+        """Of all that was added, something at least; None where numpy has to look at it."""
+        answer = ctypes.create_string_buffer(_REALS.size)
+        self._library.finish(KINDS[self._dtype], self._nbytes, repeat, self._part, answer)
+        low, high, mean, norm, nan, inf, zero, _, state = _unpacking(self._dtype)(answer)
+        return _unusual(self._dtype, low, high, mean, norm, nan, inf, zero, state)
+
+
+class Library:
+    """The functions of tally.c."""
+
+    def __init__(self, path: Path) -> None:
+        releasing, holding = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
+        version = releasing.tally_version()
+        if version != VERSION:
+            raise OSError(f"{path} is of version {version}, not {VERSION}")
+        self.path = path
+        number, size, address = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+        self.read = _declared(releasing.tally_memory, number, address, address)
+        self.read_held = _declared(holding.tally_memory, number, address, address)
+        self.add = _declared(releasing.tally_add, None, number, address, size, size, address)
+        self.finish = _declared(holding.tally_finish, None, number, size, size, address, address)
+        self.mixed = _declared(releasing.tally_mixed, ctypes.c_uint64, address, size, size)
+        self.use = _declared(holding.tally_use, number, number)
+
+
+def _declared(function: Any, result: Any, *arguments: Any) -> Any:
+    function.argtypes, function.restype = arguments, result
+    return function
+
+
+def load(path: Path = PATH) -> Library | None:
+    """The library, where there is one that fits this machine and this version."""
+    if sys.byteorder != "little":
+        return None
+    try:
+        return Library(path)
+    except (OSError, AttributeError):
+        return None
+
+
+LIBRARY = load()
