@@ -204,8 +204,10 @@ _TYPES: dict[str, Any] = {
 
 # What the user allows
 
-# The one list there is, as that of references: options of a command are for its whole process.
+# The only two lists there are, as that of references: options of a command are for its whole
+# process. Apart, because an operator's namespace is often also the name of a large package.
 _ALLOWED: set[str] = set()
+_ALLOWED_NAMESPACES: set[str] = set()
 # Packages that are everywhere and hold no operator.
 _NEVER = frozenset({*sys.stdlib_module_names, "torch", "numpy", "pip", "setuptools", "tensorprobe"})
 
@@ -233,13 +235,13 @@ def allow(name: str) -> None:
             raise BadUsage(f"--import {name}: no package and no namespace of that name") from error
     finally:
         sys.path.pop()
-    allow_operators(_namespaces() - before)
+    allow_operators({*(_namespaces() - before), name})
     _ALLOWED.add(name)
 
 
 def allow_operators(namespaces: set[str]) -> None:
     """Let names in files call the operators of these namespaces."""
-    _ALLOWED.update(namespaces - _TORCH_INSIDE - set(NAMESPACES))
+    _ALLOWED_NAMESPACES.update(namespaces - _TORCH_INSIDE - set(NAMESPACES))
 
 
 def _namespaces() -> set[str]:
@@ -249,7 +251,9 @@ def _namespaces() -> set[str]:
 def allow_imported(op: str) -> None:
     """Let files call the package of this op, which the program itself has imported and called."""
     package = _package_of(op)
-    if package in sys.modules or package in _namespaces():
+    if op.startswith("torch.ops."):
+        allow_operators({package} & _namespaces())
+    elif package in sys.modules:
         _ALLOWED.update({package} - _NEVER - _TORCH_INSIDE)
 
 
@@ -316,7 +320,7 @@ def _operator_named(op: str) -> Callable[..., Any]:
         asked = (form,) if wanted else overloads
         if not all(_may_run(namespace, name, each) for each in asked):
             raise not_run(op)
-    elif namespace not in _ALLOWED:
+    elif namespace not in _ALLOWED_NAMESPACES:
         raise not_run(op)
     packet = getattr(getattr(torch.ops, namespace), name)
     found: Callable[..., Any] = getattr(packet, wanted) if wanted else packet
