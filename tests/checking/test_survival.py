@@ -185,3 +185,31 @@ def test_calls_of_a_file_that_want_all_memory_or_are_no_operators_are_skipped(
     )
     assert {rows[call.name].verdict for call in calls[:3]} == {"skipped"}
     assert rows["Torch.full.0.forward"].verdict == "pass"
+
+
+def test_a_package_allowed_later_is_taken_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason of a skipped call proposes --import; the same command with it must do that."""
+    (tmp_path / "taken_up.py").write_text(
+        "import torch\n"
+        "class Off(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x * (2 if x.dtype == torch.float64 else 1)\n"
+    )
+    monkeypatch.chdir(tmp_path)  # where processes of a check look for packages
+    calls = ["Module.Off.forward.0", "Tensor.exp.0.forward"]
+    module = "import torch, taken_up; x = taken_up.Off()(torch.ones(3)).exp()"
+    (tmp_path / "program.py").write_text(module)
+    run = ["run", "--keep", "tensors", "-o", "run", "program.py"]
+    subprocess.run([sys.executable, "-m", "tensorprobe", *run], check=True, capture_output=True)
+
+    rows = {row.name: row for row in tp.check("run", "out", only=calls).rows}
+    assert rows[calls[0]].reason.endswith("(allow its package with --import taken_up)")
+    checked = tp.check("run", "out", only=calls, imports=["taken_up"])
+    rows = {row.name: row for row in checked.rows}
+    assert [rows[name].verdict for name in calls] == ["fail", "pass"]
+    # the command that it proposes works as typed
+    command = rows[calls[0]].repro.split()
+    assert command[-2:] == ["--import", "taken_up"]
+    subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)

@@ -100,6 +100,19 @@ def test_a_folder_that_may_not_be_written_to(
     assert "cannot write to 'empty/out': 'empty' is not writable" in capsys.readouterr().err
 
 
+@NOT_ROOT
+@pytest.mark.parametrize("option", ["-o", "--save-start", "--guard overflow --guard-out"])
+def test_a_strict_run_ends_with_1_before_a_program_whose_recording_cannot_be_written(
+    option: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "empty").chmod(0o555)
+    (here / "train.py").write_text("print('begun')")
+    assert main(["run", "--strict", *option.split(), "empty/out", "train.py"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == ("tensorprobe run: cannot write to 'empty/out': 'empty' is not writable\n")
+
+
 @pytest.mark.parametrize("place", ["", "/report", "/rank0", "/rank0/step0/deep"])
 @pytest.mark.parametrize("verb", ["compare", "check", "repro", "convert"])
 def test_a_report_does_not_go_into_a_capture(

@@ -140,3 +140,19 @@ def test_commands_to_type_next_are_safe_to_paste(tmp_path: Path) -> None:
         words = shlex.split(command)
         assert "Functional.relu.0.forward; touch MARKER" in words
         assert mode == "stats" or "$(touch MARKER)" in words
+
+
+def test_the_repro_to_type_next_allows_what_the_comparison_did(tmp_path: Path) -> None:
+    (tmp_path / "my ops.py").write_text("")
+    record(tmp_path / "run", lambda: torch.ones(2).relu())
+    allowed = [str(tmp_path / "my ops.py")]
+    verdict = tp.compare(tmp_path / "run", tmp_path / "run", imports=allowed).verdict
+    verdict.mode = "tensors"
+    culprit = Culprit(
+        name="Module.Scale.forward.0", kind="output", direction="forward", step=0, rank=0,
+        module="", op="mylib.Scale", stack=(), reason="", own_error=1.0, inherited_error=0.0,
+    )  # fmt: skip
+    words = shlex.split(next_command(verdict, culprit))
+    assert words[-4:] == ["-o", "repro", "--import", *allowed]
+    own = msgspec.structs.replace(culprit, op="torch.relu")
+    assert "--import" not in next_command(verdict, own)

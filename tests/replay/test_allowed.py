@@ -33,10 +33,12 @@ TAKES_CALLABLES = ("callable", "distance_function", "tracker", "hook", "fn", "fu
 
 @pytest.fixture(autouse=True)
 def nothing_more_allowed() -> Iterator[None]:
-    before = set(allowed._ALLOWED)
+    lists = (allowed._ALLOWED, allowed._ALLOWED_NAMESPACES)
+    before = [set(each) for each in lists]
     yield
-    allowed._ALLOWED.clear()
-    allowed._ALLOWED.update(before)
+    for each, names in zip(lists, before, strict=True):
+        each.clear()
+        each.update(names)
 
 
 @pytest.mark.parametrize(
@@ -240,6 +242,33 @@ def test_a_package_is_allowed_by_its_name(tmp_path: Path) -> None:
         for name in ("os.system", "system", "torch.load", "os", "library", "library.impl"):
             assert refused(function_named, f"allowed_lib.{name}"), name
             assert refused(module_named, f"allowed_lib.{name}"), name
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_operators_of_a_namespace_do_not_open_the_package_of_that_name(tmp_path: Path) -> None:
+    """As those of transformers, which every model of it registers."""
+    (tmp_path / "wide").mkdir()
+    (tmp_path / "wide" / "__init__.py").write_text("from . import files")
+    (tmp_path / "wide" / "files.py").write_text("def fetch(path):\n    return path\n")
+    (tmp_path / "wide" / "model.py").write_text(LIBRARY.replace("allowed_ns", "wide"))
+    code = """
+        from tensorprobe.errors import NotReplayable
+        from tensorprobe.replay.allowed import allow, function_named
+
+        allow("wide.model")
+        function_named("torch.ops.wide.twice")
+        function_named("wide.model.twice")
+        try:
+            function_named("wide.files.fetch")
+        except NotReplayable as error:
+            assert "--import wide.files" in str(error)
+        else:
+            raise AssertionError("wide.files was not allowed")
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, capture_output=True, text=True,

@@ -15,7 +15,7 @@ import tensorprobe as tp
 from recorded import record
 from tensorprobe.errors import NotReplayable
 from tensorprobe.records import Call, Capture
-from tensorprobe.replay.allowed import _ALLOWED, allow
+from tensorprobe.replay.allowed import _ALLOWED, _ALLOWED_NAMESPACES, allow
 from tensorprobe.replay.rebuild import with_stride
 from tensorprobe.replay.reference import replay
 from tensorprobe.replay.references import _REGISTERED
@@ -239,6 +239,7 @@ def test_a_custom_op_takes_the_users_reference(tmp_path: Path) -> None:
     assert torch.equal(replay(call).outputs["output.0"], torch.full((3,), 2.0).double())
     del _REGISTERED["tensorprobe_test::twice"]
     _ALLOWED.remove("tensorprobe_test")
+    _ALLOWED_NAMESPACES.remove("tensorprobe_test")
 
 
 def test_the_random_numbers_of_the_program_are_not_used(tmp_path: Path) -> None:

@@ -103,7 +103,10 @@ def check(
         "every": every,
     }
     results = Results(folder, about, restart=restart)
-    todo = [each for each in planned if not _is_done(results.rows.get(_key(each)), peer_tables)]
+    kept = {key: row for key, row in results.rows.items() if _is_done(row, peer_tables)}
+    if imports or references is not None:  # they may be what a skipped call lacked
+        kept = {key: row for key, row in kept.items() if row.verdict != "skipped"}
+    todo = [each for each in planned if _key(each) not in kept]
     benchmark = _Benchmark(against)
     setting = Setting(
         device=device,
@@ -119,7 +122,7 @@ def check(
     for task, row in pool.run(tasks) if tasks else ():
         row.alike = todo[task.number].alike
         benchmark.excuse(row)
-        row.repro = _repro(run.path, row)
+        row.repro = _repro(run.path, row, imports)
         results.add(row)
         done += 1
         if progress is not None:
@@ -134,10 +137,10 @@ def check(
     return Checked(folder, rows, counts, notes)
 
 
-def _is_done(row: Row | None, peer_tables: bool) -> bool:
+def _is_done(row: Row, peer_tables: bool) -> bool:
     """Whether a row is kept; one that was made without the peers' measures lacks them."""
-    if row is None or row.reference == "its distribution":
-        return row is not None
+    if row.reference == "its distribution":
+        return True
     return not peer_tables or all(tensor.peer is not None for tensor in row.tensors)
 
 
@@ -146,7 +149,7 @@ def _key(planned: Planned) -> tuple[int, int, str]:
     return call.step, call.rank, call.name
 
 
-def _repro(capture: Path, row: Row) -> str:
+def _repro(capture: Path, row: Row, imports: Sequence[str | os.PathLike[str]]) -> str:
     if row.verdict not in ("fail", "crashed") and not row.recorded:
         return ""
     folder = re.sub(r"[^A-Za-z0-9_.-]+|\.\.+", "_", row.name)  # a name is no path
@@ -155,6 +158,9 @@ def _repro(capture: Path, row: Row) -> str:
         words += ["--step", str(row.step)]
     if row.rank:
         words += ["--rank", str(row.rank)]
+    if row.op.startswith("torch.ops.") or not row.op.startswith("torch."):
+        for each in imports:
+            words += ["--import", str(each)]
     return shlex.join(words)
 
 

@@ -227,8 +227,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
     output = Path(args.output or dump_path or default_output(program))
     for folder in _folders(args, output if records else None):
-        # before the program runs, not after
-        (check_writable if config.strict else check_folder)(folder)
+        _check_place(folder, strict=config.strict)  # before the program runs, not after
     session = _Session(args, config, step_on, output if records else None, notes, rules)
     if args.guard is not None:
         session.guard_with(_guard_options(args, words, config))
@@ -305,6 +304,16 @@ def _folders(args: argparse.Namespace, output: Path | None) -> list[Path]:
     guard = Path(args.guard_output) if args.guard is not None else None
     start = Path(args.save_start) if args.save_start else None
     return [folder for folder in (output, guard, start) if folder is not None]
+
+
+def _check_place(folder: Path, *, strict: bool) -> None:
+    """A file in the place of a folder is wrong usage; a folder that refuses is trouble (exit 1)."""
+    check_folder(folder)
+    if strict:
+        try:
+            check_writable(folder)
+        except BadUsage as error:
+            raise WriteFailed(str(error)) from error
 
 
 def _step_on(text: str) -> Any:

@@ -75,6 +75,7 @@ class Verdict(msgspec.Struct, kw_only=True):
     notes: list[str] = []  # what weakens or explains the verdict
     facts: list[str] = []  # versions and numeric switches that differ
     ranks: list[RankResult] = []
+    imports: list[str] = []  # what the user allowed a replay to call
 
     def to_json(self) -> dict[str, Any]:
         """As plain values; NaN and infinities as text, which strict JSON does not have."""
@@ -168,7 +169,9 @@ def compare_captures(
     with no_garbage():
         lacks = lacking(ours, theirs, step, rank)
         wanted = replayer if replay and timeout > 0 else None
-        return _judge(ours, theirs, pairs, lacks, floors, wanted, timeout)
+        comparison = _judge(ours, theirs, pairs, lacks, floors, wanted, timeout)
+    comparison.verdict.imports = [str(each) for each in imports]
+    return comparison
 
 
 def _user_code(

@@ -104,11 +104,18 @@ def next_command(verdict: Verdict, culprit: Culprit) -> str:
         options = f"--keep tensors --calls {quote(culprit.name)} --steps {culprit.step}"
         return f"record both sides again with: tensorprobe run {options} ..., and compare"
     if culprit.kind in ("output", "gradient", "nonfinite"):
+        capture, place = verdict.actual, _which(culprit)
         if culprit.side == "expected" and culprit.expected is not None:
-            expected = quote(verdict.expected)
-            return f"tensorprobe repro {expected} {_which(culprit.expected)} -o repro"
-        return f"tensorprobe repro {quote(verdict.actual)} {_which(culprit)} -o repro"
+            capture, place = verdict.expected, _which(culprit.expected)
+        return f"tensorprobe repro {quote(capture)} {place} -o repro{_allowing(verdict, culprit)}"
     return f"tensorprobe show {quote(verdict.actual)} {_which(culprit)}"
+
+
+def _allowing(verdict: Verdict, culprit: Culprit) -> str:
+    """The options without which a call that is not torch's own would be refused."""
+    if culprit.op.startswith("torch.") and not culprit.op.startswith("torch.ops."):
+        return ""
+    return "".join(f" --import {quote(package)}" for package in verdict.imports)
 
 
 def _which(place: Culprit | Place) -> str:

@@ -205,8 +205,10 @@ _TYPES: dict[str, Any] = {
 
 # What the user allows
 
-# The one list there is, as that of references: options of a command are for its whole process.
+# The only two lists there are, as that of references: options of a command are for its whole
+# process. Apart, because an operator's namespace is often also the name of a large package.
 _ALLOWED: set[str] = set()
+_ALLOWED_NAMESPACES: set[str] = set()
 # Packages that are everywhere and hold no operator.
 _NEVER = frozenset({*sys.stdlib_module_names, "torch", "numpy", "pip", "setuptools", "tensorprobe"})
 
@@ -236,7 +238,7 @@ def allow(name: str) -> None:
         raise failed_import(f"imports={name!r}", error) from error
     finally:
         sys.path.pop()
-    allow_operators(_namespaces() - before)
+    allow_operators({*(_namespaces() - before), name})
     _ALLOWED.add(name)
 
 
@@ -249,7 +251,7 @@ def failed_import(what: str, error: Exception) -> BadUsage:
 
 def allow_operators(namespaces: set[str]) -> None:
     """Let names in files call the operators of these namespaces."""
-    _ALLOWED.update(namespaces - _TORCH_INSIDE - set(NAMESPACES))
+    _ALLOWED_NAMESPACES.update(namespaces - _TORCH_INSIDE - set(NAMESPACES))
 
 
 def _namespaces() -> set[str]:
@@ -259,8 +261,9 @@ def _namespaces() -> set[str]:
 def allow_imported(op: str) -> None:
     """Let files call the package of this op, which the program itself has imported and called."""
     package = _package_of(op)
-    known = package in sys.modules or package in _namespaces()
-    if known and package.partition(".")[0] not in _NEVER | _TORCH_INSIDE | set(NAMESPACES):
+    if op.startswith("torch.ops."):
+        allow_operators({package} & _namespaces())
+    elif package in sys.modules and package.partition(".")[0] not in _NEVER:
         _ALLOWED.add(package)
 
 
@@ -327,7 +330,7 @@ def _operator_named(op: str) -> Callable[..., Any]:
         asked = (form,) if wanted else overloads
         if not all(_may_run(namespace, name, each) for each in asked):
             raise not_run(op)
-    elif namespace not in _ALLOWED:
+    elif namespace not in _ALLOWED_NAMESPACES:
         raise not_run(op)
     packet = getattr(getattr(torch.ops, namespace), name)
     found: Callable[..., Any] = getattr(packet, wanted) if wanted else packet
