@@ -34,10 +34,10 @@ def _words(text: str) -> frozenset[str]:
 NAMESPACES = ("aten", "prims", "quantized", "quantized_decomposed", "mkldnn", "npu")
 # Those that touch files, processes and other ranks, take graphs or callables, or are for tests.
 _TORCH_INSIDE = _words(
-    """_c10d_functional _c10d_functional_autograd _dtensor _native _quantized _test bases c10d
-    c10d_functional cuda debug_mode_ops debugprims dist_autograd export fsdp higher_order inductor
-    inductor_prims mkl mkldnn_prepacked onednn prim profiler quantization rngprims rpc sparse
-    static_runtime streams symm_mem xnnpack"""
+    """_c10d_functional _c10d_functional_autograd _dtensor _inductor_test _native _quantized _test
+    bases c10d c10d_functional cuda debug_mode_ops debugprims dist_autograd export flex_lib fsdp
+    higher_order inductor inductor_prims mkl mkldnn_prepacked onednn onnx onnx_symbolic prim
+    profiler quantization rngprims rpc sparse static_runtime streams symm_mem xnnpack"""
 )
 # What an argument of an operator may be. Storages, streams, packed weights and objects of classes
 # are addresses to a kernel.
