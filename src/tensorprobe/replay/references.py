@@ -51,8 +51,11 @@ def run_file(path: Path, option: str = "--references") -> None:
         raise BadUsage(f"'{path}' is no Python file: {option} takes one that registers operators")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # what it registers lives as long as it does
-    with NewOperators():
-        spec.loader.exec_module(module)
+    try:
+        with NewOperators():
+            spec.loader.exec_module(module)
+    except SystemExit as error:
+        raise BadUsage(f"{option} {path}: it ends the program that runs it") from error
 
 
 def bring_in(imports: Sequence[str | Path]) -> tuple[list[str], list[Path]]:
