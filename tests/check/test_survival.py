@@ -16,7 +16,10 @@ import torch
 
 import tensorprobe as tp
 from recorded import SRC, record
+from tensorprobe.check.pool import Pool, Task
+from tensorprobe.check.worker import Setting
 from tensorprobe.records import Call, Capture
+from tensorprobe.replay.pairing import Pair
 
 # What a call does is in a file that every process of the check runs first: it says who runs it,
 # and goes on when it may.
@@ -165,6 +168,25 @@ def test_a_device_side_assert_is_survived(tmp_path: Path) -> None:
     assert rows["embedding"].verdict == "crashed"
     assert "assert" in rows["embedding"].reason
     assert (rows["tanh"].verdict, rows["exp"].verdict) == ("pass", "pass")
+
+
+def test_a_process_that_dies_after_its_answer_costs_no_other_call(tmp_path: Path) -> None:
+    """A call may leave a process that falls over later: the next call is not to blame for it."""
+
+    def program() -> None:
+        for n in range(3):
+            torch.ones(n + 1).relu()
+
+    calls = record(tmp_path / "run", program, level="L1").calls(op="*relu")
+    pool = Pool(Setting(device="cpu"))
+    verdicts = []
+    for _, row in pool.run([Task(n, Pair(call, None)) for n, call in enumerate(calls)]):
+        verdicts.append(row.verdict)
+        (worker,) = pool._workers
+        if len(verdicts) == 1:
+            worker.process.kill()
+            worker.process.wait()
+    assert verdicts == ["pass"] * 3
 
 
 def test_calls_of_a_file_that_want_all_memory_or_are_no_operators_are_skipped(
