@@ -226,7 +226,7 @@ def test_the_command_line_names_options() -> None:
         "jobs=0: expected 1 or more": "--jobs 0: expected 1 or more",
         "see `only` and `skip`": "see --only and --skip",
         "give another `path`, or `restart=True`": "give another --output, or --restart",
-        "(allow its package: `imports='mylib'`)": "(allow its package: --import mylib)",
+        "(allow its package with `imports='mylib'`)": "(allow its package with --import mylib)",
         "no `other=1` of 'jobs=2'": "no `other=1` of 'jobs=2'",
     }.items():
         assert as_options(text, names) == typed

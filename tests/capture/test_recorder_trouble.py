@@ -355,6 +355,38 @@ print("done")
     assert closing.startswith("tensorprobe: nothing was recorded to /proc/nope, lost: 2 calls")
 
 
+def test_nothing_is_announced_after_recording_has_stopped() -> None:
+    said: list[str] = []
+    with tp.Recorder("/proc/nope", keep="tensors", log=said.append) as recorder:
+        relu()
+        recorder.step()
+        relu()
+    assert [line.split(" to ")[0] for line in said] == ["recording", "nothing was recorded"]
+
+
+def test_steps_that_are_there_are_not_called_lost_for_lack_of_handles(tmp_path: Path) -> None:
+    """Looking for them takes none: a program may have used up all."""
+    program = """
+import os, resource, torch, tensorprobe as tp
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+with tp.Recorder("out") as rec:
+    for step in range(4):
+        if step == 2:
+            try:
+                while True:
+                    os.open(os.devnull, os.O_RDONLY)
+            except OSError:
+                pass
+        torch.ones(2).relu()
+        rec.step()
+"""
+    done = run_script(tmp_path, program)
+    assert done.returncode == 0
+    capture = tp.load(tmp_path / "out")
+    there = f"recorded {len(capture.calls)} calls in {len(capture.steps)} steps"
+    assert there in done.stderr.splitlines()[-1]
+
+
 def test_all_ranks_end_after_the_last_step(tmp_path: Path) -> None:
     """Also the one whose disk is full: the others would wait for it."""
     said: list[str] = []

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,11 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tensorprobe as tp
 from recorded import record
 from tensorprobe.checking import pool
+from tensorprobe.checking.plan import likeness
 from tensorprobe.checking.results import Results
 from tensorprobe.checking.row import Row
 from tensorprobe.checking.run import Checked
 from tensorprobe.cli.main import main
 from tensorprobe.errors import BadUsage, DeviceUnusable
+from tensorprobe.replay.pairing import Pair
 
 
 def grad_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -374,3 +377,15 @@ def test_modules_made_of_modules_are_one_line(
         "skipped  Module.0.Sequential.forward.0 and 3 more: is made of other modules, whose calls "
         "are checked"
     ]
+
+
+def test_modules_with_other_attributes_are_not_alike(tmp_path: Path) -> None:
+    """The first would stand for a second that computes something else."""
+    capture = record(tmp_path / "run", lambda: torch.nn.ReLU()(torch.ones(3)), level="L0")
+    (call,) = [each for each in capture.calls if each.name.startswith("Module.")]
+    one, same, other = (
+        msgspec.structs.replace(call, notes=(f"made with mylib.Norm({{'eps': {eps}}}, {{}}, [])",))
+        for eps in (1e-5, 1e-5, 1e5)
+    )
+    assert likeness(Pair(one, None)) == likeness(Pair(same, None))
+    assert likeness(Pair(one, None)) != likeness(Pair(other, None))

@@ -16,7 +16,10 @@ import torch
 
 import tensorprobe as tp
 from recorded import SRC, record
+from tensorprobe.checking.pool import Pool, Task
+from tensorprobe.checking.worker import Setting
 from tensorprobe.records import Call, Capture
+from tensorprobe.replay.pairing import Pair
 
 # What a call does is in a file that every process of the check runs first: it says who runs it,
 # and goes on when it may.
@@ -167,6 +170,25 @@ def test_a_device_side_assert_is_survived(tmp_path: Path) -> None:
     assert (rows["tanh"].verdict, rows["exp"].verdict) == ("pass", "pass")
 
 
+def test_a_process_that_dies_after_its_answer_costs_no_other_call(tmp_path: Path) -> None:
+    """A call may leave a process that falls over later: the next call is not to blame for it."""
+
+    def program() -> None:
+        for n in range(3):
+            torch.ones(n + 1).relu()
+
+    calls = record(tmp_path / "run", program, level="L1").calls(op="*relu")
+    pool = Pool(Setting(device="cpu"))
+    verdicts = []
+    for _, row in pool.run([Task(n, Pair(call, None)) for n, call in enumerate(calls)]):
+        verdicts.append(row.verdict)
+        (worker,) = pool._workers
+        if len(verdicts) == 1:
+            worker.process.kill()
+            worker.process.wait()
+    assert verdicts == ["pass"] * 3
+
+
 def test_calls_of_a_file_that_want_all_memory_or_are_no_operators_are_skipped(
     tmp_path: Path,
 ) -> None:
@@ -205,7 +227,7 @@ def test_a_package_allowed_later_is_taken_up(
     subprocess.run([sys.executable, "-m", "tensorprobe", *run], check=True, capture_output=True)
 
     rows = {row.name: row for row in tp.check("run", "out", only=calls).rows}
-    assert rows[calls[0]].reason.endswith("(allow its package with --import taken_up)")
+    assert rows[calls[0]].reason.endswith("(allow its package with `imports='taken_up'`)")
     checked = tp.check("run", "out", only=calls, imports=["taken_up"])
     rows = {row.name: row for row in checked.rows}
     assert [rows[name].verdict for name in calls] == ["fail", "pass"]

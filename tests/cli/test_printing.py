@@ -232,3 +232,16 @@ def test_a_mapping_file_makes_text_only(tmp_path: Path) -> None:
     path.write_text(json.dumps({"model.1": "layers.1", "Functional.a.0.forward": "Torch.a.0"}))
     assert read_mapping(path).modules == {"model.1": "layers.1"}
     assert yaml.safe_load(path.read_text())["model.1"] == "layers.1"
+
+
+def test_a_pipe_of_our_own_that_is_closed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a command whose process has died would end with 0, its work not done."""
+
+    def lose_a_process(args: object) -> int:
+        reader, writer = os.pipe()
+        os.close(reader)
+        return os.write(writer, b"to nobody")
+
+    monkeypatch.setattr("tensorprobe.cli.show.run", lose_a_process)
+    with pytest.raises(BrokenPipeError):
+        main(["show", "nothing"])

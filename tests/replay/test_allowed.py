@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 import textwrap
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from tensorprobe.replay.allowed import (
     type_named,
     value_named,
 )
+from tensorprobe.replay.references import bring_in
 
 # Entries of the table that take text, and what that text is. One that is new here has to be looked
 # at: text that is a file, a command, a host or code must not come from a capture.
@@ -103,7 +105,7 @@ def test_what_would_allow_a_name_is_said() -> None:
             function_named(op)
         return str(caught.value)
 
-    asked = "is not an operator of torch (allow its package: `imports="
+    asked = "is not an operator of torch (allow its package with `imports="
     assert refused("torch.ops.mylib.fused.default") == (
         f"not run: torch.ops.mylib.fused.default {asked}'mylib'`)"
     )
@@ -113,6 +115,21 @@ def test_what_would_allow_a_name_is_said() -> None:
     assert refused("torch.Tensor.numpy") == (
         "not run: torch.Tensor.numpy reaches outside of its tensors"
     )
+
+
+@pytest.mark.parametrize("begin", ["torch.", "torch.ops.aten.", "mylib.", "torch_npu."])
+def test_a_name_of_megabytes_is_refused_in_one_short_line(begin: str) -> None:
+    """Matching it as a dotted name would take a hundred times its size in memory."""
+    name = begin + "a." * 100_000 + "b"
+    tracemalloc.start()
+    for look_up in (function_named, module_named, type_named, value_named):
+        with pytest.raises(NotReplayable) as caught:
+            look_up(name)
+        assert f"({len(name)} characters) is not an operator of torch" in str(caught.value)
+        assert len(str(caught.value)) < 200
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10 * len(name)
 
 
 def _takes_text(function: object) -> list[str]:
@@ -293,3 +310,14 @@ def test_operators_of_a_namespace_do_not_open_the_package_of_that_name(tmp_path:
 def test_what_cannot_be_allowed_is_said(name: str, reason: str) -> None:
     with pytest.raises(BadUsage, match=reason):
         allow(name)
+
+
+def test_a_package_that_ends_the_program_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a command would end with its status, 0 perhaps, and nothing done."""
+    (tmp_path / "leaving.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.chdir(tmp_path)
+    for name in ("leaving", "leaving.py"):
+        with pytest.raises(BadUsage, match=f"--import {name}: it ends the program"):
+            bring_in([name])

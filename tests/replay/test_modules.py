@@ -284,7 +284,9 @@ def test_a_users_module_runs_alone_where_it_can_be_imported(users: Any, tmp_path
     model = users.Block(4, Settings())
     capture = record(tmp_path / "run", lambda: run_once(model, (floats(3, 4),)), level="L0")
     name = "Module.Block.forward.0"
-    with pytest.raises(NotReplayable, match=r"\(allow its package: `imports='users_of_modules'`\)"):
+    with pytest.raises(
+        NotReplayable, match=r"\(allow its package with `imports='users_of_modules'`\)"
+    ):
         tp.repro(capture, name, tmp_path / "repro")
     folder = tp.repro(capture, name, tmp_path / "repro", imports="users_of_modules")
     status, text = run_repro(folder, str(tmp_path))

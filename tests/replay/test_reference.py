@@ -228,7 +228,9 @@ def test_a_custom_op_takes_the_users_reference(tmp_path: Path) -> None:
 
     capture = record(tmp_path / "run", program, level="L1")
     call = the_call(capture, "twice")
-    with pytest.raises(NotReplayable, match=r"\(allow its package: `imports='tensorprobe_test'`\)"):
+    with pytest.raises(
+        NotReplayable, match=r"\(allow its package with `imports='tensorprobe_test'`\)"
+    ):
         replay(call)
     allow("tensorprobe_test")
     assert replay(call).error("output.0", call.tensor("output.0").load()) == 0

@@ -12,6 +12,9 @@ import pytest
 from hostile_captures import Attack, Base, lay_out_bait, write_native
 from victims import STATUSES, Sandbox
 
+from tensorprobe.errors import BadUsage
+from tensorprobe.store.outputs import check_output
+
 SRC = Path(__file__).parent.parent.parent / "src"
 # Modules that the tool or its scripts import by themselves, late or early.
 SHADOWED = ("torch", "json", "argparse", "itertools", "math", "pathlib", "contextlib", "numpy")
@@ -121,3 +124,29 @@ def test_the_worst_attacks_in_processes_of_their_own(
     for script in sorted(watched.out.rglob("repro.py")):
         run(watched, [sys.executable, *flags, str(script)])
     assert_untouched(watched, before)
+
+
+@pytest.mark.parametrize("name", ["comparison.csv", "check.json", "repro.py", "README.md"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "FIFO"])
+def test_nothing_is_written_through_what_lies_in_the_output(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    """A folder for the results may come along with a capture."""
+    out, victim = tmp_path / "out", tmp_path / "victim"
+    out.mkdir()
+    if kind == "FIFO":
+        os.mkfifo(out / name)
+    else:
+        (out / name).symlink_to(victim)
+    if kind == "link":
+        victim.write_text("precious")
+    with pytest.raises(BadUsage, match=f"'{name}' in it is no regular file; give another folder"):
+        check_output(out)
+    assert not victim.exists() or victim.read_text() == "precious"
+
+
+def test_a_folder_with_files_and_folders_is_written_to(tmp_path: Path) -> None:
+    (tmp_path / "report.csv").write_text("")
+    (tmp_path / "older").mkdir()
+    (tmp_path / "venv").symlink_to(tmp_path / "older")
+    check_output(tmp_path)

@@ -650,6 +650,8 @@ class Recorder:
     def _tell_size(self) -> None:
         if self._told_size or self.config.keep != "tensors" or self._tape is None:
             return
+        if self.failed is not None:  # it was said that recording has stopped
+            return
         self._told_size = True
         nbytes = self._tape.nbytes
         steps = self.config.steps

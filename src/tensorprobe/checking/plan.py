@@ -52,7 +52,8 @@ def _named(call: Call, patterns: Sequence[str]) -> bool:
 def likeness(pair: Pair) -> Any:
     """Equal for calls of the same op with the same arguments, shapes, layouts and dtypes."""
     call, back = pair
-    notes = tuple(note for note in call.notes if note.startswith(("autocast", "made as", "eval")))
+    kinds = ("autocast", "made as", "made with", "eval")
+    notes = tuple(note for note in call.notes if note.startswith(kinds))
     gradients = None if back is None else tuple(_shape(t) for t in back.tensors)
     inputs = _tree((call.args, call.kwargs))
     parameters = tuple(_shape(t) for t in call.tensors if t.role == "parameter")

@@ -93,14 +93,22 @@ class Pool:
                 _Worker(self._setting) for _ in range(max(1, min(self._jobs, len(todo))))
             ]
             while todo or any(worker.task for worker in self._workers):
-                for worker in self._workers:
+                for worker in list(self._workers):
                     if worker.ready and worker.task is None and todo:
-                        worker.give(todo.popleft(), self._timeout_s)
+                        self._give(worker, todo)
                 yield from self._collect()
         finally:
             for worker in self._workers:
                 worker.end()
             self._workers = []
+
+    def _give(self, worker: _Worker, todo: deque[Task]) -> None:
+        task = todo.popleft()
+        try:
+            worker.give(task, self._timeout_s)
+        except OSError:  # it died after its last answer, which is not this call's doing
+            todo.appendleft(task)
+            self._replace(worker)
 
     def _collect(self) -> Iterator[tuple[Task, Row]]:
         """Wait for the next answer, death or deadline."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import io
 import os
+import select
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
@@ -78,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         warn(f"tensorprobe {args.verb}: it takes more memory than there is")
         return 1
     except BrokenPipeError:  # `tensorprobe show ... | head`
+        if not _is_reader_gone():  # a process of ours: the work is not done
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:  # a disk that is full, a file that may not be read
@@ -86,6 +90,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         warn(f"tensorprobe {args.verb}: '{error.filename}': {error.strerror}")
         return 1
     return int(status)
+
+
+def _is_reader_gone() -> bool:
+    """Whether nobody reads what we print, or what we say beside it."""
+    poll = select.poll()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # io.UnsupportedOperation: no file at all
+            poll.register(stream.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _open_stream(stream: TextIO | None) -> TextIO:

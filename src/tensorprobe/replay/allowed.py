@@ -90,6 +90,7 @@ _PRIVATE_HOMES = (
 # Homes of functions that torch's list of overridable ones leaves out.
 _PUBLIC_HOMES = (torch.sparse, torch.nested, torch.signal.windows, torch.masked, torch.nn.init)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
+_LONGEST = 400  # characters of a name; matching one of millions takes as much memory
 
 
 # What torch has
@@ -220,7 +221,7 @@ def allow(name: str) -> None:
 
     `name` may also be a namespace whose operators are registered already.
     """
-    if not _NAME.fullmatch(name):
+    if not _is_name(name):
         raise BadUsage(f"imports={name!r}: expected the name of a package, such as mylib.ops")
     if name.partition(".")[0] in _NEVER | _TORCH_INSIDE:
         raise BadUsage(f"imports={name!r}: it holds no operators that a capture could call")
@@ -234,6 +235,8 @@ def allow(name: str) -> None:
             raise BadUsage(f"imports={name!r}: {error}") from error
         if name not in before:
             raise BadUsage(f"imports={name!r}: no package and no namespace of that name") from error
+    except SystemExit as error:
+        raise BadUsage(f"imports={name!r}: it ends the program that imports it") from error
     except Exception as error:
         raise failed_import(f"imports={name!r}", error) from error
     finally:
@@ -284,9 +287,13 @@ class NewOperators:
         allow_operators(_namespaces() - self._before)
 
 
+def _is_name(text: str) -> bool:
+    return len(text) <= _LONGEST and _NAME.fullmatch(text) is not None
+
+
 def _home_of(name: str) -> tuple[ModuleType | None, str]:
     """The imported module of an allowed package that a name begins with, and what follows."""
-    home, _, last = name.rpartition(".") if _NAME.fullmatch(name) else ("", "", "")
+    home, _, last = name.rpartition(".") if _is_name(name) else ("", "", "")
     inside = any(home == package or home.startswith(f"{package}.") for package in _ALLOWED)
     return (sys.modules.get(home) if inside else None), last
 
@@ -318,10 +325,12 @@ def function_named(op: str) -> Callable[..., Any]:
 
 def _operator_named(op: str) -> Callable[..., Any]:
     """An operator, or all its overloads where none is named."""
+    if op.count(".") > 4:
+        raise not_run(op)
     namespace, name, *rest = [*op.removeprefix("torch.ops.").split("."), ""][:4]
     overloads = _registered().get(f"{namespace}::{name}")
     wanted = rest[0] if rest else ""
-    if overloads is None or op.count(".") > 4:
+    if overloads is None:
         raise not_run(op)
     form = "" if wanted == "default" else wanted
     if wanted and form not in overloads:
@@ -407,12 +416,14 @@ def format_named(name: str) -> Any:
 
 def not_run(name: str) -> NotReplayable:
     """Why a name is not called, and what would allow it."""
-    if name.startswith("torch.") and _NOT_RUN.fullmatch(name.split(".")[-1]):
-        return NotReplayable(f"not run: {name} reaches outside of its tensors")
+    if name.startswith("torch.") and _NOT_RUN.fullmatch(name.rpartition(".")[2]):
+        return NotReplayable(f"not run: {name[:_LONGEST]} reaches outside of its tensors")
+    if len(name) > _LONGEST:
+        name = f"{name[:80]}... ({len(name)} characters)"
     home = _package_of(name)
     never = {*_NEVER, *_TORCH_INSIDE, *NAMESPACES, "torch_npu", "__main__"}
-    hint = f" (allow its package: `imports={home!r}`)"
-    if home.partition(".")[0] in never or not _NAME.fullmatch(home):
+    hint = f" (allow its package with `imports={home!r}`)"
+    if home.partition(".")[0] in never or not _is_name(home):
         hint = ""
     return NotReplayable(f"not run: {name} is not an operator of torch{hint}")
 

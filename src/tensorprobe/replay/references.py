@@ -58,6 +58,8 @@ def run_file(path: Path, argument: str = "references") -> None:
     try:
         with NewOperators():
             spec.loader.exec_module(module)
+    except SystemExit as error:
+        raise BadUsage(f"{argument}='{path}': it ends the program that runs it") from error
     except Exception as error:
         raise failed_import(f"{argument}='{path}'", error) from error
 

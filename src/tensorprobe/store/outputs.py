@@ -27,6 +27,7 @@ def check_writable(folder: Path) -> None:
 def check_output(folder: Path, *captures: Path) -> None:
     """Refuse also what lies in one of these captures, or in any native one: it would litter it."""
     check_writable(folder)
+    _check_entries(folder)
     own = {capture.resolve() for capture in captures if capture.is_dir()}
     place = folder.resolve()
     for above in (place, *place.parents):
@@ -35,3 +36,17 @@ def check_output(folder: Path, *captures: Path) -> None:
                 f"cannot write to '{folder}': it is in the capture '{os.path.relpath(above)}'; "
                 "give a folder outside of it"
             )
+
+
+def _check_entries(folder: Path) -> None:
+    """Refuse links and FIFOs that lie where files will be written: a folder may come with the
+    capture, and what is written would go where it points, or wait for ever."""
+    if not folder.is_dir():
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if not (entry.is_file(follow_symlinks=False) or entry.is_dir()):
+                raise BadUsage(
+                    f"cannot write to '{folder}': '{entry.name}' in it is no regular file; "
+                    "give another folder"
+                )

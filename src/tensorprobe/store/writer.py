@@ -510,11 +510,7 @@ class CaptureWriter:
         """After `close`: count as lost the calls of steps that somebody has deleted meanwhile."""
         if self._rank_fd is None or self._forked():
             return
-        try:
-            there = set(os.listdir(self._rank_fd))
-        except OSError:
-            there = set()
-        gone = [number for number in self._begun_steps if f"step{number}" not in there]
+        gone = [number for number in self._begun_steps if self._is_gone(number)]
         if gone:
             for number in gone:
                 self.lost[number] = self._seen.get(number, 0)
@@ -522,6 +518,16 @@ class CaptureWriter:
                 self.torn.discard(number)
             self.fail(self._deleted())
             self._write_ending()
+
+    def _is_gone(self, number: int) -> bool:
+        # Not by listing the folder: that takes a file handle, and a program may have used up all.
+        try:
+            os.stat(f"step{number}", dir_fd=self._rank_fd)
+        except FileNotFoundError:
+            return True
+        except OSError:  # a program may have closed our handle: nobody can tell
+            return False
+        return False
 
     def fail(self, error: Exception) -> None:
         """Something of ours cannot go on; the first error is told."""
