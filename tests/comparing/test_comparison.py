@@ -555,3 +555,21 @@ def test_processes_and_one_process_measure_the_same(tmp_path: Path) -> None:
     a, e = run(tmp_path / "a", data=1.01), run(tmp_path / "e")
     ones, twos = (tp.compare(a, e, jobs=n, timeout=0) for n in (1, 2))
     assert [row.metrics for _, row in ones.rows] == [row.metrics for _, row in twos.rows]
+
+
+@pytest.mark.parametrize("side", ["actual", "expected"])
+@pytest.mark.parametrize("kind", ["end", "value", "call"])
+def test_what_cannot_be_read_is_no_match(kind: str, side: str, tmp_path: Path) -> None:
+    for name in ("actual", "expected"):
+        record(tmp_path / name, lambda: torch.nn.functional.gelu(torch.arange(4.0)))
+    assert tp.compare(tmp_path / "actual", tmp_path / "expected").verdict.verdict == "match"
+    log = next((tmp_path / side).rglob("calls.jsonl"))
+    lines = log.read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith(f'{{"type":"{kind}"'))
+    lines[at] = lines[at][:-2] + "\ud83d".encode("utf-8", "surrogatepass").decode("latin-1") + "]"
+    log.write_text("\n".join(lines) + "\n")
+    verdict = tp.compare(tmp_path / "actual", tmp_path / "expected").verdict
+    assert verdict.verdict == "incomparable"
+    assert re.search(rf"[12] lines? of {side} '", str(verdict))  # a call's end needs its beginning
+    assert f"calls.jsonl:{at + 1}: " in str(verdict)
+    assert "--gaps" in str(verdict)

@@ -283,7 +283,7 @@ def test_operators_of_a_namespace_do_not_open_the_package_of_that_name(tmp_path:
         try:
             function_named("wide.files.fetch")
         except NotReplayable as error:
-            assert "--import wide.files" in str(error)
+            assert "imports='wide.files'" in str(error)
         else:
             raise AssertionError("wide.files was not allowed")
     """

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any, Literal
 
 import msgspec
@@ -41,6 +42,7 @@ from tensorprobe.garbage import no_garbage
 from tensorprobe.records import Call, Capture, count
 from tensorprobe.store.foreign import LAST_NODE
 from tensorprobe.store.loading import load
+from tensorprobe.store.native import damaged_records
 from tensorprobe.terminal import printable
 
 FORMAT = 1
@@ -291,6 +293,7 @@ def _judge(
         verdict.verdict = "diverged"
     verdict.notes = _notes(verdict, findings, actual, expected)
     _tell_what_lacks(verdict, lacks)
+    _tell_damage(verdict, (actual, expected), pairs)
     return Compared(actual, expected, pairs, verdict, structure)
 
 
@@ -325,6 +328,26 @@ def _tell_what_lacks(verdict: Verdict, lacks: Sequence[Lacking]) -> None:
     argument = "rank" if any(each.is_whole_rank for each in lost) else "step"
     verdict.verdict = "incomparable"
     verdict.reason = f"{text}. To compare one that both have: `{argument}=N`"
+
+
+def _tell_damage(
+    verdict: Verdict, captures: tuple[Capture, Capture], pairs: Sequence[CallPair]
+) -> None:
+    """Records that cannot be read are no match: what they say may be what differs."""
+    if verdict.verdict != "match":
+        return
+    units = {(pair.call.rank, pair.call.step) for pair in pairs}
+    for side, capture in zip(("actual", "expected"), captures, strict=True):
+        found = [gap for gap in damaged_records(capture) if (gap.rank, gap.step) in units]
+        if found:
+            lines = "1 line" if len(found) == 1 else f"{len(found)} lines"
+            verdict.verdict = "incomparable"
+            verdict.reason = (
+                f"{lines} of {side} '{capture.path}' cannot be read, the first is {found[0].name}: "
+                f"{found[0].reason}. All else matches. To see them: "
+                f"tensorprobe show {quote(str(capture.path))} --gaps"
+            )
+            return
 
 
 def _recorded(pairs: list[CallPair], narrow: tuple[bool, bool]) -> list[CallPair]:

@@ -33,6 +33,8 @@ from tensorprobe.tensors.layouts import check_layout
 from tensorprobe.tensors.opening import inside, open_file, split_lines
 
 MAX_LINE_NBYTES = 8 << 20  # a call of ours has some 1,000; as Python's objects it is 20 times that
+_CUT_OFF = "cut off"
+_DAMAGED = re.compile(rf"{re.escape(LOG_FILE)}:\d+$")
 NOT_WRITTEN = "value not written (the run ended before)"
 _RANK = re.compile(r"rank(\d+)")
 _STEP = re.compile(r"step(\d+)")
@@ -125,6 +127,18 @@ def in_turn(steps: list[Path], reader: Callable[[Path, int], _Reader]) -> Iterat
         step = reader(folder, index if rank == last_rank else 0)
         yield step
         index, last_rank = step.index, rank
+
+
+def damaged_records(capture: Capture) -> list[Gap]:
+    """The gaps of lines that are there and cannot be read; not the last line of a run that was
+    killed while it was written."""
+    if capture.layout != "native":
+        return []
+    return [
+        gap
+        for gap in capture.gaps
+        if _DAMAGED.search(gap.name) and not gap.reason.startswith(_CUT_OFF)
+    ]
 
 
 def write(capture: Capture, folder: Path, *, compress: bool = False) -> list[str]:
@@ -230,7 +244,7 @@ class StepReader:
                 elif text.startswith(self.passed_by):
                     pass
                 elif not text.endswith(b"\n"):
-                    self._damaged(number, "cut off: the run ended while it was written")
+                    self._damaged(number, f"{_CUT_OFF}: the run ended while it was written")
                 else:
                     try:
                         line = lines.decode(text)
