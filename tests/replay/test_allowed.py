@@ -319,5 +319,5 @@ def test_a_package_that_ends_the_program_is_said(
     (tmp_path / "leaving.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.chdir(tmp_path)
     for name in ("leaving", "leaving.py"):
-        with pytest.raises(BadUsage, match=f"--import {name}: it ends the program"):
+        with pytest.raises(BadUsage, match=f"imports='{name}': it ends the program"):
             bring_in([name])

@@ -226,7 +226,7 @@ def _import_all() -> None:
     import torch
     import torch.fx.experimental.symbolic_shapes
 
-    for room in ("check", "cli", "compare", "contents", "devices", "numerics", "replay", "report"):
+    for room in ("checking", "cli", "comparing", "devices", "replay", "report", "tensors"):
         _import_room(f"tensorprobe.{room}")
     _import_room("tensorprobe.store")
     torch.set_num_threads(1)

@@ -206,6 +206,25 @@ class _Native:
             yield from _ValueReader(folder, self._root, list(group)).calls()
 
 
+class _Numbers:
+    """A set of whole numbers from 0, a bit each."""
+
+    _LIMIT = 1 << 27  # 16 MB; no step has as many calls
+
+    def __init__(self) -> None:
+        self._bits = bytearray()
+
+    def add(self, number: int) -> None:
+        if 0 <= number < self._LIMIT:
+            at, bit = divmod(number, 8)
+            self._bits.extend(bytes(max(0, at + 1 - len(self._bits))))
+            self._bits[at] |= 1 << bit
+
+    def __contains__(self, number: int) -> bool:
+        at, bit = divmod(number, 8)
+        return 0 <= at < len(self._bits) and bool(self._bits[at] >> bit & 1)
+
+
 class _StepPicker(StepReader):
     """Picks from one step, and counts its calls and gaps."""
 
@@ -226,7 +245,7 @@ class _StepPicker(StepReader):
         self._most = most
         self._by_id: dict[int, Picked] = {}
         self._unended: set[int] = set()  # of those
-        self._last_id = -1  # of the calls that began: each has a larger one than those before
+        self._seen = _Numbers()  # the ids of all calls that began
         self._part = 0
         self._asked: list[int] = []  # values of the call that is being put together
 
@@ -234,7 +253,7 @@ class _StepPicker(StepReader):
         """Read line by line, until the last one or until all that is to be picked has ended."""
         for number, line in self._lines():
             if self._take(number, line):
-                self._open, self._by_id, self._unended, self._last_id = {}, {}, set(), -1
+                self._open, self._by_id, self._unended, self._seen = {}, {}, set(), _Numbers()
                 self._part += 1
             if len(self.picked) == self._most:
                 self.passed_by = (_CALL, _VALUE, _STACK, _GAP)
@@ -289,7 +308,7 @@ class _StepPicker(StepReader):
         self.n_begun += 1
         self._open[line.id] = begun = Begun(number, _FORGOTTEN)
         self._by_id.pop(line.id, None)
-        self._last_id = max(self._last_id, line.id)
+        self._seen.add(line.id)
         if self._wanted(self._heading(line, index)):
             begun.line = line
             self._asked = []
@@ -312,7 +331,7 @@ class _StepPicker(StepReader):
 
     def _end(self, number: int, line: lines.EndLine) -> None:
         begun, picked = self._open.get(line.id), self._by_id.get(line.id)
-        if begun is None and line.id <= self._last_id:  # once more, of a call that is not picked
+        if begun is None and line.id in self._seen:  # once more, of a call that is not picked
             return
         self._unended.discard(line.id)
         if problem := self._problem(line) if begun is not None else None:
