@@ -1,5 +1,7 @@
 """A script under `tensorprobe run` is the script it was, and is recorded."""
 
+import itertools
+import multiprocessing.process
 import os
 import subprocess
 import sys
@@ -79,6 +81,8 @@ class Here(Workshop):
             patch.chdir(self.folder)
             patch.setattr(sys, "argv", sys.argv[:])
             patch.setattr(sys, "path", sys.path[:])
+            # processes that tests before this one have started are not the program's
+            patch.setattr(multiprocessing.process, "_process_counter", itertools.count(1))
             patch.setitem(sys.modules, "__main__", sys.modules["__main__"])
             status: Any
             try:
