@@ -13,7 +13,7 @@ from tensorprobe.comparing.replaying import Replayer, UserCode, replayer_for
 from tensorprobe.comparing.scene import Scene
 from tensorprobe.records import Call
 
-_LEAST_S = 10.0
+_LEAST_S = 2.0
 
 
 class Replays:

@@ -15,6 +15,7 @@ _CULPRITS = 8
 _ONE_SIDED = 6
 _STRUCTURE = 4
 _RANKS = 16
+_LONGEST = 2000
 
 
 def render(comparison: Compared) -> str:
@@ -31,7 +32,13 @@ def render(comparison: Compared) -> str:
         parts.append(list(_one_sided(comparison)))
     if comparison.structure:
         parts.append(list(_structure(comparison)))
-    return "\n\n".join("\n".join(map(printable, part)) for part in parts if part)
+    return "\n\n".join("\n".join(map(_line, part)) for part in parts if part)
+
+
+def _line(text: str) -> str:
+    """A line as a terminal shows it; names in a file may be of any length."""
+    shown = printable(text[:_LONGEST])
+    return shown if len(text) <= _LONGEST else f"{shown}... ({len(text)} characters)"
 
 
 def _around(comparison: Compared) -> Iterator[str]:
