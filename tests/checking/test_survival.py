@@ -18,6 +18,7 @@ import tensorprobe as tp
 from recorded import SRC, record
 from tensorprobe.checking.pool import Pool, Task
 from tensorprobe.checking.worker import Setting
+from tensorprobe.cli.main import main
 from tensorprobe.records import Call, Capture
 from tensorprobe.replay.pairing import Pair
 
@@ -235,3 +236,15 @@ def test_a_package_allowed_later_is_taken_up(
     command = rows[calls[0]].repro.split()
     assert command[-2:] == ["--import", "taken_up"]
     subprocess.run([sys.executable, "-m", *command], check=True, capture_output=True)
+
+
+def test_a_package_that_cannot_be_allowed_is_wrong_usage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path / "run", lambda: torch.ones(2).relu())
+    words = ["check", str(tmp_path / "run"), "-o", str(tmp_path / "out"), "--import", "os"]
+    capsys.readouterr()
+    assert main(words) == 2
+    assert capsys.readouterr().err == (
+        "tensorprobe check: --import os: it holds no operators that a capture could call\n"
+    )

@@ -15,7 +15,7 @@ import msgspec
 
 from tensorprobe.checking.row import Row, row_for
 from tensorprobe.checking.worker import Setting
-from tensorprobe.errors import DeviceUnusable
+from tensorprobe.errors import BadUsage, DeviceUnusable
 from tensorprobe.replay.limits import child_command
 from tensorprobe.replay.pairing import Pair
 
@@ -129,6 +129,8 @@ class Pool:
             return
         if not worker.ready:
             state, reason = answer
+            if state == "misused":
+                raise BadUsage(reason)
             if state == "unusable":
                 raise DeviceUnusable(f"no call can be checked: {reason}")
             worker.ready = True

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from tensorprobe.capture.facts import environment_facts
-from tensorprobe.errors import TensorprobeError
+from tensorprobe.errors import BadUsage, TensorprobeError
 from tensorprobe.replay.pairing import Pair
 
 
@@ -36,6 +36,9 @@ def main(descriptor: int) -> None:
     try:
         check, healthy = _ready(setting)
     except Exception as error:  # noqa: BLE001 a device or a user's file: the parent says it
+        if isinstance(error, BadUsage):  # of what the user brings: a package, a file
+            connection.send(("misused", str(error)))
+            return
         own = isinstance(error, TensorprobeError)
         connection.send(("unusable", f"{error}" if own else f"{type(error).__name__}: {error}"))
         return
