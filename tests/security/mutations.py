@@ -221,7 +221,7 @@ class Mutation:
             else:
                 del lines[at]
             text = "\n".join(lines)
-        _replace(path, text.encode("utf-8", "surrogateescape"))
+        _replace(path, text.encode("utf-8", "surrogatepass"))
 
     def _changed(self, document: Any) -> Any:
         """The document with one node of it made into another."""
