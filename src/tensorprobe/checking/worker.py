@@ -34,11 +34,12 @@ def main(descriptor: int) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     setting: Setting = connection.recv()
     try:
+        _bring_in(setting)
         check, healthy = _ready(setting)
+    except _Misused as error:
+        connection.send(("misused", str(error)))
+        return
     except Exception as error:  # noqa: BLE001 a device or a user's file: the parent says it
-        if isinstance(error, BadUsage):  # of what the user brings: a package, a file
-            connection.send(("misused", str(error)))
-            return
         own = isinstance(error, TensorprobeError)
         connection.send(("unusable", f"{error}" if own else f"{type(error).__name__}: {error}"))
         return
@@ -56,12 +57,14 @@ def main(descriptor: int) -> None:
             return
 
 
-def _ready(setting: Setting) -> tuple[Any, Any]:
+class _Misused(Exception):
+    """A package or file of the user's cannot be brought in."""
+
+
+def _bring_in(setting: Setting) -> None:
+    """Make the device that is asked for, and import what the user allows."""
     import torch
 
-    from tensorprobe.checking.one import check_one
-    from tensorprobe.checking.target import find_device
-    from tensorprobe.replay.limits import limit_memory
     from tensorprobe.replay.references import bring_in, run_file
 
     torch.set_num_threads(setting.threads)
@@ -69,9 +72,21 @@ def _ready(setting: Setting) -> tuple[Any, Any]:
         from tensorprobe.devices import sim_npu
 
         sim_npu.install()
-    if setting.references is not None:
-        run_file(setting.references)
-    bring_in(setting.imports)
+    try:
+        if setting.references is not None:
+            run_file(setting.references)
+        bring_in(setting.imports)
+    except BadUsage as error:
+        raise _Misused(str(error)) from error
+
+
+def _ready(setting: Setting) -> tuple[Any, Any]:
+    import torch
+
+    from tensorprobe.checking.one import check_one
+    from tensorprobe.checking.target import find_device
+    from tensorprobe.replay.limits import limit_memory
+
     device = find_device(setting.device)
     limit_memory(setting.processes)
 
