@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.ready
 JOBS   ?= 2
 # What the module in C++ stands in for is tested without it as well.
-IN_PYTHON := tests/capture tests/tensors/test_starting.py tests/tensors/test_summarizer.py \
+IN_PYTHON := tests/follow tests/record tests/tensors/test_starting.py tests/tensors/test_summarizer.py \
 	tests/overflow/test_short_way.py tests/overflow/test_later.py tests/overflow/test_masks.py tests/overflow/test_overflow.py
 
 .PHONY: help setup demo test test-all check wheel clean

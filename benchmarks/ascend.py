@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tensorprobe.ascend.convert import Plan, convert
+from tensorprobe.ascend.abnormal_values import analyse
+from tensorprobe.ascend.dump_conversion import ConversionPlan, convert
 from tensorprobe.ascend.graph import read_graph
 from tensorprobe.ascend.log import read_logs
-from tensorprobe.ascend.values import analyse
 
 
 def varint(value: int) -> bytes:
@@ -101,7 +101,7 @@ def main() -> None:
                 f"{name} to npy, 2 processes", nbytes, functools.partial(convert_it, jobs=2), clear
             )
             if name == "float32":
-                tensors = functools.partial(convert_it, Plan("safetensors"), jobs=1)
+                tensors = functools.partial(convert_it, ConversionPlan("safetensors"), jobs=1)
                 best("float32 to safetensors, 1 process", nbytes, tensors, clear)
             shutil.rmtree(source)
         array = np.random.default_rng(0).normal(size=1 << 26).astype(np.float32)

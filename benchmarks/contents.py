@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tensorprobe.capture.values import Values
+from tensorprobe.record.values import Values
 from tensorprobe.store.writer import CaptureWriter
 from tensorprobe.tensors import launch
 from tensorprobe.tensors.backends import KernelBackend

@@ -123,7 +123,7 @@ def stages(scratch: str | None) -> None:
     """What is done to a tensor of 32 MiB, first in the program's thread, then in the writer's."""
     import torch
 
-    from tensorprobe.capture.transfer import Transfer
+    from tensorprobe.record.transfer import Transfer
     from tensorprobe.store.shard import Shards
     from tensorprobe.tensors.digest import digest_bytes
     from tensorprobe.tensors.packing import pack

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import default_device
-from tensorprobe.capture import compiled
+from tensorprobe.follow import compiled
 from tensorprobe.records import TensorRecord
 
 default_device.choose()
@@ -66,6 +67,12 @@ def nothing_left_installed() -> Iterator[None]:
     yield
     after = installed()
     assert after == before
+
+
+@pytest.fixture(autouse=True)
+def same_excepthook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process group puts a hook of its own there, for ever."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 
 @pytest.fixture(autouse=True)

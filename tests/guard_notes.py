@@ -14,9 +14,9 @@ from torch import Tensor
 
 import tensorprobe as tp
 from tensorprobe.overflow.call_site import render
-from tensorprobe.overflow.device_calls import LaterLooking
-from tensorprobe.overflow.late_judge import Hindsight
-from tensorprobe.overflow.pending_calls import UNFLAGGED, Note, events_of
+from tensorprobe.overflow.device_calls import DeviceCalls
+from tensorprobe.overflow.late_calls import LateCalls
+from tensorprobe.overflow.pending_calls import UNFLAGGED, Note, calls_in
 from tensorprobe.tensors import finiteness
 
 
@@ -30,8 +30,8 @@ class Noted:
 
     def take(self, notes: list[Note], found: Any) -> None:
         self._storages = {}
-        for event in events_of(notes):
-            call = event.sighting
+        for event in calls_in(notes):
+            call = event.call
             name, place = "", ()
             if call is not None:
                 name = call.name(event.direction)
@@ -49,7 +49,7 @@ class Noted:
                 )
                 for held in event.outputs
             ]
-            entry = (name, place, inputs, outputs, event.told, event.scaler, event.note)
+            entry = (name, place, inputs, outputs, event.told, event.in_backward, event.note)
             self.events.append(entry)
 
     def _number(self, storage: int) -> int:
@@ -66,21 +66,21 @@ def noted(
 ) -> tuple[Noted, int]:
     """The notes of a program, and how many of its calls took the short way in Python."""
     result, shorts = Noted(in_backward=in_backward), 0
-    go_through, note_later = Hindsight.go_through, LaterLooking._note_later
+    go_through, note_later = LateCalls.go_through, DeviceCalls.note_later
 
-    def watched(self: Hindsight, notes: list[Note], found: Any, clamped: bool) -> None:
+    def watched(self: LateCalls, notes: list[Note], found: Any, clamped: bool) -> None:
         result.take(notes, found)
         go_through(self, notes, found, clamped)
 
-    def counted(self: LaterLooking, *args: Any) -> bool:
+    def counted(self: DeviceCalls, *args: Any) -> bool:
         nonlocal shorts
         is_short = note_later(self, *args)
         shorts += is_short
         return is_short
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Hindsight, "go_through", watched)
-        patch.setattr(LaterLooking, "_note_later", counted)
+        patch.setattr(LateCalls, "go_through", watched)
+        patch.setattr(DeviceCalls, "note_later", counted)
         guard = tp.Guard(folder, overflow_nums=-1, look_every=10**6, log=lambda text: None)
         with guard:
             torch.ones(2) * 1  # from here on the guard knows that it looks later

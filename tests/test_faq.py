@@ -28,9 +28,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import tensorprobe as tp
 from default_device import host_only
 from recorded import ROOT, SRC, record, run_script, start_script, stems
-from tensorprobe.capture.naming import Namer
 from tensorprobe.checking.one import check_one
 from tensorprobe.devices import device_layer
+from tensorprobe.follow.naming import Namer
 from tensorprobe.operators import symbol_of
 from tensorprobe.records import Fields, Special
 from tensorprobe.replay.pairing import pair

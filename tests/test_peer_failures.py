@@ -515,8 +515,7 @@ def test_scripted_functions_compile_and_run_while_recording(tmp_path: Path) -> N
 
 
 @pytest.fixture
-def process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch puts its own there, for ever
+def process_group(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()

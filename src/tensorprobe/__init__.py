@@ -12,11 +12,8 @@ from typing import TYPE_CHECKING, Any
 from tensorprobe._version import __version__
 
 if TYPE_CHECKING:
-    from tensorprobe.capture.recorder import Recorder
-    from tensorprobe.capture.seeding import seed_all
     from tensorprobe.checking.run import Checked, check
-    from tensorprobe.comparing.comparison import Verdict
-    from tensorprobe.comparing.culprit import Culprit
+    from tensorprobe.comparing.verdict import Culprit, Verdict
     from tensorprobe.errors import (
         BadArtefact,
         BadUsage,
@@ -33,6 +30,8 @@ if TYPE_CHECKING:
     )
     from tensorprobe.guarding.findings import Finding
     from tensorprobe.guarding.guard import Guard
+    from tensorprobe.record.recorder import Recorder
+    from tensorprobe.record.seeding import seed_all
     from tensorprobe.records import (
         Call,
         Calls,
@@ -96,7 +95,7 @@ _HOMES = {
     "Capture": "tensorprobe.records",
     "Checked": "tensorprobe.checking.run",
     "Comparison": "tensorprobe.report.saving",
-    "Culprit": "tensorprobe.comparing.culprit",
+    "Culprit": "tensorprobe.comparing.verdict",
     "DeviceUnusable": "tensorprobe.errors",
     "Fields": "tensorprobe.records",
     "Finding": "tensorprobe.guarding.findings",
@@ -107,7 +106,7 @@ _HOMES = {
     "NoSuchCall": "tensorprobe.errors",
     "NotReplayable": "tensorprobe.errors",
     "NothingRecorded": "tensorprobe.errors",
-    "Recorder": "tensorprobe.capture.recorder",
+    "Recorder": "tensorprobe.record.recorder",
     "RecordingStopped": "tensorprobe.errors",
     "Reroute": "tensorprobe.rerouting.reroute",
     "Special": "tensorprobe.records",
@@ -115,7 +114,7 @@ _HOMES = {
     "TensorSummary": "tensorprobe.records",
     "TensorprobeError": "tensorprobe.errors",
     "UnreadableCapture": "tensorprobe.errors",
-    "Verdict": "tensorprobe.comparing.comparison",
+    "Verdict": "tensorprobe.comparing.verdict",
     "WriteFailed": "tensorprobe.errors",
     "check": "tensorprobe.checking.run",
     "compare": "tensorprobe.report.saving",
@@ -123,7 +122,7 @@ _HOMES = {
     "reference": "tensorprobe.replay.references",
     "repro": "tensorprobe.replay.repro",
     "reroute": "tensorprobe.rerouting.reroute",
-    "seed_all": "tensorprobe.capture.seeding",
+    "seed_all": "tensorprobe.record.seeding",
 }
 
 

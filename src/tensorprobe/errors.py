@@ -30,11 +30,14 @@ class BadUsage(TensorprobeError):
 class MissingDependency(TensorprobeError):
     """An optional package is needed and not installed."""
 
-    def __init__(self, package: str, needed_for: str, extra: str) -> None:
-        super().__init__(
-            f"{needed_for} needs {package}, which is not installed. "
-            f"Install the build your vendor gives you, or: pip install 'tensorprobe[{extra}]'"
-        )
+    def __init__(self, package: str, needed_for: str, extra: str | None = None) -> None:
+        if extra is not None:
+            how = f"the build your vendor gives you, or: pip install 'tensorprobe[{extra}]'"
+        elif package.partition(".")[0] == "tensorprobe":  # a part of our own was left out
+            how = "all of it: pip install --force-reinstall tensorprobe"
+        else:
+            how = "the package that has it"
+        super().__init__(f"{needed_for} needs {package}, which is not installed. Install {how}")
 
 
 class UnreadableCapture(TensorprobeError):

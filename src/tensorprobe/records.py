@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 Direction = Literal["forward", "backward"]
 Level = Literal["L0", "L1", "L2", "mix"]
 Keep = Literal["structure", "stats", "digest", "tensors"]
-Role = Literal["input", "output", "parameter", "parameter_grad", "buffer"]
+# `state` is what an optimizer remembers: momenta, step counters.
+Role = Literal["input", "output", "parameter", "parameter_grad", "buffer", "state"]
 Status = Literal["complete", "begun", "raised"]
 
 HOST = "cpu"
+# The note of a backward call whose gradients some other tool took there.
+LAST_NODE = "outputs are those of the last autograd node, not the gradients of the inputs"
 
 
 class TensorRecord(msgspec.Struct, frozen=True, gc=False):
@@ -291,3 +294,11 @@ def no_such_call(capture: Capture, name: str, calls: Calls) -> NoSuchCall:
 def count(number: int, noun: str) -> str:
     """1 call, 2 calls."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def by_rank_and_step(calls: Sequence[Call]) -> dict[tuple[int, int], list[Call]]:
+    """The calls of each rank and step, in order."""
+    units: dict[tuple[int, int], list[Call]] = {}
+    for call in calls:
+        units.setdefault((call.rank, call.step), []).append(call)
+    return units

@@ -24,7 +24,7 @@ from ascend_files import (
 )
 from safetensors.numpy import load_file
 
-from tensorprobe.ascend.convert import FAILED_LIST, Plan, convert
+from tensorprobe.ascend.dump_conversion import FAILED_LIST, ConversionPlan, convert
 from tensorprobe.cli.main import main
 from tensorprobe.errors import BadUsage
 
@@ -64,7 +64,7 @@ def test_names_and_content_of_the_default(tmp_path: Path) -> None:
 def test_bin_has_shape_dtype_and_format_in_its_name(tmp_path: Path) -> None:
     raw = X.astype(ml_dtypes.bfloat16)
     write_dump(tmp_path / "A.b.1.2", inputs=[Tensor(raw.tobytes() + bytes(8), BF16, shape=(3, 4))])
-    convert([tmp_path / "A.b.1.2"], tmp_path / "out", Plan("bin"))
+    convert([tmp_path / "A.b.1.2"], tmp_path / "out", ConversionPlan("bin"))
     path = tmp_path / "out" / "A.b.1.2.input.0.3_4.bfloat16.ND.bin"
     assert path.read_bytes() == raw.tobytes()
 
@@ -108,7 +108,7 @@ def test_the_library_opens_our_safetensors(tmp_path: Path) -> None:
     raw = X.astype(ml_dtypes.bfloat16)
     tensors = [Tensor(X), Tensor(raw.tobytes(), BF16, shape=(3, 4)), Tensor(b"", shape=(0, 2))]
     write_dump(tmp_path / "A.b.1.2", inputs=tensors, outputs=[Tensor(np.full((), 2, np.float32))])
-    convert([tmp_path / "A.b.1.2"], tmp_path / "out", Plan("safetensors"))
+    convert([tmp_path / "A.b.1.2"], tmp_path / "out", ConversionPlan("safetensors"))
     stored = load_file(tmp_path / "out" / "A.b.1.2.safetensors")
     np.testing.assert_array_equal(stored["input.0"], X)
     np.testing.assert_array_equal(stored["input.1"], raw)
@@ -117,8 +117,8 @@ def test_the_library_opens_our_safetensors(tmp_path: Path) -> None:
 
 
 def test_every_type_in_npy_and_safetensors_is_what_the_dump_decodes_to(tmp_path: Path) -> None:
-    from tensorprobe.ascend.dtypes import kind_of, widened
     from tensorprobe.ascend.dump import read_dump
+    from tensorprobe.ascend.element_types import kind_of, widened
 
     rng = np.random.default_rng(3)
     tensors = []
@@ -129,7 +129,7 @@ def test_every_type_in_npy_and_safetensors_is_what_the_dump_decodes_to(tmp_path:
         tensors.append(Tensor(raw, number, shape=(2, 12)))
     path = write_dump(tmp_path / "A.b.1.2", inputs=tensors)
     convert([path], tmp_path / "npy")
-    convert([path], tmp_path / "st", Plan("safetensors"))
+    convert([path], tmp_path / "st", ConversionPlan("safetensors"))
     stored = read_safetensors(tmp_path / "st" / "A.b.1.2.safetensors")
     assert len(stored) == len(tensors)
     for tensor, (name, wide) in zip(read_dump(path).tensors, EXOTIC.values(), strict=True):
@@ -144,7 +144,7 @@ def test_every_type_in_npy_and_safetensors_is_what_the_dump_decodes_to(tmp_path:
 
 def test_chunks_join_without_a_seam(tmp_path: Path) -> None:
     """More than one chunk of a type that is decoded piece by piece, and of odd width."""
-    from tensorprobe.ascend import convert as module
+    from tensorprobe.ascend import dump_conversion as module
 
     rng = np.random.default_rng(0)
     raw = rng.integers(0, 256, 3 * module._CHUNK + 3 * 64, dtype=np.uint8)
@@ -152,7 +152,7 @@ def test_chunks_join_without_a_seam(tmp_path: Path) -> None:
     path = write_dump(tmp_path / "A.b.1.2", inputs=[Tensor(raw.tobytes(), 37, shape=(count,))])
     convert([path], tmp_path / "out")
     array = np.load(tmp_path / "out" / "A.b.1.2.input.0.npy", mmap_mode="r")
-    from tensorprobe.ascend.dtypes import decode
+    from tensorprobe.ascend.element_types import decode
 
     np.testing.assert_array_equal(array[-9000:], decode(raw, "float6_e3m2", count)[-9000:])
 
@@ -168,7 +168,7 @@ def test_blocks_that_are_cut_give_the_elements_that_are_there(tmp_path: Path, to
             Tensor(b"", 1, shape=(4,)),
         ],
     )
-    done = convert([tmp_path / "A.b.1.2"], tmp_path / "out", Plan(to))
+    done = convert([tmp_path / "A.b.1.2"], tmp_path / "out", ConversionPlan(to))
     assert done.failed == ()
     assert len(done.results[0].warnings) == 3
     if to == "npy":
@@ -192,7 +192,7 @@ def test_format_puts_blocks_in_order(tmp_path: Path) -> None:
     x = np.arange(62 * 20, dtype=np.float32).reshape(62, 20)
     known = Tensor(nz(x), fmt=FRACTAL_NZ, original=(62, 20))
     write_dump(tmp_path / "A.b.1.2", outputs=[known, Tensor(X)])
-    convert([tmp_path / "A.b.1.2"], tmp_path / "out", Plan(format="ND"))
+    convert([tmp_path / "A.b.1.2"], tmp_path / "out", ConversionPlan(format="ND"))
     np.testing.assert_array_equal(np.load(tmp_path / "out" / "A.b.1.2.output.0.62x20.npy"), x)
     np.testing.assert_array_equal(np.load(tmp_path / "out" / "A.b.1.2.output.1.3x4.npy"), X)
     write_dump(tmp_path / "A.c.1.2", outputs=[Tensor(nz(x), fmt=FRACTAL_NZ)])
@@ -253,7 +253,7 @@ def test_a_script_without_main_guard_still_converts(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "from pathlib import Path\n"
-        "from tensorprobe.ascend import convert as c\n"
+        "from tensorprobe.ascend import dump_conversion as c\n"
         f"print(len(c.convert([Path({str(tmp_path / 'd')!r})], Path({str(tmp_path / 'o')!r}), "
         "jobs=2).failed))\n"
     )

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tensorprobe.ascend.dtypes import (
+from tensorprobe.ascend.element_types import (
     GE_DTYPES,
     PROTO_DTYPES,
     decode,

@@ -34,12 +34,12 @@ from hypothesis import strategies as st
 
 from tensorprobe.ascend.dump import parse_dump_name, read_dump
 from tensorprobe.ascend.graph import find_ops, kernel_base, read_graph
-from tensorprobe.ascend.incident import Evidence, incident_of_op, investigate
+from tensorprobe.ascend.incident import CrashEvidence, incident_of_op, investigate
 from tensorprobe.ascend.kernel import KernelFolder
 from tensorprobe.ascend.log import MAX_FAULTS, read_logs
-from tensorprobe.ascend.missing import Given, missing_pieces
+from tensorprobe.ascend.missing import GivenFiles, missing_pieces
 from tensorprobe.ascend.opcase import CaseTensor, OpCase, write_case
-from tensorprobe.ascend.reference import check_outputs
+from tensorprobe.ascend.operator_references import check_outputs
 from tensorprobe.ascend.writing import safe_name
 from tensorprobe.cli.main import main
 from tensorprobe.errors import BadArtefact
@@ -208,12 +208,12 @@ def test_names_of_files_stay_in_their_folder(name: str, other: str) -> None:
 
 @given(texts)
 def test_commands_to_paste_are_one_word_a_name(name: str) -> None:
-    from tensorprobe.ascend.kernel import Kernel, Place
+    from tensorprobe.ascend.kernel import FaultPlace, KernelFiles
     from tensorprobe.ascend.log import Fault
 
     missing = missing_pieces(
-        Fault({}, "log"), None, Kernel(name), Place(4), has_dump=True, has_allocations=True,
-        given=Given(True, True, True),
+        Fault({}, "log"), None, KernelFiles(name), FaultPlace(4), has_dump=True,
+        has_allocations=True, given=GivenFiles(True, True, True),
     )  # fmt: skip
     command, again = next(m for m in missing if m.what == "object dump").settings
     words = shlex.split(command, comments=True)
@@ -529,7 +529,7 @@ def test_values_of_the_wrong_kind_in_a_graph(tmp_path: Path, value: str, capsys)
     path.write_text(ge(value + ' output_desc { dtype: DT_FLOAT layout: "ND" }'))
     (graph,) = [read_graph(path)]
     op = find_ops([graph], name=graph.ops[0].name)[0]
-    write_case(incident_of_op(op, Evidence(())).case(), tmp_path / "case")
+    write_case(incident_of_op(op, CrashEvidence(())).case(), tmp_path / "case")
     ast.parse((tmp_path / "case" / "main.py").read_bytes())
     for more in ([], ["--all"], ["--json", "--all"]):
         assert main(["ascend", "graph", str(path), "--op", op.name, *more]) == 0
@@ -628,7 +628,7 @@ def test_a_line_without_end_is_no_work_without_end(tmp_path: Path, unit: str) ->
     lines = [(start + unit * (1 << 20))[: 1 << 16] + "!" for start in starts]
     text = SCREEN_LOG + "\n".join(lines)
     (tmp_path / "a.log").write_text(text + "\n" + (unit * (1 << 20))[: 1 << 20] + "!")
-    facts, _ = investigate(Evidence((tmp_path / "a.log",)))
+    facts, _ = investigate(CrashEvidence((tmp_path / "a.log",)))
     assert facts.files
     parse_dump_name((unit * (1 << 20))[: 1 << 20])
     kernel_base("k" + "__kernel0" * 100_000 + "x")

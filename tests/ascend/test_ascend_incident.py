@@ -342,7 +342,7 @@ def test_hostile_names_write_nothing_outside(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_damage_anywhere_ends_in_a_report_or_a_clear_error(tmp_path: Path) -> None:
     """Bytes changed, doubled and cut in every piece: never an exception of Python's own."""
-    from tensorprobe.ascend.incident import Evidence, investigate
+    from tensorprobe.ascend.incident import CrashEvidence, investigate
     from tensorprobe.ascend.incident_report import incidents_json, render
     from tensorprobe.ascend.opcase import write_case
     from tensorprobe.errors import TensorprobeError
@@ -367,7 +367,7 @@ def test_damage_anywhere_ends_in_a_report_or_a_clear_error(tmp_path: Path) -> No
     (tmp_path / "log" / "screen.log").write_text(log)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     whole = {path: path.read_bytes() for path in files}
-    evidence = Evidence(
+    evidence = CrashEvidence(
         (tmp_path / "log",),
         (tmp_path / "graph",),
         (tmp_path / "kernel_meta",),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorprobe.ascend.layouts import FORMATS, format_name, to_plain
+from tensorprobe.ascend.memory_formats import FORMATS, format_name, to_plain
 from tensorprobe.errors import BadUsage
 
 

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tensorprobe.ascend.reference import REFERENCES, check_outputs
+from tensorprobe.ascend.operator_references import REFERENCES, check_outputs
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(4, 6))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tensorprobe.ascend.dump import read_dump
-from tensorprobe.ascend.reference import check_outputs
+from tensorprobe.ascend.operator_references import check_outputs
 from tensorprobe.cli.main import main
 
 SCRIPT = """

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ascend_files import Tensor, write_dump
 
-from tensorprobe.ascend.values import analyse
+from tensorprobe.ascend.abnormal_values import analyse
 from tensorprobe.cli.main import main
 
 

@@ -22,7 +22,7 @@ from tensorprobe.checking.row import Row
 from tensorprobe.checking.run import Checked
 from tensorprobe.cli.main import main
 from tensorprobe.errors import BadUsage, DeviceUnusable
-from tensorprobe.replay.pairing import Pair
+from tensorprobe.replay.pairing import ForwardBackward
 
 
 def grad_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -387,5 +387,5 @@ def test_modules_with_other_attributes_are_not_alike(tmp_path: Path) -> None:
         msgspec.structs.replace(call, notes=(f"made with mylib.Norm({{'eps': {eps}}}, {{}}, [])",))
         for eps in (1e-5, 1e-5, 1e5)
     )
-    assert likeness(Pair(one, None)) == likeness(Pair(same, None))
-    assert likeness(Pair(one, None)) != likeness(Pair(other, None))
+    assert likeness(ForwardBackward(one, None)) == likeness(ForwardBackward(same, None))
+    assert likeness(ForwardBackward(one, None)) != likeness(ForwardBackward(other, None))

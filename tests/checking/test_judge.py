@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from recorded import record
 from tensorprobe.checking.chance import judge_dropout, judge_random
-from tensorprobe.checking.judge import judge, same_choice
+from tensorprobe.checking.result_judge import judge, same_choice
 from tensorprobe.records import Call
 from tensorprobe.replay.kinds import Kind, kind_of
 from tensorprobe.replay.reference import Replayed, replay_both

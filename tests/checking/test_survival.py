@@ -20,7 +20,7 @@ from tensorprobe.checking.pool import Pool, Task
 from tensorprobe.checking.worker import Setting
 from tensorprobe.cli.main import main
 from tensorprobe.records import Call, Capture
-from tensorprobe.replay.pairing import Pair
+from tensorprobe.replay.pairing import ForwardBackward
 
 # What a call does is in a file that every process of the check runs first: it says who runs it,
 # and goes on when it may.
@@ -181,7 +181,7 @@ def test_a_process_that_dies_after_its_answer_costs_no_other_call(tmp_path: Path
     calls = record(tmp_path / "run", program, level="L1").calls(op="*relu")
     pool = Pool(Setting(device="cpu"))
     verdicts = []
-    for _, row in pool.run([Task(n, Pair(call, None)) for n, call in enumerate(calls)]):
+    for _, row in pool.run([Task(n, ForwardBackward(call, None)) for n, call in enumerate(calls)]):
         verdicts.append(row.verdict)
         (worker,) = pool._workers
         if len(verdicts) == 1:

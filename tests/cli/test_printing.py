@@ -169,7 +169,7 @@ def test_a_command_to_type_next_holds_names_as_names(tmp_path: Path) -> None:
     evil = "$(touch evil); `touch evil`"
     a, b = write_evil(tmp_path / "a", text=evil), write_evil(tmp_path / "b", 5, text=evil)
     said = str(tp.compare(a, b, jobs=1, timeout=0).verdict)
-    assert f"--calls 'Torch.{evil}.0.forward' --steps 0" in said
+    assert f"tensorprobe show {a} 'Torch.{evil}.0.forward'" in said
 
 
 # Files that a stack names

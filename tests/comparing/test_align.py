@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensorprobe.comparing.align import Layers, Mapping, Pair, align, diff, plain_path, stem
-from tensorprobe.comparing.mapping import read_mapping
+from tensorprobe.comparing.align import Pair, align, diff, stem
+from tensorprobe.comparing.mapping import Layers, Mapping, plain_path, read_mapping
 from tensorprobe.records import Call, TensorRecord, TensorSummary
 
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tensorprobe as tp
 from recorded import SRC, record, run_script
 from tensorprobe.cli.main import main
-from tensorprobe.comparing.facts import fact_differences
+from tensorprobe.comparing.arguments import fact_differences
 from tensorprobe.comparing.measure import Done
 from tensorprobe.errors import BadUsage, TensorprobeError, UnreadableCapture
 
@@ -99,7 +99,10 @@ def test_a_divergence_exits_3_and_is_written_down(
 def test_the_verdict_as_text_is_about_five_lines(tmp_path: Path) -> None:
     found = tp.compare(run(tmp_path / "a", data=1.01), run(tmp_path / "e"))
     lines = str(found.verdict).splitlines()
-    assert lines[0] == "diverged at Module.Net.forward.0 (step 0, rank 0): its input data differs"
+    assert (
+        lines[0]
+        == "diverged at Module.Net.forward.0 (step 0, rank 0): the runs are given other data"
+    )
     assert lines[-1] == f"  next: tensorprobe show {tmp_path / 'a'} Module.Net.forward.0"
     assert 4 <= len(lines) <= 6
     assert found.verdict.culprits[0].kind == "input"

@@ -70,7 +70,8 @@ def test_a_script_for_the_npu_is_recorded(tmp_path: Path) -> None:
     linear = capture.calls(name="Functional.linear", step=1)
     assert {tensor.device for call in linear for tensor in call.tensors} == {"npu:0"}
     (optimizer,) = capture.calls(name="Optimizer.AdamW", step=1)
-    assert {t.device for t in optimizer.tensors} == {"npu:0"}
+    # the step counters of AdamW are on the host
+    assert {t.device for t in optimizer.tensors if t.role != "state"} == {"npu:0"}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import tensorprobe as tp
-from capture.test_transparency import PROGRAMS, observe, same
+from record.test_transparency import PROGRAMS, observe, same
 from tensorprobe.errors import GuardStopped
 from tensorprobe.guarding.findings import Finding
 from tiny_models import MODELS

@@ -20,7 +20,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 import tensorprobe as tp
 from tensorprobe import native
-from tensorprobe.capture.tape import Tape
+from tensorprobe.record.tape import Tape
 from tensorprobe.tensors.summarizer import Summarizer
 
 pytestmark = needs_module

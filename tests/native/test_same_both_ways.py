@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -146,6 +147,25 @@ class Split(nn.Module):
 SPLIT = Split()
 
 
+def _memory_of_numpy() -> Callable[[], None]:
+    """What numpy has, or is given, and writes to; also through a tensor that is not plain."""
+    layer = nn.Linear(4, 4)
+
+    def run() -> None:
+        array = np.ones((2, 4), np.float32)
+        given, own = torch.from_numpy(array), torch.ones(2, 4)
+        of_own = own.as_subclass(Own).numpy()
+        weight = layer.weight.detach().numpy()
+        layer.zero_grad()
+        for value in (1, 2, 2, 3):
+            array[...] = of_own[...] = weight[...] = value
+            layer(given + own).sum().backward()
+            own.data.mul_(2)
+            given[1:].t().neg().add(own[1:].t().as_subclass(Own))
+
+    return run
+
+
 def graphs() -> None:
     """Ways through the graph: one node and many, inputs twice, results that are views of inputs."""
     SPLIT.zero_grad()
@@ -196,6 +216,16 @@ def in_threads() -> None:
     thread = threading.Thread(target=lambda: loss.pop().backward(), name="beside")
     thread.start()
     thread.join()
+
+
+@needs_module
+@pytest.mark.parametrize("keep", ["stats", "digest", "tensors"])
+@pytest.mark.parametrize("level", ["L0", "L1", "mix", "L2"])
+def test_memory_of_numpy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str, keep: str
+) -> None:
+    program = _memory_of_numpy()
+    both_ways(tmp_path, monkeypatch, program, level=level, keep=keep, stacks=level != "L0")
 
 
 @needs_module
@@ -743,7 +773,7 @@ def test_wrong_arguments_are_errors_of_python() -> None:
 
 def contents_by(make: Callable[..., int]) -> Any:
     """Contents that have their numbers from `make`, plain or not."""
-    return native.MODULE.Contents(make, lambda tensor: None, make, None, None, {})
+    return native.MODULE.Contents(make, lambda tensor: None, make, None, None, {}, make)
 
 
 @needs_module

@@ -28,13 +28,16 @@ class Numbers:
         self.made = 0
         self.marks: dict[int, int] = {}
         self._contents = native.MODULE.Contents(
-            self._make, lambda tensor: None, self._make, None, None, self.marks
+            self._make, lambda tensor: None, self._make, None, None, self.marks, self._lent
         )
         self.watch = self._contents.watch_writes
 
     def _make(self, *content: Any) -> int:
         self.made += 1
         return self.made
+
+    def _lent(self, tensor: Tensor, known: int | None, *content: Any) -> int:
+        return self._make() if known is None else known
 
     def of(self, tensor: Tensor) -> int:
         number: int = self._contents.of(tensor, 1, None, "input", "0", "stats")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorprobe as tp
-from tensorprobe.capture.naming import ApiName
+from tensorprobe.follow.naming import ApiName
 from tensorprobe.guarding.findings import Finding
 from tensorprobe.overflow.call_kinds import plan_for
 from tensorprobe.tensors import finiteness

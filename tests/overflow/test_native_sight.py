@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 import tensorprobe as tp
 from guard_notes import Kernels, noted, stand_in_for_kernels
 from tensorprobe import native
-from tensorprobe.overflow.every_call import Sight
-from tensorprobe.overflow.pending_calls import Ring
+from tensorprobe.overflow.device_calls import DeviceCalls
+from tensorprobe.overflow.every_call import OverflowObserver
+from tensorprobe.overflow.pending_calls import PendingCalls
 from tensorprobe.tensors import finiteness
 
 pytestmark = pytest.mark.skipif(
@@ -194,7 +195,7 @@ def test_a_graph_outlives_its_guard(
         begin()
         for _ in range(3):  # at first the hooks are of Python, and hold the guard
             y = F.linear(x * 2, torch.ones(4, 4), torch.ones(4)).exp()
-        sight = weakref.ref(watch_of(guard)._sight)
+        sight = weakref.ref(watch_of(guard)._observer)
     del guard
     gc.collect()
     assert sight() is None
@@ -205,16 +206,16 @@ def test_a_graph_outlives_its_guard(
 def test_it_is_called_by_others(tmp_path: Path) -> None:
     with guarding(tmp_path) as guard:
         begin()
-        mode = watch_of(guard)._mode
-    part: Any = mode._native
-    assert part.call(torch.mul, (torch.ones(2), 2), None) is part  # not met before
-    assert part.call(Tensor.mul, (torch.ones(2), 2), None).tolist() == [2, 2]
-    with pytest.raises(TypeError, match="takes 3 to 3"):
-        part.call(torch.mul)
+        mode = watch_of(guard)._follower.mode
+    part: Any = mode.swift.__self__
+    assert part.call(mode, torch.mul, (torch.ones(2), 2), None) is mode  # not met before
+    assert part.call(mode, Tensor.mul, (torch.ones(2), 2), None).tolist() == [2, 2]
+    with pytest.raises(TypeError, match="takes 4 to 4"):
+        part.call(mode, torch.mul)
     with pytest.raises(TypeError):
-        type(part)(mode, watch_of(guard)._sight, [], {})
+        type(part)(mode, watch_of(guard)._observer, [], mode.stand_ins, {})
     with pytest.raises(RuntimeError, match="no constant is called"):
-        type(part)(mode, watch_of(guard)._sight, {}, {})
+        type(part)(mode, watch_of(guard)._observer, {}, mode.stand_ins, {})
 
 
 def test_hooks_of_the_program_on_the_same_nodes(
@@ -362,8 +363,9 @@ def test_what_python_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     stand_in_for_kernels(monkeypatch)
     asked: list[str] = []
     for kind, name in (
-        (Sight, "call"), (Sight, "made_later"), (Sight, "passed"), (Sight, "new_route"),
-        (Ring, "inputs"), (Ring, "hold_piecemeal"),
+        (OverflowObserver, "begin"), (OverflowObserver, "made_later"), (OverflowObserver, "passed"),
+        (DeviceCalls, "new_route"),
+        (PendingCalls, "inputs"), (PendingCalls, "hold_piecemeal"),
     ):  # fmt: skip
         method = getattr(kind, name)
 
@@ -395,7 +397,7 @@ def test_backward_begins_where_its_loss_cannot_be_noted(
     with guarding(tmp_path) as guard:
         begin()
         loss = (x * 2).sum()
-        monkeypatch.setattr(Ring, "inputs", broken)
+        monkeypatch.setattr(PendingCalls, "inputs", broken)
         loss.backward()
         gaps = watch_of(guard)._gaps
     assert x.grad is not None

@@ -218,6 +218,29 @@ def test_gradients_that_overflow_when_added(tmp_path: Path) -> None:
     assert "the sum of the gradients that meet there overflows" in finding.reason
 
 
+@LOOKS
+def test_gradients_that_are_read_again(tmp_path: Path, look_every: int | None) -> None:
+    def program() -> None:
+        torch.ones(2) * 1  # from here on the guard knows that it looks later
+        weight = torch.tensor([-1.0, 2.0], requires_grad=True)
+        weight.sqrt().sum().backward()
+        nn.utils.clip_grad_norm_([weight], 1.0)
+
+    [finding] = found(tmp_path, program, look_every=look_every)
+    assert finding.name == "Tensor.sqrt.0.forward"
+    assert "Torch._foreach_norm.0.forward" in finding.travelled
+
+
+def test_a_mask_that_is_transposed_after_an_overflow(tmp_path: Path) -> None:
+    def program() -> None:
+        bad = overflow()  # from here on views are looked at
+        torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]).t()
+        del bad
+
+    [finding] = found(tmp_path, program)
+    assert finding.name == "Tensor.mul.0.forward"
+
+
 def test_parameters_after_an_optimizer(tmp_path: Path) -> None:
     def program() -> None:
         weight = nn.Parameter(torch.ones(2, dtype=torch.float16))

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from guard_notes import noted, stand_in_for_kernels
 from tensorprobe import native
-from tensorprobe.overflow.device_calls import LaterLooking
+from tensorprobe.overflow.device_calls import DeviceCalls
 from tiny_models import MODELS
 
 INFINITY = float("inf")
@@ -159,7 +159,7 @@ def test_the_same_is_noted(
             if way != "native":
                 patch.setattr(native, "MODULE", None)
             if way == "long":
-                patch.setattr(LaterLooking, "_note_later", lambda self, *args: False)
+                patch.setattr(DeviceCalls, "note_later", lambda self, *args: False)
             torch.manual_seed(0)
             # Where a hook makes no object of Python of it, the engine may add to a gradient in
             # place: it does so in a program without a guard.
@@ -168,7 +168,7 @@ def test_the_same_is_noted(
     assert not n_long
     for way, (noted_so, n_short) in found.items():
         n_events = len(noted_so.events)
-        # those in C++ do not come by `_note_later`
+        # those in C++ do not come by `note_later`
         assert n_short > n_events / 4 if way == "short" else n_short < found["short"][1] * 0.6
         assert n_events == len(long.events)
         for ours, theirs in zip(noted_so.events, long.events, strict=True):

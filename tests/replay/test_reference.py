@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -210,6 +211,25 @@ def test_what_cannot_be_replayed_says_why(
     if reason is not None:
         with pytest.raises(NotReplayable, match=reason):
             replay(next(c for c in capture.calls if c.op != "torch.ones"))
+
+
+def test_no_formula_is_tried_for_arguments_that_an_op_does_not_take(tmp_path: Path) -> None:
+    """torch's formula for `add` would say it in other words, after importing torch._dynamo."""
+    x = torch.ones(2)
+    capture = record(tmp_path / "run", lambda: torch.add(x, x), level="L2")
+    call = msgspec.structs.replace(the_call(capture, "add"), kwargs={"beta": 1})
+    with pytest.raises(NotReplayable, match="RuntimeError: Unknown keyword argument 'beta'"):
+        replay(call)
+
+
+def test_a_damaged_random_state_is_the_reason(tmp_path: Path) -> None:
+    capture = record(tmp_path / "run", lambda: torch.zeros(5056).byte().random_(), level="L1")
+    call = the_call(capture, "random_")
+    state, given = call.tensor("buffers.rng_state"), call.tensor("input.0")
+    damaged = msgspec.structs.replace(state, blob=given.blob, shape=given.shape)
+    tensors = tuple(damaged if each is state else each for each in call.tensors)
+    with pytest.raises(NotReplayable, match="its recorded random state is damaged: Invalid"):
+        replay(msgspec.structs.replace(call, tensors=tensors))
 
 
 def test_a_capture_without_tensors_says_how_to_get_them(tmp_path: Path) -> None:

@@ -63,6 +63,9 @@ try:
     ctypes.CDLL("{marker}.so")
 except OSError:
     pass
+import types
+from torch.distributed.nn.jit import instantiator
+instantiator._StringLoader("x = 1").exec_module(types.ModuleType("_remote_module_non_scriptable"))
 raise ValueError("seen")
 """
 
@@ -86,9 +89,16 @@ def test_the_bench_sees_harm(victim: Victim, sandbox: Sandbox) -> None:
         ": subprocess.Popen: ['true']",
         ": os.mkdir: ",
         ": ctypes.dlopen: ",
+        ": exec: code of <_remote_module_non_scriptable>.py, run by ",
         ": a traceback: ValueError: seen",
     ):
         assert any(said in problem for problem in outcome.problems), (said, outcome.problems)
+
+
+def test_the_bench_lets_torch_import_its_own(victim: Victim, sandbox: Sandbox) -> None:
+    script = sandbox.out / "repro.py"
+    script.write_text("import torch._dynamo, torch.distributed.nn\n")
+    assert victim.run(sandbox, [{"script": str(script)}]).problems == []
 
 
 def test_the_bench_sees_what_does_not_end(victim: Victim, sandbox: Sandbox) -> None:

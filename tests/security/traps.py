@@ -26,6 +26,11 @@ _MAY_MAKE_CODE = (
     "/torch/_jit_internal.py",
     "/torch/overrides.py",
 )
+# torch._dynamo, imported by torch's formula for an op whose kernel does not run, runs a text of
+# torch's own. Only where this function has made it: it takes no arguments, so its text is fixed.
+_TEMPLATE = "<_remote_module_non_scriptable>.py"
+_TEMPLATE_HOME = "/torch/distributed/nn/jit/instantiator.py"
+_TEMPLATE_MAKER = "instantiate_non_scriptable_remote_module_template"
 _MAY_BE_STARTED = (
     ["uname", "-p"],  # platform.processor, for the facts about a machine
 )
@@ -211,9 +216,20 @@ def _run(code: object) -> str | None:
     caller = _caller()
     home = caller.f_code.co_filename if caller is not None else ""
     is_text = code.co_filename.startswith("<") and not code.co_filename.startswith("<frozen")
-    if is_text and not home.endswith(_MAY_MAKE_CODE):
+    if is_text and not home.endswith(_MAY_MAKE_CODE) and not _is_template(code, caller):
         return f"code of {code.co_filename}, run by {home}"
     return None
+
+
+def _is_template(code: CodeType, caller: FrameType | None) -> bool:
+    """Whether torch runs its template, called by nobody but its maker."""
+    called_by = []
+    while caller is not None and caller.f_code.co_filename.endswith(_TEMPLATE_HOME):
+        called_by.append(caller.f_code)
+        caller = caller.f_back
+    if code.co_filename != _TEMPLATE or not called_by:
+        return False
+    return called_by[-1].co_name == _TEMPLATE_MAKER and called_by[-1].co_argcount == 0
 
 
 def _mentions(code: CodeType) -> bool:

@@ -122,6 +122,7 @@ def _run_job(job: dict[str, Any]) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.chdir(job["folder"])
     os.environ["TMPDIR"] = tempfile.tempdir = job["told"]  # a table is put together there
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = job["told"]  # made by torch._dynamo
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

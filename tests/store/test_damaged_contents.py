@@ -17,7 +17,7 @@ from tensorprobe.cli.main import main
 from tensorprobe.errors import NotReplayable, UnreadableCapture
 from tensorprobe.records import Call, TensorRecord
 from tensorprobe.replay import rebuild
-from tensorprobe.replay.pairing import Pair
+from tensorprobe.replay.pairing import ForwardBackward
 
 LAYOUTS = ("native", "msprobe", "ptdbg")
 INPUT = "Functional.relu.0.forward.input.0"
@@ -178,7 +178,7 @@ def without_input(call: Call) -> Call:
 
 def test_generated_inputs_say_nothing_of_what_was_recorded(whole: Path) -> None:
     call = tp.load(whole).calls(op="*relu", direction="forward")[0]
-    row = check_one(Pair(without_input(call), None), torch.device("cpu"))
+    row = check_one(ForwardBackward(without_input(call), None), torch.device("cpu"))
     assert (row.verdict, row.recorded, row.generated) == ("pass", "", True)
 
 

@@ -18,7 +18,7 @@ import tensorprobe as tp
 from recorded import SRC, record
 from tensorprobe.cli.main import main
 from tensorprobe.errors import BadArtefact, TensorprobeError
-from tensorprobe.store import accuracy_checker
+from tensorprobe.peers.ptdbg import accuracy_checker
 
 LAYOUTS = ("native", "msprobe", "ptdbg")
 SECRET = "of somebody else"

@@ -15,12 +15,12 @@ import tensorprobe as tp
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import Call, Gap
 from tensorprobe.store.lines import CallLine, EndLine, StackLine
-from tensorprobe.store.picking import Tally, open_picker
+from tensorprobe.store.picking import CaptureCounts, open_picker
 
 LOG = "rank0/step0/calls.jsonl"
 
 
-def assert_same(path: Path) -> Tally:
+def assert_same(path: Path) -> CaptureCounts:
     """All calls, picked, and the counts are those of the capture that is loaded as a whole."""
     capture = tp.load(path)
     gaps: list[Gap] = []
@@ -28,7 +28,7 @@ def assert_same(path: Path) -> Tally:
     picked, tally = picker.pick(lambda call: True, on_gap=gaps.append)
     assert [repr(call) for call in picker.whole(picked)] == [repr(call) for call in capture.calls]
     assert sorted(map(repr, gaps)) == sorted(map(repr, capture.gaps))
-    assert tally == Tally(
+    assert tally == CaptureCounts(
         len(capture.calls),
         len(capture.begun),
         len(capture.gaps),

@@ -13,9 +13,9 @@ from npu_program import BROKEN, call_of, end, on_cpu, on_npu, rows, run, start, 
 
 import tensorprobe as tp
 from tensorprobe.cli.main import main
+from tensorprobe.peers.ptdbg.ptdbg_layout import spelt_name
 from tensorprobe.ptdbg_ascend import compare_distributed
 from tensorprobe.records import Capture
-from tensorprobe.store.ptdbg import spelt_name
 
 # One step of the training each. Calls are counted on, and a step has two norms and three linears.
 SWITCHES = {

@@ -6,11 +6,11 @@ from typing import Literal
 
 import msgspec
 
+from tensorprobe.ascend.abnormal_values import Statistics
 from tensorprobe.ascend.addresses import AddressCheck
 from tensorprobe.ascend.dump import DumpTensor
 from tensorprobe.ascend.errorcodes import ErrorBit
-from tensorprobe.ascend.kernel import Place
-from tensorprobe.ascend.values import Statistics
+from tensorprobe.ascend.kernel import FaultPlace
 
 Branch = Literal[
     "does not reproduce",
@@ -38,7 +38,7 @@ def conclude(
     values: tuple[TensorReport, ...],
     addresses: tuple[AddressCheck, ...],
     bits: tuple[ErrorBit, ...],
-    place: Place | None,
+    place: FaultPlace | None,
     producers: list[str],
     has_case: bool,
 ) -> tuple[Branch, str, tuple[str, ...]]:
@@ -138,7 +138,7 @@ def _data_steps(producers: list[str]) -> tuple[str, ...]:
     return (f"find which op made the abnormal values: dump and inspect {who}",)
 
 
-def _code_steps(place: Place | None) -> tuple[str, ...]:
+def _code_steps(place: FaultPlace | None) -> tuple[str, ...]:
     if place is not None and place.cce_line is not None:
         return (f"read the operator's code at {_place_text(place)}",)
     return (
@@ -147,7 +147,7 @@ def _code_steps(place: Place | None) -> tuple[str, ...]:
     )
 
 
-def _place_text(place: Place) -> str:
+def _place_text(place: FaultPlace) -> str:
     text = f"offset {place.offset if place.refined_offset is None else place.refined_offset:#x}"
     if place.cce_line is not None:
         text += f", CCE line {place.cce_line}"

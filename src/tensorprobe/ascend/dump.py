@@ -20,7 +20,8 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from tensorprobe.ascend.dtypes import (
+from tensorprobe.ascend.artefact_files import open_file, read_file
+from tensorprobe.ascend.element_types import (
     decode,
     dtype_of_name,
     ge_dtype,
@@ -28,8 +29,7 @@ from tensorprobe.ascend.dtypes import (
     kind_of,
     proto_dtype,
 )
-from tensorprobe.ascend.files import open_file, read_file
-from tensorprobe.ascend.layouts import FORMATS, format_name
+from tensorprobe.ascend.memory_formats import FORMATS, format_name
 from tensorprobe.ascend.source import LENGTH, VARINT, Field, Source, signed
 from tensorprobe.errors import BadArtefact
 
@@ -246,7 +246,7 @@ _ENTRIES: dict[int, tuple[Role, dict[int, str]]] = {
 _SPANS = ("shape", "original_shape", "data", "origin")
 
 
-class _Entry:
+class _DumpEntry:
     """One tensor description as it is read; fields a file does not set are zero."""
 
     def __init__(self, source: Source, span: Field, names: dict[int, str]) -> None:
@@ -303,7 +303,7 @@ class _Header:
 
     def __init__(self, source: Source, start: int, end: int) -> None:
         self.source = source
-        self.entries: dict[Role, list[_Entry]] = {
+        self.entries: dict[Role, list[_DumpEntry]] = {
             role: [] for role in ("input", "output", "l1buffer", "space")
         }
         self.version = self.op_name = self.message = ""
@@ -323,7 +323,7 @@ class _Header:
             role, names = _ENTRIES[field.number]
             if sum(map(len, self.entries.values())) == MAX_TENSORS:
                 raise self.source.bad(field.start, "more tensors", f"at most {MAX_TENSORS}")
-            self.entries[role].append(_Entry(self.source, field, names))
+            self.entries[role].append(_DumpEntry(self.source, field, names))
         elif field.number == 1:
             self.version = self.source.text(field.start, field.end)
         elif field.number == 6:
@@ -338,7 +338,7 @@ class _Header:
         elif field.number == 9:
             self.message = self.source.text(field.start, field.end)
 
-    def ordered(self) -> Iterator[tuple[Role, int, _Entry]]:
+    def ordered(self) -> Iterator[tuple[Role, int, _DumpEntry]]:
         """In the order of the data blocks: inputs, outputs, buffers, workspaces."""
         for role, entries in self.entries.items():
             for index, entry in enumerate(entries):
@@ -352,7 +352,7 @@ class _Header:
 
 
 def _tensor(
-    source: Source, role: Role, index: int, entry: _Entry, offset: int, nbytes: int
+    source: Source, role: Role, index: int, entry: _DumpEntry, offset: int, nbytes: int
 ) -> DumpTensor:
     is_block = role in ("l1buffer", "space")
     dtype = "uint8" if is_block else proto_dtype(entry.numbers["dtype"])

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from tensorprobe.ascend.dtypes import dtype_of_name, ge_dtype, proto_dtype
+from tensorprobe.ascend.artefact_files import files_below, open_file, require_file
 from tensorprobe.ascend.dump import MAX_DIMS
-from tensorprobe.ascend.files import files_below, open_file, require_file
+from tensorprobe.ascend.element_types import dtype_of_name, ge_dtype, proto_dtype
 from tensorprobe.ascend.textproto import MAX_DEPTH, Message, Word, most_parts, parse_text
 from tensorprobe.errors import BadArtefact
 

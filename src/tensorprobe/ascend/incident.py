@@ -12,14 +12,15 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from tensorprobe.ascend.abnormal_values import analyse_tensor
 from tensorprobe.ascend.addresses import (
     AddressCheck,
     DeviceMemory,
     changed_arguments,
     overlapping,
 )
+from tensorprobe.ascend.artefact_files import files_below, require_file
 from tensorprobe.ascend.decision import Branch, TensorReport, conclude
-from tensorprobe.ascend.dtypes import dtype_of_name, has_values, kind_of
 from tensorprobe.ascend.dump import (
     Dump,
     DumpTensor,
@@ -28,8 +29,8 @@ from tensorprobe.ascend.dump import (
     read_dump,
     with_dtype,
 )
+from tensorprobe.ascend.element_types import dtype_of_name, has_values, kind_of
 from tensorprobe.ascend.errorcodes import ErrorBit, decode_code
-from tensorprobe.ascend.files import files_below, require_file
 from tensorprobe.ascend.graph import (
     Graph,
     Op,
@@ -42,25 +43,24 @@ from tensorprobe.ascend.graph import (
     read_graph,
 )
 from tensorprobe.ascend.kernel import (
-    Kernel,
+    FaultPlace,
+    KernelFiles,
     KernelFolder,
-    Place,
     check_kernel,
     locate,
     pc_offset,
     refined_offset,
 )
-from tensorprobe.ascend.layouts import is_blocked, to_plain
 from tensorprobe.ascend.log import CoreError, Fault, LogFacts, LoggedTensor, read_logs
-from tensorprobe.ascend.missing import Given, Missing, missing_pieces
+from tensorprobe.ascend.memory_formats import is_blocked, to_plain
+from tensorprobe.ascend.missing import GivenFiles, Missing, missing_pieces
 from tensorprobe.ascend.opcase import CaseTensor, OpCase
-from tensorprobe.ascend.reference import (
+from tensorprobe.ascend.operator_references import (
     MAX_ELEMENTS,
     REFERENCES,
     ReferenceCheck,
     check_outputs,
 )
-from tensorprobe.ascend.values import analyse_tensor
 from tensorprobe.errors import BadArtefact, BadUsage, TensorprobeError
 
 Array = np.ndarray[Any, Any]
@@ -68,7 +68,7 @@ _NUMBER_PREFIX = re.compile(r"^[-\d_]+(?=\D)")
 _FUNCTION = re.compile(r"^(?:te_|.*_[0-9a-f]{16,}|.*__kernel\d+$)")
 
 
-class Evidence(msgspec.Struct, frozen=True):
+class CrashEvidence(msgspec.Struct, frozen=True):
     """Where to look: everything but the logs may be missing."""
 
     logs: tuple[Path, ...]
@@ -87,14 +87,14 @@ class Incident(msgspec.Struct, frozen=True):
     op_type: str | None
     op: Op | None
     function: str | None
-    kernel: Kernel | None
+    kernel: KernelFiles | None
     error_bits: tuple[ErrorBit, ...]
     tensors: tuple[CaseTensor, ...]
     attributes: dict[str, Any]
     dump: Dump | None
     values: tuple[TensorReport, ...]
     addresses: tuple[AddressCheck, ...]
-    place: Place | None
+    place: FaultPlace | None
     reference: ReferenceCheck | None
     warnings: tuple[str, ...]
     missing: tuple[Missing, ...]
@@ -139,7 +139,7 @@ def _tiling_bytes(text: str) -> bytes:
     return bytes(int(byte, 16) for byte in re.findall(r"0x([0-9a-fA-F]{1,2})\b", text))
 
 
-def investigate(evidence: Evidence) -> tuple[LogFacts, list[Incident]]:
+def investigate(evidence: CrashEvidence) -> tuple[LogFacts, list[Incident]]:
     """Find every AI Core error in the logs and all that the other files say about each."""
     facts = read_logs(evidence.logs)
     graphs, problems = _read_graphs(evidence.graphs)
@@ -151,7 +151,7 @@ def investigate(evidence: Evidence) -> tuple[LogFacts, list[Incident]]:
     ]
 
 
-def incident_of_op(op: Op, evidence: Evidence) -> Incident:
+def incident_of_op(op: Op, evidence: CrashEvidence) -> Incident:
     """What the files say about one op of a graph, without any failure."""
     facts = LogFacts([], [], 0, set(), 0, [])
     fault = Fault({"func_name": op.kernel} if op.kernel else {}, str(op.path))
@@ -195,7 +195,7 @@ class _Investigation:
         self,
         fault: Fault,
         facts: LogFacts,
-        evidence: Evidence,
+        evidence: CrashEvidence,
         graphs: list[Graph],
         problems: list[str],
         folder: KernelFolder,
@@ -230,7 +230,7 @@ class _Investigation:
         place = self._place(kernel, bits)
         self._check_hashes(op, kernel, function)
         self._check_pieces(kernel, tensors, addresses)
-        given = Given(bool(self.graphs), bool(self.evidence.kernel_meta), bool(self.dumps))
+        given = GivenFiles(bool(self.graphs), bool(self.evidence.kernel_meta), bool(self.dumps))
         missing = missing_pieces(
             fault, op, kernel, place, has_dump=dump is not None, has_allocations=memory.is_known,
             given=given,
@@ -303,7 +303,7 @@ class _Investigation:
 
     # -- files --
 
-    def _kernel(self, op: Op | None) -> Kernel | None:
+    def _kernel(self, op: Op | None) -> KernelFiles | None:
         names = [*self.fault.functions]
         if op is not None and op.kernel is not None:
             names.append(op.kernel)
@@ -311,7 +311,9 @@ class _Investigation:
             names.append(self.fault.kernel_name)
         return self.folder.find(names)
 
-    def _check_hashes(self, op: Op | None, kernel: Kernel | None, function: str | None) -> None:
+    def _check_hashes(
+        self, op: Op | None, kernel: KernelFiles | None, function: str | None
+    ) -> None:
         """Log, graph and kernel_meta must name one kernel: a case of mixed ones proves nothing."""
         names: dict[str, str] = {}
         if self.fault.functions:
@@ -389,7 +391,7 @@ class _Investigation:
     # -- tensors --
 
     def _tensors(
-        self, op: Op | None, kernel: Kernel | None, dump: Dump | None
+        self, op: Op | None, kernel: KernelFiles | None, dump: Dump | None
     ) -> tuple[CaseTensor, ...]:
         tensors: list[CaseTensor] = []
         for role in ("input", "output"):
@@ -541,7 +543,7 @@ class _Investigation:
             ]
         return checks
 
-    def _place(self, kernel: Kernel | None, bits: tuple[ErrorBit, ...]) -> Place | None:
+    def _place(self, kernel: KernelFiles | None, bits: tuple[ErrorBit, ...]) -> FaultPlace | None:
         for error in self.fault.core_errors:
             start, current = error.pc_start, error.pc_current
             if start is None or current is None:
@@ -559,7 +561,7 @@ class _Investigation:
 
     def _check_pieces(
         self,
-        kernel: Kernel | None,
+        kernel: KernelFiles | None,
         tensors: tuple[CaseTensor, ...],
         addresses: tuple[AddressCheck, ...],
     ) -> None:
@@ -614,7 +616,7 @@ def _dumped(dump: Dump | None, role: str) -> list[DumpTensor]:
     return own + [t for t in tensors if t.role == "input" and t.kind == role == "output"]
 
 
-def _supported(kernel: Kernel | None, role: str) -> list[dict[str, Any]]:
+def _supported(kernel: KernelFiles | None, role: str) -> list[dict[str, Any]]:
     info = kernel.info.get("supportInfo") if kernel is not None else None
     entries = info.get(f"{role}s") if isinstance(info, dict) else None
     return [e for e in entries if isinstance(e, dict)] if isinstance(entries, list) else []

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tensorprobe.ascend.abnormal_values import Statistics
 from tensorprobe.ascend.decision import TensorReport
 from tensorprobe.ascend.errorcodes import decode_code, decode_register
 from tensorprobe.ascend.incident import Incident
 from tensorprobe.ascend.log import CoreError, LogFacts
-from tensorprobe.ascend.values import Statistics
 from tensorprobe.terminal import printable
 
 _MOST_CORES = 4

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tensorprobe.ascend.files import files_below, open_file, read_file, require_file
+from tensorprobe.ascend.artefact_files import files_below, open_file, read_file, require_file
 from tensorprobe.ascend.graph import kernel_base
 from tensorprobe.errors import BadArtefact
 
@@ -21,7 +21,7 @@ _MAX_TEXT = 1 << 26
 _MAX_LINE = 1 << 12
 
 
-class Kernel(msgspec.Struct, frozen=True):
+class KernelFiles(msgspec.Struct, frozen=True):
     """The files of one kernel; None for those that are not there."""
 
     base: str
@@ -45,7 +45,7 @@ class Kernel(msgspec.Struct, frozen=True):
         return [at for at, value in enumerate(parameters) if isinstance(value, dict)]
 
 
-class Place(msgspec.Struct, frozen=True):
+class FaultPlace(msgspec.Struct, frozen=True):
     """Where in the kernel the core stopped, as far as the files tell."""
 
     offset: int
@@ -77,7 +77,7 @@ class KernelFolder:
                 self.files.setdefault(path.name[: -len(suffix)], {}).setdefault(suffix, path)
                 return
 
-    def find(self, functions: Iterable[str]) -> Kernel | None:
+    def find(self, functions: Iterable[str]) -> KernelFiles | None:
         """The kernel of the first name that has files, by the ways its files may be named."""
         for function in functions:
             base = kernel_base(function)
@@ -126,11 +126,11 @@ class KernelFolder:
                 return self.files[name].get(".o")
         return None
 
-    def _kernel(self, base: str) -> Kernel:
+    def _kernel(self, base: str) -> KernelFiles:
         files = self.files[base]
         path = files.get(".json")
         binary = files.get(".o") or self._host_copy(base)
-        return Kernel(
+        return KernelFiles(
             base, binary, path, files.get(".cce"), files.get("_loc.json"), files.get(".o.txt"),
             _load(path) if path is not None else {},
         )  # fmt: skip
@@ -145,7 +145,7 @@ def _load(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def check_kernel(kernel: Kernel, input_count: int, output_count: int) -> list[str]:
+def check_kernel(kernel: KernelFiles, input_count: int, output_count: int) -> list[str]:
     """What does not fit together about a kernel's files."""
     warnings = []
     if kernel.json_path is None:
@@ -204,10 +204,10 @@ def refined_offset(
 
 
 def locate(
-    kernel: Kernel | None, offset: int, refined: int | None, objdump: Path | None = None
-) -> Place:
+    kernel: KernelFiles | None, offset: int, refined: int | None, objdump: Path | None = None
+) -> FaultPlace:
     """The CCE and Python line of an offset, given an object dump with line numbers."""
-    place = Place(offset, refined)
+    place = FaultPlace(offset, refined)
     table = objdump or (kernel.objdump if kernel is not None else None)
     if table is None:
         return place

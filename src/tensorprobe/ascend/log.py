@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from tensorprobe.ascend.dtypes import dtype_of_name
+from tensorprobe.ascend.artefact_files import files_below, open_file, require_file
 from tensorprobe.ascend.dump import MAX_DIMS, parse_dump_name
-from tensorprobe.ascend.files import files_below, open_file, require_file
+from tensorprobe.ascend.element_types import dtype_of_name
 
 MAX_LINE = 1 << 16
 MAX_ALLOCATIONS = 2_000_000
@@ -70,7 +70,7 @@ class Argument(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-class Node(msgspec.Struct):
+class FaultNode(msgspec.Struct):
     """The [AIC_INFO] lines of one fault: node, tensors, launch arguments."""
 
     name: str
@@ -91,7 +91,7 @@ class Fault(msgspec.Struct):
     pid: int | None = None
     time: str | None = None
     core_errors: list[CoreError] = []
-    node: Node | None = None
+    node: FaultNode | None = None
     args_before: list[int] = []
     args_after: dict[int, list[int]] = {}
     arguments: list[Argument] = []
@@ -308,7 +308,7 @@ class _State:
     def __init__(self) -> None:
         self.fault: Fault | None = None
         self.pending: list[CoreError] = []
-        self.node: Node | None = None
+        self.node: FaultNode | None = None
         self.tiling = False
         self.loading = 0
         self.list_device: int | None = None
@@ -341,7 +341,7 @@ class _Reader:
         self.order = 0  # of the line at hand, over all files
         self.first = 0  # lines in the files before
         self.screen_pid: int | None = None
-        self.nodes: list[tuple[int | None, Node]] = []
+        self.nodes: list[tuple[int | None, FaultNode]] = []
         self.atomic: set[str] = set()
         self.tiling: _State | None = None  # the one whose tiling data may go on in the next line
 
@@ -462,7 +462,7 @@ class _Reader:
             self._tile(state.node, line)
             at = end
 
-    def _tile(self, node: Node, text: str) -> None:
+    def _tile(self, node: FaultNode, text: str) -> None:
         before = node.facts.get("tiling_data", "")
         if len(before) < MAX_TILING:
             node.facts["tiling_data"] = f"{before} {text}".strip()
@@ -552,7 +552,7 @@ class _Reader:
     def _aic_info(self, line: str, pid: int | None, state: _State) -> None:
         if match := _NODE.search(line):
             ids = dict(re.findall(r"(\w{1,40}):(\d{1,20})", match["rest"]))
-            state.node = Node(
+            state.node = FaultNode(
                 match["name"], match["type"].strip(), _optional(ids.get("stream_id")),
                 _optional(ids.get("task_id")),
             )  # fmt: skip
@@ -591,7 +591,7 @@ class _Reader:
         elif state.fault is not None and len(state.fault.args_after) < MAX_ARGUMENTS:
             state.fault.args_after[int(match["start"] or 0)] = values
 
-    def _place_node(self, pid: int | None, node: Node) -> None:
+    def _place_node(self, pid: int | None, node: FaultNode) -> None:
         same = [f for f in self.faults if pid is None or f.pid is None or f.pid == pid]
         exact = [
             f

@@ -7,7 +7,7 @@ import shlex
 import msgspec
 
 from tensorprobe.ascend.graph import Op
-from tensorprobe.ascend.kernel import Kernel, Place
+from tensorprobe.ascend.kernel import FaultPlace, KernelFiles
 from tensorprobe.ascend.log import Fault
 
 _GRAPH_SETTINGS = (
@@ -37,7 +37,7 @@ class Missing(msgspec.Struct, frozen=True):
     settings: tuple[str, ...]
 
 
-class Given(msgspec.Struct, frozen=True):
+class GivenFiles(msgspec.Struct, frozen=True):
     """Which kinds of files there were to search in at all."""
 
     graphs: bool
@@ -48,12 +48,12 @@ class Given(msgspec.Struct, frozen=True):
 def missing_pieces(
     fault: Fault,
     op: Op | None,
-    kernel: Kernel | None,
-    place: Place | None,
+    kernel: KernelFiles | None,
+    place: FaultPlace | None,
     *,
     has_dump: bool,
     has_allocations: bool,
-    given: Given,
+    given: GivenFiles,
 ) -> list[Missing]:
     """What was not found for one fault, each with the settings for the next run."""
     missing = []
@@ -93,7 +93,7 @@ def _word(name: str) -> str:
     return shlex.quote(f"./{name}" if name.startswith("-") else name)
 
 
-def _absent_files(kernel: Kernel | None) -> list[str]:
+def _absent_files(kernel: KernelFiles | None) -> list[str]:
     if kernel is None:
         return [".o", ".json", ".cce", "_loc.json"]
     files = {

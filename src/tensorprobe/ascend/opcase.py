@@ -9,10 +9,10 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from tensorprobe.ascend.convert import npy_header
-from tensorprobe.ascend.dtypes import kind_of, widened
 from tensorprobe.ascend.dump import DumpTensor
-from tensorprobe.ascend.kernel import Kernel
+from tensorprobe.ascend.dump_conversion import npy_header
+from tensorprobe.ascend.element_types import kind_of, widened
+from tensorprobe.ascend.kernel import KernelFiles
 from tensorprobe.ascend.writing import (
     bytes_of,
     copy_file,
@@ -64,7 +64,7 @@ class OpCase(msgspec.Struct, frozen=True):
     op_type: str
     kernel_name: str
     tensors: tuple[CaseTensor, ...]
-    kernel: Kernel | None = None
+    kernel: KernelFiles | None = None
     node: str | None = None
     attributes: dict[str, Any] = {}
     device_id: int | None = None

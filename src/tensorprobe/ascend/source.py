@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tensorprobe.ascend.files import open_file
+from tensorprobe.ascend.artefact_files import open_file
 from tensorprobe.errors import BadArtefact
 
 VARINT, FIXED64, LENGTH, GROUP, END_GROUP, FIXED32 = 0, 1, 2, 3, 4, 5

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tensorprobe.ascend.files import open_file
+from tensorprobe.ascend.artefact_files import open_file
 from tensorprobe.errors import BadArtefact, WriteFailed
 
 Array = np.ndarray[Any, Any]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from tensorprobe.checking.judge import dtype_name
+from tensorprobe.checking.result_judge import dtype_name
 from tensorprobe.checking.row import Judgement
 from tensorprobe.records import Call
 from tensorprobe.replay.kinds import api_of

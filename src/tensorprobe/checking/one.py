@@ -11,23 +11,23 @@ import torch
 
 from tensorprobe.checking.benchmark import hold_against
 from tensorprobe.checking.chance import judge_dropout, judge_random
-from tensorprobe.checking.judge import judge, same_choice
-from tensorprobe.checking.row import Judgement, Row, Verdict, row_for
+from tensorprobe.checking.result_judge import judge, same_choice
+from tensorprobe.checking.row import TABLES, Judgement, Row, Verdict, row_for
 from tensorprobe.devices import device_layer, rows
 from tensorprobe.errors import NotReplayable
 from tensorprobe.records import Call
 from tensorprobe.replay.generate import load_or_generate
 from tensorprobe.replay.kinds import kind_of
-from tensorprobe.replay.pairing import Pair, is_generated
+from tensorprobe.replay.pairing import ForwardBackward, is_generated
 from tensorprobe.replay.rebuild import Source, load, refuse, remember
 from tensorprobe.replay.reference import Replayed, Results, perform, replay_both, rng_state
 from tensorprobe.replay.rules import length
 
 
 def check_one(
-    pair: Pair,
+    pair: ForwardBackward,
     device: torch.device,
-    benchmark: Pair | None = None,
+    benchmark: ForwardBackward | None = None,
     *,
     peer_metrics: bool = False,
 ) -> Row:
@@ -39,7 +39,9 @@ def check_one(
     return row
 
 
-def _checked(pair: Pair, device: torch.device, benchmark: Pair | None, peer: bool) -> Row:
+def _checked(
+    pair: ForwardBackward, device: torch.device, benchmark: ForwardBackward | None, peer: bool
+) -> Row:
     call = pair.forward
     source = remember(load_or_generate)
     try:
@@ -86,7 +88,7 @@ def _repeatable(call: Call, device: torch.device) -> bool:
 
 
 def _references(
-    pair: Pair, source: Source, device: torch.device
+    pair: ForwardBackward, source: Source, device: torch.device
 ) -> tuple[Replayed | None, Replayed | None, list[str]]:
     """What to hold the call against; nothing for calls that draw random numbers."""
     if _by_chance(pair.forward) and not _repeatable(pair.forward, device):
@@ -118,8 +120,7 @@ def _judge_all(
         roundoff = _device_roundoff(replayed, found[name]) if tf32 else None
         judgement = judge(name, found[name], replayed, direction, many, roundoff)
         if peer:
-            from tensorprobe.checking.peer_tables import peer_metrics
-
+            peer_metrics = TABLES.module("peers").peer_metrics
             judgement.peer = peer_metrics(found[name], replayed.outputs[name])
         judgements.append(judgement)
     unlike = replayed.kind == "selection" and not all(j.ok for j in judgements)
@@ -134,7 +135,9 @@ def _device_roundoff(replayed: Replayed, found: torch.Tensor) -> float | None:
     return 2.0**-11 if found.dtype == torch.float32 and replayed.kind == "product" else None
 
 
-def _wrong_recording(pair: Pair, there: Replayed, back: Replayed | None, source: Source) -> str:
+def _wrong_recording(
+    pair: ForwardBackward, there: Replayed, back: Replayed | None, source: Source
+) -> str:
     """What is wrong with the result that was recorded, on whatever device that was."""
     for replayed, call, backward in (
         (there, pair.forward, None),
@@ -167,7 +170,7 @@ def _outputs(call: Call) -> dict[str, torch.Tensor]:
 
 
 def _judge_chance(
-    pair: Pair, results: Results, backward: Call | None, source: Source
+    pair: ForwardBackward, results: Results, backward: Call | None, source: Source
 ) -> tuple[list[Judgement], list[Judgement]] | None:
     call = pair.forward
     outputs, sent = results
@@ -184,7 +187,7 @@ def _judge_chance(
 
 
 def _three_way(
-    forwards: list[Judgement], backwards: list[Judgement], benchmark: Pair, peer: bool
+    forwards: list[Judgement], backwards: list[Judgement], benchmark: ForwardBackward, peer: bool
 ) -> None:
     """Hold the device against the benchmark device's own distance from its reference."""
     try:
@@ -206,8 +209,7 @@ def _three_way(
         }
         hold_against(judgements, errors)
         if peer:
-            from tensorprobe.checking.peer_tables import peer_metrics
-
+            peer_metrics = TABLES.module("peers").peer_metrics
             for judgement in judgements:
                 if judgement.name in errors:
                     judgement.benchmark_peer = peer_metrics(

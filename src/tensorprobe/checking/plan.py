@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 from tensorprobe.records import Call, Capture, Fields, TensorRecord, matches_name
 from tensorprobe.replay.kinds import api_of
-from tensorprobe.replay.pairing import Pair, pair
+from tensorprobe.replay.pairing import ForwardBackward, pair
 
 
 class Planned(NamedTuple):
     """A call to check, and how many more are like it."""
 
-    pair: Pair
+    pair: ForwardBackward
     alike: int
 
 
@@ -35,7 +35,7 @@ def plan(
     ]
     if every:
         return [Planned(each, 0) for each in pairs]
-    groups: dict[Any, list[Pair]] = {}
+    groups: dict[Any, list[ForwardBackward]] = {}
     for each in pairs:
         groups.setdefault(likeness(each), []).append(each)
     return [Planned(group[0], len(group) - 1) for group in groups.values()]
@@ -49,7 +49,7 @@ def _named(call: Call, patterns: Sequence[str]) -> bool:
     )
 
 
-def likeness(pair: Pair) -> Any:
+def likeness(pair: ForwardBackward) -> Any:
     """Equal for calls of the same op with the same arguments, shapes, layouts and dtypes."""
     call, back = pair
     kinds = ("autocast", "made as", "made with", "eval")

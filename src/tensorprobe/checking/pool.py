@@ -17,7 +17,7 @@ from tensorprobe.checking.row import Row, row_for
 from tensorprobe.checking.worker import Setting
 from tensorprobe.errors import BadUsage, DeviceUnusable
 from tensorprobe.replay.limits import child_command
-from tensorprobe.replay.pairing import Pair
+from tensorprobe.replay.pairing import ForwardBackward
 
 _START_S = 120.0  # importing torch on a busy machine, and waking a device
 
@@ -26,8 +26,8 @@ class Task(NamedTuple):
     """A call to check, with the benchmark device's call where there is one."""
 
     number: int
-    pair: Pair
-    benchmark: Pair | None = None
+    pair: ForwardBackward
+    benchmark: ForwardBackward | None = None
 
 
 class _Worker:

@@ -13,13 +13,13 @@ from tensorprobe.checking.benchmark import hold_against
 from tensorprobe.checking.plan import Planned, plan
 from tensorprobe.checking.pool import Pool, Task
 from tensorprobe.checking.results import Results, benchmark_tensors, ordered
-from tensorprobe.checking.row import Row
+from tensorprobe.checking.row import TABLES, Row
 from tensorprobe.checking.switches import differing
 from tensorprobe.checking.worker import Setting
 from tensorprobe.errors import BadUsage
 from tensorprobe.keywords import keywords
 from tensorprobe.records import Capture, count
-from tensorprobe.replay.pairing import Pair, pair
+from tensorprobe.replay.pairing import ForwardBackward, pair
 from tensorprobe.store.loading import load
 from tensorprobe.store.outputs import check_output
 
@@ -90,6 +90,7 @@ def check(
         raise BadUsage(f"jobs={jobs}: expected 1 or more")
     if timeout <= 0:
         raise BadUsage(f"timeout={timeout}: expected a number of seconds above 0")
+    tables = TABLES.module("peers") if peer_tables else None
     folder = Path(path)
     run = capture if isinstance(capture, Capture) else load(capture)
     check_output(folder, run.path)
@@ -130,10 +131,8 @@ def check(
     notes = differing(run.facts, pool.facts, device)
     counts = results.finish(sum(each.alike + 1 for each in planned), notes)
     rows = ordered(results.rows.values())
-    if peer_tables:
-        from tensorprobe.checking.peer_tables import write_tables
-
-        write_tables(folder, rows)
+    if tables is not None:
+        tables.write_tables(folder, rows)
     return Checked(folder, rows, counts, notes)
 
 
@@ -168,7 +167,7 @@ class _Benchmark:
     """A second device: its capture, or the result of a check there."""
 
     def __init__(self, against: str | os.PathLike[str] | None) -> None:
-        self._pairs: dict[tuple[int, int, str], Pair] = {}
+        self._pairs: dict[tuple[int, int, str], ForwardBackward] = {}
         self._tensors: dict[str, dict[str, dict[str, Any]]] = {}
         if against is None:
             return
@@ -179,7 +178,7 @@ class _Benchmark:
                 key = (each.forward.step, each.forward.rank, each.forward.name)
                 self._pairs[key] = each
 
-    def pair(self, of: Pair) -> Pair | None:
+    def pair(self, of: ForwardBackward) -> ForwardBackward | None:
         call = of.forward
         return self._pairs.get((call.step, call.rank, call.name))
 

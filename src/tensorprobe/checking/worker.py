@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from tensorprobe.capture.facts import environment_facts
 from tensorprobe.errors import BadUsage, TensorprobeError
-from tensorprobe.replay.pairing import Pair
+from tensorprobe.record.facts import environment_facts
+from tensorprobe.replay.pairing import ForwardBackward
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -69,9 +69,9 @@ def _bring_in(setting: Setting) -> None:
 
     torch.set_num_threads(setting.threads)
     if setting.sim_npu:
-        from tensorprobe.devices import sim_npu
+        from tensorprobe.devices import device_layer
 
-        sim_npu.install()
+        device_layer("npu").simulate()
     try:
         if setting.references is not None:
             run_file(setting.references)
@@ -90,7 +90,7 @@ def _ready(setting: Setting) -> tuple[Any, Any]:
     device = find_device(setting.device)
     limit_memory(setting.processes)
 
-    def check(pair: Pair, benchmark: Pair | None) -> Any:
+    def check(pair: ForwardBackward, benchmark: ForwardBackward | None) -> Any:
         return check_one(pair, device, benchmark, peer_metrics=setting.peer_metrics)
 
     def healthy() -> bool:

@@ -15,9 +15,9 @@ from tensorprobe.errors import BadArtefact, BadUsage, TensorprobeError
 from tensorprobe.terminal import say, warn
 
 if TYPE_CHECKING:
-    from tensorprobe.ascend.files import Found
+    from tensorprobe.ascend.abnormal_values import Statistics
+    from tensorprobe.ascend.artefact_files import Found
     from tensorprobe.ascend.graph import Edge, Op, TensorDesc
-    from tensorprobe.ascend.values import Statistics
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,11 +67,11 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from tensorprobe.ascend.convert import FAILED_LIST, Plan, convert
+    from tensorprobe.ascend.dump_conversion import FAILED_LIST, ConversionPlan, convert
 
     if args.shape is not None and args.format is None:
         raise BadUsage("--shape has no effect without --format, as --format ND")
-    plan = Plan(args.to, args.format, args.shape, args.index)
+    plan = ConversionPlan(args.to, args.format, args.shape, args.index)
     with _progress("converting") as advance:
         conversion = convert(args.paths, args.out, plan, jobs=args.jobs, progress=advance)
     for result in conversion.results:
@@ -147,8 +147,8 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _inspectable(paths: list[Path]) -> Iterator[Found]:
-    from tensorprobe.ascend.convert import is_candidate
-    from tensorprobe.ascend.files import Found, found_below
+    from tensorprobe.ascend.artefact_files import Found, found_below
+    from tensorprobe.ascend.dump_conversion import is_candidate
 
     for path in paths:
         if path.is_dir():
@@ -163,10 +163,10 @@ _Row = tuple[str, dict[str, object], "Statistics | None", list[str]]
 
 
 def _inspected(path: Path) -> Iterator[_Row]:
-    from tensorprobe.ascend.dtypes import has_values
+    from tensorprobe.ascend.abnormal_values import analyse, analyse_tensor, read_npy
     from tensorprobe.ascend.dump import original_name, parse_dump_name, read_dump
+    from tensorprobe.ascend.element_types import has_values
     from tensorprobe.ascend.opdebug import parse_opdebug
-    from tensorprobe.ascend.values import analyse, analyse_tensor, read_npy
 
     if path.suffix == ".npy":
         array = read_npy(path)
@@ -332,8 +332,8 @@ def _add_incident(parser: argparse.ArgumentParser) -> None:
 def _incident(args: argparse.Namespace) -> int:
     import msgspec
 
-    from tensorprobe.ascend.files import require_file
-    from tensorprobe.ascend.incident import Evidence, investigate
+    from tensorprobe.ascend.artefact_files import require_file
+    from tensorprobe.ascend.incident import CrashEvidence, investigate
     from tensorprobe.ascend.incident_report import incidents_json, render
     from tensorprobe.ascend.opcase import case_warnings, write_case
     from tensorprobe.ascend.writing import folder_inside, write_text
@@ -343,7 +343,7 @@ def _incident(args: argparse.Namespace) -> int:
         reproduced = _case_result(args.case_log)
     if args.objdump is not None:
         require_file(args.objdump, "--objdump")
-    evidence = Evidence(
+    evidence = CrashEvidence(
         tuple(args.log), tuple(args.graph), tuple(args.kernel_meta), tuple(args.dump),
         args.objdump, reproduced,
     )  # fmt: skip
@@ -372,7 +372,7 @@ def _incident(args: argparse.Namespace) -> int:
 
 def _case_result(path: Path) -> bool | None:
     """The guide's rule: a runtime code 0x7.... means it failed as the network did."""
-    from tensorprobe.ascend.files import read_file, require_file
+    from tensorprobe.ascend.artefact_files import read_file, require_file
 
     require_file(path, "--case-log")
     text = read_file(path, 1 << 26, "the output of a case").decode("utf-8", "replace")
@@ -398,14 +398,14 @@ def _add_opcase(parser: argparse.ArgumentParser) -> None:
 
 
 def _opcase(args: argparse.Namespace) -> int:
-    from tensorprobe.ascend.incident import Evidence, incident_of_op
+    from tensorprobe.ascend.incident import CrashEvidence, incident_of_op
     from tensorprobe.ascend.opcase import case_warnings, write_case
 
     ops = _find_ops(args.graph, args.op, args.kernel)
     if len(ops) > 1:
         names = ", ".join(f"{op.name} ({op.type}) in {op.path}" for op in ops[:5])
         raise BadUsage(f"{len(ops)} ops fit: {names}. Name one with --op, its file with --graph")
-    evidence = Evidence((), (), tuple(args.kernel_meta), tuple(args.dump))
+    evidence = CrashEvidence((), (), tuple(args.kernel_meta), tuple(args.dump))
     incident = incident_of_op(ops[0], evidence)
     case = incident.case(args.soc)
     if case is None:

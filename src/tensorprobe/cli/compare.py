@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 
 from tensorprobe.cli.options import as_options, former_name
 from tensorprobe.errors import BadUsage
+from tensorprobe.report.columns import COLUMNS
 from tensorprobe.terminal import say
 
 if TYPE_CHECKING:
-    from tensorprobe.comparing.workers import Workers
+    from tensorprobe.comparing.measure import Workers
 
 _STATUS = {"match": 0, "diverged": 3, "incomparable": 1}
 
@@ -36,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a package whose operators and modules may be called, or a Python file",
     )  # fmt: skip
     parser.add_argument(
-        "--columns", choices=("native", "ptdbg", "msprobe"), default="native",
+        "--columns", choices=tuple(COLUMNS), default="native",
         help="columns of comparison.csv",
     )  # fmt: skip
     parser.add_argument("--xlsx", action="store_true", help="write comparison.xlsx too")
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tensorprobe.comparing.workers import workers_for
+    from tensorprobe.comparing.measure import workers_for
 
     if args.xlsx and args.output is None:
         raise BadUsage("--xlsx needs a folder to write to: -o OUT")

@@ -14,7 +14,7 @@ from tensorprobe.terminal import say
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("capture", metavar="CAPTURE", help="a run, a step or rank of one, a dump")
-    parser.add_argument("--to", required=True, choices=LAYOUTS, help="the layout to write")
+    parser.add_argument("--to", required=True, choices=tuple(LAYOUTS), help="the layout to write")
     parser.add_argument("-o", "--output", required=True, metavar="OUT", help="a new folder")
     parser.add_argument(
         "--compress", action="store_true", help="with --to native: tensors in fewer bytes"

@@ -27,10 +27,10 @@ from tensorprobe.tensors.json_files import read_json
 from tensorprobe.tensors.opening import open_named
 
 if TYPE_CHECKING:
-    from tensorprobe.capture.launcher import Program
-    from tensorprobe.capture.recorder import Recorder
-    from tensorprobe.capture.start_state import StartState
     from tensorprobe.guarding.guard import Guard
+    from tensorprobe.record.launcher import Program
+    from tensorprobe.record.recorder import Recorder
+    from tensorprobe.record.start_state import StartState
     from tensorprobe.rerouting.reroute import Reroute
 
 DEFAULT_SEED = 1234
@@ -220,7 +220,7 @@ def run(args: argparse.Namespace) -> int:
         raise BadUsage("--save-start saves what is recorded, and nothing is: give -o, say")
     rules = _reroute_rules(args)
 
-    from tensorprobe.capture.launcher import Launch, default_output, import_before
+    from tensorprobe.record.launcher import Launch, default_output, import_before
 
     program = _load(words[0], is_module=args.module_words is not None)
     if program is None:
@@ -370,7 +370,7 @@ def _rules_in(path: Path) -> dict[str, str]:
 
 def _load(word: str, *, is_module: bool) -> Program | None:
     """The program; None when it is not valid Python, which has been said as Python says it."""
-    from tensorprobe.capture.launcher import load_module, load_script
+    from tensorprobe.record.launcher import load_module, load_script
 
     try:
         return load_module(word) if is_module else load_script(word)
@@ -418,7 +418,7 @@ class _Session:
         self._simulate()  # a device that comes later would not be seeded
         if self._args.seed is None and not self._args.deterministic:
             return
-        from tensorprobe.capture.seeding import seed_all
+        from tensorprobe.record.seeding import seed_all
 
         seed = DEFAULT_SEED if self._args.seed is None else self._args.seed
         seed_all(seed, deterministic=self._args.deterministic)
@@ -447,7 +447,7 @@ class _Session:
 
             self._reroute = Reroute(self._rules, step_on=self._step_on).start()
         if self._args.load_start and (self._output or self._guard_options or self._rules):
-            from tensorprobe.capture.start_state import LoadStart
+            from tensorprobe.record.start_state import LoadStart
 
             self._start = LoadStart(Path(self._args.load_start))
 
@@ -469,13 +469,13 @@ class _Session:
             sys.stderr.write(f"tensorprobe run: {self._trouble}. The program goes on\n")
 
     def _started_recorder(self, output: Path) -> Recorder:
-        from tensorprobe.capture.recorder import Recorder, say
+        from tensorprobe.record.recorder import Recorder, say
 
         recorder = Recorder(output, step_on=self._step_on, **self._config.as_arguments())
         for note in self._notes:
             say(note)
         if self._args.save_start:
-            from tensorprobe.capture.start_state import SaveStart
+            from tensorprobe.record.start_state import SaveStart
 
             start = Path(self._args.save_start)
             self._start = SaveStart(start, recorder, self._args.start_batches)
@@ -600,7 +600,7 @@ def _explain(end: BaseException | None) -> None:
 
 
 def _about_processes() -> str:
-    from tensorprobe.capture.launcher import processes_started
+    from tensorprobe.record.launcher import processes_started
 
     count = processes_started()
     if not count:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tensorprobe.records import Call, Gap, TensorRecord
-    from tensorprobe.store.picking import Picked, Picker, Tally
+    from tensorprobe.store.picking import CaptureCounts, Picked, Picker
 
 Row = tuple[str, ...]
 _MAX_CELL = 2000  # characters: all rows are padded to the longest
@@ -159,7 +159,7 @@ def likeness(name: str, wanted: str) -> int:
     return _UNLIKE
 
 
-def header(capture: Picker, tally: Tally) -> list[str]:
+def header(capture: Picker, tally: CaptureCounts) -> list[str]:
     """What the capture is, in a few lines."""
     facts = [
         capture.layout,
@@ -179,7 +179,7 @@ def header(capture: Picker, tally: Tally) -> list[str]:
     return [*lines, ""]
 
 
-def nothing_found(tally: Tally, page: _Page) -> list[str]:
+def nothing_found(tally: CaptureCounts, page: _Page) -> list[str]:
     """No call passes the filters: which values each of them could have had."""
     there: dict[str, list[str]] = {
         "--step": [str(step) for step in sorted(tally.steps)],

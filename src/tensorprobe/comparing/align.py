@@ -1,4 +1,4 @@
-"""Pairs the calls of two sequences that differ in length, names and order, as a diff does. Pure."""
+"""Pairs the calls of two runs that differ in length, names and order, as a diff does."""
 
 from __future__ import annotations
 
@@ -9,19 +9,42 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Literal, NamedTuple
 
-from tensorprobe.comparing.repeats import settle_repeats
+from tensorprobe.comparing.mapping import (
+    NO_MAPPING,
+    Layers,
+    Mapping,
+    backward_renaming,
+    mapped_calls,
+    plain_path,
+)
 from tensorprobe.operators import native_name
 from tensorprobe.records import Call, TensorRecord
 
 How = Literal["exact", "aligned", "mapped"]
-Token = Callable[[Call], Hashable]
-
-# What wraps a model and adds a part to every path below it.
-_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _NUMBER = re.compile(r"\.\d+(?=$|\.(?:forward|backward)$)")
 # A gap larger than this is diffed by its unique tokens only: Myers' diff is quadratic in the edits.
 _MAX_EDITS = 1500
+_MOVES = {"detach", "view", "_unsafe_view", "clone", "expand", "t", "transpose", "alias", "permute"}
 _SCALARS = (bool, int, float, str)
+# Beyond this many pairs to choose from, the first of one side stay with the first of the other.
+_MAX_CHOICES = 40_000
+_SAME_INPUTS, _SAME_LINE = 2, 1
+
+
+def content(record: TensorRecord) -> Hashable | None:
+    """What tells one content from another; None where nothing does."""
+    if record.digest is not None:
+        return record.digest
+    s = record.summary
+    if s is None or s.norm is None:
+        return None
+    return (s.min, s.max, s.mean, s.norm, s.zero_count, record.numel, record.dtype)
+
+
+def is_constant(record: TensorRecord) -> bool:
+    """All of one number: many calls make the same one."""
+    s = record.summary
+    return s is not None and s.min == s.max and not s.nan_count
 
 
 class Pair(NamedTuple):
@@ -30,26 +53,6 @@ class Pair(NamedTuple):
     actual: Call | None
     expected: Call | None
     how: How
-
-
-class Mapping(NamedTuple):
-    """What the user says is the same: names of calls, prefixes of module paths, and `layers`,
-    children of modules by the class they are in (or `TopLayer`, the model)."""
-
-    calls: dict[str, str]
-    modules: dict[str, str]
-    layers: dict[str, dict[str, str]]
-
-
-NO_MAPPING = Mapping({}, {}, {})
-TOP_LAYER = "TopLayer"
-
-
-def plain_path(module: str) -> str:
-    """A module path without the parts that DDP, compile, FSDP and checkpointing add."""
-    if not module:
-        return module
-    return ".".join(part for part in module.split(".") if part not in _WRAPPERS)
 
 
 def stem(name: str) -> str:
@@ -71,9 +74,9 @@ def align(
     call whatever the order in which the engine came by.
     """
     rename = Layers(actual, mapping.layers).renamed if mapping.layers else None
-    back = _backwards(mapping.modules) if mapping.modules else None
+    back = backward_renaming(mapping.modules) if mapping.modules else None
     sides = (_Side(actual, rename), _Side(expected, back))
-    partner = _by_mapping(actual, expected, mapping)
+    partner = mapped_calls(actual, expected, mapping)
     mapped = set(partner)
     forward = [[i for i, call in enumerate(s.calls) if not _follows(call)] for s in sides]
     settle_repeats(sides[0].calls, sides[1].calls, sides[0].exact, sides[1].exact, forward, partner)
@@ -140,55 +143,6 @@ def _short(stem: str) -> str:
     return stem.rpartition(".")[2].rstrip("_")
 
 
-def _backwards(modules: dict[str, str]) -> Callable[[str], str]:
-    """A mapping is actual -> expected: paths of the expected side are renamed back."""
-    back = {plain_path(theirs): plain_path(ours) for ours, theirs in modules.items()}
-    prefixes = sorted(back, key=len, reverse=True)
-
-    def renamed(path: str) -> str:
-        for prefix in prefixes:
-            if path == prefix or path.startswith(prefix + "."):
-                return (back[prefix] + path[len(prefix) :]).strip(".")
-        return path
-
-    return renamed
-
-
-class Layers:
-    """Paths of actual renamed part by part, by the class of the module that each part is in."""
-
-    def __init__(self, calls: Sequence[Call], rules: dict[str, dict[str, str]]) -> None:
-        self._rules = rules
-        self._classes: dict[str, str] = {}
-        for call in calls:
-            if call.name.startswith("Module.") and call.direction == "forward":
-                name = call.name.rpartition(".forward")[0]
-                self._classes.setdefault(plain_path(call.module), name.rpartition(".")[2])
-
-    def renamed(self, path: str) -> str:
-        """The path as expected has it."""
-        parts = path.split(".") if path else []
-        found: list[str] = []
-        i = 0
-        while i < len(parts):
-            rules = self._rules_in(".".join(parts[:i]))
-            for n in range(len(parts) - i, 0, -1):
-                other = rules.get(".".join(parts[i : i + n]))
-                if other is not None:
-                    break
-            else:
-                n, other = 1, parts[i]
-            found.append(other)
-            i += n
-        return ".".join(found)
-
-    def _rules_in(self, parent: str) -> dict[str, str]:
-        if not self._classes:  # no modules were recorded: nobody knows what is in what
-            return {key: value for part in self._rules.values() for key, value in part.items()}
-        own = self._rules.get(self._classes.get(parent, ""), {})
-        return own if parent else {**self._rules.get(TOP_LAYER, {}), **own}
-
-
 def _signature(call: Call) -> Hashable:
     return (
         tuple([record.shape for record in call.tensors]),
@@ -214,26 +168,6 @@ def _follows(call: Call) -> bool:
     return call.direction == "backward"
 
 
-def _by_mapping(
-    actual: Sequence[Call], expected: Sequence[Call], mapping: Mapping
-) -> dict[int, int]:
-    if not mapping.calls:
-        return {}
-    place = {native_name(call.name): j for j, call in enumerate(expected)}
-    pairs = {}
-    wanted = {native_name(ours): native_name(theirs) for ours, theirs in mapping.calls.items()}
-    for i, call in enumerate(actual):
-        name = native_name(call.name)
-        theirs = wanted.get(name)
-        if theirs is None:
-            head, dot, direction = name.rpartition(".")
-            if direction in ("forward", "backward") and head in wanted:
-                theirs = wanted[head] + dot + direction
-        if theirs is not None and theirs in place:
-            pairs[i] = place[theirs]
-    return pairs
-
-
 def _align_sequences(
     sides: tuple[_Side, _Side], ours: list[int], theirs: list[int], partner: dict[int, int]
 ) -> None:
@@ -251,10 +185,20 @@ def _align_sequences(
             if not mine or not other:
                 continue
             pairs = diff([a[i] for i in mine], [e[j] for j in other])
+            if kind not in ("exact", "strict"):
+                pairs = [(p, q) for p, q in pairs if not _only_moves(sides, mine[p], other[q])]
             for p, q in pairs:
                 partner[mine[p]] = other[q]
             left += _gaps(mine, other, pairs)
         blocks = left
+
+
+def _only_moves(sides: tuple[_Side, _Side], i: int, j: int) -> bool:
+    """Whether two ATen calls that only move numbers have other shapes: they are not one call."""
+    call, other = sides[0].calls[i], sides[1].calls[j]
+    if not call.name.startswith("Aten.") or call.op.split(".")[3:4] == []:
+        return False
+    return call.op.split(".")[3] in _MOVES and _signature(call) != _signature(other)
 
 
 def _gaps(
@@ -456,4 +400,100 @@ def _in_order(sides: tuple[_Side, _Side], partner: dict[int, int], mapped: set[i
                 how = "exact"
         pairs.append(Pair(call, other, how))
         pairs += [Pair(None, expected[k], "aligned") for k in after.get(i, ())]
+    return pairs
+
+
+def settle_repeats(
+    actual: Sequence[Call],
+    expected: Sequence[Call],
+    ours: Sequence[Hashable],
+    theirs: Sequence[Hashable],
+    forward: Sequence[Sequence[int]],
+    partner: dict[int, int],
+) -> None:
+    """Pair calls of one token of which one side has more, where lines or contents tell how.
+
+    A diff pairs the first with the first. That is left to it where nothing speaks against it.
+    """
+    taken = set(partner.values())
+    places = [_places(ours, forward[0], partner), _places(theirs, forward[1], taken)]
+    for token, mine in places[0].items():
+        other = places[1].get(token, [])
+        if len(mine) == len(other) or not other or len(mine) * len(other) > _MAX_CHOICES:
+            continue
+        calls = [actual[i] for i in mine], [expected[j] for j in other]
+        scores = _scores(*calls)
+        pairs = _best(scores)
+        first = sum(scores[n][n] for n in range(min(map(len, calls))))
+        if sum(scores[p][q] for p, q in pairs) > first:
+            partner.update({mine[p]: other[q] for p, q in pairs})
+
+
+def _places(
+    tokens: Sequence[Hashable], order: Sequence[int], done: dict[int, int] | set[int]
+) -> dict[Hashable, list[int]]:
+    found: dict[Hashable, list[int]] = {}
+    for i in order:
+        if i not in done:
+            found.setdefault(tokens[i], []).append(i)
+    return found
+
+
+def _scores(ours: Sequence[Call], theirs: Sequence[Call]) -> list[list[int]]:
+    """How much speaks for each pair."""
+    lines = [[_line(call) for call in calls] for calls in (ours, theirs)]
+    few, many = sorted(lines, key=len)
+    # a line that was put in before them moves all: then lines are no evidence
+    has_lines = not Counter(few) - Counter(many) and None not in few
+    inputs = [[_inputs(call) for call in calls] for calls in (ours, theirs)]
+    return [
+        [
+            (_SAME_LINE if has_lines and line == other_line else 0)
+            + (_SAME_INPUTS if given is not None and given == other_given else 0)
+            for other_line, other_given in zip(lines[1], inputs[1], strict=True)
+        ]
+        for line, given in zip(lines[0], inputs[0], strict=True)
+    ]
+
+
+def _line(call: Call) -> str | None:
+    """The innermost line that is not torch's own, with what called it."""
+    own = [line for line in call.stack if "/torch/" not in line]
+    return " < ".join(own[:2]) if own else None
+
+
+def _inputs(call: Call) -> Hashable | None:
+    """The content of what a call was given; None where nothing tells it from another."""
+    given = [r for r in call.tensors if r.role == "input" and not is_constant(r)]
+    keys = tuple(content(record) for record in given)
+    return keys if keys and None not in keys else None
+
+
+def _best(scores: list[list[int]]) -> list[tuple[int, int]]:
+    """As many pairs as the shorter side has, in order, for which most speaks; the first of equals.
+
+    best[p][q] is the most that can be had of what begins at p and q.
+    """
+    n, m = len(scores), len(scores[0])
+    short = min(n, m)
+    never = -(10**9)
+    best = [[0] * (m + 1) for _ in range(n + 1)]
+    for p in range(n, -1, -1):
+        for q in range(m, -1, -1):
+            if (p == n and n <= m) or (q == m and m < n):
+                continue  # all of the shorter side are paired
+            pair = scores[p][q] + best[p + 1][q + 1] if p < n and q < m else never
+            skip = best[p][q + 1] if n <= m and q < m else never
+            skip = best[p + 1][q] if m < n and p < n else skip
+            best[p][q] = max(pair, skip)
+    pairs: list[tuple[int, int]] = []
+    p = q = 0
+    while len(pairs) < short:
+        if scores[p][q] + best[p + 1][q + 1] == best[p][q]:
+            pairs.append((p, q))
+            p, q = p + 1, q + 1
+        elif n <= m:
+            q += 1
+        else:
+            p += 1
     return pairs

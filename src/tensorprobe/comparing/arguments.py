@@ -1,9 +1,10 @@
-"""Non-tensor arguments, dtypes and shapes of two calls: what is different, in words."""
+"""Arguments, settings and versions in which two calls or two runs differ, in words."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tensorprobe.comparing.measure import CallPair
@@ -14,29 +15,71 @@ _SILENT = {
     "device", "generator", "process_group", "function", "storage", "module", "unsupported",
     "numpy", "layout", "memory_format",
 }  # fmt: skip
+# How an optimizer steps, not what it computes.
+_WAYS = {"foreach", "fused", "capturable", "differentiable"}
+_MADE_AS = "made as "
+_SETTING = re.compile(r"(\w+)=([^,()]+|\([^()]*\))")
 # A number that was read off a tensor carries its rounding.
 _RELATIVE = 1e-6
+# About when, where and by whom, not about numbers.
+_SILENT_FACTS = {
+    "run", "created", "time", "host", "folder", "command", "ranks", "unfinished", "build", "tool",
+    "format", "cpu_count", "platform", "seconds", "path", "converted_from",
+    "flush", "queue", "max_disk", "on_write_error", "strict", "stop_after_last_step",
+    "keep_last", "stacks", "compress",
+    "seed",  # torch's before the program has set one, so it always differs
+}  # fmt: skip
+_SILENT_VARIABLES = {"RANK", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"}
+# What these lack was not there. Elsewhere a fact that one side lacks was not written down: other
+# tools and versions know of others.
+_COMPLETE = {"environment.", "packages."}
 
 
 def differences(actual: Call, expected: Call) -> list[str]:
     """Each argument that differs, as "eps: 1e-05 here, 1e-06 expected"."""
     found: list[str] = []
+    # the dispatcher leaves out an argument if and only if it has its default
+    is_kernel = actual.op == expected.op and actual.op.startswith("torch.ops.")
+    missing = _DEFAULT if is_kernel else _ABSENT
     for i in range(max(len(actual.args), len(expected.args))):
-        a = actual.args[i] if i < len(actual.args) else _ABSENT
-        e = expected.args[i] if i < len(expected.args) else _ABSENT
+        a = actual.args[i] if i < len(actual.args) else missing
+        e = expected.args[i] if i < len(expected.args) else missing
         found += _differ(str(i), a, e)
     for key in {**actual.kwargs, **expected.kwargs}:
-        a, e = actual.kwargs.get(key, _ABSENT), expected.kwargs.get(key, _ABSENT)
+        a, e = actual.kwargs.get(key, missing), expected.kwargs.get(key, missing)
         found += _differ(key, a, e)
+    if actual.name.startswith("Optimizer."):
+        return [text for text in found if text.partition(":")[0].rpartition(".")[2] not in _WAYS]
     return found
 
 
-class _Absent:
+def settings(actual: Call, expected: Call) -> Iterator[str]:
+    """What modules were made with, and whether they train."""
+    evaluates = ["eval" in call.notes for call in (actual, expected)]
+    if evaluates[0] != evaluates[1]:
+        words = ["in evaluation" if each else "in training" for each in evaluates]
+        yield f"mode: {words[0]} here, {words[1]} expected"
+    ours, theirs = _made_as(actual), _made_as(expected)
+    for key in ours.keys() & theirs.keys():
+        if ours[key] != theirs[key]:
+            yield f"{key}: {ours[key]} here, {theirs[key]} expected"
+
+
+def _made_as(call: Call) -> dict[str, str]:
+    note = next((note for note in call.notes if note.startswith(_MADE_AS)), "")
+    return dict(_SETTING.findall(note))
+
+
+class _Missing:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
     def __repr__(self) -> str:
-        return "absent"
+        return self.text
 
 
-_ABSENT = _Absent()
+_ABSENT = _Missing("absent")
+_DEFAULT = _Missing("its default")
 
 
 def _differ(name: str, a: Any, e: Any) -> Iterator[str]:
@@ -132,26 +175,11 @@ def _text(value: Any) -> str:
         return f"a tensor {value.dtype}{list(value.shape)}"
     if isinstance(value, Special):
         return value.text
-    text = repr(value)
+    return _shortened(repr(value))
+
+
+def _shortened(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def layout_differences(actual: Call, expected: Call) -> list[str]:
-    """Tensors whose dtype, shape or requires_grad differ, as "output.0: float16 here, ..."."""
-    found = []
-    theirs = {r.name.removeprefix(expected.name): r for r in expected.tensors}
-    for record in actual.tensors:
-        name = record.name.removeprefix(actual.name)
-        other = theirs.get(name)
-        if other is None:
-            continue
-        for what in ("dtype", "shape", "requires_grad"):
-            a, e = getattr(record, what), getattr(other, what)
-            if a != e:
-                a, e = (list(a), list(e)) if what == "shape" else (a, e)
-                label = "" if what != "requires_grad" else "requires_grad "
-                found.append(f"{name.strip('.')}: {label}{a} here, {label}{e} expected")
-    return found
 
 
 def graft(call: Call, donor: Call) -> Call | None:
@@ -177,3 +205,32 @@ def _graft(donor: Any, own: Any) -> Any:
     if isinstance(donor, dict) and isinstance(own, dict):
         return {key: _graft(value, own[key]) for key, value in donor.items()}
     return donor
+
+
+def fact_differences(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """Each as "numerics.matmul_tf32: true here, false expected"."""
+    found: list[str] = []
+    _compare_facts("", actual, expected, found)
+    return found
+
+
+def _compare_facts(
+    prefix: str, actual: Mapping[str, Any], expected: Mapping[str, Any], found: list[str]
+) -> None:
+    for key in sorted({*actual, *expected}):
+        if key in _SILENT_FACTS or key in _SILENT_VARIABLES:
+            continue
+        if prefix not in _COMPLETE and not (key in actual and key in expected):
+            continue
+        a, e = actual.get(key), expected.get(key)
+        name = f"{prefix}{key}"
+        if isinstance(a, Mapping) and isinstance(e, Mapping):
+            _compare_facts(f"{name}.", a, e, found)
+        elif a != e and not isinstance(a, Mapping) and not isinstance(e, Mapping):
+            found.append(f"{name}: {_fact_text(a)} here, {_fact_text(e)} expected")
+
+
+def _fact_text(value: Any) -> str:
+    if value is None:
+        return "not set"
+    return _shortened(str(value).lower() if isinstance(value, bool) else str(value))

@@ -1,24 +1,37 @@
-"""Names the calls that caused a difference: own error against inherited, one cause one culprit."""
+"""Names the calls of one rank that caused a difference: one cause, one culprit."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from tensorprobe.comparing.containers import blame_module, settle_containers
-from tensorprobe.comparing.culprit import Culprit
-from tensorprobe.comparing.drift import drifted
-from tensorprobe.comparing.hunt import hunt
-from tensorprobe.comparing.judge import ROUNDING, pair_roundoff
-from tensorprobe.comparing.measure import CallPair
-from tensorprobe.comparing.replaying import Replayer
-from tensorprobe.comparing.replays import Replays
-from tensorprobe.comparing.scene import Scene
-from tensorprobe.comparing.taint import Taint
-from tensorprobe.comparing.walk import Walk
+from tensorprobe.comparing.culprit import (
+    Found,
+    accuse,
+    is_cut_otherwise,
+    kind_by_direction,
+    magnitude,
+    proof_of,
+)
+from tensorprobe.comparing.evidence import Replayer
+from tensorprobe.comparing.measure import CallPair, TensorPair
+from tensorprobe.comparing.rounding import ROUNDING, distance, number_text, roundoff
+from tensorprobe.comparing.scene import Node, Scene, exceeds
+from tensorprobe.comparing.suspects import Replays, hunt
+from tensorprobe.comparing.verdict import Culprit
+from tensorprobe.comparing.walk import Taint, Walk
 
 _MUCH = 0.1  # of a result's size
+# What other settings can be behind; a wrong result inside is that call's own.
+_BY_SETTINGS = ("argument", "structure", "boundary")
+# In roundings of a norm. Noise of 1-2 ULP on every kernel of seven models moved the norm of a
+# result by 1.7 at most where the norms that went in agreed; four ULP more move it by 5.6.
+_SHIFT = 4.0
+_PER_SHIFT_IN = 8.0
+_ENOUGH = 256  # numbers, for rounding to average out
+_COARSE = 2.0**-11
 
 
 class Findings(msgspec.Struct):
@@ -30,7 +43,8 @@ class Findings(msgspec.Struct):
     n_replayed: int = 0
     n_left: int = 0  # suspects that the time did not suffice for
     first_bits: str | None = None  # the first call whose bits differ, where that is all
-    unexplained: str | None = None  # the first call that differs much, though nobody is to blame
+    grown: str | None = None  # the first call whose results are far apart, with nobody to blame
+    is_cut: bool = False  # the model works on other pieces, and optimizers agree all the same
 
 
 def blame(
@@ -40,10 +54,13 @@ def blame(
     seconds: float = 120.0,
     floors: Mapping[str, float] | None = None,
     replay: bool = True,
+    is_calibrated: bool = True,
 ) -> Findings:
     """All culprits among the paired calls of one rank, the earliest first."""
     scene = Scene(pairs, floors)
-    replays = Replays(scene, replayer=replayer, seconds=seconds, enabled=replay)
+    replays = Replays(
+        scene, replayer=replayer, seconds=seconds, enabled=replay, is_calibrated=is_calibrated
+    )
     taint = Taint(scene)
     if replays.enabled:
         hunt(scene, replays, faint=False)
@@ -57,10 +74,17 @@ def blame(
     if not scene.culprits and walk.hazards:
         scene.culprits.append(walk.hazards[0])
     settle_containers(scene)
-    if not scene.culprits and not scene.sees_all:
+    is_cut = is_cut_otherwise(scene)
+    if is_cut:
+        scene.culprits = [item for item in scene.culprits if item[1].proof == "replayed"]
+    elif not scene.culprits and walk.cuts:
+        scene.culprits.append(walk.cuts[0])
+    if not scene.culprits and not scene.sees_all and not is_cut:
         blame_module(scene)
     taint.spread()
-    return _findings(scene, replays)
+    findings = _findings(scene, replays)
+    findings.is_cut = is_cut
+    return findings
 
 
 def _findings(scene: Scene, replays: Replays) -> Findings:
@@ -74,23 +98,47 @@ def _findings(scene: Scene, replays: Replays) -> Findings:
     culprits.sort(key=lambda item: (item[1].weak, 0 if item[1].weak else item[0]))
     first = next((n for n in scene.nodes if not n.container and n.same_in and not n.same_out), None)
     return Findings(
-        [culprit for _, culprit in culprits],
+        _folded(scene, culprits),
         diverged,
         _harmless(scene),
         replays.n_replayed,
         replays.n_left,
         first.call.name if first else None,
-        _unexplained(scene),
+        _grown(scene),
     )
 
 
-def _unexplained(scene: Scene) -> str | None:
-    """Rounding that was blown up, as far as anyone can tell: to be said all the same."""
+def _folded(scene: Scene, culprits: list[tuple[int, Culprit]]) -> list[Culprit]:
+    """The causes, each with those that follow from it: reached by its data or weights."""
+    bits = {id(culprit): 1 << bit for bit, (_, culprit) in enumerate(scene.culprits)}
+    causes: list[Culprit] = []
+    for at, culprit in culprits:
+        first = next((c for c in causes if _explains(scene, c, bits[id(c)], at, culprit)), None)
+        (causes if first is None else first.follows).append(culprit)
+    return causes
+
+
+def _explains(scene: Scene, cause: Culprit, bit: int, at: int, culprit: Culprit) -> bool:
+    if (cause.name, cause.step) == (culprit.name, culprit.step):
+        return True
+    if cause.cause == culprit.cause:
+        if cause.cause in ("seed", "weights", "data"):
+            return True  # other weights are one cause, however many of them differ
+        if cause.cause == "argument" and (cause.op, cause.reason) == (culprit.op, culprit.reason):
+            return True
+    first = next(n.i for n in scene.nodes if n.call.name == cause.name)
+    if first in scene.in_optimizer and at in scene.in_optimizer:
+        return True
+    return bool(scene.nodes[at].taint & bit)
+
+
+def _grown(scene: Scene) -> str | None:
+    """The first call whose results are far apart, though every call did what it should."""
     for node in scene.nodes:
         if node.container or node.taint or node.is_random or not node.is_paired:
             continue
         if node.call.direction == "forward" and node.r_out > _MUCH:
-            u = max((pair_roundoff(row) for row in node.outputs), default=0.0)
+            u = node.unit_out
             if node.r_out > ROUNDING * u:
                 return node.call.name
     return None
@@ -118,3 +166,108 @@ def _harmless(scene: Scene) -> list[str]:
         if node.differences and node.call.name not in blamed
     )
     return list(dict.fromkeys(texts))
+
+
+def settle_containers(scene: Scene) -> None:
+    """Settings that were given to a module or optimizer explain what is inside it."""
+    for node in scene.nodes:
+        if not (node.differences and node.is_paired):
+            continue
+        is_optimizer = node.call.name.startswith("Optimizer.")
+        if not (node.container or is_optimizer):
+            continue
+        inside = {node.i, *scene.inside(node)}
+        ours = [n for n, (at, c) in enumerate(scene.culprits) if at in inside]
+        explained = [n for n in ours if scene.culprits[n][1].kind in _BY_SETTINGS or is_optimizer]
+        if not explained:
+            before = any(at <= max(inside) for at, _ in scene.culprits)
+            changed = is_optimizer and node.same_in and not node.same_out
+            if before or not (changed or exceeds(node)):
+                continue
+        reason = f"called with other arguments: {'; '.join(node.differences[:4])}"
+        row = max(node.outputs, key=distance, default=None)
+        culprit = accuse(node, "argument", reason, node.d_out, row=row)
+        if explained:
+            first = explained[0]
+            scene.culprits[first] = (node.i, culprit)
+            for n in explained[:0:-1]:
+                del scene.culprits[n]
+        else:
+            scene.culprits.append((node.i, culprit))
+
+
+def blame_module(scene: Scene) -> None:
+    """Where operators were not recorded, what a module does beside calling others: the
+    innermost whose inputs agree and whose output does not, by more than many calls explain."""
+    found = [node for node in scene.nodes if _is_suspect(scene, node)]
+    forwards = {_forward(scene, node).i for node in found}
+    for node in found:
+        if forwards & scene.inside(_forward(scene, node)):
+            continue  # one inside it is
+        row = scene.furthest(node)
+        assert row is not None
+        reason = (
+            f"its inputs agree, what it calls does too, and its {row.name} differs "
+            f"{magnitude(node.d_out)}; record at L1 or mix to see inside"
+        )
+        culprit = accuse(node, kind_by_direction(node), reason, node.d_out, row=row)
+        scene.culprits = [(node.i, culprit)]
+        return
+
+
+def _is_suspect(scene: Scene, node: Node) -> bool:
+    if not (node.container and node.is_paired and node.outputs):
+        return False
+    if not node.call.name.startswith("Module."):
+        return False
+    n = len(scene.inside(_forward(scene, node)))
+    return exceeds(node, 4 * math.sqrt(1 + n))
+
+
+def _forward(scene: Scene, node: Node) -> Node:
+    return scene.forward_of(node) or node
+
+
+def drifted(scene: Scene) -> Found:
+    """The first forward call, in 16 bit, whose norm is moved by more than those of its inputs."""
+    for node in scene.nodes:
+        if node.container or not node.is_paired or node.call.direction != "forward":
+            continue
+        if node.is_random or node.i in scene.in_optimizer:
+            continue
+        given = max((_shift(row) for row in node.inputs), default=0.0)
+        for row in node.outputs:
+            moved = _shift(row)
+            if _is_coarse(row) and moved > max(_SHIFT * _unit(row), _PER_SHIFT_IN * given):
+                return node.i, _accuse_drifted(node, row, moved)
+    return None
+
+
+def _accuse_drifted(node: Node, row: TensorPair, moved: float) -> Culprit:
+    size = moved / _unit(row)
+    reason = (
+        f"its inputs agree, and the norm of {row.name} is moved by {number_text(size)} roundings, "
+        "more than rounding moves one: a small factor, seen in statistics only"
+    )
+    kind = kind_by_direction(node)
+    return accuse(node, kind, reason, size, row=row, proof=proof_of(row), weak=True)
+
+
+def _is_coarse(row: TensorPair) -> bool:
+    e = row.expected
+    return e is not None and e.numel >= _ENOUGH and _unit(row) >= _COARSE
+
+
+def _unit(row: TensorPair) -> float:
+    a, e = row.actual, row.expected
+    return max((roundoff(record.dtype) for record in (a, e) if record is not None), default=0.0)
+
+
+def _shift(row: TensorPair) -> float:
+    """How far the two norms are apart, relative to their size."""
+    s = row.actual.summary if row.actual is not None else None
+    t = row.expected.summary if row.expected is not None else None
+    if s is None or t is None or s.norm is None or not t.norm:
+        return 0.0
+    moved = abs(s.norm - t.norm) / t.norm
+    return moved if math.isfinite(moved) else 0.0

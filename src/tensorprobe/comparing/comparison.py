@@ -5,93 +5,47 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
-import msgspec
-
-from tensorprobe.comparing.align import NO_MAPPING, Pair, align
-from tensorprobe.comparing.align import Mapping as CallMapping
+from tensorprobe.comparing.align import Pair, align
+from tensorprobe.comparing.arguments import fact_differences
 from tensorprobe.comparing.blame import Findings, blame
-from tensorprobe.comparing.culprit import Culprit
-from tensorprobe.comparing.facts import fact_differences
-from tensorprobe.comparing.judge import Mode, content_mode, distance
-from tensorprobe.comparing.mapping import read_mapping
+from tensorprobe.comparing.evidence import Replayer, UserCode, replayer_for
+from tensorprobe.comparing.mapping import NO_MAPPING, read_mapping
+from tensorprobe.comparing.mapping import Mapping as CallMapping
 from tensorprobe.comparing.measure import (
     CallPair,
     Progress,
     TensorPair,
+    Workers,
     digest_kind,
     measure,
     pair_tensors,
+    workers_for,
 )
-from tensorprobe.comparing.replaying import Replayer, UserCode, replayer_for
-from tensorprobe.comparing.units import (
-    Lacking,
-    are_one_each,
-    describe,
-    is_narrow,
-    lacking,
-    units,
+from tensorprobe.comparing.rounding import (
+    Mode,
+    coarsen,
+    coarsen_modules,
+    content_mode,
+    distance,
+    dtype_notes,
 )
-from tensorprobe.comparing.workers import Workers, workers_for
+from tensorprobe.comparing.scene import place, sees_operators
+from tensorprobe.comparing.verdict import Culprit, Outcome, RankResult, Side, Verdict, in_short
+from tensorprobe.config import parse_numbers
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.garbage import no_garbage
-from tensorprobe.records import Call, Capture, count
-from tensorprobe.store.foreign import LAST_NODE
+from tensorprobe.records import LAST_NODE, Call, Capture, count
+from tensorprobe.replay.calibration import covers
 from tensorprobe.store.loading import load
 from tensorprobe.store.native import damaged_records
-from tensorprobe.terminal import printable
 
-FORMAT = 1
-Outcome = Literal["match", "diverged", "incomparable"]
 Source = str | os.PathLike[str] | Capture
-
-
-class RankResult(msgspec.Struct):
-    """One line of the table of ranks and steps."""
-
-    rank: int
-    step: int
-    verdict: Outcome
-    aligned: int
-    only_actual: int
-    only_expected: int
-    diverged: int
-    culprit: str | None = None
-
-
-class Verdict(msgspec.Struct, kw_only=True):
-    """The answer, in the form of verdict.json; as text, the few lines that a person reads."""
-
-    format: int = FORMAT
-    verdict: Outcome
-    actual: str
-    expected: str
-    mode: Mode
-    counts: dict[str, int]
-    culprits: list[Culprit]
-    reason: str | None = None  # why the runs are incomparable
-    notes: list[str] = []  # what weakens or explains the verdict
-    facts: list[str] = []  # versions and numeric switches that differ
-    ranks: list[RankResult] = []
-    imports: list[str] = []  # what the user allowed a replay to call
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values; NaN and infinities as text, which strict JSON does not have."""
-        tree = _plain(msgspec.to_builtins(self))
-        assert isinstance(tree, dict)
-        return tree
-
-    def __str__(self) -> str:
-        from tensorprobe.comparing.words import describe
-
-        return "\n".join(map(printable, describe(self)))
-
-    def __repr__(self) -> str:
-        return f"<Verdict {_in_short(self)}>"
+Units = dict[tuple[int, int], list[Call]]  # by rank and step
 
 
 class Compared:
@@ -130,14 +84,7 @@ class Compared:
         return found
 
     def __repr__(self) -> str:
-        return f"<Comparison {_in_short(self.verdict)}>"
-
-
-def _in_short(verdict: Verdict) -> str:
-    if not verdict.culprits:
-        return f"{verdict.verdict}: {count(verdict.counts['aligned'], 'call')} aligned"
-    found = count(len(verdict.culprits), "culprit")
-    return f"{verdict.verdict}: {found}, first {verdict.culprits[0].name}"
+        return f"<Comparison {in_short(self.verdict)}>"
 
 
 def compare_captures(
@@ -229,7 +176,7 @@ def _floors(
         for pair in pairs:
             for row in pair.tensors:
                 if row.expected is not None and (found := distance(row)) and math.isfinite(found):
-                    key = f"{pair.call.rank}/{pair.call.step}/{row.expected.name}"
+                    key = place(pair.call, row.expected)
                     floors[key] = max(floors.get(key, 0.0), found)
     return floors
 
@@ -265,10 +212,14 @@ def _judge(
         facts=fact_differences(actual.facts, expected.facts),
     )
     narrow = is_narrow(actual), is_narrow(expected)
-    if aligned * 2 < _common_calls(pairs, narrow):
+    if not _are_one_program(pairs, narrow):
         verdict.verdict = "incomparable"
         verdict.reason = _why_incomparable(actual, expected, pairs, aligned)
         return Compared(actual, expected, pairs, verdict)
+    verdict.notes += coarsen(pairs, (actual.facts, expected.facts))
+    if not any(map(sees_operators, pairs)):
+        coarsen_modules(pairs)
+    verdict.notes += dtype_notes(pairs)
     structure: list[str] = []
     findings: list[Findings] = []
     ranks = sorted({pair.call.rank for pair in pairs})
@@ -283,6 +234,7 @@ def _judge(
             replay=replay,
             seconds=timeout / len(ranks),
             floors=floors,
+            is_calibrated=covers(actual.facts) and covers(expected.facts),
         )
         findings.append(found)
         structure += found.structure
@@ -297,31 +249,42 @@ def _judge(
     return Compared(actual, expected, pairs, verdict, structure)
 
 
-def _common_calls(pairs: Sequence[CallPair], narrow: tuple[bool, bool]) -> int:
-    """How many calls could align: of the ranks and steps that both sides have, the larger side.
+def _are_one_program(pairs: Sequence[CallPair], narrow: tuple[bool, bool]) -> bool:
+    """Whether at least half of the model's calls align, in the ranks and steps of both sides.
 
-    Where one side was told to record some calls only, those.
+    Optimizers step in several ways, and set-up is no part of the model: they do not count. Where
+    one side was told to record some calls only, those are what could align.
     """
+    counted = [pair for pair in pairs if not _is_beside_model(pair)] or pairs
     counts: dict[tuple[int, int], list[int]] = {}
-    for pair in pairs:
-        unit = counts.setdefault((pair.call.rank, pair.call.step), [0, 0])
+    for pair in counted:
+        unit = counts.setdefault((pair.call.rank, pair.call.step), [0, 0, 0])
         unit[0] += pair.pair.actual is not None
         unit[1] += pair.pair.expected is not None
-    common = [unit for unit in counts.values() if all(unit)] or list(counts.values())
-    sides = [sum(unit[side] for unit in common) for side in (0, 1)]
-    return min(sides) if any(narrow) else max(sides)
+        unit[2] += pair.is_paired
+    common = [unit for unit in counts.values() if unit[0] and unit[1]] or list(counts.values())
+    ours, theirs, aligned = (sum(unit[n] for unit in common) for n in range(3))
+    return aligned * 2 >= (min(ours, theirs) if any(narrow) else max(ours, theirs))
+
+
+def _is_beside_model(pair: CallPair) -> bool:
+    """Whether a call is a step of an optimizer's, or outside of all modules in forward."""
+    call = pair.call
+    if (call.parent or "").startswith("Optimizer."):
+        return True
+    return call.direction == "forward" and not call.module and not call.name.startswith("Module.")
 
 
 def _tell_what_lacks(verdict: Verdict, lacks: Sequence[Lacking]) -> None:
     """A step or rank that one side should have and has not is no match, whatever the rest says."""
     meant = [each for each in lacks if each.is_meant]
     if meant:
-        verdict.notes.append(f"{describe(meant)}, as the other was told: not compared")
+        verdict.notes.append(f"{_told(meant)}, as the other was told: not compared")
     lost = [each for each in lacks if not each.is_meant]
     if not lost:
         return
     n_calls = sum(each.n_calls for each in lost)
-    text = f"{describe(lost)}: {n_calls} calls could not be compared"
+    text = f"{_told(lost)}: {n_calls} calls could not be compared"
     if verdict.culprits:
         verdict.notes.append(text)
         return
@@ -392,8 +355,19 @@ def _rank_results(rank: int, pairs: list[CallPair], found: Findings) -> Iterator
 
 
 def _merged(culprits: list[Culprit]) -> list[Culprit]:
-    """Of all ranks: the earliest step first, faint ones last; within a rank the order stands."""
-    return sorted(culprits, key=lambda culprit: (culprit.weak, culprit.step))
+    """Of all ranks: the earliest step first, faint ones last; within a rank the order stands.
+
+    What appears in one rank without a call that made it may have come from another rank.
+    """
+    several = len({culprit.rank for culprit in culprits}) > 1
+    ordered = sorted(culprits, key=lambda c: (c.weak, c.step, several and c.kind == "boundary"))
+    causes: list[Culprit] = []
+    for culprit in ordered:
+        if several and causes and culprit.kind == "boundary" and culprit.rank != causes[0].rank:
+            causes[0].follows.append(culprit)
+        else:
+            causes.append(culprit)
+    return causes
 
 
 def _mode(pairs: Sequence[CallPair]) -> Mode:
@@ -456,11 +430,21 @@ def _notes(
     bits = next((found.first_bits for found in findings if found.first_bits), None)
     if verdict.verdict == "match" and bits:
         notes.append(f"bits differ from {bits} on, within what rounding explains")
-    much = next((found.unexplained for found in findings if found.unexplained), None)
-    if verdict.verdict == "match" and much:
+        if verdict.mode == "tensors" and not (covers(actual.facts) and covers(expected.facts)):
+            notes.append(
+                "how kernels round on these machines is not known: errors below a few roundings "
+                "were not looked for (docs/calibrating.md)"
+            )
+    if any(found.is_cut for found in findings):
         notes.append(
-            f"values differ by more than 10 % from {much} on, though no call is to blame for it: "
-            "look at comparison.csv before you trust them"
+            "the model works on pieces of other shapes (micro-batches): the gradients that "
+            "optimizers were given were compared, and what is inside only by replaying it"
+        )
+    grown = next((found.grown for found in findings if found.grown), None)
+    if verdict.verdict == "match" and grown:
+        notes.append(
+            f"results are more than 10 % apart from {grown} on: rounding has grown, and every "
+            "call is within rounding of its own inputs"
         )
     for side, capture in (("actual", actual), ("expected", expected)):
         if is_narrow(capture):
@@ -497,11 +481,84 @@ def _different_makes(actual: Capture, expected: Capture) -> Iterator[str]:
         )
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+class Lacking(NamedTuple):
+    """A step of a rank that only one side has."""
+
+    rank: int
+    step: int
+    only_in: Side
+    n_calls: int
+    is_whole_rank: bool  # the other side has no step of it
+    is_meant: bool  # the other side was told not to record it
+
+
+def units(capture: Capture, step: int | None, rank: int | None) -> Units:
+    """The calls of each rank and step, of one step or rank where it is given."""
+    found: Units = {}
+    for call in capture.calls:
+        if (step is None or call.step == step) and (rank is None or call.rank == rank):
+            found.setdefault((call.rank, call.step), []).append(call)
+    return found
+
+
+def are_one_each(actual: Units, expected: Units) -> bool:
+    """One step each: they go together, whatever their numbers."""
+    return len(actual) == len(expected) == 1
+
+
+def lacking(
+    actual: Capture, expected: Capture, step: int | None, rank: int | None
+) -> list[Lacking]:
+    """What one side has and the other has not."""
+    ours, theirs = units(actual, step, rank), units(expected, step, rank)
+    if are_one_each(ours, theirs):
+        return []
+    return [*_only("actual", ours, theirs, expected), *_only("expected", theirs, ours, actual)]
+
+
+def _only(side: Side, here: Units, there: Units, other: Capture) -> Iterable[Lacking]:
+    ranks = {rank for rank, _ in there}
+    for (rank, step), calls in sorted(here.items()):
+        if (rank, step) not in there:
+            is_meant = _was_left_out(other, rank, step)
+            yield Lacking(rank, step, side, len(calls), rank not in ranks, is_meant)
+
+
+def is_narrow(capture: Capture) -> bool:
+    """Whether the recorder was told to leave calls out: what is missing was not looked at."""
+    config = capture.facts.get("config")
+    if not isinstance(config, dict):
+        return False
+    if any(config.get(key) for key in ("calls", "between", "apis", "modules", "names")):
+        return True
+    directions = config.get("directions")
+    return isinstance(directions, list) and len(directions) == 1
+
+
+def _was_left_out(capture: Capture, rank: int, step: int) -> bool:
+    config = capture.facts.get("config")
+    if not isinstance(config, dict):
+        return False
+    if config.get("keep_last") or is_narrow(capture):
+        return True
+    chosen = (parse_numbers(key, config.get(key)) for key in ("steps", "ranks"))
+    return any(
+        numbers is not None and number not in numbers
+        for numbers, number in zip(chosen, (step, rank), strict=True)
+    )
+
+
+def _told(lacks: Sequence[Lacking]) -> str:
+    """Such as: rank 1 is only in expected, steps 2, 3 are only in actual."""
+    parts: dict[tuple[str, Side], list[int]] = {}
+    for each in lacks:
+        noun = "rank" if each.is_whole_rank else "step"
+        numbers = parts.setdefault((noun, each.only_in), [])
+        number = each.rank if each.is_whole_rank else each.step
+        if number not in numbers:
+            numbers.append(number)
+    return ", ".join(
+        f"{noun}{'s' if numbers[1:] else ''} {', '.join(map(str, numbers))} "
+        f"{'are' if numbers[1:] else 'is'} only in {side}"
+        for (noun, side), numbers in parts.items()
+    )

@@ -1,54 +1,38 @@
-"""A call that caused a difference, and the words and numbers that say how large it is."""
+"""Accuses a call, in words and numbers, and tells when its difference heals."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-from tensorprobe.comparing.judge import moved_values, number_text
 from tensorprobe.comparing.measure import TensorPair
-from tensorprobe.comparing.nodes import Node, nonfinite_counts
+from tensorprobe.comparing.rounding import (
+    ROUNDING,
+    moved_values,
+    number_text,
+    pair_roundoff,
+    same_bits,
+)
+from tensorprobe.comparing.scene import (
+    FAINT,
+    Node,
+    Scene,
+    has_other_shapes,
+    nonfinite_counts,
+    relative,
+)
+from tensorprobe.comparing.verdict import Cause, Culprit, CulpritKind, Place, Side
 
-CulpritKind = Literal[
-    "output", "gradient", "argument", "parameter", "input", "structure", "nonfinite"
-]
-Side = Literal["actual", "expected"]
-
-
-class Place(msgspec.Struct):
-    """Which call of a capture it is."""
-
-    name: str
-    step: int
-    rank: int
-
-
-class Culprit(msgspec.Struct, kw_only=True):
-    """A call that caused a difference, in the form of verdict.json."""
-
-    name: str
-    kind: CulpritKind
-    direction: str
-    step: int
-    rank: int
-    module: str
-    op: str
-    stack: tuple[str, ...]
-    reason: str
-    own_error: float
-    inherited_error: float
-    metrics: dict[str, Any] = {}
-    affected: int = 0
-    side: Side | None = None
-    proof: str = "compared"  # replayed | compared | statistics | digests
-    tensor: str | None = None
-    weak: bool = False
-    expected: Place | None = None  # what it is called on the expected side, where that has it
-
-    def __repr__(self) -> str:
-        return f"<Culprit {self.name}, step {self.step}, rank {self.rank}: {self.reason}>"
+Found = tuple[int, Culprit] | None  # with the node that it is at
+_CAUSES: dict[CulpritKind, Cause] = {
+    "argument": "argument",
+    "parameter": "weights",
+    "input": "data",
+    "structure": "structure",
+    "boundary": "boundary",
+}
 
 
 def accuse(
@@ -62,11 +46,13 @@ def accuse(
     proof: str = "compared",
     weak: bool = False,
     inherited: float | None = None,
+    cause: Cause | None = None,
 ) -> Culprit:
     """The call of a node as a culprit."""
     call, other = node.call, node.pair.pair.expected
     return Culprit(
         name=call.name,
+        cause=cause or _cause(node, kind, row, proof),
         kind=kind,
         direction=call.direction,
         step=call.step,
@@ -84,6 +70,15 @@ def accuse(
         weak=weak,
         expected=None if other is None else Place(other.name, other.step, other.rank),
     )
+
+
+def _cause(node: Node, kind: CulpritKind, row: TensorPair | None, proof: str) -> Cause:
+    if kind in _CAUSES:
+        return _CAUSES[kind]
+    a, e = (row.actual, row.expected) if row is not None else (None, None)
+    if proof != "replayed" and a is not None and e is not None and a.dtype != e.dtype:
+        return "dtype"
+    return "result"
 
 
 def accuse_nonfinite(node: Node, row: TensorPair, proof: str) -> Culprit:
@@ -153,3 +148,74 @@ def _metrics(row: TensorPair | None) -> dict[str, Any]:
         for key in ("max", "min", "mean", "norm")
         for side, summary in (("actual", a.summary), ("expected", e.summary))
     }
+
+
+def heals(scene: Scene, found: tuple[int, Culprit], seen_at: Node | None = None) -> bool:
+    """Whether what is made of a difference agrees again, on every way to an effect. `seen_at` is
+    the call at which it was seen, where that is not the culprit.
+
+    A result that is wrong does not heal: who can tell what else it changes.
+    """
+    at, culprit = found
+    node = scene.nodes[at]
+    seen_at = seen_at or node
+    if any(row.role == "buffer" and not same_bits(row) for row in node.outputs):
+        return False  # running statistics are an effect
+    if culprit.kind in ("nonfinite", "argument") and node.call.direction == "forward":
+        return _users_agree(scene, node)
+    if culprit.kind in ("boundary", "structure") and seen_at.call.direction == "backward":
+        # a GradScaler: what the optimizer is given is unscaled again
+        return bool(_optimizers(scene, seen_at)) and gradients_agree(scene, seen_at)
+    return False
+
+
+def _users_agree(scene: Scene, node: Node) -> bool:
+    """Whether all calls that were given its results, and those after them, come to agree."""
+    todo, seen, healed = [node.i], {node.i}, False
+    while todo:
+        users = scene.users(todo.pop())
+        if not users:
+            return False  # it is an effect itself
+        for user in users:
+            other = scene.nodes[user]
+            if not other.is_paired:
+                return False
+            if other.d_out <= FAINT:
+                healed = True
+            elif user not in seen:
+                seen.add(user)
+                todo.append(user)
+    return healed and gradients_agree(scene, node)
+
+
+def gradients_agree(scene: Scene, node: Node) -> bool:
+    """Whether what the optimizers of its step were given agrees, by the coarsest dtype in it."""
+    unit = scene.coarsest_unit(node.call.step)
+    return all(
+        relative(row, scene.distance(other, row)) <= ROUNDING * max(unit, pair_roundoff(row))
+        for other in _optimizers(scene, node)
+        for row in other.inputs
+        if row.role == "parameter_grad"
+    )
+
+
+def is_cut_otherwise(scene: Scene) -> bool:
+    """Whether the model works on other pieces (micro-batches), and every optimizer is given the
+    same gradients all the same."""
+    models = [
+        node
+        for node in scene.nodes
+        if node.is_paired and node.call.direction == "forward" and node.call.module
+    ]
+    if not any(map(has_other_shapes, models)):
+        return False
+    steps = [node for node in scene.nodes if node.call.name.startswith("Optimizer.")]
+    return bool(steps) and all(node.is_paired and gradients_agree(scene, node) for node in steps)
+
+
+def _optimizers(scene: Scene, node: Node) -> list[Node]:
+    return [
+        other
+        for other in scene.nodes[node.i :]
+        if other.call.step == node.call.step and other.call.name.startswith("Optimizer.")
+    ]

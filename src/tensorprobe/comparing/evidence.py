@@ -1,15 +1,27 @@
-"""A call's own error: what it gave against its float64 replay on its own inputs."""
+"""A call's own error: its outputs against its float64 replay, in a process of its own."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from tensorprobe.errors import NotReplayable, UnreadableCapture
+from tensorprobe.errors import BadUsage, NotReplayable, TensorprobeError, UnreadableCapture
 from tensorprobe.records import Call, TensorRecord
+from tensorprobe.replay.rounding_laws import Breach, Law, systematic_breach
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +29,7 @@ if TYPE_CHECKING:
 HUGE = 1e30
 _SHAKES = 2  # replays on inputs moved by a rounding, for what rounding explains
 _ROW = 64  # numbers in a row where the last dimension is too short to average over
+_START_S = 120.0  # importing torch on a busy machine
 
 
 class OwnError(msgspec.Struct, frozen=True):
@@ -33,6 +46,9 @@ class OwnError(msgspec.Struct, frozen=True):
     gain_sigma: float
     relative: float
     exact: bool = False  # there is one right answer
+    law: str | None = None  # how its kernel rounds; None: nobody has calibrated it
+    breach: Breach | None = None  # what of that the result breaks
+    systematic: Breach | None = None  # the same if its kernel may round as often as it likes
 
     @property
     def size(self) -> float:
@@ -62,7 +78,9 @@ def own_error(forward: Call, backward: Call | None = None, *, noise: bool = True
 
 
 def _own_error(forward: Call, backward: Call | None, noise: bool) -> Evidence:
+    from tensorprobe.replay.calibration import law_of
     from tensorprobe.replay.reference import replay
+    from tensorprobe.replay.shaking import differences, shaken
 
     subject = backward or forward
     moved = []
@@ -73,11 +91,12 @@ def _own_error(forward: Call, backward: Call | None, noise: bool) -> Evidence:
                 forward,
                 backward=backward,
                 noise=False,
-                source=_shaken(replayed.roundoff, seed),
+                source=shaken(replayed.roundoff, seed),
             ).outputs
             for seed in range(_SHAKES)
         ]
     errors = {}
+    moves = differences(forward, backward, replayed.outputs)
     blind = _blind(forward) if replayed.kind == "dropout" and backward is not None else None
     for record in subject.tensors:
         name = record.name.removeprefix(subject.name + ".")
@@ -90,30 +109,60 @@ def _own_error(forward: Call, backward: Call | None, noise: bool) -> Evidence:
         if blind is not None and blind.shape == found.shape:
             found, reference = found.clone(), reference.clone()
             found[blind], reference[blind] = 0, 0
-        shaken = [outputs[name] - reference for outputs in moved if name in outputs]
+        moved_by = [outputs[name] - reference for outputs in moved if name in outputs]
         exact = replayed.kind in ("exact", "conversion") and backward is None
         given = _incoming(backward, record) if backward is not None else None
-        errors[name] = _compare(name, found, reference, replayed.roundoff, shaken, given, exact)
+        error = _compare(name, found, reference, replayed.roundoff, moved_by, given, exact)
+        law = law_of(forward, backward, record)
+        if law is not None and blind is None:
+            held = _hold(law, forward, backward, record, found, reference, moves(name))
+            error = msgspec.structs.replace(error, **held)
+        errors[name] = error
     if not errors:
         return Evidence(problem=f"{subject.name}: its replay gives none of what was recorded")
     return Evidence(errors)
 
 
-def _shaken(roundoff: float, seed: int) -> Callable[[TensorRecord], torch.Tensor]:
-    """Loads inputs with each number moved up or down by one rounding."""
-    import torch
+def _hold(
+    law: Law,
+    forward: Call,
+    backward: Call | None,
+    record: TensorRecord,
+    found: torch.Tensor,
+    reference: torch.Tensor,
+    moves: Callable[[float], list[torch.Tensor]],
+) -> dict[str, Any]:
+    """A result held against the law of its kernel: the fields of an OwnError."""
+    from tensorprobe.replay import departures
+    from tensorprobe.replay.calibration import sum_length
 
-    generator = torch.Generator().manual_seed(seed)
+    if law.kind == "exact":
+        source = _cast_from(forward, found)
+        broken = (
+            departures.exact_breach(found, reference)
+            if source is None
+            else departures.cast_breach(found, source)
+        )
+        return {"law": law.kind, "breach": broken, "systematic": broken}
+    if not (departures.can_judge(found.dtype) and found.numel()):
+        return {}
+    length = sum_length(forward, backward, record)
+    departure, broken = departures.settle(found, reference, law, length, moves)
+    systematic = None if broken is None else systematic_breach(departure, law)
+    return {"law": law.kind, "breach": broken, "systematic": systematic}
 
-    def load(record: TensorRecord) -> torch.Tensor:
-        found = record.load()
-        if not (found.is_floating_point() or found.is_complex()):
-            return found
-        wide = found.to(torch.complex128 if found.is_complex() else torch.float64)
-        signs = torch.randint(0, 2, wide.shape, generator=generator, dtype=torch.int8) * 2 - 1
-        return wide * (1 + roundoff * signs.to(wide.dtype))  # of int8 it would be float32's 1
 
-    return load
+def _cast_from(call: Call, found: torch.Tensor) -> torch.Tensor | None:
+    """What a call converts to another floating dtype, where that is what it does."""
+    from tensorprobe.replay.kinds import kind_of
+
+    given = [record for record in call.tensors if record.role == "input"]
+    if kind_of(call) != "conversion" or not given or not found.is_floating_point():
+        return None
+    source = given[0].load()
+    if source.shape != found.shape or not source.is_floating_point():
+        return None
+    return source if source.dtype != found.dtype else None
 
 
 def _incoming(backward: Call, record: TensorRecord) -> torch.Tensor | None:
@@ -230,3 +279,194 @@ def _row_rms(x: torch.Tensor) -> torch.Tensor:
         )
     result: torch.Tensor = rows.pow(2).mean(1).sqrt()
     return result
+
+
+class UserCode(msgspec.Struct, frozen=True):
+    """What a user allows to be run besides torch: a file of references, packages and files."""
+
+    references: Path | None = None
+    imports: tuple[str | Path, ...] = ()
+
+
+class Replayer:
+    """Own errors and effects of arguments, worked out in another process."""
+
+    def __init__(self, code: UserCode) -> None:
+        self._code = code
+        self._lock = threading.Lock()
+        self._child: _Child | None = None
+
+    def start(self) -> None:
+        """Start the process; BadUsage where the user's code cannot be imported."""
+        with self._lock:
+            self._ready()
+
+    def own_error(
+        self, forward: Call, backward: Call | None = None, *, noise: bool = True, seconds: float
+    ) -> Evidence:
+        """As evidence.own_error has it; a process that dies or is late is a problem of the call."""
+        if _has_reference(forward):
+            return own_error(forward, backward, noise=noise)
+        answer = self._ask("own_error", (forward, backward, noise), seconds)
+        if isinstance(answer, str):
+            return Evidence(problem=f"{(backward or forward).name} has no replay: {answer}")
+        assert isinstance(answer, Evidence)
+        return answer
+
+    def matters(self, call: Call, other: Call | None, *, seconds: float) -> float | None:
+        """As evidence.matters has it; None also where the process dies or is late."""
+        if other is None:
+            return None
+        if _has_reference(call):
+            return matters(call, other)
+        answer = self._ask("matters", (call, other), seconds)
+        return None if isinstance(answer, str) else answer
+
+    def _ask(self, what: str, call: tuple[Any, ...], seconds: float) -> Any:
+        """The answer, or as text why there is none."""
+        with self._lock:
+            child = self._ready()
+            try:
+                return child.ask((what, *call), seconds)
+            except TimeoutError:
+                reason = f"no answer in {seconds:.0f} s"
+            except (EOFError, OSError):
+                reason = child.epitaph()
+            child.end()
+            self._child = None
+            return reason
+
+    def _ready(self) -> _Child:
+        child = self._child
+        if child is None or not child.can_be_asked:
+            child = self._child = _Child(self._code)
+        return child
+
+
+def _has_reference(call: Call) -> bool:
+    """Whether the user has registered a reference for the call in this process."""
+    references: Any = sys.modules.get("tensorprobe.replay.references")  # it would import torch
+    return references is not None and references.find(call.op, references.registered()) is not None
+
+
+@functools.lru_cache(maxsize=4)
+def replayer_for(code: UserCode) -> Replayer:
+    """The replayer of this program for some code of the user's."""
+    return Replayer(code)
+
+
+class _Child:
+    """The process and the way to it."""
+
+    def __init__(self, code: UserCode) -> None:
+        from tensorprobe.replay.limits import child_command
+
+        ours, theirs = socket.socketpair()
+        self._owner = os.getpid()
+        with theirs:
+            start = f"from tensorprobe.comparing.evidence import serve; serve({theirs.fileno()})"
+            self._process = subprocess.Popen(
+                child_command(start),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        self._connection = _Line(ours)
+        self.end = weakref.finalize(self, _end, self._process, self._connection, self._owner)
+        try:
+            problem = self.ask(code, _START_S)
+        except (TimeoutError, EOFError, OSError) as error:
+            problem = f"the process that replays calls did not start: {self.epitaph() or error}"
+        if problem is not None:
+            self.end()
+            raise BadUsage(problem)
+
+    @property
+    def can_be_asked(self) -> bool:
+        """Not after a fork, and not where the program has closed the files of others."""
+        return self._owner == os.getpid() and self._connection.is_open
+
+    def ask(self, question: Any, seconds: float) -> Any:
+        self._connection.send(question)
+        if not self._connection.poll(max(seconds, 0.0)):
+            raise TimeoutError
+        return self._connection.recv()
+
+    def epitaph(self) -> str:
+        """What a process that is gone died of."""
+        deadline = time.monotonic() + 5.0
+        while self._process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        code = self._process.poll()
+        return "the process that ran it died" + (f" (signal {-code})" if code and code < 0 else "")
+
+
+class _Line(Connection):
+    """A connection that leaves its descriptor alone once that is a file of the program's.
+
+    A program may close all files that it does not know, and its own then get their numbers.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = _file_at(end.fileno())
+        super().__init__(end.detach())
+
+    @property
+    def is_open(self) -> bool:
+        return not self.closed and _file_at(self.fileno()) == self._socket
+
+    def _close(self) -> None:  # by close() and when it is collected
+        if self.is_open:
+            os.close(self.fileno())
+
+
+def _file_at(descriptor: int) -> tuple[int, int] | None:
+    """Which file a descriptor is of; None where it is closed."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection, owner: int) -> None:
+    if os.getpid() != owner:  # a forked child has nothing to end
+        return
+    connection.close()
+    process.kill()
+    process.wait()
+
+
+def serve(descriptor: int) -> None:
+    """Answer questions until the other end is closed."""
+    connection = Connection(descriptor)
+    with contextlib.suppress(EOFError, OSError):
+        connection.send(_prepare(connection.recv()))
+        while True:
+            connection.send(_answer(*connection.recv()))
+
+
+def _prepare(code: UserCode) -> str | None:
+    """Import what the user brings, and take no more memory than allowed; what is wrong, if so."""
+    from tensorprobe.replay.limits import limit_memory
+    from tensorprobe.replay.references import bring_in, run_file
+
+    try:
+        if code.references is not None:
+            run_file(code.references)
+        bring_in(code.imports)
+    except TensorprobeError as error:
+        return str(error)
+    limit_memory()
+    return None
+
+
+def _answer(what: Literal["own_error", "matters"], *call: Any) -> Any:
+    try:
+        if what == "own_error":
+            forward, backward, noise = call
+            return own_error(forward, backward, noise=noise)
+        return matters(*call)
+    except Exception as error:  # noqa: BLE001 judging one call: the reason is its result
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]}"

@@ -1,25 +1,118 @@
-"""Mapping files: which calls, and which modules, of two programs are the same."""
+"""What the user says is the same in two programs: names of calls and paths of modules."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from collections.abc import Mapping as AnyMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tensorprobe.comparing.align import TOP_LAYER, Mapping
 from tensorprobe.errors import BadArtefact, BadUsage, MissingDependency
+from tensorprobe.operators import native_name
+from tensorprobe.records import Call
 from tensorprobe.tensors.opening import open_named, read_text
 
+# What wraps a model and adds a part to every path below it.
+_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 # As much as PyYAML reads in a few seconds.
 _MAX_NBYTES = 4 << 20
 _MAX_NAMES = 100_000
 _MAX_DEPTH = 20
-
 _CALL_PREFIXES = (
     "Functional", "Tensor", "Torch", "VF", "NPU", "Aten", "Distributed", "Module", "Ops",
     "Optimizer", "Function", "Saved", "Mint", "MintFunctional", "Primitive", "Cell", "Jit",
 )  # fmt: skip
+
+
+class Mapping(NamedTuple):
+    """What the user says is the same: names of calls, prefixes of module paths, and `layers`,
+    children of modules by the class they are in (or `TopLayer`, the model)."""
+
+    calls: dict[str, str]
+    modules: dict[str, str]
+    layers: dict[str, dict[str, str]]
+
+
+NO_MAPPING = Mapping({}, {}, {})
+TOP_LAYER = "TopLayer"
+
+
+def plain_path(module: str) -> str:
+    """A module path without the parts that DDP, compile, FSDP and checkpointing add."""
+    if not module:
+        return module
+    return ".".join(part for part in module.split(".") if part not in _WRAPPERS)
+
+
+def backward_renaming(modules: dict[str, str]) -> Callable[[str], str]:
+    """A mapping is actual -> expected: paths of the expected side are renamed back."""
+    back = {plain_path(theirs): plain_path(ours) for ours, theirs in modules.items()}
+    prefixes = sorted(back, key=len, reverse=True)
+
+    def renamed(path: str) -> str:
+        for prefix in prefixes:
+            if path == prefix or path.startswith(prefix + "."):
+                return (back[prefix] + path[len(prefix) :]).strip(".")
+        return path
+
+    return renamed
+
+
+class Layers:
+    """Paths of actual renamed part by part, by the class of the module that each part is in."""
+
+    def __init__(self, calls: Sequence[Call], rules: dict[str, dict[str, str]]) -> None:
+        self._rules = rules
+        self._classes: dict[str, str] = {}
+        for call in calls:
+            if call.name.startswith("Module.") and call.direction == "forward":
+                name = call.name.rpartition(".forward")[0]
+                self._classes.setdefault(plain_path(call.module), name.rpartition(".")[2])
+
+    def renamed(self, path: str) -> str:
+        """The path as expected has it."""
+        parts = path.split(".") if path else []
+        found: list[str] = []
+        i = 0
+        while i < len(parts):
+            rules = self._rules_in(".".join(parts[:i]))
+            for n in range(len(parts) - i, 0, -1):
+                other = rules.get(".".join(parts[i : i + n]))
+                if other is not None:
+                    break
+            else:
+                n, other = 1, parts[i]
+            found.append(other)
+            i += n
+        return ".".join(found)
+
+    def _rules_in(self, parent: str) -> dict[str, str]:
+        if not self._classes:  # no modules were recorded: nobody knows what is in what
+            return {key: value for part in self._rules.values() for key, value in part.items()}
+        own = self._rules.get(self._classes.get(parent, ""), {})
+        return own if parent else {**self._rules.get(TOP_LAYER, {}), **own}
+
+
+def mapped_calls(
+    actual: Sequence[Call], expected: Sequence[Call], mapping: Mapping
+) -> dict[int, int]:
+    """Calls that the user has named on both sides: places in actual, and in expected."""
+    if not mapping.calls:
+        return {}
+    place = {native_name(call.name): j for j, call in enumerate(expected)}
+    pairs = {}
+    wanted = {native_name(ours): native_name(theirs) for ours, theirs in mapping.calls.items()}
+    for i, call in enumerate(actual):
+        name = native_name(call.name)
+        theirs = wanted.get(name)
+        if theirs is None:
+            head, dot, direction = name.rpartition(".")
+            if direction in ("forward", "backward") and head in wanted:
+                theirs = wanted[head] + dot + direction
+        if theirs is not None and theirs in place:
+            pairs[i] = place[theirs]
+    return pairs
 
 
 def read_mapping(source: str | os.PathLike[str] | AnyMapping[str, Any]) -> Mapping:

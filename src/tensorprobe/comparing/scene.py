@@ -1,19 +1,386 @@
-"""All paired calls of one rank: their distances, what flows between them, what lies inside what."""
+"""All paired calls of one rank: how far apart they are, who made what, what lies inside what."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
+from typing import Literal
+
+import msgspec
 
 from tensorprobe.comparing import arguments
-from tensorprobe.comparing.content import content
-from tensorprobe.comparing.culprit import Culprit
-from tensorprobe.comparing.dataflow import Dataflow, find_containers
-from tensorprobe.comparing.judge import distance, same_bits
+from tensorprobe.comparing.align import content, forward_of, is_constant
+from tensorprobe.comparing.evidence import Evidence
 from tensorprobe.comparing.measure import CallPair, TensorPair
-from tensorprobe.comparing.nodes import Node, make_node, relative, size_floor
+from tensorprobe.comparing.rounding import (
+    ROUNDING,
+    distance,
+    pair_roundoff,
+    reduction,
+    rms_size,
+    same_bits,
+)
+from tensorprobe.comparing.verdict import Culprit
+from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import Call, TensorRecord
+from tensorprobe.replay.kinds import Kind, kind_of, overwrites
 
+# Between this and ROUNDING an own error is named only in 16-bit and coarser dtypes, and only when
+# nothing worse is found: noise of 1-2 ULP on every kernel of seven models stayed below 4.5.
+FAINT = 4.8
+# What may come out of a call that is not replayed, per unit that went in: it may amplify.
+AMPLIFIES = 4.0
+# Where the random numbers of a call began: no number of the program's.
+_RANDOM_STATE = "buffers.rng_state"
+_SUMS = ("product", "reduction", "scatter", "general")
+_CANCELS = ("add", "sub", "rsub", "lerp", "addcmul", "addcdiv")
+_INPUTS = ("input", "parameter", "buffer")
+# How many roundings apart the results of a backward are, if what its forward left for it is wrong;
+# below, it is judged as any other call.
+_CHANGED = 1000.0
 _OPERATORS = ("Functional.", "Torch.", "Tensor.")
+
+
+class Node(msgspec.Struct):
+    """A pair of calls while it is being judged."""
+
+    i: int
+    pair: CallPair
+    call: Call
+    container: bool
+    inputs: list[TensorPair]
+    outputs: list[TensorPair]
+    d_in: float = 0.0  # the largest distance of an input, in roundings of its dtype
+    d_out: float = 0.0
+    r_in: float = 0.0  # the same, relative to its size: comparable between dtypes
+    r_out: float = 0.0
+    taint: int = 0  # one bit a culprit
+    same_in: bool = True
+    same_out: bool = True
+    differences: list[str] = []
+    evidence: tuple[Evidence, Evidence] | None = None
+    op_kind: Kind | None = None  # None: a module
+
+    @property
+    def is_paired(self) -> bool:
+        return self.pair.is_paired
+
+    @property
+    def is_random(self) -> Literal["random", "dropout"] | None:
+        """Whether the call draws random numbers, and how."""
+        if self.container or self.op_kind not in ("random", "dropout"):
+            return None
+        return self.op_kind
+
+    @property
+    def makes_sums(self) -> bool:
+        return self.op_kind in _SUMS
+
+    @property
+    def unit_out(self) -> float:
+        """The unit roundoff of the coarsest of its outputs."""
+        return max(map(pair_roundoff, self.outputs), default=0.0)
+
+    def output(self, name: str) -> TensorPair | None:
+        """The output of this name."""
+        return next((row for row in self.outputs if row.name == name), None)
+
+
+def make_node(i: int, pair: CallPair, container: bool) -> Node:
+    """A node without its distances."""
+    inputs: list[TensorPair] = []
+    outputs: list[TensorPair] = []
+    for row in pair.tensors:
+        if not row.name.endswith(_RANDOM_STATE):
+            (outputs if is_written(row) else inputs).append(row)
+    call = pair.call
+    if overwritten := overwrites(call):
+        inputs = [row for row in inputs if row.name not in overwritten]
+    kind = None if call.name.startswith("Module.") else kind_of(call)
+    if kind == "uninitialised":
+        outputs = []  # torch.empty: whatever was there
+    return Node(i, pair, call, container, inputs, outputs, op_kind=kind)
+
+
+def exceeds(node: Node, long: float = 1.0) -> bool:
+    """Whether a call's outputs differ by more than rounding and its inputs explain."""
+    u = node.unit_out
+    if math.isinf(node.r_out):
+        return not math.isinf(node.r_in)
+    if node.same_in and node.d_in == 0:
+        # nothing was inherited: in 16 bit less than 16 roundings can be told from noise
+        return node.d_out > (FAINT if u >= 2.0**-11 else ROUNDING) * long
+    return node.r_out > ROUNDING * (u * long + AMPLIFIES * node.r_in)
+
+
+def has_other_shapes(node: Node) -> bool:
+    """Whether a call was given, or gives, tensors of other shapes than on the other side."""
+    return any(
+        row.actual is None or row.expected is None or row.actual.shape != row.expected.shape
+        for row in (*node.inputs, *node.outputs)
+        if row.role in ("input", "output")
+    )
+
+
+def wrong_buffer(node: Node) -> TensorPair | None:
+    """What a call wrote beside its results, running statistics say, and differs by more than its
+    inputs explain. No replay gives these."""
+    for row in node.outputs:
+        if row.role != "buffer" or same_bits(row):
+            continue
+        floor = max((rms_size(r.expected) for r in node.inputs if r.expected), default=0.0)
+        r = relative(row, distance(row, floor if floor < 1e30 else 0.0))
+        if r > ROUNDING * (pair_roundoff(row) + AMPLIFIES * node.r_in):
+            return row
+    return None
+
+
+def relative(row: TensorPair, d: float) -> float:
+    """A distance relative to the size of the tensor, instead of in roundings of it."""
+    u = pair_roundoff(row)
+    return d * u if u else d
+
+
+def shrink_factor(node: Node, row: TensorPair | None) -> float:
+    """How much more error a call's sums may have than one rounding."""
+    n_in = max((r.actual.numel for r in node.inputs if r.actual), default=1)
+    n_out = row.actual.numel if row is not None and row.actual else 1
+    return reduction(n_in, n_out)
+
+
+def size_floor(node: Node, row: TensorPair) -> float:
+    """The size below which an output is what is left of larger numbers that cancelled."""
+    if (cancelled := _cancelled_size(node)) or row.metrics is not None:
+        return cancelled  # with tensors, a replay tells more exactly
+    return summed_size(node, row)
+
+
+def summed_size(node: Node, row: TensorPair) -> float:
+    """A gradient that is a sum over many rounds to their size, though all of it may cancel."""
+    if node.call.direction != "backward" or row.expected is None:
+        return 0.0
+    given = [r.expected for r in node.inputs if r.expected is not None]
+    n = max((record.numel for record in given), default=0)
+    if n < 2 * row.expected.numel:
+        return 0.0
+    size = max((rms_size(record) for record in given), default=0.0)
+    return size * reduction(n, row.expected.numel) if size < 1e30 else 0.0
+
+
+def _cancelled_size(node: Node) -> float:
+    """Sums and differences round to the size of their terms, whatever is left of those."""
+    if node.call.direction != "forward" or node.container:
+        return 0.0
+    if node.call.op.rpartition(".")[2].rstrip("_") not in _CANCELS:
+        return 0.0
+    sizes = [rms_size(row.expected) for row in node.inputs if row.expected is not None]
+    return max((size for size in sizes if size < 1e30), default=0.0)
+
+
+def leaf_differs(row: TensorPair) -> bool:
+    """Whether a tensor that no call made is another one, and not the same rounded otherwise."""
+    a, e = row.actual, row.expected
+    assert a is not None
+    assert e is not None
+    if same_bits(row) or (a.digest is None and e.digest is None and a.summary == e.summary):
+        return False
+    if a.shape != e.shape:
+        return True
+    m = row.metrics
+    if m is not None and m.ulp_max is not None and not m.nonfinite_disagree:
+        return m.ulp_max > 4 and (m.rms_error > 0 or m.mismatched > 0)
+    if a.digest is not None and e.digest is not None and a.dtype == e.dtype:
+        return a.digest != e.digest
+    return distance(row) > 4
+
+
+def drew_otherwise(node: Node, kind: str) -> bool:
+    """Whether the two sides drew different random numbers."""
+    if kind == "random":
+        return exceeds(node)
+    row = next((row for row in node.outputs if row.actual and row.expected), None)
+    given = next((row for row in node.inputs if row.actual and row.expected), None)
+    if row is None or given is None or row.actual is None or row.expected is None:
+        return False
+    if row.metrics is not None and row.actual.blob and row.expected.blob:
+        with suppress(UnreadableCapture):
+            return _zeros_differ(row.actual, row.expected, given)
+    # 1 - p of what is kept: other masks keep other numbers
+    return exceeds(node)
+
+
+def _zeros_differ(actual: TensorRecord, expected: TensorRecord, given: TensorPair) -> bool:
+    """Whether zeros are in other places, but for those that were given."""
+    a, e = actual.array() != 0, expected.array() != 0
+    ours, theirs = given.actual, given.expected
+    if ours and theirs and ours.blob and theirs.blob and ours.shape == actual.shape:
+        usable = (ours.array() != 0) & (theirs.array() != 0)
+        a, e = a & usable, e & usable
+    differ = int((a != e).sum())
+    return bool(differ > max(2, 0.01 * a.size))
+
+
+def nonfinite_counts(record: TensorRecord | None) -> tuple[int, int]:
+    """How many NaN, and how many infinities."""
+    if record is None or record.summary is None:
+        return (0, 0)
+    return record.summary.nan_count, record.summary.inf_count
+
+
+def nonfinite_differs(row: TensorPair) -> bool:
+    """Whether NaN or infinity is in other places."""
+    if row.metrics is not None:
+        return row.metrics.nonfinite_disagree > 0
+    a, e = row.actual, row.expected
+    if a is not None and e is not None and a.summary is e.summary:
+        return False
+    return nonfinite_counts(a) != nonfinite_counts(e)
+
+
+def find_containers(pairs: Sequence[CallPair]) -> list[bool]:
+    """Which calls have others inside them: modules at `mix`, optimizer steps beside their ops, and
+    custom functions whose backward is Python."""
+    parents: set[tuple[int, int, str]] = set()
+    for pair in pairs:
+        for call in _calls(pair):
+            if call.parent:
+                parents.add((call.rank, call.step, call.parent))
+    found = []
+    for i, pair in enumerate(pairs):
+        call = pair.call
+        name = forward_of(call.name) if call.direction == "backward" else call.name
+        # at L2 the parent of a backward operator is its forward one, which it is not inside of
+        is_around = name.startswith(("Module.", "Optimizer."))
+        inside = is_around and (call.rank, call.step, name) in parents
+        if call.name.startswith("Optimizer.") and not inside and i + 1 < len(pairs):
+            following = pairs[i + 1].call
+            inside = following.step == call.step and not following.name.startswith(
+                ("Module.", "Optimizer.")
+            )
+        if call.name.startswith("Function.") and call.direction == "backward":
+            inside = _runs_calls(pairs, i)
+        found.append(inside)
+    return found
+
+
+def _runs_calls(pairs: Sequence[CallPair], at: int) -> bool:
+    """Whether the backward of a custom function is Python: forward calls between it and the next
+    backward call. Checkpointing runs whole modules in there."""
+    backward = pairs[at].call
+    may_be = ("Optimizer.",) if "Checkpoint" in backward.name else ("Optimizer.", "Module.")
+    for following in range(at + 1, len(pairs)):
+        call = pairs[following].call
+        if call.step != backward.step or call.name.startswith(may_be):
+            return False
+        if call.direction == "backward":
+            return following > at + 1
+    return False
+
+
+class Dataflow:
+    """For each side, which pair made the content that an input has."""
+
+    def __init__(self, pairs: Sequence[CallPair], containers: Sequence[bool]) -> None:
+        self.pairs = pairs
+        # (side, pair, tensor name) -> the pair that made it
+        self.producer: dict[tuple[int, int, str], int] = {}
+        self.forward: dict[int, int] = {}  # a backward pair -> its forward pair
+        # the pairs that were given a content, by side
+        self._readers: dict[tuple[int, Hashable], list[int]] = {}
+        for side in (0, 1):
+            self._trace(side, containers)
+        names: dict[tuple[int, int, str], int] = {}
+        for i, pair in enumerate(pairs):
+            call = pair.call
+            if call.direction == "forward":
+                names.setdefault((call.rank, call.step, call.name), i)
+            elif (at := names.get((call.rank, call.step, forward_of(call.name)))) is not None:
+                self.forward[i] = at
+
+    def _trace(self, side: int, containers: Sequence[bool]) -> None:
+        made: dict[Hashable, int] = {}
+        around: dict[Hashable, int] = {}  # by modules and optimizers, as a whole
+        for i, pair in enumerate(self.pairs):
+            if pair.pair[side] is None:
+                continue
+            outputs = []
+            for row in pair.tensors:
+                record = row.actual if side == 0 else row.expected
+                if record is None or (key := content(record)) is None:
+                    continue
+                role = record.role
+                if role == "parameter_grad":
+                    first = made.setdefault(key, i)  # what the engine has added up, seen here
+                    if first != i:
+                        self.producer[side, i, row.name] = first
+                elif role == "output" or (role in ("buffer", "state") and is_written(row)):
+                    outputs.append(key)
+                else:
+                    self._readers.setdefault((side, key), []).append(i)
+                    at = made.get(key)
+                    if at is None or self._is_part_of_step(at):
+                        at = around.get(key, at)
+                    if at is not None:
+                        self.producer[side, i, row.name] = at
+            if containers[i]:
+                around.update(dict.fromkeys(outputs, i))
+                continue
+            for key in outputs:
+                before = made.get(key)
+                # A call of both sides is the better witness than one that only one side has.
+                if before is None or pair.is_paired or not self.pairs[before].is_paired:
+                    made[key] = i
+
+    def _is_part_of_step(self, at: int) -> bool:
+        """Whether a call is inside of an optimizer's step, and the other side steps otherwise."""
+        pair = self.pairs[at]
+        return not pair.is_paired and (pair.call.parent or "").startswith("Optimizer.")
+
+    def readers(self, row: TensorPair) -> set[int]:
+        """The pairs that were given this content.
+
+        Where one side has a single number throughout, as fresh memory often is, others may hold the
+        same by chance: the other side knows better."""
+        sides = [
+            (side, record)
+            for side, record in enumerate((row.actual, row.expected))
+            if record is not None
+        ]
+        telling = [(side, record) for side, record in sides if not is_constant(record)]
+        return {
+            at
+            for side, record in telling or sides
+            for at in self._readers.get((side, content(record)), ())
+        }
+
+    def producers(self, i: int, name: str) -> tuple[int | None, int | None]:
+        return self.producer.get((0, i, name)), self.producer.get((1, i, name))
+
+
+def _calls(pair: CallPair) -> list[Call]:
+    return [call for call in (pair.pair.actual, pair.pair.expected) if call is not None]
+
+
+def is_written(row: TensorPair) -> bool:
+    """Whether a call made this content: an output, or an argument or buffer it wrote to in place.
+
+    The latter are kept as `buffers.input.1`, named after the argument, and as
+    `buffers.running_mean.after`; so is the state of an optimizer.
+    """
+    if row.role == "state":
+        return row.name.endswith(".after")
+    if row.role == "buffer":
+        return row.name.startswith("buffers.input.") or row.name.endswith(".after")
+    return row.role == "output"
+
+
+def same_content(row: TensorPair, other: TensorPair) -> bool:
+    """Whether two tensors are one by content, on a side that has both."""
+    return any(
+        a is not None and b is not None and (key := content(a)) is not None and key == content(b)
+        for a, b in ((row.actual, other.actual), (row.expected, other.expected))
+    )
 
 
 class Scene:
@@ -31,6 +398,8 @@ class Scene:
         self.flow = Dataflow(pairs, containers)
         self.nodes = [make_node(i, p, containers[i]) for i, p in enumerate(pairs)]
         for node in self.nodes:
+            self._leave_out_workspaces(node)
+        for node in self.nodes:
             self._measure(node)
         for node in self.nodes:
             self._inherit(node)
@@ -38,17 +407,63 @@ class Scene:
             row.metrics is not None for node in self.nodes for row in node.pair.tensors
         )
         self.parameter_names = self._parameter_names()
+        self.parameters = {  # by step and label, as the step first has them
+            (node.call.step, label_of(node.call, row)): row
+            for node in reversed(self.nodes)
+            for row in node.inputs
+            if row.role == "parameter"
+        }
         # at L0 and L2 much of what makes a tensor goes unseen
-        self.sees_all = any(node.call.name.startswith(_OPERATORS) for node in self.nodes)
+        self.sees_all = any(map(sees_operators, pairs))
         self.first_step = min((node.call.step for node in self.nodes), default=0)
         self._children = self._find_children()
         self._recomputed: dict[object, list[Node]] | None = None
+        self._users: dict[int, list[int]] | None = None
+        self._units: dict[int, float] = {}  # by step
         self.in_optimizer = {
             at
             for node in self.nodes
             if node.call.name.startswith("Optimizer.")
             for at in (node.i, *self.inside(node))
         }
+
+    def _leave_out_workspaces(self, node: Node) -> None:
+        """Of an ATen operator with several results, those that change nothing.
+
+        Nobody reads them, or only the operator's own backward, whose results come out alike: memory
+        that was never wholly written.
+        """
+        outputs = [row for row in node.outputs if row.role == "output"]
+        if len(outputs) < 2 or not node.call.op.startswith("torch.ops."):
+            return
+        readers = [
+            [self.nodes[at] for at in sorted(self.flow.readers(row)) if at != node.i]
+            for row in outputs
+        ]
+        spare = [not self._matters(node, *pair) for pair in zip(outputs, readers, strict=True)]
+        if all(spare):
+            return
+        for row, found, is_spare in zip(outputs, readers, spare, strict=True):
+            if not is_spare:
+                continue
+            node.outputs.remove(row)
+            for reader in found:
+                reader.inputs = [other for other in reader.inputs if not same_content(other, row)]
+                reader.outputs = [other for other in reader.outputs if not same_content(other, row)]
+
+    def _matters(self, node: Node, row: TensorPair, readers: Sequence[Node]) -> bool:
+        """Whether a result is read by others than the operator's own backward, or changes that."""
+        for reader in readers:
+            if reader.call.op.startswith("torch.ops.aten.detach"):
+                continue  # what is saved for backward is detached first
+            if reader.call.direction != "backward" or reader.call.parent != node.call.name:
+                return True
+            others = [other for other in reader.inputs if not same_content(other, row)]
+            given = max((self.distance(reader, other) for other in others), default=0.0)
+            made = max((self.distance(reader, other) for other in reader.outputs), default=0.0)
+            if made > _CHANGED * max(given, 1.0):
+                return True
+        return False
 
     def _measure(self, node: Node) -> None:
         for row in node.inputs:
@@ -67,6 +482,8 @@ class Scene:
         actual, expected, _ = node.pair.pair
         if actual is not None and expected is not None:
             node.differences = arguments.differences(actual, expected)
+            if not node.container:  # else the calls inside tell which of them is given it
+                node.differences += arguments.settings(actual, expected)
 
     def _inherit(self, node: Node) -> None:
         """A backward call depends on what its forward call was given and made of it."""
@@ -95,6 +512,37 @@ class Scene:
         at = self.flow.forward.get(node.i)
         return None if at is None else self.nodes[at]
 
+    def users(self, at: int) -> list[int]:
+        """The forward calls, no modules, that were given a result of this one."""
+        if self._users is None:
+            self._users = {}
+            for (_, user, _), maker in self.flow.producer.items():
+                node = self.nodes[user]
+                if not node.container and node.call.direction == "forward":
+                    users = self._users.setdefault(maker, [])
+                    if user not in users:
+                        users.append(user)
+        return self._users.get(at, [])
+
+    def coarsest_unit(self, step: int) -> float:
+        """The unit roundoff of the coarsest dtype that calls of a step give."""
+        if step not in self._units:
+            nodes = (node for node in self.nodes if node.call.step == step)
+            rows = (row for node in nodes for row in node.outputs if row.role == "output")
+            self._units[step] = max(map(pair_roundoff, rows), default=0.0)
+        return self._units[step]
+
+    def belongs_to(self, node: Node) -> Node | None:
+        """Of an operator that runs inside backward, seen at L2, the forward one it belongs to."""
+        call = node.call
+        if call.direction != "backward" or not call.parent:
+            return None
+        for at in range(node.i - 1, -1, -1):
+            other = self.nodes[at].call
+            if other.name == call.parent and other.step == call.step:
+                return self.nodes[at]
+        return None
+
     def recomputed(self, node: Node) -> list[Node]:
         """Forward calls like this one that ran after backward had begun."""
         if self._recomputed is None:
@@ -112,6 +560,9 @@ class Scene:
         """What ran inside a module, or as part of an optimizer's step."""
         if node.call.name.startswith("Optimizer."):
             return self._inside_optimizer(node)
+        return self._descendants(node)
+
+    def _descendants(self, node: Node) -> set[int]:
         found: set[int] = set()
         todo = [node]
         while todo:
@@ -123,12 +574,22 @@ class Scene:
         return found
 
     def _inside_optimizer(self, node: Node) -> set[int]:
-        found = set()
+        """Its own calls: those after the closure, where it was given one."""
+        children = self._children.get((node.call.step, node.call.name))
+        if children:
+            closure = max((at for at in range(node.i + 1, children[-1]) if self._is_models(at)),
+                          default=node.i)  # fmt: skip
+            return {at for at in children if at > closure}
+        found = set()  # other tools, and older captures, do not say what is inside of what
         for at in range(node.i + 1, len(self.nodes)):
             if self.nodes[at].call.name.startswith(("Module.", "Optimizer.")):
                 break
             found.add(at)
         return found
+
+    def _is_models(self, at: int) -> bool:
+        call = self.nodes[at].call
+        return call.direction == "backward" or call.name.startswith("Module.")
 
     def _find_children(self) -> dict[tuple[int, str], list[int]]:
         children: dict[tuple[int, str], list[int]] = {}
@@ -144,12 +605,26 @@ class Scene:
             for row in node.inputs:
                 if row.role not in ("parameter", "buffer"):
                     continue
-                label = row.name.partition(".")[2]
-                full = label if call.name.startswith("Optimizer.") else f"{call.module}.{label}"
+                label = label_of(call, row)
                 for record in (row.actual, row.expected):
                     if record is not None and (key := content(record)) is not None:
-                        names.setdefault(key, full.strip("."))
+                        names.setdefault(key, label)
         return names
+
+
+def sees_operators(pair: CallPair) -> bool:
+    """Whether a call is an operator's, as L1 and mix record them; a model's, not an optimizer's."""
+    return pair.call.name.startswith(_OPERATORS)
+
+
+def label_of(call: Call, row: TensorPair) -> str:
+    """What the program calls a parameter, a buffer or a gradient: "layers.0.weight"."""
+    first, dot, rest = row.name.partition(".")
+    is_section = dot and first in ("parameters", "parameters_grad", "buffers", "output", "state")
+    label = (rest if is_section else row.name).removesuffix(".after")
+    if call.name.startswith("Optimizer.") or not call.module:
+        return label
+    return f"{call.module}.{label}"
 
 
 def _likeness(node: Node) -> object:

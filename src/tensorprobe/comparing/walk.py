@@ -5,38 +5,53 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from tensorprobe.comparing import arguments
-from tensorprobe.comparing.content import content
+from tensorprobe.comparing.align import content
 from tensorprobe.comparing.culprit import (
-    Culprit,
-    CulpritKind,
+    Found,
     accuse,
     accuse_nonfinite,
     digest_reason,
+    heals,
     kind_by_direction,
     magnitude,
     proof_of,
 )
-from tensorprobe.comparing.judge import ROUNDING, distance, moved_values, pair_roundoff
 from tensorprobe.comparing.measure import TensorPair
-from tensorprobe.comparing.nodes import (
+from tensorprobe.comparing.origins import (
+    Boundaries,
+    reordered,
+    wired_otherwise,
+    written_through_view,
+)
+from tensorprobe.comparing.rounding import (
+    ROUNDING,
+    distance,
+    moved_values,
+    pair_roundoff,
+    same_bits,
+)
+from tensorprobe.comparing.scene import (
     FAINT,
     Node,
+    Scene,
     drew_otherwise,
     exceeds,
+    has_other_shapes,
+    label_of,
     leaf_differs,
     nonfinite_counts,
     nonfinite_differs,
     shrink_factor,
     summed_size,
+    wrong_buffer,
 )
-from tensorprobe.comparing.replays import Replays, score, worst
-from tensorprobe.comparing.scene import Scene
-from tensorprobe.comparing.taint import Taint
-from tensorprobe.comparing.views import written_through_view
-from tensorprobe.comparing.wiring import wired_otherwise
+from tensorprobe.comparing.suspects import Replays, score, worst
+from tensorprobe.comparing.verdict import Culprit, CulpritKind
 from tensorprobe.replay.kinds import kind_of
 
-Found = tuple[int, Culprit] | None
+_CUTS = ("chunk", "split", "tensor_split", "split_with_sizes", "unbind")
+# In roundings: what another kernel of the same sums may differ by, as statistics show it.
+_MORE_THAN_ROUNDING = 2.0
 
 
 class Walk:
@@ -46,7 +61,9 @@ class Walk:
         self.scene = scene
         self.replays = replays
         self.taint = taint
+        self._boundaries = Boundaries(scene)
         self.hazards: list[tuple[int, Culprit]] = []  # where NaN is born, though computed right
+        self.cuts: list[tuple[int, Culprit]] = []  # where work is cut into other pieces
         self._random_bit = 0  # of the first call that drew other numbers
 
     def run(self) -> None:
@@ -61,8 +78,11 @@ class Walk:
                 node.is_paired
                 and not self.taint.is_culprit(node)
                 and (first_step is None or node.call.step <= first_step)
+                and not (self.cuts and has_other_shapes(node))
             ):
-                found = self._leaf(node) or (None if node.container else self._cause(node))
+                found = self._leaf(node) or self._appeared(node)
+                if found is None and (not node.container or self._is_unit(node)):
+                    found = self._cause(node)
                 if found is not None:
                     scene.culprits.append(found)
                     step = found[1].step
@@ -70,6 +90,27 @@ class Walk:
                     self.taint.add(found[0])
                     node.taint |= scene.nodes[found[0]].taint
             self.taint.leave(node)
+            self._boundaries.leave(node)
+
+    def _is_unit(self, node: Node) -> bool:
+        """Whether an optimizer is judged as a whole: the two sides step in other ways, from the
+        same parameters, gradients and state."""
+        if not node.call.name.startswith("Optimizer.") or not node.same_in or node.d_in:
+            return False
+        return not any(self.scene.nodes[at].is_paired for at in self.scene.inside(node))
+
+    def _appeared(self, node: Node) -> Found:
+        """An input that differs, that no recorded call made, and that nothing before explains."""
+        if node.taint:
+            return None
+        found = reordered(self.scene, node) or self._boundaries.look_at(node)
+        if found is None or heals(self.scene, found, node):
+            return None
+        row = next((row for row in node.inputs if row.name == found[1].tensor), None)
+        for record in (row.actual, row.expected) if row is not None else ():
+            if record is not None and (key := content(record)) is not None:
+                self.taint.bad_contents[key] = found[0]
+        return found
 
     # Tensors that no call made
 
@@ -89,8 +130,8 @@ class Walk:
             keys = [key for key in (content(a), content(e)) if key is not None]
             if any(key in self.taint.bad_contents for key in keys):
                 continue
-            if not (scene.sees_all or self._is_known_leaf(node, row, keys)):
-                continue
+            if not (scene.sees_all or self._is_known_leaf(row, keys)):
+                continue  # it may be a result of calls that were not recorded
             if node.call.step != scene.first_step and row.role != "input":
                 continue
             if not self._changes_something(node):
@@ -102,13 +143,11 @@ class Walk:
             return node.i, self._leaf_culprit(node, row)
         return None
 
-    def _is_known_leaf(self, node: Node, row: TensorPair, keys: list[Hashable]) -> bool:
-        """Whether a tensor without a producer is no result of calls that were not recorded."""
+    def _is_known_leaf(self, row: TensorPair, keys: list[Hashable]) -> bool:
+        """Whether a tensor without a producer is a parameter, or tokens or a mask."""
         if row.role != "input" or any(key in self.scene.parameter_names for key in keys):
             return True
-        if pair_roundoff(row) == 0:
-            return True  # tokens, masks
-        return all(n.same_out for n in self.scene.nodes[: node.i] if not n.container)
+        return pair_roundoff(row) == 0
 
     def _leaf_culprit(self, node: Node, row: TensorPair) -> Culprit:
         a, e = row.actual, row.expected
@@ -116,10 +155,11 @@ class Walk:
         assert e is not None
         names = self.scene.parameter_names
         name = names.get(content(a)) or names.get(content(e))
-        is_parameter = row.role in ("parameter", "buffer") or name is not None or a.requires_grad
+        is_parameter = row.role in ("parameter", "buffer", "state") or name is not None
         if is_parameter:
-            word = "buffer" if row.role == "buffer" else "parameter"
-            what = f"{word} {name or row.name} differs, and no recorded call made it"
+            word = {"buffer": "buffer", "state": "the optimizer's state"}.get(row.role, "parameter")
+            label = name or label_of(node.call, row)
+            what = f"{word} {label} differs, and no recorded call made it"
         else:
             what = (
                 f"{row.name}, which no recorded call made, differs: the runs were given other data"
@@ -144,16 +184,22 @@ class Walk:
         """Why this call's outputs differ, when nothing before it explains it."""
         if node.same_out and node.d_out == 0:
             return None
-        found = (
-            self._born_nonfinite(node)
-            or self._called_otherwise(node)
-            or self._drawn(node)
-            or wired_otherwise(self.scene, self.replays, node)
-        )
-        if found is not None:
+        ways = (self._born_nonfinite, self._called_otherwise, self._drawn, self._wired_otherwise)
+        for way in ways:
+            found = way(node)
+            if found is None:
+                continue
+            if heals(self.scene, found, node):
+                return None
+            if _cuts_otherwise(node):
+                self.cuts.append(found)
+                return None
             return found
         own = self._unreplayed(node)
         return (node.i, own) if own is not None else None
+
+    def _wired_otherwise(self, node: Node) -> Found:
+        return wired_otherwise(self.scene, self.replays, node)
 
     def _born_nonfinite(self, node: Node) -> Found:
         if node.taint or any(nonfinite_differs(row) for row in node.inputs):
@@ -170,7 +216,8 @@ class Walk:
                 continue  # both make them, of finite numbers: rounding decides where
             culprit = accuse_nonfinite(node, row, proof_of(row))
             if self._follows_from_inputs(node):
-                self.hazards.append((node.i, culprit))
+                if not heals(self.scene, (node.i, culprit)):
+                    self.hazards.append((node.i, culprit))
                 continue
             return node.i, culprit
         return None
@@ -199,7 +246,7 @@ class Walk:
             f"runs the same random state (tp.seed_all), or switch the randomness off"
         )
         row = max(node.outputs, key=distance, default=None)
-        return node.i, accuse(node, "output", reason, node.d_out, row=row)
+        return node.i, accuse(node, "output", reason, node.d_out, row=row, cause="seed")
 
     def _called_otherwise(self, node: Node) -> Found:
         """Arguments that differ, and by which the values do."""
@@ -235,10 +282,12 @@ class Walk:
         a, e = node.pair.pair.actual, node.pair.pair.expected
         assert a is not None
         assert e is not None
+        if any(arguments.settings(a, e)):  # each side did what its own say: a replay tells nothing
+            return not node.taint and exceeds(node)
         if self.replays.in_time and node.call.direction == "forward" and node.is_random is None:
             found = self.replays.matters(a, arguments.graft(a, e))
             if found is not None:
-                return found > FAINT
+                return found > FAINT or (not node.taint and wrong_buffer(node) is not None)
         if node.taint:
             return False
         return exceeds(node)
@@ -247,6 +296,10 @@ class Walk:
         """A call that cannot be replayed, or whose tensors were not kept."""
         if node.taint or not node.outputs or node.is_random == "random":
             return None
+        if (row := wrong_buffer(node)) is not None:
+            d = distance(row)
+            reason = f"its inputs agree, and what it wrote to {row.name} differs {magnitude(d)}"
+            return accuse(node, "output", reason, d, row=row, proof=proof_of(row))
         if node.d_out <= FAINT and not node.same_in:
             return None
         if node.evidence is not None and not any(found.problem for found in node.evidence):
@@ -271,6 +324,8 @@ class Walk:
             return None  # Adam divides noise by noise: only a replay can tell
         what = "result" if node.call.direction == "forward" else "gradient"
         inputs = "are equal" if node.same_in and node.d_in == 0 else "agree"
+        if proof_of(row) == "statistics":
+            inputs = "have equal statistics" if inputs == "are equal" else inputs
         reason = f"its inputs {inputs} and its {what} {row.name} differs {magnitude(node.d_out)}"
         problem = next((e.problem for e in node.evidence or () if e.problem), None)
         if problem:
@@ -305,8 +360,90 @@ class Walk:
                 return False
             if earlier.same_in:
                 alike.add(earlier.call.op)
-        return node.call.op in alike or len(alike) >= 3
+        return node.d_out > _MORE_THAN_ROUNDING and (node.call.op in alike or len(alike) >= 3)
+
+
+def _cuts_otherwise(node: Node) -> bool:
+    """Whether a call cuts the same tensor into other pieces: `chunk(2)` and `chunk(4)`."""
+    name = node.call.op.rpartition(".")[2].partition(".")[0]
+    return name in _CUTS and node.same_in and has_other_shapes(node)
 
 
 def _is_replayable(node: Node) -> bool:
     return any(row.metrics is not None for row in node.outputs)
+
+
+class Taint:
+    """The bits that calls take over from what they were given, in execution order."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.bad_contents: dict[object, int] = {}  # leaves that differ -> where they are blamed
+        self.in_backward: set[int] = set()  # steps whose backward has begun
+        self._gradients = 0
+        self._step, self._unseen = -1, 0
+        self._own: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """Start from the first call, with the culprits known by now."""
+        self._own = {at: bit for bit, (at, _) in enumerate(self.scene.culprits)}
+        self._gradients = 0
+        self._step, self._unseen = -1, 0
+        self.in_backward.clear()
+
+    def is_culprit(self, node: Node) -> bool:
+        """Whether a call has been accused."""
+        return node.i in self._own
+
+    def add(self, at: int) -> None:
+        """The culprit that was added last is at this node: it and what follows is tainted."""
+        bit = len(self.scene.culprits) - 1
+        self._own.setdefault(at, bit)
+        self.scene.nodes[at].taint |= 1 << bit
+
+    def inherited(self, node: Node) -> int:
+        """The bits of what a call was given, and its own."""
+        scene, taint = self.scene, 0
+        for row in node.inputs:
+            producers = scene.flow.producers(node.i, row.name)
+            for at in producers:
+                if at is not None:
+                    taint |= scene.nodes[at].taint
+            if self.bad_contents:
+                for record in (row.actual, row.expected):
+                    if record is not None:
+                        taint |= self._bit_at(self.bad_contents.get(content(record)))
+            if self._gradients and producers == (None, None) and not same_bits(row):
+                # several gradients that the engine has added up, or a gradient that was kept
+                # or that the optimizer is given
+                taint |= self._gradients
+        if self._unseen and node.call.step == self._step and not node.same_in:
+            taint |= self._unseen  # by calls that were not recorded
+        forward = scene.forward_of(node)
+        if forward is not None:
+            taint |= forward.taint
+            for twin in scene.recomputed(forward):
+                if twin.i < node.i:
+                    taint |= twin.taint
+        return taint | self._bit_at(node.i)
+
+    def _bit_at(self, at: int | None) -> int:
+        bit = None if at is None else self._own.get(at)
+        return 0 if bit is None else 1 << bit
+
+    def leave(self, node: Node) -> None:
+        """Go on from a call whose bits are settled."""
+        if not self.scene.sees_all:
+            if node.call.step != self._step:
+                self._step, self._unseen = node.call.step, 0
+            self._unseen |= node.taint
+        if node.call.direction == "backward":
+            self._gradients |= node.taint
+            self.in_backward.add(node.call.step)
+
+    def spread(self) -> None:
+        """Work out again which calls each culprit has reached."""
+        self.begin()
+        for node in self.scene.nodes:
+            node.taint = self.inherited(node)
+            self.leave(node)

@@ -1,8 +1,6 @@
 """What differs between devices, as a table; and a simulated NPU (`devices.sim_npu`)."""
 
-from tensorprobe.devices.mistakes import check_environment, check_kernel_dump, explain
-from tensorprobe.devices.ranks import current_rank, local_rank, world_size
-from tensorprobe.devices.table import (
+from tensorprobe.devices.device_table import (
     Device,
     FusedOps,
     OverflowFlag,
@@ -16,6 +14,8 @@ from tensorprobe.devices.table import (
     rng_kept,
     rows,
 )
+from tensorprobe.devices.mistakes import check_environment, check_kernel_dump, explain
+from tensorprobe.devices.ranks import current_rank, local_rank, world_size
 
 __all__ = [
     "Device",

@@ -8,9 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from tensorprobe.devices import sim_npu
-from tensorprobe.devices.sim_npu.faults import VARIABLE
-from tensorprobe.devices.table import device_layer
+from tensorprobe.devices.device_table import device_layer
 
 
 class Child(NamedTuple):
@@ -23,11 +21,12 @@ class Child(NamedTuple):
 def child(device: torch.device | str, script: Sequence[str]) -> Child:
     """How to run a Python script, with its arguments, where `device` is what it is here.
 
-    The simulated NPU goes along, with the faults planted in it; errors surface at their call.
+    A simulated device goes along, with the faults planted in it; errors surface at their call.
     """
     row = device_layer(device)
     environment = {row.launch_blocking: "1"} if row.launch_blocking is not None else {}
-    if row.type != "npu" or not sim_npu.is_installed():
+    simulator = row.simulated_by()
+    if simulator is None:
         return Child([sys.executable, *script], environment)
-    command = [sys.executable, "-m", "tensorprobe.devices.sim_npu", *script]
-    return Child(command, {**environment, VARIABLE: sim_npu.describe_faults()})
+    command = [sys.executable, "-m", simulator.__name__, *script]
+    return Child(command, {**environment, **simulator.child_environment()})

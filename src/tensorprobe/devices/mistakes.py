@@ -12,8 +12,8 @@ from importlib import metadata
 
 import torch
 
+from tensorprobe.devices.device_table import Device, device_layer, rows
 from tensorprobe.devices.ranks import local_rank
-from tensorprobe.devices.table import Device, device_layer, rows
 
 
 @dataclass(frozen=True)

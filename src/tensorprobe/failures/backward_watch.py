@@ -6,35 +6,35 @@ import bisect
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tensorprobe.capture.engine import EngineEntry
-from tensorprobe.capture.gradients import LEAF, Gradients
-from tensorprobe.capture.quiet import Quiet
-from tensorprobe.failures.followed_calls import Stamp, WatchedCall, WatchTape
+from tensorprobe.failures.followed_calls import FollowedCalls, Stamp, WatchedCall
+from tensorprobe.follow.gradients import LEAF, Gradients
+from tensorprobe.follow.quiet import Quiet
 
 
-class BackwardWatch(EngineEntry):
-    """Keeps `modes` on in backward; `on_failed` is given an error, its node, when backward began.
+class BackwardWatch:
+    """Follows backward from node to node; `on_failed` is given an error, its node, when it began.
 
     A prehook that returns nothing sits on every node, put there when a backward first starts above
-    it. Nodes may run in threads of their own, and the exception comes out here.
+    it. Nodes may run in threads of their own, and the exception comes out here. `going` gives the
+    threads that go backward.
     """
 
     def __init__(
         self,
-        modes: Sequence[Any],
-        tape: WatchTape,
+        calls: FollowedCalls,
         on_failed: Callable[[Exception, Any, int], None],
-        on_end: Callable[[bool], None],
+        going: Callable[[], set[int]],
     ) -> None:
-        super().__init__(modes, self._begins, on_end)
-        self._tape = tape
+        self.on = False
+        self._calls = calls
         self._on_failed = on_failed
-        self._mark = f"{tape.key} entered"
+        self._going = going
+        self._mark = f"{calls.key} entered"
         self._count = itertools.count(1)
         self._entered: dict[int, tuple[int, Any]] = {}  # the last node, by thread
         self._made: dict[int, list[tuple[int, WatchedCall]]] = {}  # by backward with create_graph
@@ -50,7 +50,7 @@ class BackwardWatch(EngineEntry):
 
     def call_of(self, node: Any) -> WatchedCall | None:
         """The forward call that a node belongs to; of a node that backward made, the same."""
-        stamp: Stamp | None = node.metadata.get(self._tape.key)
+        stamp: Stamp | None = node.metadata.get(self._calls.key)
         if stamp is not None:
             return stamp.call
         number, found = node._sequence_nr(), []
@@ -60,7 +60,8 @@ class BackwardWatch(EngineEntry):
                 found.append(starts[place - 1][1])
         return found[0] if len(found) == 1 else None
 
-    def _run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def around(self, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+        """Go backward by `run`; torch's engine is given `args`."""
         ident = threading.get_ident()
         began, before = next(self._count), self._entered.get(ident)
         leaves = self._listen(args[0] if args else ())
@@ -68,7 +69,7 @@ class BackwardWatch(EngineEntry):
         creates = len(args) > 3 and bool(args[3])
         self._creating += creates
         try:
-            return super()._run(original, args, kwargs)
+            return run()
         except Exception as error:
             self._on_failed(error, self._last_entered(began), began)
             raise
@@ -81,16 +82,16 @@ class BackwardWatch(EngineEntry):
             if before is not None:
                 self._entered[ident] = before
 
-    def _begins(self, roots: Any) -> None:
+    def begins(self, roots: Any) -> None:
         """A loss may come from a custom Function that no other call has used."""
-        tape = self._tape
+        calls = self._calls
         try:
             with Quiet():
                 nodes = [(root, root.grad_fn) for root in roots if isinstance(root, torch.Tensor)]
                 kind = torch.autograd.function.BackwardCFunction
-                tape.note_functions([each for each in nodes if isinstance(each[1], kind)])
+                calls.note_functions([each for each in nodes if isinstance(each[1], kind)])
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            tape.gap("backward", error)
+            calls.gap("backward", error)
 
     def _last_entered(self, began: int) -> Any:
         recent = self._entered_since(began).values()
@@ -98,7 +99,7 @@ class BackwardWatch(EngineEntry):
 
     def _entered_since(self, began: int) -> dict[int, tuple[int, Any]]:
         """By thread, the last nodes entered, but of others that go backward themselves."""
-        others = self.going - {threading.get_ident()}
+        others = self._going() - {threading.get_ident()}
         entered = list(self._entered.items())
         return {k: each for k, each in entered if each[0] > began and k not in others}
 
@@ -125,11 +126,11 @@ class BackwardWatch(EngineEntry):
                         node.register_prehook(self._enter)
                         todo += [after for after, _ in node.next_functions if after is not None]
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            self._tape.gap("backward", error)
+            self._calls.gap("backward", error)
         return leaves
 
     def _enter(self, grads: Gradients) -> None:
-        if self._wrapper is None:  # the guard is over, the graph is not
+        if not self.on:  # the guard is over, the graph is not
             return
         try:
             node: Any = torch._C._current_autograd_node()
@@ -137,16 +138,16 @@ class BackwardWatch(EngineEntry):
                 return
             ident = threading.get_ident()
             self._entered[ident] = (next(self._count), node)
-            stamp: Stamp | None = node.metadata.get(self._tape.key)
+            stamp: Stamp | None = node.metadata.get(self._calls.key)
             if stamp is None:
                 return
             if self._creating:
                 number = torch._C._autograd._get_sequence_nr()
                 self._made.setdefault(ident, []).append((number, stamp.call))
             with Quiet():
-                self._tape.receive(stamp, grads)
+                self._calls.receive(stamp, grads)
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            self._tape.gap("backward", error)
+            self._calls.gap("backward", error)
 
 
 def _node_of(root: Any) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from tensorprobe.capture.naming import split_direction
 from tensorprobe.devices import failed_device
 from tensorprobe.failures.alone import Alone, run_alone, without_numbers, write_repro
 from tensorprobe.failures.call_text import describe_call
@@ -19,6 +18,7 @@ from tensorprobe.failures.origin import chain, words
 from tensorprobe.failures.overwrites import Writes
 from tensorprobe.failures.recent_inputs import DROPPED, ENDED, GONE, STEPPING, TOO_LARGE
 from tensorprobe.failures.saved_inputs import SavedInputs, direction_name
+from tensorprobe.follow.naming import split_direction
 from tensorprobe.guarding.findings import Finding
 from tensorprobe.records import HOST, Direction
 from tensorprobe.store.frames import users_line

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from tensorprobe.capture.calls import OpenCall
-from tensorprobe.capture.encode import encode, map_tensors
-from tensorprobe.capture.gradients import LEAF, Gradients, Path, trace_call
-from tensorprobe.capture.hidden_state import silently_written, writes_in_place
-from tensorprobe.capture.naming import ApiName, CallNames
-from tensorprobe.capture.quiet import Quiet
-from tensorprobe.capture.selection import Selection
-from tensorprobe.capture.tape import Tape, Tracer
-from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig
 from tensorprobe.failures.overwrites import Writes
 from tensorprobe.failures.recent_inputs import STEPPING, TOO_LARGE, Content, Kept, can_be_lost
-from tensorprobe.records import HOST
+from tensorprobe.follow.compiled import NOTE, Run, name_of
+from tensorprobe.follow.gradients import LEAF, Gradients, Path
+from tensorprobe.follow.hidden_state import silently_written, writes_in_place
+from tensorprobe.follow.naming import ApiName, CallNames, Counter, optimizer_name
+from tensorprobe.follow.observer import Observer
+from tensorprobe.follow.place import Place
+from tensorprobe.follow.quiet import Quiet
+from tensorprobe.follow.stacks import Stacks
+from tensorprobe.record.encode import encode, map_tensors
+from tensorprobe.record.selection import Selection
+from tensorprobe.record.tensor_lines import TensorLines
+from tensorprobe.record.values import Values
+from tensorprobe.records import HOST, Keep
 from tensorprobe.store.lines import TensorLine
 from tensorprobe.store.writer import CaptureWriter
 from tensorprobe.tensors.summarizer import Summarizer
@@ -46,9 +51,14 @@ class Given(NamedTuple):
     content: Content
 
 
-class WatchedCall(OpenCall, eq=False):
+class WatchedCall(msgspec.Struct, eq=False):
     """A call with what it was given, for as long as that is kept."""
 
+    names: CallNames
+    keep: Keep
+    step: int
+    inputs: list[tuple[torch.Tensor, Path]] = []
+    notes: list[str] = []
     thread: str = ""
     args: list[Any] = msgspec.field(default_factory=list)
     kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -85,12 +95,25 @@ class Stamp(NamedTuple):
     outputs: tuple[Output, ...] | None
 
 
-class WatchTape(Tape):
-    """Stands where a recorder has its tape, and writes nothing: it remembers.
+class Told(NamedTuple):
+    """Who is told what the program does, beside the calls that are remembered here."""
+
+    raised: Callable[[WatchedCall, Exception], None]
+    small_call_raised: Callable[[ApiName, Any, Any, Exception, FrameType | None], None]
+    around_backward: Callable[[Callable[[], Any], tuple[Any, ...]], Any]
+    backward_begins: Callable[[Any], None]
+    step: Callable[[], None]
+
+
+class FollowedCalls(Observer):
+    """Remembers the calls of the program, and writes nothing.
 
     Every call is followed. `calls` are those whose inputs are kept, however large they are; where
     they are given no others are, nor in other `steps`.
     """
+
+    sees_small_calls = True
+    surrounds_backward = True
 
     def __init__(
         self,
@@ -98,36 +121,87 @@ class WatchTape(Tape):
         kept: Kept,
         calls: Sequence[str],
         steps: Sequence[int] | None,
-        on_raised: Callable[[WatchedCall, Exception], None],
+        told: Told,
     ) -> None:
-        config = RecordConfig.make(level="L1", keep="tensors", calls=calls, steps=steps)
-        super().__init__(config, Selection(config), writer, Values(writer, Summarizer()))
+        self.selection = Selection(RecordConfig.make(keep="tensors", calls=calls, steps=steps))
+        self.lines = TensorLines(self.selection, Values(writer, Summarizer()))
+        self.place = Place()
+        self.counter = Counter()
+        self.stacks = Stacks(self._note_stack)
+        self._step = -1
         self.key = f"tensorprobe {id(self)}"  # of stamps
         self.troubles: dict[str, str] = {}  # calls that could not be noted, and why
         self.writes = Writes()
         self.compiled: dict[ApiName, WatchedCall] = {}  # the last run of each compiled part
         self._kept = kept
-        self._on_raised = on_raised
+        self._told = told
         self._frames: dict[int, list[str]] = {}
         # threads that are inside an optimizer, which is given all parameters there are
         self._stepping: set[int] = set()
 
     # Steps
 
-    def begin_step(self, step: int, wanted: bool = True) -> None:
-        if step != self.step:
-            self._kept.release()
-            self._stepping.clear()
-            self._frames.clear()
-            self.compiled.clear()
-        super().begin_step(step, wanted)
-
-    def open_step(self) -> None:
-        """Nothing is written before there is an error."""
+    def begin_step(self, step: int) -> None:
+        """Another step begins, or goes on."""
+        self.on = True
+        if step == self._step:
+            return
+        self._step = step
+        self._kept.release()
+        self._stepping.clear()
+        self._frames.clear()
+        self.compiled.clear()
+        self.counter.reset()
+        self.selection.begin_step()
+        self.stacks.reset()
 
     # Calls
 
+    def begin(
+        self,
+        api: ApiName,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: FrameType | None,
+    ) -> WatchedCall | None:
+        names = self.select(api, self.counter.next_name(api), self.place.module)
+        shown = args[:1] if api.api == "__deepcopy__" else args  # the rest is copy's own memo
+        return self.note(names, shown, kwargs, frame)
+
+    def compiled_began(self, run: Run, frame: FrameType | None) -> None:
+        """Note a compiled part as one call."""
+        name = name_of(run)
+        api = ApiName("Compiled", name, name)
+        names = self.select(api, self.counter.next_name(api), self.place.module)
+        if names.wanted:
+            frame = frame.f_back if frame is not None else None  # around the generated code
+            call = self.note(names, run.entry.f_locals.get("args", ()), {}, frame)
+            if call is not None:
+                call.notes.append(NOTE)
+                self.end(call, None)
+
+    def optimizer_begins(
+        self, optimizer: Any, frame: FrameType, has_closure: bool
+    ) -> WatchedCall | None:
+        if not self.on:
+            return None
+        kind = type(optimizer)
+        api = optimizer_name(kind.__name__, f"{kind.__module__}.{kind.__qualname__}.step")
+        names = self.select(api, self.counter.next_name(api), "")
+        settings = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        self._stepping.add(threading.get_ident())
+        return self.note(names, settings, {}, frame)
+
+    def optimizer_ended(self, optimizer: Any, call: WatchedCall) -> None:
+        self._stepping.discard(threading.get_ident())
+        self.end(call, None)
+
     def select(self, api: ApiName, name: str, module: str) -> CallNames:
+        """The names of a call, and whether its inputs are to be kept."""
         names = CallNames(api, name, module)
         return names.but(wanted=self._is_chosen(names))
 
@@ -135,27 +209,19 @@ class WatchTape(Tape):
         if self.selection.everything:
             return True
         wanted = self.selection.decide(names) or self.selection.may_want_backward(names)
-        return wanted and self.selection.wants_step(self.step)
+        return wanted and self.selection.wants_step(self._step)
 
-    def begin(
+    def note(
         self,
         names: CallNames,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        depth: int = 0,
-        grad: bool = False,
-        parent: str | None = None,
-        random: bool | None = None,
-        writes: frozenset[str] | None = None,
-        stack: int | None = None,
-        **named: Iterable[tuple[str, torch.Tensor]],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        frame: FrameType | None,
     ) -> WatchedCall | None:
         """Note a call before it runs."""
         try:
-            kwargs = kwargs or {}
-            call = WatchedCall(names, "tensors", self.step, thread=self.place.thread)
-            call.frames = self._frames_here(depth + 1)
+            call = WatchedCall(names, "tensors", self._step, thread=self.place.thread)
+            call.frames = self._frames_here(frame)
             writes_over = self._writes_over(names.api, args, kwargs)
             with Quiet():
                 noting = _Noting(self, call, writes_over)
@@ -163,8 +229,6 @@ class WatchTape(Tape):
                 call.kwargs = {k: encode(v, noting, (k,)) for k, v in kwargs.items()}
                 if noting.functions:
                     self.note_functions(noting.functions)
-            if names.api.prefix == "Optimizer":
-                self._stepping.add(threading.get_ident())
             if torch.is_grad_enabled():
                 call.start = torch._C._autograd._get_sequence_nr()
             return call
@@ -190,17 +254,8 @@ class WatchTape(Tape):
             self.gap(call.names.name, error)
             return Content(None, reason=f"it could not be read: {error}".partition("\n")[0])
 
-    def end(
-        self,
-        call: OpenCall,
-        result: Any,
-        tracer: Tracer = trace_call,
-        buffers: Iterable[tuple[str, torch.Tensor]] = (),
-    ) -> None:
+    def end(self, call: WatchedCall, result: Any) -> None:
         """Follow a call that has returned into backward, if it will be there."""
-        assert isinstance(call, WatchedCall)
-        if call.names.api.prefix == "Optimizer":
-            self._stepping.discard(threading.get_ident())
         try:
             if call.start >= 0:
                 with Quiet():
@@ -220,24 +275,31 @@ class WatchTape(Tape):
         written = [tensor for tensor, path in call.inputs if path[0] in ("0", "out")]
         self.writes.note(call.names.name, call.frames, written)
 
-    def raised(self, call: OpenCall, error: BaseException) -> None:
-        assert isinstance(call, WatchedCall)
+    def raised(self, call: WatchedCall, error: BaseException) -> None:
         # the one below is no failure: torch.utils.checkpoint has all it needs and leaves by raising
         if isinstance(error, Exception) and type(error).__name__ != "_StopRecomputationError":
-            self._on_raised(call, error)
+            self._told.raised(call, error)
         call.inputs.clear()
 
     def gap(self, name: str, reason: BaseException | str) -> None:
         if len(self.troubles) < _MAX_GAPS:
             self.troubles[name] = str(reason)
 
-    def await_work(self, call: OpenCall, result: Any) -> bool:
-        return False
+    def small_call_raised(
+        self, api: ApiName, args: Any, kwargs: Any, error: Exception, frame: FrameType | None
+    ) -> None:
+        self._told.small_call_raised(api, args, kwargs, error, frame)
 
-    def forget_written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        pass
+    def step_ended(self) -> None:
+        self._told.step()
 
     # Backward
+
+    def around_backward(self, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+        return self._told.around_backward(run, args)
+
+    def backward_begins(self, roots: Any) -> None:
+        self._told.backward_begins(roots)
 
     def receive(self, stamp: Stamp, grads: Gradients) -> None:
         """Backward has come to a node of a call's outputs: the gradients are what it is given."""
@@ -273,15 +335,15 @@ class WatchTape(Tape):
             if self.key in node.metadata:  # seen before, or made by an operator of torch.library
                 continue
             kind = getattr(type(node), "_forward_cls", type(node))
-            call = self.new_function(kind, depth=4)
+            call = self.new_function(kind)
             node.metadata[self.key] = Stamp(call, None)
 
-    def new_function(self, kind: type, depth: int) -> WatchedCall:
+    def new_function(self, kind: type) -> WatchedCall:
         """A call of a custom autograd.Function, of which only the graph node is seen."""
         api = ApiName("Function", kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
         names = self.select(api, self.counter.next_name(api), self.place.module)
-        call = WatchedCall(names, "tensors", self.step, thread=self.place.thread)
-        call.frames = self._frames_here(depth)
+        call = WatchedCall(names, "tensors", self._step, thread=self.place.thread)
+        call.frames = self._frames_here(sys._getframe())
         seen = COMPILED if kind.__name__ == "CompiledFunction" else _BY_NODE
         call.notes.append(seen)
         return call
@@ -334,11 +396,11 @@ class WatchTape(Tape):
             return False
         return _is_in_place(api, kwargs) or bool(silently_written(api, args, kwargs))
 
-    def _frames_here(self, depth: int) -> list[str]:
-        number = self._stacks.current(depth + 1, self.place.frame, self.place.stack)
+    def _frames_here(self, frame: FrameType | None) -> list[str]:
+        number = self.stacks.current(frame, self.place.frame, self.place.stack)
         return self._frames.get(number, [])
 
-    def _write_stack(self, id: int, frames: list[str]) -> None:
+    def _note_stack(self, id: int, frames: list[str]) -> None:
         self._frames[id] = frames
 
 
@@ -353,22 +415,22 @@ def _wrote(call: WatchedCall) -> bool:
 class _Noting:
     """Notes the tensors among the arguments of one call."""
 
-    __slots__ = ("_call", "_copy", "_seen", "_tape", "functions")
+    __slots__ = ("_call", "_calls", "_copy", "_seen", "functions")
 
-    def __init__(self, tape: WatchTape, call: WatchedCall, copy: bool) -> None:
-        self._tape, self._call, self._copy = tape, call, copy
+    def __init__(self, calls: FollowedCalls, call: WatchedCall, copy: bool) -> None:
+        self._calls, self._call, self._copy = calls, call, copy
         self._seen: dict[int, Given] = {}
         self.functions: list[tuple[torch.Tensor, Any]] = []
 
     def __call__(self, tensor: torch.Tensor, path: Path) -> Any:
         call = self._call
-        line = self._tape.lines.line(tensor, call, "input", ".".join(path), False)
+        line = self._calls.lines.line(tensor, call, "input", ".".join(path), False)
         first = self._seen.get(id(tensor))
         if first is not None:
             line.same = f"input.{'.'.join(first.path)}"
             given = Given(line, path, first.content)
         else:
-            given = Given(line, path, self._tape.take(call, tensor, self._copy))
+            given = Given(line, path, self._calls.take(call, tensor, self._copy))
             self._seen[id(tensor)] = given
             call.inputs.append((tensor, path))
             node = tensor.grad_fn

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tensorprobe.capture.tracebacks import is_stand_in
+from tensorprobe.follow.tracebacks import is_stand_in
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FUNCTION = os.path.join(_TORCH, "autograd", "function.py")

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tensorprobe.capture.transfer import HostCopy, Transfer
 from tensorprobe.devices import device_layer
+from tensorprobe.record.transfer import HostCopy, Transfer
 from tensorprobe.tensors.memory import Unsupported
 
 GONE = "it was written to after the call"

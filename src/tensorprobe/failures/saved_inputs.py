@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tensorprobe.capture.encode import as_arguments
-from tensorprobe.capture.facts import environment_facts
-from tensorprobe.capture.naming import split_direction, with_direction
-from tensorprobe.capture.quiet import Quiet
 from tensorprobe.failures.followed_calls import Given, WatchedCall
+from tensorprobe.follow.naming import split_direction, with_direction
+from tensorprobe.follow.quiet import Quiet
+from tensorprobe.record.encode import as_arguments
+from tensorprobe.record.facts import environment_facts
 from tensorprobe.records import Direction
 from tensorprobe.store.claim import run_identity
 from tensorprobe.store.lines import CallLine, EndLine, GapLine, StackLine

@@ -8,26 +8,23 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, Concatenate, ParamSpec
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from tensorprobe.capture.function_mode import CallMode
-from tensorprobe.capture.mode_stack import add_mode, remove_mode
-from tensorprobe.capture.module_hooks import ModuleHooks
-from tensorprobe.capture.naming import ApiName, CallNames, call_name
-from tensorprobe.capture.optimizer_hooks import OptimizerHooks
-from tensorprobe.capture.quiet import Quiet
-from tensorprobe.capture.recorder import say
-from tensorprobe.capture.steps import StepOn, StepWatch
-from tensorprobe.capture.warning_filters import COMPILED_MODULE, add_filter, remove_filter
 from tensorprobe.devices import block_launches, current_rank
 from tensorprobe.errors import TensorprobeError
 from tensorprobe.failures.backward_watch import BackwardWatch
 from tensorprobe.failures.failed_calls import Failures
-from tensorprobe.failures.followed_calls import COMPILED, WatchedCall, WatchTape
+from tensorprobe.failures.followed_calls import (
+    COMPILED,
+    FollowedCalls,
+    Told,
+    WatchedCall,
+)
 from tensorprobe.failures.origin import (
     CompiledPart,
     CustomFunction,
@@ -40,8 +37,14 @@ from tensorprobe.failures.origin import (
 )
 from tensorprobe.failures.recent_inputs import Kept
 from tensorprobe.failures.saved_inputs import SavedInputs
+from tensorprobe.follow.follower import Follower
+from tensorprobe.follow.naming import ApiName, CallNames, call_name
+from tensorprobe.follow.quiet import Quiet
+from tensorprobe.follow.steps import StepOn
+from tensorprobe.follow.warning_filters import COMPILED_MODULE, add_filter, remove_filter
 from tensorprobe.garbage import rare_searches
 from tensorprobe.guarding.guard_options import check_budget
+from tensorprobe.record.recorder import say
 from tensorprobe.records import Direction
 
 _MAX_KNOWN = 1000
@@ -91,41 +94,30 @@ class ErrorWatch:
         self.log = log
         self._kept = Kept(check_budget(inputs_budget))
         inputs = SavedInputs(folder / "inputs", current_rank())
-        self._tape = WatchTape(inputs.writer, self._kept, calls, steps, self._forward_failed)
+        self._calls = FollowedCalls(inputs.writer, self._kept, calls, steps, self._told())
+        self._follower = Follower(
+            self._calls, self._calls.place, step_on=step_on, stacks=self._calls.stacks
+        )
+        engine = self._follower.engine
+        self._backward = BackwardWatch(self._calls, self._backward_failed, lambda: engine.going)
         self._failures = Failures(
             place,
             inputs,
-            self._tape.troubles,
-            self._tape.writes,
+            self._calls.troubles,
+            self._calls.writes,
             report,
             log,
             rerun,
             timeout_s,
         )
-        self._pace = StepWatch(step_on, self._advance)
-        self._mode = CallMode(
-            self._tape,
-            on_scaler_update=self._pace.scaler_updated,
-            on_passed_error=self._small_call_failed,
-        )
-        self._modules = ModuleHooks(
-            self._tape, record=False, modes=[self._mode], on_root=self._pace.root_called
-        )
-        self._optimizers = OptimizerHooks(
-            self._tape, self._modules.paths.parameter_names, self._pace.optimizer_stepped
-        )
-        self._engine = BackwardWatch(
-            [self._mode], self._tape, self._backward_failed, self._backward_ended
-        )
         self._step = 0
-        self._advance_later = False
         # exceptions that were dealt with, by identity: their words, and when that was
         self._known: dict[int, tuple[tuple[str, str], int]] = {}
         self._pid = os.getpid()
         self._left: Any = None
         self._filter: Any = None
         self._set_variables: list[str] = []
-        _stop_in_children(self._tape)
+        _stop_in_children(self._calls)
 
     # What the guard calls
 
@@ -133,13 +125,11 @@ class ErrorWatch:
         """Watch from here on."""
         self._set_variables = block_launches()
         self._filter = add_filter(COMPILED_MODULE)
-        self._tape.begin_step(self._step)
-        self._modules.install()
-        self._optimizers.install_once()
-        self._engine.install()
+        self._calls.begin_step(self._step)
+        self._backward.on = True
         self._left = register_module_forward_hook(self._module_left, always_call=True)
         rare_searches.begin()
-        add_mode(self._mode)
+        self._follower.install()
 
     def leave(self, error: BaseException | None) -> None:
         """Watch no more: `error` is what the program leaves by. What failed is tried alone."""
@@ -153,37 +143,33 @@ class ErrorWatch:
 
     def step(self) -> None:
         """One step of the program has ended."""
-        self._pace.be_explicit()
-        self._advance()
+        self._follower.step()
 
     def _take_away(self) -> None:
-        remove_mode(self._mode)
+        self._follower.remove()
+        self._backward.on = False
         rare_searches.end()
         self._left.remove()
-        self._engine.remove()
-        self._optimizers.remove()
-        self._modules.remove()
         remove_filter(self._filter)
         for variable in self._set_variables:
             os.environ.pop(variable, None)
         self._set_variables.clear()
 
-    # Steps
+    # What the program does
+
+    def _told(self) -> Told:
+        return Told(
+            raised=self._forward_failed,
+            small_call_raised=self._small_call_failed,
+            around_backward=lambda run, args: self._backward.around(run, args),
+            backward_begins=lambda roots: self._backward.begins(roots),
+            step=self._advance,
+        )
 
     def _advance(self) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            self._advance_later = True  # an optimizer that steps inside of backward
-            return
         self._step += 1
-        self._tape.begin_step(self._step)
-        self._modules.begin_step()
-        self._engine.forget()
-
-    def _backward_ended(self, last: bool) -> None:
-        self._pace.backward_ended()
-        if self._advance_later:
-            self._advance_later = False
-            self._advance()
+        self._calls.begin_step(self._step)
+        self._backward.forget()
 
     # What fails
 
@@ -192,15 +178,17 @@ class ErrorWatch:
             self._failed(call, "forward", error)
 
     @_shielded
-    def _small_call_failed(self, api: ApiName, args: Any, kwargs: Any, error: Exception) -> None:
+    def _small_call_failed(
+        self, api: ApiName, args: Any, kwargs: Any, error: Exception, frame: FrameType | None
+    ) -> None:
         """One of the calls that a recording leaves out: `size`, `requires_grad_`, `backward`."""
         asked = isinstance(error, AttributeError) or api.stem.endswith((".__get__", ".__set__"))
         if asked or self._is_known(error):
             return
         direction: Direction = "backward" if api.api.endswith(("backward", "grad")) else "forward"
-        name = call_name(api, self._tape.counter.next(api), direction)
-        names = CallNames(api, name, self._tape.place.module, direction)
-        call = self._tape.begin(names, args, kwargs, depth=3)
+        name = call_name(api, self._calls.counter.next(api), direction)
+        names = CallNames(api, name, self._calls.place.module, direction)
+        call = self._calls.note(names, args, kwargs, frame)
         if call is not None:
             self._failed(call, direction, error)
 
@@ -212,7 +200,7 @@ class ErrorWatch:
         if is_programs_own(error):  # a hook of the program's: not torch's failure
             self._remember(error)
             return
-        call = None if node is None else self._engine.call_of(node)
+        call = None if node is None else self._backward.call_of(node)
         if call is not None:
             self._failed(call, "backward", error, node.name())
         elif node is not None:
@@ -222,7 +210,7 @@ class ErrorWatch:
         """A node that no call of the program has made: a leaf's, or one of a C++ extension."""
         name = node.name().rpartition("::")[2]
         names = CallNames(ApiName("Node", name, node.name()), f"Node.{name}", "", "backward")
-        call = WatchedCall(names, "tensors", self._step, thread=self._tape.place.thread)
+        call = WatchedCall(names, "tensors", self._step, thread=self._calls.place.thread)
         call.frames = user_frames(error)
         self._failed(call, "backward", error, node.name())
 
@@ -253,11 +241,13 @@ class ErrorWatch:
 
     def _compiled_failed(self, part: CompiledPart, error: Exception) -> None:
         api = ApiName("Compiled", part.name, part.name)
-        call = self._tape.compiled.pop(api, None)  # seen when it began, where calls were seen in it
+        call = self._calls.compiled.pop(
+            api, None
+        )  # seen when it began, where calls were seen in it
         if call is None:
-            name = call_name(api, self._tape.counter.next(api))
-            names = CallNames(api, name, self._tape.place.module)
-            call = WatchedCall(names, "tensors", self._step, thread=self._tape.place.thread)
+            name = call_name(api, self._calls.counter.next(api))
+            names = CallNames(api, name, self._calls.place.module)
+            call = WatchedCall(names, "tensors", self._step, thread=self._calls.place.thread)
         call.notes.clear()
         call.frames = part.frames
         call.notes.append(COMPILED)
@@ -265,9 +255,9 @@ class ErrorWatch:
 
     def _function_failed(self, place: CustomFunction, error: Exception) -> None:
         """The code of a custom Function raised by itself, in no torch call and no backward."""
-        call = self._tape.new_function(place.kind, depth=2)
+        call = self._calls.new_function(place.kind)
         call.frames = user_frames(error)
-        self._tape.note_arguments(call, place.args)
+        self._calls.note_arguments(call, place.args)
         self._failed(call, "forward", error)
 
     # What was dealt with
@@ -293,16 +283,16 @@ class ErrorWatch:
         # again when an exception is gone, hence the words and the time.
         if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
-        self._known[id(error)] = (words(error), self._engine.now())
+        self._known[id(error)] = (words(error), self._backward.now())
 
 
-def _stop_in_children(tape: WatchTape) -> None:
+def _stop_in_children(calls: FollowedCalls) -> None:
     """A forked child (a DataLoader worker) has our modes, but nothing of its work is watched."""
-    reference = weakref.ref(tape)
+    reference = weakref.ref(calls)
 
     def in_child() -> None:
         alive = reference()
         if alive is not None:
-            alive.recording = False
+            alive.on = False
 
     os.register_at_fork(after_in_child=in_child)

@@ -10,15 +10,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from tensorprobe.capture.recorder import Recorder, say
-from tensorprobe.capture.steps import StepOn
-from tensorprobe.capture.tracebacks import clean_below
 from tensorprobe.devices import current_rank, world_size
 from tensorprobe.errors import BadUsage, WriteFailed
+from tensorprobe.follow.steps import StepOn
+from tensorprobe.follow.tracebacks import clean_below
 from tensorprobe.guarding.findings import FILE, Finding, describe, write_findings
 from tensorprobe.guarding.guard_options import check_numbers, check_timeout, check_watches
 from tensorprobe.keywords import keywords
 from tensorprobe.native import background
+from tensorprobe.record.recorder import Recorder, say
 from tensorprobe.records import count
 from tensorprobe.store.outputs import check_writable
 from tensorprobe.store.refusals import Refusals

@@ -1,1 +1,1 @@
-"""The door for scripts of msprobe: its names, arguments, defaults and files."""
+"""msprobe under its own names, for its scripts; what is behind them is in peers/msprobe."""

@@ -2,6 +2,6 @@
 
 import sys
 
-from tensorprobe.msprobe.command import main
+from tensorprobe.peers.msprobe.msprobe_command import main
 
 sys.exit(main())

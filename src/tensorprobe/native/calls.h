@@ -1,5 +1,5 @@
-// A recorded torch call from the function mode to its lines: what `capture.function_mode.CallMode`
-// and `capture.tape.Tape` do of plain calls, those that most are.
+// A recorded torch call from the function mode to its lines: what `follow.function_mode.CallMode`
+// and `record.tape.Tape` do of plain calls, those that most are.
 #pragma once
 
 #include <c10/core/GradMode.h>
@@ -23,13 +23,13 @@
 
 namespace tensorprobe {
 
-// Python's side of it: `capture.plain_calls` says what each is.
+// Python's side of it: `record.tape.Tape.plain_calls` says what each is.
 struct Recording {
   Ref tape, lines, log, plans, describe, counter, place, keep;
   std::optional<StackTable> stacks;  // where they are wanted
   StandIns stand_ins;
   Ref compiler, state_notes, encode, positions, only_path, output_spots, no_aliases;
-  Ref open_call, call_names, end_line, raw, one_node, one_way, any_way, node_run;
+  Ref open_call, out, call_names, end_line, raw, one_node, one_way, any_way, node_run;
   bool wants_input = false, wants_output = false;
 };
 
@@ -100,7 +100,7 @@ class Calls : public Follower {
     int64_t version;
   };
 
-  // As `capture.calls.OpenCall`, which Python is given where it has to go on.
+  // As `record.calls.OpenCall`, which Python is given where it has to go on.
   struct Open {
     PyObject* owner = nullptr;
     std::shared_ptr<const Api> api;
@@ -113,6 +113,7 @@ class Calls : public Follower {
     Ref edges_object;  // has them, once Python knows of them
     Edges* edges = nullptr;
     Ref names;
+    Ref writes;  // as in `Api`, with `out` where that is given
   };
 
   // Where in the arguments a value is.
@@ -202,7 +203,7 @@ class Calls : public Follower {
     return found != Py_False;
   }
 
-  static bool compiled_may_run() {  // as `capture.compiled.may_run`
+  static bool compiled_may_run() {  // as `follow.compiled.may_run`
     static PyObject* const module = name("torch._dynamo.convert_frame");
     static PyObject* const counter = name("FRAME_COUNTER");
     PyObject* found = PyDict_GetItemWithError(PyImport_GetModuleDict(), module);
@@ -227,8 +228,12 @@ class Calls : public Follower {
     api->api = Ref::borrow(found);
     Ref described = must(PyObject_CallOneArg(python_.describe.get(), found));
     if (described.get() != Py_None) {
-      PyObject *before, *after, *op;
-      if (!PyArg_ParseTuple(described.get(), "UUU", &before, &after, &op)) throw python_error();
+      PyObject *before, *after, *op, *writes;
+      if (!PyArg_ParseTuple(described.get(), "UUUO!", &before, &after, &op, &PyFrozenSet_Type,
+                            &writes)) {
+        throw python_error();
+      }
+      if (PySet_GET_SIZE(writes)) api->writes = Ref::borrow(writes);
       api->before = Ref::borrow(before), api->after = Ref::borrow(after);
       api->text_before = ",\"name\":" + spell_.quoted(before);
       api->text_before.pop_back();  // the quote: the number follows
@@ -308,7 +313,7 @@ class Calls : public Follower {
 
   // -- The beginning -------------------------------------------------------------------------
 
-  // As `capture.naming.Counter.next_name`.
+  // As `follow.naming.Counter.next_name`.
   long long next_number(const Api& api) const {
     static PyObject* const by_api = name("_by_api");
     static PyObject* const make = name("_new");
@@ -346,6 +351,7 @@ class Calls : public Follower {
     arguments.reserve(600);
     open.inputs.reserve(4);
     append_arguments(open, args, kwargs, arguments);
+    note_writes(open, kwargs);
     for (Input& input : open.inputs) input.version = version_in(input.tensor);
     std::string notes;
     if (has_state_notes()) {
@@ -389,6 +395,28 @@ class Calls : public Follower {
     if (!log_.call_text(line)) throw python_error();
   }
 
+  // As `Tape._writes_to`.
+  void note_writes(Open& open, PyObject* kwargs) const {
+    static PyObject* const out = name("out");
+    open.writes = open.api->writes;
+    if (kwargs == nullptr) return;
+    const int has_out = PyDict_Contains(kwargs, out);
+    if (has_out < 0) throw python_error();
+    if (!has_out) return;
+    if (open.writes) {
+      open.writes = must(PyNumber_Or(open.writes.get(), python_.out.get()));
+    } else {
+      open.writes = python_.out;
+    }
+  }
+
+  static bool is_declared(const Open& open, const Input& input) {
+    if (!open.writes) return false;
+    const int found = PySet_Contains(open.writes.get(), PyTuple_GET_ITEM(input.path.get(), 0));
+    if (found < 0) throw python_error();
+    return found;
+  }
+
   static void append_number(std::string& text, long long number) {
     char digits[24];
     const auto end = std::to_chars(digits, digits + sizeof digits, number).ptr;
@@ -408,7 +436,7 @@ class Calls : public Follower {
 
   // Of the program's own frame: the mode's is the one this is called from.
   Ref stack_number(PyObject* place) {
-    return python_.stacks->number(place, [&](const Ref& number, const Ref& frames) {
+    return python_.stacks->number(place, calling_frame(), [&](const Ref& number, const Ref& frames) {
       const Ref line = stack_line(number, frames);
       return line && log_.wait(line);
     });
@@ -581,7 +609,7 @@ class Calls : public Follower {
     const FunctionsOff off;
     bool is_mutated = false;
     for (const Input& input : open.inputs) {
-      if (version_in(input.tensor) == input.version) continue;
+      if (version_in(input.tensor) == input.version && !is_declared(open, input)) continue;
       if (input.tensor.get() != result) return false;  // it shows beside what is returned
       is_mutated = true;
     }
@@ -891,9 +919,11 @@ class Calls : public Follower {
     }
     Ref id = must(PyLong_FromLongLong(open.id));
     PyObject* edges = open.edges == nullptr ? Py_None : edges_object(open).get();
-    PyObject* given[] = {names_of(open).get(), python_.keep.get(), open.step.get(), id.get(),
-                         open.stack.get(),     edges,              inputs.get(),    versions.get()};
-    return must(PyObject_Vectorcall(python_.open_call.get(), given, 8, nullptr));
+    PyObject* given[] = {names_of(open).get(), python_.keep.get(), open.step.get(),
+                         id.get(),             open.stack.get(),   edges,
+                         inputs.get(),         versions.get(),     open.writes.get()};
+    const size_t n_given = open.writes ? 9 : 8;  // else it has its default
+    return must(PyObject_Vectorcall(python_.open_call.get(), given, n_given, nullptr));
   }
 
   Ref end_line(long long id, const std::string& outputs) const {

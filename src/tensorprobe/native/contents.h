@@ -1,4 +1,4 @@
-// Contents that have a number: what `capture.values.Values` does of plain tensors.
+// Contents that have a number: what `record.values.Values` does of plain tensors.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace tensorprobe {
 
-// What tells one content from another, as in capture/values.py.
+// What tells one content from another, as in record/values.py.
 struct View {
   uint64_t mark;
   int64_t version;
@@ -37,14 +37,15 @@ class Contents {
   // `otherwise` and `forget` are what Python does of tensors that are not plain. `make` gives a new
   // content a number; where statistics are all that is wanted `submit` starts on them, and `value`
   // takes the number and the result. None: they are not all. `marks` is what Python knows of the
-  // storages of other tensors.
-  Contents(Ref otherwise, Ref forget, Ref make, Ref submit, Ref value, Ref marks)
+  // storages of other tensors, `lent` gives the number of a content that others may write to.
+  Contents(Ref otherwise, Ref forget, Ref make, Ref submit, Ref value, Ref marks, Ref lent)
       : otherwise_(std::move(otherwise)),
         forget_(std::move(forget)),
         make_(std::move(make)),
         submit_(std::move(submit)),
         value_(std::move(value)),
-        marks_(std::move(marks)) {}
+        marks_(std::move(marks)),
+        lent_(std::move(lent)) {}
 
   // Whether to see by itself what is written to.
   void watch_writes(bool on) {
@@ -85,12 +86,22 @@ class Contents {
   PyObject* of_plain(PyObject* tensor, PyObject* form, PyObject* call, PyObject* role,
                      PyObject* label, PyObject* keep) {
     if (writes_.any()) forget_written();
-    const View view = view_of(*tensor_in(tensor).unsafeGetTensorImpl(), form);
+    const at::TensorImpl& impl = *tensor_in(tensor).unsafeGetTensorImpl();
+    const View view = view_of(impl, form);
     auto found = numbers_.find(view);
-    if (found != numbers_.end()) return PyLong_FromLongLong(found->second);
-    Ref number = submit_.get() != Py_None && !is_tensors(keep)
-                     ? submitted(tensor, form)
-                     : made(tensor, form, call, role, label, keep);
+    const bool is_known = found != numbers_.end();
+    const bool is_lent = others_may_write(*impl.unsafe_storage().unsafeGetStorageImpl());
+    if (is_known && !is_lent) return PyLong_FromLongLong(found->second);
+    Ref number;
+    if (is_lent) {
+      const Ref known = must(is_known ? PyLong_FromLongLong(found->second) : Py_NewRef(Py_None));
+      PyObject* arguments[] = {tensor, known.get(), form, call, role, label, keep};
+      number = Ref::steal(PyObject_Vectorcall(lent_.get(), arguments, 7, nullptr));
+    } else if (submit_.get() != Py_None && !is_tensors(keep)) {
+      number = submitted(tensor, form);
+    } else {
+      number = made(tensor, form, call, role, label, keep);
+    }
     if (!number) return nullptr;
     const long long value = PyLong_AsLongLong(number.get());
     if (value == -1 && PyErr_Occurred()) return nullptr;
@@ -109,20 +120,31 @@ class Contents {
     Py_RETURN_NONE;
   }
 
+  // The program has lent the memory of this tensor to something that is not torch.
+  PyObject* lend(PyObject* object) {
+    TORCH_CHECK(make_, APART);
+    if (is_tensor(object) && is_plain(*tensor_in(object).unsafeGetTensorImpl())) {
+      const auto& storage = tensor_in(object).unsafeGetTensorImpl()->unsafe_storage();
+      seen_lent_.emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl());
+    }
+    Py_RETURN_NONE;
+  }
+
   // Numbers come from `ids` from now on, and nothing is known.
   void begin(PyObject* ids) {
     ids_ = Ref::borrow(ids);
     numbers_.clear();
     storages_.clear();
+    std::erase_if(seen_lent_, [](const auto& each) { return each.second.expired(); });
   }
 
   int traverse(visitproc visit, void* arg) const {
-    for (const Ref* ref : {&otherwise_, &forget_, &make_, &submit_, &value_, &marks_}) {
+    for (const Ref* ref : {&otherwise_, &forget_, &make_, &submit_, &value_, &marks_, &lent_}) {
       if (int stop = ref->visit(visit, arg)) return stop;
     }
     return 0;
   }
-  void let_go() { otherwise_ = forget_ = make_ = submit_ = value_ = marks_ = Ref(); }
+  void let_go() { otherwise_ = forget_ = make_ = submit_ = value_ = marks_ = lent_ = Ref(); }
 
  private:
   void forget_written() {
@@ -133,6 +155,18 @@ class Contents {
       const Ref key = must(PyLong_FromVoidPtr(const_cast<c10::StorageImpl*>(storage)));
       if (PyDict_DelItem(marks_.get(), key.get()) < 0) PyErr_Clear();
     }
+  }
+
+  // Whether numpy, say, has this memory. What numpy is given, or gives, cannot be resized any more.
+  // Nor can what was read or mapped from a file, which nobody else writes to: weights are such.
+  bool others_may_write(const c10::StorageImpl& storage) const {
+    if (!seen_lent_.empty() && seen_lent_.count(&storage)) return true;
+    if (storage.resizable()) return false;
+    if (storage.allocator() != nullptr || !storage.device().is_cpu()) return true;
+    static const c10::DeleterFnPtr of_others =
+        c10::InefficientStdFunctionContext::makeDataPtr(nullptr, [](void*) {}, c10::kCPU)
+            .get_deleter();
+    return storage.data_ptr().get_deleter() == of_others;
   }
 
   static bool is_tensors(PyObject* keep) {
@@ -179,9 +213,11 @@ class Contents {
             tensor.storage_offset(), number};
   }
 
-  Ref otherwise_, forget_, make_, submit_, value_, marks_, ids_;
+  Ref otherwise_, forget_, make_, submit_, value_, marks_, lent_, ids_;
   Writes writes_;
   std::unordered_map<c10::StorageImpl*, Storage> storages_;
+  // those that `lend` was told of; weakly held, as those above
+  std::unordered_map<const c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> seen_lent_;
   std::unordered_map<View, long long, HashView> numbers_;
   uint64_t next_mark_ = 1;
 };

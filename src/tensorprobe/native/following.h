@@ -1,4 +1,4 @@
-// A plain call followed into backward: what `capture.backward.NodeBackward` and `WayBackward` do of
+// A plain call followed into backward: what `record.backward.NodeBackward` and `WayBackward` do of
 // the first pass through its graph, in the step of the call. Python does all others.
 #pragma once
 
@@ -18,6 +18,7 @@ struct Api {
   Ref before, after;                    // around the number, in a call's name
   std::string text_before, text_after;  // likewise in its line, up to the op
   std::string text_backward;            // that of its backward
+  Ref writes;                           // names of the arguments it writes to; null: of none
   mutable Ref counts, count;            // what gives numbers now, and what it is in
 };
 

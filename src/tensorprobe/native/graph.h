@@ -1,4 +1,4 @@
-// The graph of a call that made one node, and hooks on nodes: what `capture.gradients` does of it.
+// The graph of a call that made one node, and hooks on nodes: what `follow.gradients` does of it.
 #pragma once
 
 #include <torch/csrc/PyInterpreter.h>
@@ -45,7 +45,7 @@ struct Exit {
 };
 
 // A call followed into backward, as hooks of its nodes hold it. `spots`, where they are given, are
-// what its methods are told first, as in `capture.gradients.listen`.
+// what its methods are told first, as in `follow.gradients.listen`.
 class Listener {
  public:
   Listener(Ref backward, Ref spots, std::vector<size_t> positions)
@@ -166,7 +166,7 @@ inline bool is_function(const Node& node) {
   return true;
 }
 
-// The graph just before a call, as `capture.gradients.InputEdges`, of which it is the short form.
+// The graph just before a call, as `follow.gradients.InputEdges`, of which it is the short form.
 class Edges {
  public:
   Edges() : start_(at::sequence_number::peek()) {}

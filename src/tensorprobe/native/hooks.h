@@ -1,5 +1,5 @@
-// Calls of modules: what `capture.module_hooks.ModuleHooks` and, of module calls, `Tape.begin` and
-// `Tape.end` do as a rule. All through Python's own objects, without its frames.
+// Calls of modules: what `follow.module_hooks.ModuleHooks`, `record.module_calls.ModuleCalls` and,
+// of module calls, `Tape.begin` and `Tape.end` do as a rule. All through Python's own objects, without its frames.
 #pragma once
 
 #include <c10/core/GradMode.h>
@@ -12,9 +12,9 @@
 
 namespace tensorprobe {
 
-// Python's side: `ModuleHooks._swift` says what each is.
+// Python's side: `ModuleCalls.attach` says what each is.
 struct ModuleCalls {
-  Ref hooks, tape, place, thread, trained;
+  Ref hooks, calls, tape, place, thread, trained;
   Ref compiler, call_impl;
   Ref entered, left, describe, failed, note_buffers;
   Ref entry, call_names, count;
@@ -33,30 +33,30 @@ class Hooks {
  public:
   explicit Hooks(ModuleCalls python) : python_(std::move(python)) {}
 
-  // A module is called. The frame of Python is `ModuleHooks._enter`, the one around it torch's.
-  PyObject* enter(PyObject* module, PyObject* args) {
+  // A module is called, by torch's `frame`.
+  PyObject* enter(PyObject* module, PyObject* args, PyObject* frame) {
     TORCH_CHECK(python_.hooks, APART);
     bool is_done = false;
-    if (!attempt([&] { is_done = entered(module, args); })) return fail(module);
+    if (!attempt([&] { is_done = entered(module, args, frame); })) return fail(module);
     if (is_done) Py_RETURN_NONE;
-    PyObject* given[] = {module, args};
-    return PyObject_Vectorcall(python_.entered.get(), given, 2, nullptr);
+    PyObject* given[] = {module, args, frame};
+    return PyObject_Vectorcall(python_.entered.get(), given, 3, nullptr);
   }
 
   // A module has returned `result`, or raised.
-  PyObject* leave(PyObject* module, PyObject* args, PyObject* result) {
+  PyObject* leave(PyObject* module, PyObject* result, PyObject* frame) {
     TORCH_CHECK(python_.hooks, APART);
     bool is_done = false;
-    if (!attempt([&] { is_done = left(module, result); })) return fail(module);
+    if (!attempt([&] { is_done = left(module, result, frame); })) return fail(module);
     if (is_done) Py_RETURN_NONE;
-    PyObject* given[] = {module, args, result};
+    PyObject* given[] = {module, result, frame};
     return PyObject_Vectorcall(python_.left.get(), given, 3, nullptr);
   }
 
   int traverse(visitproc visit, void* arg) const {
     const ModuleCalls& p = python_;
     for (const Ref* ref :
-         {&p.hooks, &p.tape, &p.place, &p.thread, &p.trained, &p.entered, &p.left, &p.describe,
+         {&p.hooks, &p.calls, &p.tape, &p.place, &p.thread, &p.trained, &p.entered, &p.left, &p.describe,
           &p.failed, &p.note_buffers, &p.lines, &p.named, &p.results, &p.writer, &p.functions_of, &p.traced,
           &p.end_failed, &p.new_stack}) {
       if (int stop = ref->visit(visit, arg)) return stop;
@@ -102,7 +102,6 @@ class Hooks {
     PyObject* buffers = interned("buffers");
     PyObject* call = interned("call");
     PyObject* counter = interned("counter");
-    PyObject* depth = interned("depth");
     PyObject* draws = interned("draws");
     PyObject* edges = interned("edges");
     PyObject* encoded = interned("encoded");
@@ -132,13 +131,13 @@ class Hooks {
     PyObject* only = interned("only");
     PyObject* op = interned("op");
     PyObject* output = interned("output");
-    PyObject* own_around = interned("_around");
+    PyObject* around = interned("around");
     PyObject* own_buffers = interned("_buffers");
     PyObject* own_by_api = interned("_by_api");
     PyObject* own_compiled_call_impl = interned("_compiled_call_impl");
     PyObject* own_dict = interned("__dict__");
     PyObject* own_counts = interned("_counts");
-    PyObject* own_end = interned("_end");
+    PyObject* leave = interned("leave");
     PyObject* own_is_compiling_flag = interned("_is_compiling_flag");
     PyObject* own_made = interned("_made");
     PyObject* own_named = interned("_named");
@@ -203,18 +202,18 @@ class Hooks {
   PyTypeObject* entry_type() const { return reinterpret_cast<PyTypeObject*>(python_.entry.get()); }
 
   // False where Python is to do it, and nothing was done.
-  bool entered(PyObject* module, PyObject* args) {
+  bool entered(PyObject* module, PyObject* args, PyObject* torchs_frame) {
     if (is_compiling()) return true;
     const Ref entries = attribute(python_.thread, word().entries);
     if (!PyList_CheckExact(entries.get()) || PyList_GET_SIZE(entries.get()) == 0) {
       return false;  // it begins a step, perhaps
     }
-    const Ref frame = torchs_frame();
+    const Ref frame = Ref::borrow(torchs_frame);
     const Ref last =
         Ref::borrow(PyList_GET_ITEM(entries.get(), PyList_GET_SIZE(entries.get()) - 1));
     if (!is_below(attribute(last, word().frame), frame)) return false;
     if (attribute(python_.tape, word().recording).get() != Py_True) return true;
-    if (attribute(python_.hooks, word().own_around).get() != Py_None ||
+    if (attribute(python_.hooks, word().around).get() != Py_None ||
         attribute(python_.tape, word().only).get() != Py_None) {
       return false;
     }
@@ -226,7 +225,7 @@ class Hooks {
     return true;
   }
 
-  bool left(PyObject* module, PyObject* result) {
+  bool left(PyObject* module, PyObject* result, PyObject* frame) {
     if (is_compiling()) return true;
     const Ref entries = attribute(python_.thread, word().entries);
     if (!PyList_CheckExact(entries.get())) return false;
@@ -235,7 +234,7 @@ class Hooks {
     const Ref entry = Ref::borrow(PyList_GET_ITEM(entries.get(), count - 1));
     // the outermost, one that was entered before the recording began, or that has raised
     if (count == 1 || Py_TYPE(entry.get()) != entry_type() ||
-        attribute(entry, word().module).get() != module || has_raised()) {
+        attribute(entry, word().module).get() != module || has_raised(frame)) {
       return false;
     }
     if (PyList_SetSlice(entries.get(), count - 1, count, nullptr) < 0) throw python_error();
@@ -257,18 +256,9 @@ class Hooks {
     return said.get() == Py_True;
   }
 
-  static Ref torchs_frame() {
-    const Ref own = Ref::borrow(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
-    TORCH_CHECK(own, "nobody has called");
-    Ref around = back(own);
-    TORCH_CHECK(around, "torch has not called");
-    return around;
-  }
-
   // Whether torch calls from where it does so for a module that has raised.
-  bool has_raised() const {
-    const Ref frame = torchs_frame();
-    auto* object = reinterpret_cast<PyFrameObject*>(frame.get());
+  bool has_raised(PyObject* frame) const {
+    auto* object = reinterpret_cast<PyFrameObject*>(frame);
     const Ref code = Ref::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(object)));
     return code.get() == python_.call_impl.get();
   }
@@ -373,7 +363,7 @@ class Hooks {
 
   // -- The beginning -------------------------------------------------------------------------
 
-  // As `ModuleHooks._entered`, of a module inside of another that is recorded.
+  // As `ModuleHooks.entered`, of a module inside of another that is recorded.
   void follow(const Card& card, PyObject* module, PyObject* args, const Ref& entries,
               const Ref& last, const Ref& frame, const Ref& held) {
     const Ref place = attribute(python_.place, word().own_dict);
@@ -393,14 +383,13 @@ class Hooks {
       if (PyObject_IsTrue(stack.get()) != 1) stack = Ref();
     }
     if (!stack) {
-      const Ref one = must(PyLong_FromLong(1));  // frame up: torch's
-      stack = called_method(python_.tape, word().stack_number, one.get());
+      stack = called_method(python_.tape, word().stack_number, frame.get());
     }
     put(place, word().stack, stack.get());
     put(place, word().frame, frame.get());
   }
 
-  // As `ModuleHooks._begin`; what the tape has begun, or none.
+  // As `ModuleCalls._begin`; what the tape has begun, or none.
   Ref begin(const Card& card, PyObject* module, PyObject* args, const Ref& entry,
             const Ref& place, const Ref& frame, const Ref& held) {
     const bool everything = attribute(python_.tape, word().everything).get() == Py_True;
@@ -420,7 +409,7 @@ class Hooks {
     if (wanted && is_plain_tape(kwargs)) {
       Started started{names, name, grad, parameters, buffers};
       const bool done =
-          attempt([&] { call = write_call(started, card, args, kwargs, place); });
+          attempt([&] { call = write_call(started, card, args, kwargs, place, frame); });
       if (!done) {
         if (!PyErr_ExceptionMatches(PyExc_Exception)) throw python_error();
         const Ref error = taken();
@@ -428,7 +417,7 @@ class Hooks {
         call = Ref();
       }
     } else {
-      call = begin_in_python(names, args, kwargs, grad, held, parameters, buffers);
+      call = begin_in_python(names, args, kwargs, frame, grad, held, parameters, buffers);
     }
     if (wanted) put(place, word().parent, name.get());
     if (!call) return call;
@@ -437,7 +426,7 @@ class Hooks {
     if (edges.get() != Py_None && attribute(edges, word().has_leaves).get() == Py_True) {
       set(entry, word().leaves, Py_True);
     }
-    if (buffers) called(python_.note_buffers, entry.get(), buffers.get());
+    if (buffers) called(python_.note_buffers, call.get(), buffers.get());
     add_notes(card, module, held, call);
     if (parameters) {
       const Ref id = must(PyLong_FromVoidPtr(module));
@@ -449,7 +438,7 @@ class Hooks {
     return call;
   }
 
-  // As `capture.naming.Counter.next_name`, and its `_new`: most modules are called once in a step.
+  // As `follow.naming.Counter.next_name`, and its `_new`: most modules are called once in a step.
   Ref next_name(const Card& card) const {
     const Ref counter = attribute(python_.tape, word().counter);
     const Ref by_api = attribute(counter, word().own_by_api);
@@ -467,11 +456,11 @@ class Hooks {
     return must(PyUnicode_FromFormat("%U%S%U", card.before.get(), number.get(), card.after.get()));
   }
 
-  Ref begin_in_python(const Ref& names, PyObject* args, const Ref& kwargs, bool grad,
-                      const Ref& held, const Ref& parameters, const Ref& buffers) const {
-    const Ref given = must(PyDict_New()), one = must(PyLong_FromLong(1));
+  Ref begin_in_python(const Ref& names, PyObject* args, const Ref& kwargs, const Ref& frame,
+                      bool grad, const Ref& held, const Ref& parameters, const Ref& buffers) const {
+    const Ref given = must(PyDict_New());
     const Ref training = item(held.get(), word().training);
-    put(given, word().depth, one.get());  // frame up: torch's
+    put(given, word().frame, frame.get());
     put(given, word().grad, grad ? Py_True : Py_False);
     put(given, word().random, training ? training.get() : Py_False);
     if (parameters) put(given, word().parameters, parameters.get());
@@ -490,7 +479,7 @@ class Hooks {
     if (card.made && card.made->holds_for(held.get())) {
       made = Ref::borrow(card.made->notes());
     } else {
-      const Ref known = attribute(python_.hooks, word().own_made);
+      const Ref known = attribute(python_.calls, word().own_made);
       made = called_method(known, word().of, module);
       if (card.made || !card.is_noted) new_card(module, true);  // with the notes it has now
     }
@@ -517,14 +506,14 @@ class Hooks {
 
   // As `Tape.begin`.
   Ref write_call(const Started& started, const Card& card, PyObject* args, Ref kwargs,
-                 const Ref& place) {
+                 const Ref& place, const Ref& frame) {
     if (!kwargs || kwargs.get() == Py_None) kwargs = must(PyDict_New());
     const Ref step = attribute(python_.tape, word().step);
     const Ref call =
         called(python_.open_call, started.names.get(), python_.keep.get(), step.get());
     Ref stack = Ref::borrow(Py_None);
     if (python_.config_stacks) {
-      stack = stack_number(place);
+      stack = stack_number(place, frame);
       set(call, word().stack, stack.get());
     }
     const FunctionsOff off;
@@ -579,9 +568,8 @@ class Hooks {
     return PyLong_AsLong(task.get()) != -1;
   }
 
-  // Of torch's frame.
-  Ref stack_number(const Ref& place) const {
-    return python_.stack_table.number(place.get(), [&](const Ref& number, const Ref& frames) {
+  Ref stack_number(const Ref& place, const Ref& frame) const {
+    return python_.stack_table.number(place.get(), frame, [&](const Ref& number, const Ref& frames) {
       called(python_.new_stack, number.get(), frames.get());
       return true;
     });
@@ -589,7 +577,7 @@ class Hooks {
 
   // -- The end -------------------------------------------------------------------------------
 
-  // As `ModuleHooks._end` and `Tape.end`.
+  // As `ModuleCalls.leave` and `Tape.end`.
   void end(const Ref& entry, const Ref& call, PyObject* module, PyObject* result) {
     const Ref held = must(PyObject_GenericGetDict(module, nullptr));
     const Ref buffers = item(held.get(), word().own_buffers);
@@ -605,7 +593,7 @@ class Hooks {
       }
     }
     if (!is_written) {
-      called_method(python_.hooks, word().own_end, entry.get(), call.get(), result, Py_None);
+      called_method(python_.calls, word().leave, entry.get(), call.get(), result, Py_None);
     }
   }
 
@@ -685,7 +673,7 @@ class Hooks {
     }
   }
 
-  bool is_only(const Ref& outputs) const {  // as `capture.gradients._is_only`
+  bool is_only(const Ref& outputs) const {  // as `follow.gradients._is_only`
     if (PyList_GET_SIZE(outputs.get()) != 1) return false;
     PyObject* pair = PyList_GET_ITEM(outputs.get(), 0);
     TORCH_CHECK(PyTuple_CheckExact(pair) && PyTuple_GET_SIZE(pair) == 2, "not an output");

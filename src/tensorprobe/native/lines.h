@@ -1,4 +1,4 @@
-// Lines of tensors and arguments: what `capture.tensor_lines.TensorLines` does of plain ones.
+// Lines of tensors and arguments: what `record.tensor_lines.TensorLines` does of plain ones.
 #pragma once
 
 #include <cmath>
@@ -18,7 +18,7 @@ struct Callbacks {
   Ref encoded;    // as `encoded`, of any tensor
   Ref repeated;   // as `TensorLines.repeated`
   Ref encoder;    // as `TensorLines.encoder`
-  Ref tree;       // as `capture.encode.encode`
+  Ref tree;       // as `record.encode.encode`
   Ref atoms;      // by type, what encodes a value without parts
   Ref positions;  // the paths of positional arguments
   Py_ssize_t max_text = 0;

@@ -1,4 +1,4 @@
-// Whether notes on a module still hold: what `capture.making._Known.holds_for` compares.
+// Whether notes on a module still hold: what `record.making._Known.holds_for` compares.
 #pragma once
 
 #include <vector>

@@ -10,7 +10,7 @@
 #include "lines.h"
 #include "log.h"
 #include "regions.h"
-#include "sight.h"
+#include "every_call.h"
 #include "stack.h"
 #include "start.h"
 
@@ -71,14 +71,15 @@ using Arguments = PyObject* const*;
 
 PyObject* new_contents(PyTypeObject* type, PyObject* args, PyObject*) {
   return guarded([&]() -> PyObject* {
-    PyObject *otherwise, *forget, *make, *submit, *value, *marks;
-    if (!PyArg_ParseTuple(args, "OOOOOO!", &otherwise, &forget, &make, &submit, &value,
-                          &PyDict_Type, &marks)) {
+    PyObject *otherwise, *forget, *make, *submit, *value, *marks, *lent;
+    if (!PyArg_ParseTuple(args, "OOOOOO!O", &otherwise, &forget, &make, &submit, &value,
+                          &PyDict_Type, &marks, &lent)) {
       return nullptr;
     }
     return boxed(type, std::make_unique<Contents>(Ref::borrow(otherwise), Ref::borrow(forget),
                                                   Ref::borrow(make), Ref::borrow(submit),
-                                                  Ref::borrow(value), Ref::borrow(marks)));
+                                                  Ref::borrow(value), Ref::borrow(marks),
+                                                  Ref::borrow(lent)));
   });
 }
 
@@ -91,6 +92,10 @@ PyObject* contents_of(PyObject* self, Arguments args, Py_ssize_t count) {
 
 PyObject* contents_forget(PyObject* self, PyObject* tensor) {
   return guarded([&] { return in<Contents>(self).forget(tensor); });
+}
+
+PyObject* contents_lend(PyObject* self, PyObject* tensor) {
+  return guarded([&] { return in<Contents>(self).lend(tensor); });
 }
 
 PyObject* contents_begin(PyObject* self, PyObject* ids) {
@@ -116,6 +121,7 @@ PyMethodDef contents_methods[] = {
     {"watch_writes", contents_watch_writes, METH_O, nullptr},
     {"of", reinterpret_cast<PyCFunction>(contents_of), METH_FASTCALL, nullptr},
     {"forget", contents_forget, METH_O, nullptr},
+    {"lend", contents_lend, METH_O, nullptr},
     {"begin_step", contents_begin, METH_O, nullptr},
     {nullptr}};
 
@@ -489,6 +495,7 @@ PyObject* new_calls(PyTypeObject* type, PyObject*, PyObject* parts) {
     python.output_spots = part(parts, "output_spots", &PyTuple_Type);
     python.no_aliases = part(parts, "no_aliases", &PyDict_Type);
     python.open_call = part(parts, "open_call");
+    python.out = part(parts, "out", &PyFrozenSet_Type);
     python.call_names = part(parts, "call_names");
     python.end_line = part(parts, "end_line");
     python.raw = part(parts, "raw");
@@ -539,6 +546,7 @@ PyObject* new_hooks(PyTypeObject* type, PyObject*, PyObject* parts) {
     const auto is_true = [&](const char* name) { return part(parts, name).get() == Py_True; };
     ModuleCalls python;
     python.hooks = part(parts, "hooks");
+    python.calls = part(parts, "calls");
     python.tape = part(parts, "tape");
     python.place = part(parts, "place");
     python.thread = part(parts, "thread");
@@ -593,8 +601,8 @@ PyObject* new_hooks(PyTypeObject* type, PyObject*, PyObject* parts) {
 
 PyObject* hooks_enter(PyObject* self, Arguments args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
-    if (!takes("enter", count, 2, 2)) return nullptr;
-    return in<Hooks>(self).enter(args[0], args[1]);
+    if (!takes("enter", count, 3, 3)) return nullptr;
+    return in<Hooks>(self).enter(args[0], args[1], args[2]);
   });
 }
 
@@ -620,53 +628,53 @@ PyType_Slot hooks_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_hooks)},
 PyType_Spec hooks_spec = {"tensorprobe_native.Hooks", sizeof(Box<Hooks>), 0,
                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, hooks_slots};
 
-// -- Sight -----------------------------------------------------------------------------------
+// -- EveryCall -------------------------------------------------------------------------------
 
-PyObject* new_sight(PyTypeObject* type, PyObject* args, PyObject*) {
+PyObject* new_every_call(PyTypeObject* type, PyObject* args, PyObject*) {
   return guarded([&]() -> PyObject* {
-    PyObject *mode, *sight, *calls, *facts;
-    if (!PyArg_ParseTuple(args, "OOO!O!", &mode, &sight, &PyDict_Type, &calls, &PyDict_Type,
-                          &facts)) {
+    PyObject *mode, *observer, *plans, *stand_ins, *facts;
+    if (!PyArg_ParseTuple(args, "OOO!OO!", &mode, &observer, &PyDict_Type, &plans, &stand_ins,
+                          &PyDict_Type, &facts)) {
       return nullptr;
     }
-    PyObject* self = boxed(type, std::make_unique<Sight>(mode, sight, calls, facts));
-    if (self != nullptr) in<Sight>(self).belong_to(self);
+    PyObject* self = boxed(type, std::make_unique<EveryCall>(mode, observer, plans, stand_ins, facts));
+    if (self != nullptr) in<EveryCall>(self).belong_to(self);
     return self;
   });
 }
 
-PyObject* sight_call(PyObject* self, Arguments args, Py_ssize_t count) {
+PyObject* every_call_call(PyObject* self, Arguments args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
-    if (!takes("call", count, 3, 3)) return nullptr;
-    return in<Sight>(self).call(self, args[0], args[1], args[2]);
+    if (!takes("call", count, 4, 4)) return nullptr;
+    return in<EveryCall>(self).call(args[0], args[1], args[2], args[3]);
   });
 }
 
-PyObject* sight_hold_plain(PyObject* self, Arguments args, Py_ssize_t count) {
+PyObject* every_call_hold_plain(PyObject* self, Arguments args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
     if (!takes("hold_plain", count, 2, 2)) return nullptr;
-    return in<Sight>(self).hold_plain(args[0], args[1]);
+    return in<EveryCall>(self).hold_plain(args[0], args[1]);
   });
 }
 
-PyMethodDef sight_methods[] = {
-    {"call", reinterpret_cast<PyCFunction>(sight_call), METH_FASTCALL, nullptr},
-    {"hold_plain", reinterpret_cast<PyCFunction>(sight_hold_plain), METH_FASTCALL, nullptr},
+PyMethodDef every_call_methods[] = {
+    {"call", reinterpret_cast<PyCFunction>(every_call_call), METH_FASTCALL, nullptr},
+    {"hold_plain", reinterpret_cast<PyCFunction>(every_call_hold_plain), METH_FASTCALL, nullptr},
     {nullptr}};
 
-PyType_Slot sight_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_sight)},
-                             {Py_tp_dealloc, reinterpret_cast<void*>(unbox<Sight>)},
-                             {Py_tp_traverse, reinterpret_cast<void*>(traverse<Sight>)},
-                             {Py_tp_clear, reinterpret_cast<void*>(clear<Sight>)},
-                             {Py_tp_methods, sight_methods},
+PyType_Slot every_call_slots[] = {{Py_tp_new, reinterpret_cast<void*>(new_every_call)},
+                             {Py_tp_dealloc, reinterpret_cast<void*>(unbox<EveryCall>)},
+                             {Py_tp_traverse, reinterpret_cast<void*>(traverse<EveryCall>)},
+                             {Py_tp_clear, reinterpret_cast<void*>(clear<EveryCall>)},
+                             {Py_tp_methods, every_call_methods},
                              {0, nullptr}};
 
-PyType_Spec sight_spec = {"tensorprobe_native.Sight", sizeof(Box<Sight>), 0,
-                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, sight_slots};
+PyType_Spec every_call_spec = {"tensorprobe_native.EveryCall", sizeof(Box<EveryCall>), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, every_call_slots};
 
-// -- Whereabouts -----------------------------------------------------------------------------
+// -- ModuleTrails ----------------------------------------------------------------------------
 
-PyObject* new_whereabouts(PyTypeObject* type, PyObject* args, PyObject*) {
+PyObject* new_module_trails(PyTypeObject* type, PyObject* args, PyObject*) {
   return guarded([&]() -> PyObject* {
     PyObject *hooks, *stay, *generated, *getframe;
     if (!PyArg_ParseTuple(args, "OO!O!O", &hooks, &PyType_Type, &stay, &PyType_Type, &generated,
@@ -678,7 +686,7 @@ PyObject* new_whereabouts(PyTypeObject* type, PyObject* args, PyObject*) {
       PyErr_SetString(PyExc_TypeError, "entries are tuples");
       return nullptr;
     }
-    return boxed(type, std::make_unique<Whereabouts>(
+    return boxed(type, std::make_unique<ModuleTrails>(
                            hooks, kind, reinterpret_cast<PyTypeObject*>(generated), getframe));
   });
 }
@@ -692,28 +700,28 @@ PyObject* attempted(Body body) {
   Py_RETURN_FALSE;
 }
 
-PyObject* whereabouts_enter(PyObject* self, PyObject* module) {
-  return attempted([&] { return in<Whereabouts>(self).enter(module); });
+PyObject* module_trails_enter(PyObject* self, PyObject* module) {
+  return attempted([&] { return in<ModuleTrails>(self).enter(module); });
 }
 
-PyObject* whereabouts_leave(PyObject* self, PyObject* module) {
-  return attempted([&] { return in<Whereabouts>(self).leave(module); });
+PyObject* module_trails_leave(PyObject* self, PyObject* module) {
+  return attempted([&] { return in<ModuleTrails>(self).leave(module); });
 }
 
-PyMethodDef whereabouts_methods[] = {{"enter", whereabouts_enter, METH_O, nullptr},
-                                     {"leave", whereabouts_leave, METH_O, nullptr},
+PyMethodDef module_trails_methods[] = {{"enter", module_trails_enter, METH_O, nullptr},
+                                     {"leave", module_trails_leave, METH_O, nullptr},
                                      {nullptr}};
 
-PyType_Slot whereabouts_slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(new_whereabouts)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(unbox<Whereabouts>)},
-    {Py_tp_traverse, reinterpret_cast<void*>(traverse<Whereabouts>)},
-    {Py_tp_clear, reinterpret_cast<void*>(clear<Whereabouts>)},
-    {Py_tp_methods, whereabouts_methods},
+PyType_Slot module_trails_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(new_module_trails)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(unbox<ModuleTrails>)},
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse<ModuleTrails>)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear<ModuleTrails>)},
+    {Py_tp_methods, module_trails_methods},
     {0, nullptr}};
 
-PyType_Spec whereabouts_spec = {"tensorprobe_native.Whereabouts", sizeof(Box<Whereabouts>), 0,
-                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, whereabouts_slots};
+PyType_Spec module_trails_spec = {"tensorprobe_native.ModuleTrails", sizeof(Box<ModuleTrails>), 0,
+                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, module_trails_slots};
 
 // -- Versions --------------------------------------------------------------------------------
 
@@ -738,9 +746,10 @@ PyObject* versions(PyObject*, PyObject* inputs) {
 PyObject* walk_stack(PyObject*, Arguments args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
     if (!takes("walk_stack", count, 4, 4)) return nullptr;
-    const long depth = PyLong_AsLong(args[0]), most = PyLong_AsLong(args[3]);
+    const long most = PyLong_AsLong(args[3]);
     if (PyErr_Occurred()) return nullptr;
-    return tensorprobe::walk_stack(depth, args[1], args[2], most);
+    const Ref frame = args[0] == Py_None ? Ref() : Ref::borrow(args[0]);
+    return tensorprobe::walk_stack(frame, args[1], args[2], most);
   });
 }
 
@@ -787,8 +796,8 @@ PyMODINIT_FUNC PyInit_tensorprobe_native() {
       !add_type(module, "Calls", calls_spec, nullptr) ||
       !add_type(module, "Hooks", hooks_spec, nullptr) ||
       !add_type(module, "Regions", regions_spec, nullptr) ||
-      !add_type(module, "Sight", sight_spec, nullptr) ||
-      !add_type(module, "Whereabouts", whereabouts_spec, nullptr)) {
+      !add_type(module, "EveryCall", every_call_spec, nullptr) ||
+      !add_type(module, "ModuleTrails", module_trails_spec, nullptr)) {
     Py_DECREF(module);
     return nullptr;
   }

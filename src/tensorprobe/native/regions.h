@@ -1,4 +1,4 @@
-// The graphs of modules inside of each other: what `capture.gradients.trace_module` walks.
+// The graphs of modules inside of each other: what `follow.gradients.trace_module` walks.
 #pragma once
 
 #include <torch/csrc/autograd/python_function.h>

@@ -1,4 +1,4 @@
-// Stacks of Python and their numbers: what `capture.stacks` does for those that it has seen.
+// Stacks of Python and their numbers: what `follow.stacks` does for those that it has seen.
 #pragma once
 
 #include "asking.h"
@@ -19,15 +19,15 @@ inline Ref place_in(const Ref& frame) {  // how far its code has come
 #endif
 }
 
-// (base_id, code, place, code, place, ...) from `depth` frames above the caller's, up to `base`; 0
-// in place of the first where `base` is not met in so many frames.
-inline PyObject* walk_stack(long depth, PyObject* base, PyObject* base_id, long most) {
-  Ref frame = Ref::borrow(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
-  for (; frame && depth > 0; --depth) frame = back(frame);
-  if (!frame) {
-    PyErr_SetString(PyExc_ValueError, "call stack is not deep enough");
-    return nullptr;
-  }
+// The frame that has called the function of Python which calls this; none in a thread without one.
+inline Ref calling_frame() {
+  const Ref own = Ref::borrow(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+  return own ? back(own) : Ref();
+}
+
+// (base_id, code, place, code, place, ...) from `frame` outwards, up to `base`; 0 in place of the
+// first where `base` is not met in so many frames.
+inline PyObject* walk_stack(Ref frame, PyObject* base, PyObject* base_id, long most) {
   std::vector<Ref> parts;
   for (; frame && frame.get() != base && most > 0; --most, frame = back(frame)) {
     auto* object = reinterpret_cast<PyFrameObject*>(frame.get());
@@ -62,21 +62,20 @@ class StackTable {
     told_ = Ref::borrow(told);
   }
 
-  // As `Stacks.current`, of the frame around the one that this is called from, of a thread that is
-  // at `place`. `tell(number, frames)` writes down a stack that this step has not been told;
+  // As `Stacks.current`, of a thread that is at `place`. `tell(number, frames)` writes down a stack that this step has not been told;
   // Python does where it gives false.
   template <typename Tell>
-  Ref number(PyObject* place, Tell tell) const {
+  Ref number(PyObject* place, const Ref& frame, Tell tell) const {
     static PyObject* const none = PyLong_FromLong(0);
-    static PyObject* const one = PyLong_FromLong(1);
     const Ref base = found(place, word<"frame">()), base_id = found(place, word<"stack">());
     TORCH_CHECK(base && base_id, "a thread has no place");
     const bool is_known = static_cast<bool>(found(frames_.get(), base_id.get()));
-    const Ref key = must(is_known ? walk_stack(1, base.get(), base_id.get(), MAX_FRAMES)
-                                  : walk_stack(1, Py_None, none, MAX_FRAMES));
+    const Ref key = must(is_known ? walk_stack(frame, base.get(), base_id.get(), MAX_FRAMES)
+                                  : walk_stack(frame, Py_None, none, MAX_FRAMES));
     const Ref number = found(known_.get(), key.get());
     if (number && (is_told(number) || tells(number, tell))) return number;
-    return method<"current">(stacks_, one, base.get(), base_id.get());
+    PyObject* outer = frame ? frame.get() : Py_None;
+    return method<"current">(stacks_, outer, base.get(), base_id.get());
   }
 
   int traverse(visitproc visit, void* arg) const {

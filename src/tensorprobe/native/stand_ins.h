@@ -1,4 +1,4 @@
-// Calls of the program in a frame that stands for its own: what `capture.stand_ins` does for lines
+// Calls of the program in a frame that stands for its own: what `follow.stand_ins` does for lines
 // that it has met.
 #pragma once
 

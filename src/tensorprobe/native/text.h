@@ -48,7 +48,7 @@ class Spell {
     return std::string(PyBytes_AS_STRING(bytes.get()), PyBytes_GET_SIZE(bytes.get()) - 1);
   }
 
-  // As `capture.encode` has it: JSON has no infinity.
+  // As `record.encode` has it: JSON has no infinity.
   std::string number(double value) {
     if (!std::isfinite(value)) {
       const char* said = std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf";

@@ -79,8 +79,33 @@ class Writes {
     for (size_t i = 0; i < arguments.size(); ++i) {
       if (may_be_any || is_written(arguments[i])) collect(inputs[i], storages);
     }
+    if (const Statistics* known = statistics_of(function.name())) {
+      const bool trains = known->training < 0 || inputs[known->training].toBool();
+      for (int i = known->first; trains && i < known->first + 2; ++i) collect(inputs[i], storages);
+    }
     const bool by_scaler = !std::strcmp(function.name(), "aten::_amp_update_scale_");
     if (!storages.empty()) note(storages, by_scaler);
+    return nullptr;
+  }
+
+  // Operators that update running statistics, of which their schemas do not tell: where those are
+  // among the arguments, and what says whether they are updated (-1: always).
+  struct Statistics {
+    const char* name;
+    int first, training;
+  };
+  static constexpr Statistics STATISTICS[] = {
+      {"aten::native_batch_norm", 3, 5},
+      {"aten::cudnn_batch_norm", 3, 5},
+      {"aten::miopen_batch_norm", 3, 5},
+      {"aten::batch_norm_update_stats", 1, -1},
+      {"aten::batch_norm_gather_stats", 3, -1},
+      {"aten::batch_norm_gather_stats_with_counts", 3, -1},
+  };
+  static const Statistics* statistics_of(const std::string_view name) {
+    for (const Statistics& each : STATISTICS) {
+      if (name == each.name) return &each;
+    }
     return nullptr;
   }
 
@@ -135,6 +160,7 @@ class Writes {
         }
       }
       others.insert(names.begin(), names.end());
+      for (const Statistics& each : STATISTICS) others.insert(each.name);
     }
   };
   static All& all() {

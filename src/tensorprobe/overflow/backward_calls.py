@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tensorprobe.capture.encode import PLAIN_TENSORS
-from tensorprobe.capture.gradients import (
+from tensorprobe.follow.gradients import (
     LEAF,
     Gradients,
     Path,
@@ -21,138 +22,157 @@ from tensorprobe.capture.gradients import (
     trace_call,
     trace_function,
 )
-from tensorprobe.capture.naming import ApiName
-from tensorprobe.capture.quiet import Quiet
-from tensorprobe.overflow.bad_values import MODES_OFF, NEAR, OWN_FRAMES, Looking
+from tensorprobe.follow.naming import ApiName
+from tensorprobe.follow.plain_arguments import PLAIN_TENSORS
+from tensorprobe.follow.quiet import Quiet
 from tensorprobe.overflow.call_kinds import PASSING, Passing, plan_for
-from tensorprobe.overflow.cases import POSITIONS, Case, Sighting
-from tensorprobe.overflow.judge import Seen, bits_of, look_at
-from tensorprobe.overflow.pending_calls import NotedCall, NotedInput, NotedOutput
+from tensorprobe.overflow.call_site import render
+from tensorprobe.overflow.cases import NamedCall, NotedCall
+from tensorprobe.overflow.guard_state import MODES_OFF, NEAR, GuardState
+from tensorprobe.overflow.judge import (
+    CallValues,
+    SeenTensor,
+    clamped,
+    fault,
+    look_at,
+    near_limit,
+    seen_as,
+)
+from tensorprobe.overflow.pending_calls import NotedInput, NotedOutput
 from tensorprobe.overflow.saved_calls import write_backward
 from tensorprobe.overflow.watched_call import (
-    Glance,
     Remembered,
+    RunningCall,
     Tensors,
-    contents_of,
     edges_of,
-    frames_of,
-    labelled,
     version_of,
 )
 from tensorprobe.tensors.finiteness import LIMITS, extent_now, readable
 
 _LOSS: Path = ("loss",)
-_FIRST = POSITIONS[0]
 _MOST_LAYERS = 1000
 _sequence_number = torch._C._autograd._get_sequence_nr
 
 
-class BackwardLooking(Looking):
+class BackwardCalls:
     """Follows calls into backward."""
 
-    def backward_begins(self, roots: Any) -> None:
+    def __init__(self, state: GuardState) -> None:
+        self.state = state
+        self._key = object()  # of what is written on the nodes of Functions
+        # where the node of a call leads to, by what it calls and which inputs require a gradient
+        self._spots: dict[tuple[str, type, tuple[Path, ...]], list[Spot]] = {}
+        # of linear layers, which make several nodes: how those hang together
+        self.layers: dict[tuple[Any, ...], Layout] = {}
+
+    def look_at_roots(self, roots: Any) -> None:
         """Backward starts from these tensors."""
         if torch._C._current_graph_task_id() != -1:
             return  # inside another one: a checkpoint's
-        self._pass_case = None
         with Quiet():
             tensors = [root for root in roots if isinstance(root, torch.Tensor)]
             nodes = [(root, root.grad_fn) for root in tensors]
             functions = [(r, node) for r, node in nodes if isinstance(node, BackwardCFunction)]
-            self._watch_functions(functions)
+            self.watch_functions(functions, sys._getframe())
+            late: Tensors = []
+            seen: list[SeenTensor] = []
             for root in tensors:
                 content = readable(root)
                 if content is None:
                     continue
-                if not self._is_immediate(content):
-                    inputs = self._ring.inputs([(root, _LOSS)])
-                    self._ring.add(None, "forward", [], inputs, note="loss")
-                    continue
-                case = self.taint.case_of(content) if extent_now(content).bits else None
-                if case is not None:
-                    case.reached = "the loss"
-                    self._pass_case = case
-                    self._wake(case)
+                if not self.state.is_immediate(content):
+                    late.append((root, _LOSS))
+                elif (extent := extent_now(content)).bits:
+                    seen.append(seen_as(content, _LOSS, "input", extent))
+            if late:
+                inputs = self.state.pending.inputs(late)
+                self.state.pending.add(None, "forward", [], inputs, note="loss")
+            else:  # a backward that is looked at later begins when its loss is
+                self.state.cases.begin_backward(seen)
 
-    def _watch_functions(self, functions: list[tuple[torch.Tensor, Any]]) -> None:
+    def watch_functions(
+        self, functions: list[tuple[torch.Tensor, Any]], frame: FrameType | None
+    ) -> None:
         """Custom autograd.Functions: `apply` is no torch call, but their node is in the graph."""
         for _, node in functions:
             # written on the node itself: numbers of nodes are those of a thread
-            if node.metadata.get(self._key) == self.step:
+            if node.metadata.get(self._key) == self.state.step:
                 continue
-            node.metadata[self._key] = self.step
+            node.metadata[self._key] = self.state.step
             kind = getattr(type(node), "_forward_cls", type(node))
             api = ApiName("Function", kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
-            number = self._tape.counter.next(api)
-            module, trail = self._tape.place.module, self._tape.trail(2)
-            sighting = Sighting(plan_for(api), number, module, self.step, trail)
-            self._listen(trace_function(node), sighting, None, frozenset())
+            number = self.state.program.counter.next(api)
+            call = NamedCall(*self.state.noted_at(plan_for(api), number, frame))
+            self._listen(trace_function(node), call, None, frozenset())
 
-    def _watch_backward(self, glance: Glance, outputs: Tensors) -> None:
-        edges = edges_of(glance)
+    def watch_backward(self, watched: RunningCall, outputs: Tensors) -> None:
+        edges = edges_of(watched)
         assert edges is not None
         trace = trace_call(outputs, edges)
         if trace.boundary:
             leaves = frozenset(path for _, path in edges.leaves.values())
-            self._listen(trace, self._sighting(glance), Remembered(glance), leaves)
+            call = NamedCall(*self.state.noted(watched))
+            self._listen(trace, call, Remembered(watched), leaves)
 
-    def _watch_backward_later(self, glance: Glance, outputs: Tensors) -> list[Spot] | None:
+    def watch_backward_later(self, watched: RunningCall, outputs: Tensors) -> list[Spot] | None:
         """The same for a call whose gradients are all looked at later: it needs far less.
 
         Where it leads to, if it made but one node: of such a call that depends on what was called,
         and on which inputs require a gradient.
         """
-        made = _sequence_number() - glance.start
+        made = _sequence_number() - watched.start
         if not made:
             return None
         output = outputs[0][0]
         node = output.grad_fn
-        if made > 1 or len(outputs) > 1 or node is None or node._sequence_nr() != glance.start:
-            self._watch_nodes_later(glance, outputs)
+        if made > 1 or len(outputs) > 1 or node is None or node._sequence_nr() != watched.start:
+            self.watch_nodes_later(watched, outputs)
             return None
-        key = (glance.plan.stem, type(node), glance.needs)
+        key = (watched.plan.stem, type(node), watched.needs)
         spots = self._spots.get(key)
         if spots is None:
-            edges = edges_of(glance)
+            edges = edges_of(watched)
             one = one_node(output, edges) if edges is not None else None
             if one is None:
-                self._watch_nodes_later(glance, outputs)
+                self.watch_nodes_later(watched, outputs)
                 return None
             spots = self._spots[key] = list(one[1])
-        self._listen_later(node, self._noted(glance, OWN_FRAMES), spots)
+        self.listen_later(node, self.state.noted(watched), spots)
         return spots
 
-    def _watch_nodes_later(self, glance: Glance, outputs: Tensors) -> dict[Any, list[Spot]]:
-        edges = edges_of(glance)
+    def watch_nodes_later(self, watched: RunningCall, outputs: Tensors) -> dict[Any, list[Spot]]:
+        edges = edges_of(watched)
         assert edges is not None
         boundary = trace_call(outputs, edges).boundary
         for node, spots in boundary.items():
-            self._listen_later(node, self._noted(glance, OWN_FRAMES + 1), spots)
+            self.listen_later(node, self.state.noted(watched), spots)
         return boundary
 
-    def _watch_layer_later(self, glance: Glance, outputs: Tensors, key: tuple[Any, ...]) -> None:
+    def watch_layer_later(
+        self, watched: RunningCall, outputs: Tensors, key: tuple[Any, ...]
+    ) -> None:
         """The same for a linear layer, whose some four nodes hang together whenever it is called.
 
         By `key` it is known again: what was called and on what, how many nodes it made.
         """
-        boundary = self._watch_nodes_later(glance, outputs)
+        boundary = self.watch_nodes_later(watched, outputs)
         met = sorted(path for spots in boundary.values() for _, path, _ in spots)
-        if met == sorted(glance.needs) and len(self._layers) < _MOST_LAYERS:  # each, and once
-            self._layers[key] = layout_of(outputs[0][0].grad_fn, boundary, glance.start)
+        if met == sorted(watched.needs) and len(self.layers) < _MOST_LAYERS:  # each, and once
+            self.layers[key] = layout_of(outputs[0][0].grad_fn, boundary, watched.start)
 
-    def _is_known_layer(
+    def is_known_layer(
         self, key: tuple[Any, ...], call: NotedCall, start: int, args: tuple[Any, ...], root: Any
     ) -> bool:
         """Whether its nodes hang together as they did before; then they have their hooks."""
-        layout = self._layers.get(key)
+        layout = self.layers.get(key)
         nodes = None if layout is None else follow(root, layout, start, args)
         if nodes is None:
             return False
         for node, spots in nodes:
-            self._listen_later(node, call, spots)
+            self.listen_later(node, call, spots)
         return True
 
-    def _listen_later(self, node: Any, call: NotedCall, spots: list[Spot]) -> None:
+    def listen_later(self, node: Any, call: NotedCall, spots: list[Spot]) -> None:
         node.register_hook(self.hook_for(call, spots, PASSING.get(node.name(), Passing.COMPUTED)))
 
     def gradients_later(
@@ -167,7 +187,7 @@ class BackwardLooking(Looking):
 
         Not so where it is known to be what was sent before, as far as that has been flagged.
         """
-        ring = self._ring
+        pending = self.state.pending
         held: list[NotedOutput] = []
         given: list[NotedInput] = []
         last = None
@@ -179,20 +199,20 @@ class BackwardLooking(Looking):
                 held.append((path, *held[-1][1:]))
                 continue
             plain = type(grad) in PLAIN_TENSORS
-            found = ring.hold_gradient(grad, path, passing, incoming) if plain else None
+            found = pending.hold_gradient(grad, path, passing, incoming) if plain else None
             if found is None:
                 content = numbers_of(grad)
                 if content is None:
                     continue
-                found = ring.hold(content, path), None
+                found = pending.hold(content, path), None
             last = grad
             held.append(found[0])
             if found[1] is not None:
                 given.append(found[1])
         if held:
-            ring.add(call, "backward", tuple(held), tuple(given), scaler=True)
-            if ring.is_due:
-                self.look()
+            pending.add(call, "backward", tuple(held), tuple(given), in_backward=True)
+            if pending.is_due:
+                self.state.look()
 
     def hook_for(self, call: NotedCall, spots: list[Spot], passing: Passing) -> Callable[..., None]:
         """The hook of a node in Python; C++ asks for it for compiled autograd, and among others."""
@@ -200,16 +220,16 @@ class BackwardLooking(Looking):
 
     def backward_trouble(self, call: NotedCall, error: Exception) -> None:
         """What a call sends on in backward could not be noted."""
-        self._watcher.trouble(Sighting(*call).name("backward"), error)
+        self.state.watcher.trouble(NamedCall(*call).name("backward"), error)
 
     def _listen(
         self,
         trace: Trace,
-        sighting: Sighting,
+        call: NamedCall,
         forward: Remembered | None,
         leaves: frozenset[Path],
     ) -> None:
-        listener = _Listener(self, sighting, forward, leaves)
+        listener = _Listener(self, call, forward, leaves)
         boundary = trace.boundary
         for node, spots in trace.outputs.items():
             if node not in boundary:
@@ -229,7 +249,9 @@ class BackwardLooking(Looking):
     ) -> None:
         """Backward leaves a call: look at what it sends on."""
         late: list[NotedOutput] = []
-        bad = False
+        bad: list[SeenTensor] = []
+        near: list[SeenTensor] = []
+        call, state = listener.call, self.state
         for position, path, _ in spots:
             grad = grads[position] if position < len(grads) else None
             if grad is None:
@@ -237,83 +259,80 @@ class BackwardLooking(Looking):
             content = readable(grad)
             if content is None:
                 continue
-            if not self._is_immediate(content):
-                late.append(self._ring.hold(content, path))
+            if not state.is_immediate(content):
+                late.append(state.pending.hold(content, path))
                 continue
             extent = extent_now(content)
             if not extent.bits and path in listener.leaves:
                 storage = content.untyped_storage()
                 seen = (StorageWeakRef(storage), version_of(content))
-                self._seen_gradients[storage._cdata] = seen
+                state.seen_gradients[storage._cdata] = seen
             if extent.bits:
-                bad = True
+                bad.append(seen_as(content, path, "output", extent))
             elif extent.top >= NEAR[content.dtype]:
-                name = f"{listener.sighting.name('backward')}.output.{'.'.join(path)}"
-                self._latent.see(name, self.step, extent.top, LIMITS[content.dtype])
+                near.append(seen_as(content, path, "output", extent))
+        if near:
+            near = near_limit(CallValues(call.plan, [], near, direction="backward"))
+            state.growth.see(call.name("backward"), state.step, near)
         if late:
-            self._ring.add(listener.sighting.noted(), "backward", late, scaler=True)
-            if self._ring.is_due:
-                self.look()
-        if bad or self._clamped_backward(spots, grads):
-            self._suspect_backward(listener, spots, grads, received, clamped=not bad)
+            state.pending.add(call, "backward", late, in_backward=True)
+            if state.pending.is_due:
+                state.look()
+        if bad:
+            self._suspect(listener, _sent(spots, grads), received, bad)
+        elif not all(grad is None or grad.is_cpu for grad in grads):
+            sent = _sent(spots, grads)
+            if state.was_clamped(sent):
+                self._suspect(listener, sent, received, look_at(sent, "output"), was_clamped=True)
 
-    def _clamped_backward(self, spots: list[Spot], grads: Gradients) -> bool:
-        if all(grad is None or grad.is_cpu for grad in grads):
-            return False
-        return self._clamped(_sent(spots, grads))
-
-    def _suspect_backward(
+    def _suspect(
         self,
         listener: _Listener,
-        spots: list[Spot],
-        grads: Gradients,
+        sent: Tensors,
         received: dict[Path, torch.Tensor],
+        bad: list[SeenTensor],
         *,
-        clamped: bool,
+        was_clamped: bool = False,
     ) -> None:
-        sighting = listener.sighting
-        sent = {path: tensor for tensor, path in _sent(spots, grads)}
-        case = self._pass_case
-        if case is None and self.taint:
-            known = [self.taint.case_of(content) for content in contents_of(_sent(spots, grads))]
-            case = next((each for each in known if each is not None), None)
+        """What it sends on is not finite, or the flag of a chip that clamps was raised."""
+        plan, cases = listener.call.plan, self.state.cases
+        values = CallValues(plan, [], bad, direction="backward")
+        case = cases.behind(values, any_value=was_clamped)
         if case is not None:
-            self._pass_case = case
-            case.carry(sighting.name("backward"))
-            self._wake(case)
+            cases.carry(case, listener.call, values)
             return
-        if self._watcher.is_full:
+        if self.state.watcher.is_full:
             return
-        seen = look_at(labelled([(t, p) for p, t in sent.items()], "output"))
-        came = look_at(labelled([(t, p) for p, t in received.items()], "input"))
-        reason = _backward_reason(seen, came, clamped)
-        here = Sighting(sighting.plan, sighting.number, sighting.module, self.step, sighting.trail)
-        forward = listener.forward
-        same_step = sighting.step == self.step
+        came = look_at([(tensor, path) for path, tensor in received.items()], "input")
+        values = values._replace(inputs=came, outputs=look_at(sent, "output"))
+        reason = clamped(values) if was_clamped else fault(values, cases.origin)
+        assert reason is not None
+        here = listener.call._replace(step=self.state.step)
+        forward = listener.forward if listener.call.step == here.step else None
 
         def write() -> bool:
-            whole = forward is not None and same_step and forward.write(self._tape, here)
-            write_backward(self._tape, here.names("backward"), frames_of(here), received, sent)
+            whole = forward is not None and forward.write(self.state.tape, here)
+            gradients = {path: tensor for tensor, path in sent}
+            names, frames = here.names("backward"), render(here.trail)
+            write_backward(self.state.tape, names, frames, received, gradients)
             return whole
 
-        metrics = {each.label: each.facts for each in (*came, *seen)}
-        case = self._pass_case = Case(here, "backward", reason, metrics, write)
-        self._watcher.add(case, pending=True)
+        cases.blame(here, values, reason, in_backward=True, write=write)
 
 
 class _Listener:
     """Follows one call into backward; it holds no node of the graph."""
 
-    __slots__ = ("forward", "leaves", "left", "nodes", "received", "sight", "sighting", "waits")
+    __slots__ = ("call", "calls", "forward", "leaves", "left", "nodes", "received", "waits")
 
     def __init__(
         self,
-        sight: BackwardLooking,
-        sighting: Sighting,
+        calls: BackwardCalls,
+        call: NamedCall,
         forward: Remembered | None,
         leaves: frozenset[Path],
     ) -> None:
-        self.sight, self.sighting, self.forward = sight, sighting, forward
+        self.calls, self.call, self.forward = calls, call, forward
         self.leaves = leaves  # inputs that are parameters, or other leaves
         self.waits = False  # for gradients that come in at another node than they leave from
         self.received: dict[Path, torch.Tensor] = {}
@@ -338,7 +357,7 @@ class _Incoming:
 
     def __call__(self, grads: Gradients) -> None:
         listener = self._listener
-        if not listener.sight.on:
+        if not listener.calls.state.on:
             return
         with Quiet():
             listener.received |= listener.incoming(self._spots, grads)
@@ -355,23 +374,23 @@ class _Outgoing:
 
     def __call__(self, grads: Gradients, incoming: Gradients) -> None:
         listener = self._listener
-        if not listener.sight.on:
+        if not listener.calls.state.on:
             return
         try:
             with Quiet():
                 received = listener.received
                 if self._outputs is not None:
                     received = received | listener.incoming(self._outputs, incoming)
-                listener.sight.gradients(listener, self._spots, grads, received)
+                listener.calls.gradients(listener, self._spots, grads, received)
                 listener.left -= 1
                 if listener.left <= 0:
                     listener.received = {}
         except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            listener.sight._watcher.trouble(listener.sighting.name("backward"), error)
+            listener.calls.state.watcher.trouble(listener.call.name("backward"), error)
 
 
 def send_later(
-    sight: BackwardLooking,
+    calls: BackwardCalls,
     call: NotedCall,
     spots: list[Spot],
     passing: Passing,
@@ -379,13 +398,13 @@ def send_later(
     incoming: Gradients,
 ) -> None:
     """The same where gradients are flagged, and looked at later."""
-    if not sight.on:
+    if not calls.state.on:
         return
     try:
         with MODES_OFF():
-            sight.gradients_later(call, spots, passing, grads, incoming)
+            calls.gradients_later(call, spots, passing, grads, incoming)
     except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-        sight.backward_trouble(call, error)
+        calls.backward_trouble(call, error)
 
 
 # Nodes that hang together, the first being that of an output. Of each: the number of the one above
@@ -434,27 +453,6 @@ def numbers_of(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     with Quiet():
         return readable(tensor)
-
-
-def _backward_reason(sent: list[Seen], came: list[Seen], clamped: bool) -> str:
-    if clamped:
-        return "the chip clamps, and its overflow flag was raised in its backward"
-    worst = max(sent, key=lambda each: each.facts["nan"] + each.facts["inf"])
-    facts = worst.facts
-    count, word = (facts["nan"], "NaN") if facts["nan"] else (facts["inf"], "infinite")
-    label = worst.label.replace("output.", "input.")
-    numbers = "1 number in the gradient" if count == 1 else f"{count} numbers in the gradient"
-    verb = "is" if count == 1 else "are"
-    made = f"{numbers} of {label} ({facts['dtype']}) {verb} {word}"
-    if not came:
-        return made
-    if bits_of(came):
-        return (
-            f"it is given a gradient that is not finite though none was sent: the sum of the "
-            f"gradients that meet there overflows, or the program began with it; {made}"
-        )
-    top = max(each.top for each in came)
-    return f"the gradients it is given are finite (up to {top:.4g}), {made}"
 
 
 def _sent(spots: list[Spot], grads: Gradients) -> Tensors:

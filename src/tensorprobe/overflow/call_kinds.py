@@ -5,8 +5,8 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-from tensorprobe.capture.hidden_state import writes_in_place
-from tensorprobe.capture.naming import ApiName
+from tensorprobe.follow.hidden_state import writes_in_place
+from tensorprobe.follow.naming import ApiName
 
 
 class Kind(enum.Enum):
@@ -120,6 +120,11 @@ PASSING = {
     "SliceBackward0": Passing.COPIED,
     "ToCopyBackward0": Passing.COPIED,
 }
+
+
+def register_kind(name: str, kind: Kind) -> None:
+    """Say how the calls of this name, the last part of an API, come by their values."""
+    _KINDS[name] = kind
 
 
 def plan_for(api: ApiName) -> Plan:

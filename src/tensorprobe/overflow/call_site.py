@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
-from tensorprobe.capture.stacks import is_hidden
+from tensorprobe.follow.stacks import is_hidden
 
 _MOST_FRAMES = 200
 

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tensorprobe.capture.encode import PLAIN_TENSORS
-from tensorprobe.capture.gradients import Path
-from tensorprobe.capture.naming import CallNames, call_name
+from tensorprobe.follow.naming import CallNames, call_name
 from tensorprobe.guarding.findings import Finding
-from tensorprobe.overflow.call_kinds import Plan
-from tensorprobe.overflow.call_site import Trail, render
+from tensorprobe.overflow.call_kinds import Kind, Plan
+from tensorprobe.overflow.call_site import Trail, frames_in, render
+from tensorprobe.overflow.judge import CallValues, SeenTensor, is_pole
 from tensorprobe.records import Direction
+from tensorprobe.tensors.finiteness import NAN
 
 NAMED = 5  # calls that a finding names of those which carry its value on
+_MOST_HELD_BACK = 64
+_SCALER_FILE = "grad_scaler.py"
+# A NamedCall as it is noted of every call: the garbage collector drops plain tuples, and by far the
+# most are never looked at again.
+NotedCall = tuple[Plan, int, str, int, Trail]
 
 
-class Sighting:
+class NamedCall(NamedTuple):
     """One call of the program: what it is called, and where it was made."""
 
-    __slots__ = ("module", "number", "plan", "step", "trail")
-
-    def __init__(self, plan: Plan, number: int, module: str, step: int, trail: Trail) -> None:
-        self.plan, self.number, self.module = plan, number, module
-        self.step, self.trail = step, trail
-
-    def noted(self) -> tuple[Plan, int, str, int, Trail]:
-        """What it is made of."""
-        return self.plan, self.number, self.module, self.step, self.trail
+    plan: Plan
+    number: int
+    module: str
+    step: int
+    trail: Trail
 
     def name(self, direction: Direction = "forward") -> str:
         return call_name(self.plan.api, self.number, direction)
@@ -38,31 +39,39 @@ class Sighting:
     def names(self, direction: Direction = "forward") -> CallNames:
         return CallNames(self.plan.api, self.name(direction), self.module, direction)
 
+    @property
+    def is_of_scaler(self) -> bool:
+        """Whether a GradScaler made it: it multiplies the loss until something overflows."""
+        frames = frames_in(self.trail, 8)
+        return any(code.co_filename.endswith(_SCALER_FILE) for code, _ in frames)
+
 
 class Case:
     """What is known of one bad value so far."""
 
     def __init__(
         self,
-        sighting: Sighting,
+        call: NamedCall,
         direction: Direction,
         reason: str,
         metrics: dict[str, Any],
-        write: Callable[[], bool] | None,
+        *,
+        pending: bool = False,
+        write: Callable[[], bool] | None = None,
     ) -> None:
-        self.sighting, self.direction = sighting, direction
+        self.call, self.direction = call, direction
         self.reason, self.metrics = reason, metrics
+        self.pending = pending  # a GradScaler may deal with it
         self.write = write  # puts it into the capture; False where its forward inputs are gone
         self.saved = False  # in the capture, with all that it takes to run it again
         self.affected = 0
         self.travelled: list[str] = []
         self.reached = ""
         self.told = False
-        self.pending = False  # a GradScaler may deal with it
 
     @property
     def name(self) -> str:
-        return self.sighting.name(self.direction)
+        return self.call.name(self.direction)
 
     def carry(self, name: str) -> None:
         """Another call has this value in what it returns."""
@@ -76,11 +85,11 @@ class Case:
             name=self.name,
             kind="nonfinite",
             direction=self.direction,
-            step=self.sighting.step,
+            step=self.call.step,
             rank=rank,
-            module=self.sighting.module,
-            op=self.sighting.plan.api.op,
-            stack=render(self.sighting.trail),
+            module=self.call.module,
+            op=self.call.plan.api.op,
+            stack=render(self.call.trail),
             reason=self.reason,
             metrics=self.metrics,
             affected=self.affected,
@@ -90,88 +99,184 @@ class Case:
         )
 
 
-class Taint:
-    """Which memory holds a bad value, and of which case.
+class Watcher(Protocol):
+    """Who is told of what is found, and decides what becomes of it."""
+
+    attention: bool
+
+    @property
+    def is_full(self) -> bool: ...
+    @property
+    def is_due(self) -> bool: ...
+    def add(self, case: Case) -> None: ...
+    def warn(self, name: str, step: int, text: str) -> None: ...
+    def trouble(self, name: str, error: BaseException) -> None: ...
+    def call_made(self) -> None: ...
+    def unscaled(self) -> None: ...
+    def scale_updated(self, skipped_at: float | None) -> None: ...
+    def optimizer_begins(self, optimizer: Any) -> None: ...
+    def backward_begins(self, roots: Any) -> None: ...
+    def advance(self) -> None: ...
+
+
+class OpenCases:
+    """The bad values that are known: which memory holds them, and of which case.
 
     By storage, held weakly: what an allocator puts at the same place later is another one.
     """
 
-    def __init__(self) -> None:
-        self._cases: dict[int, tuple[StorageWeakRef, Case]] = {}
-        self._before: dict[int, tuple[StorageWeakRef, Case]] = {}
+    def __init__(self, watcher: Watcher, storage_at: Callable[[int], Any]) -> None:
+        self._watcher = watcher
+        self._storage_at = storage_at  # of one that is pending; None where it is gone
+        self.of_backward: Case | None = None  # whose value the backward that runs is full of
+        self._spoiled: dict[int, tuple[StorageWeakRef | None, Case]] = {}
+        self._spoiled_before: dict[int, tuple[StorageWeakRef | None, Case]] = {}
+        self._uninitialised: dict[int, StorageWeakRef] = {}
+        # infinite at a pole, such as 1 / 0: many programs mask that, so told when it does harm
+        self._held_back: list[Case] = []
 
     def __bool__(self) -> bool:
-        return bool(self._cases)
+        return bool(self._spoiled)
 
-    def add(self, content: torch.Tensor, case: Case) -> None:
-        storage = content.untyped_storage()
-        self._cases[storage._cdata] = (StorageWeakRef(storage), case)
-
-    def case_of(self, content: torch.Tensor) -> Case | None:
-        found = self._cases.get(content.untyped_storage()._cdata)
-        return found[1] if found is not None else None
-
-    def earlier_case_of(self, content: torch.Tensor) -> Case | None:
-        """The case that spoiled this memory in the step before, such as a parameter's."""
-        found = self._before.get(content.untyped_storage()._cdata)
-        return found[1] if found is not None else None
-
-    def is_alive(self, case: Case) -> bool:
-        """Whether memory that this case spoiled is still in use."""
-        return any(known is case and not ref.expired() for ref, known in self._cases.values())
+    @property
+    def has_held_back(self) -> bool:
+        return bool(self._held_back)
 
     def begin_step(self) -> None:
         """A step of its own: what is still bad counts anew."""
-        self._before = {k: v for k, v in self._cases.items() if not v[0].expired()}
-        self._cases = {}
+        self._spoiled_before = {k: v for k, v in self._spoiled.items() if _is_alive(v[0])}
+        self._spoiled = {}
+        self._held_back.clear()
+        self._uninitialised.clear()
+        self.of_backward = None
 
-    def drop(self, cases: Sequence[Case]) -> None:
-        """Forget what these cases spoiled."""
-        self._cases = {k: v for k, v in self._cases.items() if v[1] not in cases}
+    def forgive(self, cases: Sequence[Case]) -> None:
+        """These were GradScaler's to deal with, and it has."""
+        self._spoiled = {k: v for k, v in self._spoiled.items() if v[1] not in cases}
+        if self.of_backward in cases:
+            self.of_backward = None
+
+    def note_uninitialised(self, content: torch.Tensor) -> None:
+        """Nothing was written to this memory yet."""
+        storage = content.untyped_storage()
+        self._uninitialised[storage._cdata] = StorageWeakRef(storage)
+
+    def origin(self, seen: SeenTensor) -> str:
+        """Where NaN comes from that is of no case of this step."""
+        if (found := self._spoiled_before.get(seen.storage)) is not None:
+            return f", left by {found[1].name} in step {found[1].call.step}"
+        if seen.storage in self._uninitialised:
+            return ": memory that was never written to (torch.empty)"
+        return ", which no call that was watched has made"
+
+    # Following a value
+
+    def of(self, storage: int) -> Case | None:
+        """The case that spoiled this memory."""
+        found = self._spoiled.get(storage)
+        return None if found is None else found[1]
+
+    def among(self, tensors: Iterable[SeenTensor], *, any_value: bool = False) -> Case | None:
+        """The case that spoiled one of these, which are bad, or at the limit."""
+        for each in tensors:
+            case = self.of(each.storage)
+            if case is not None and (each.bits or any_value or each.is_at_limit):
+                return case
+        return None
+
+    def behind(self, values: CallValues, *, any_value: bool = False) -> Case | None:
+        """The case whose value a call carries on.
+
+        In backward it is the one that the loss had, or that of a gradient which the call sends on
+        as it was given: backward was begun with it, or a hook or Function of the program made it.
+        """
+        if values.direction == "forward":
+            return self.among(values.inputs, any_value=any_value)
+        self.of_backward = self.of_backward or self.among(values.outputs, any_value=any_value)
+        return self.of_backward
+
+    def carry(
+        self, case: Case, call: NamedCall, values: CallValues, *, any_value: bool = False
+    ) -> None:
+        """A call carries the value of a case on."""
+        case.carry(call.name(values.direction))
+        self.spoil(values.outputs, case, any_value=any_value)
+        if values.direction == "backward" or values.found & NAN:
+            self.release(case)
+
+    def begin_backward(self, loss: Iterable[SeenTensor]) -> None:
+        """Backward begins from these."""
+        case = self.of_backward = self.among(loss)
+        if case is not None:
+            self.reach(case, "the loss")
+
+    def reach(self, case: Case, what: str, tensors: Iterable[SeenTensor] = ()) -> None:
+        """The value has come to the loss, or to the gradients or parameters of a model."""
+        case.reached = what
+        self.spoil(tensors, case)
+        self.release(case)
+
+    def spoil(self, tensors: Iterable[SeenTensor], case: Case, *, any_value: bool = False) -> None:
+        """From now on those of them that are bad, or at the limit, are of this case."""
+        for each in tensors:
+            if each.bits or any_value or each.is_at_limit:
+                here = each.numbers
+                held = self._storage_at(each.storage) if here is None else here.untyped_storage()
+                ref = None if held is None else StorageWeakRef(held)
+                self._spoiled[each.storage] = (ref, case)
+
+    def blame(
+        self,
+        call: NamedCall,
+        values: CallValues,
+        reason: str,
+        *,
+        in_backward: bool,
+        any_value: bool = False,
+        is_reader: bool = False,
+        write: Callable[[], bool] | None = None,
+    ) -> None:
+        """A call is at fault; `is_reader`: of what it reads."""
+        if self._watcher.is_full:
+            return
+        spreads = in_backward and values.plan.kind is not Kind.COMMUNICATES
+        if spreads and values.direction == "forward":
+            reason += "; it runs inside backward"
+        pending = in_backward or call.is_of_scaler
+        case = Case(call, values.direction, reason, values.facts, pending=pending, write=write)
+        self.spoil(values.outputs, case, any_value=any_value)
+        if is_reader or values.given & NAN:
+            self.spoil([each for each in values.inputs if each.bits], case)
+        if is_pole(values):
+            self._held_back.append(case)
+            del self._held_back[:-_MOST_HELD_BACK]
+            return
+        if spreads:
+            self.of_backward = case
+        self._watcher.add(case)
+
+    def add(self, case: Case) -> Case | None:
+        """A case that is none of a call; None where there are as many as are wanted."""
+        if self._watcher.is_full:
+            return None
+        self._watcher.add(case)
+        return case
+
+    # Infinity that may have been meant
+
+    def release(self, case: Case) -> None:
+        """It has done harm."""
+        if case in self._held_back:
+            self._held_back.remove(case)
+            if not self._watcher.is_full:
+                self._watcher.add(case)
+
+    def release_living(self) -> None:
+        """The step ends: what is still there was not thrown away."""
+        for case in list(self._held_back):
+            if any(known is case and _is_alive(ref) for ref, known in self._spoiled.values()):
+                self.release(case)
 
 
-# Labels and paths of arguments by position, made once.
-POSITIONS: list[Path] = [(str(number),) for number in range(64)]
-
-
-def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, Path]]:
-    """The tensors among the arguments of a call, with their paths."""
-    found: list[tuple[torch.Tensor, Path]] = []
-    number = -1
-    for value in args:
-        number += 1
-        kind = type(value)
-        if kind in PLAIN_TENSORS or isinstance(value, torch.Tensor):
-            found.append((value, POSITIONS[number] if number < 64 else (str(number),)))
-        elif kind in _CONTAINERS:
-            _inside(value, (str(number),), found)
-    if kwargs:
-        for key, value in kwargs.items():
-            if isinstance(value, torch.Tensor):
-                found.append((value, (key,)))
-            elif type(value) in _CONTAINERS:
-                _inside(value, (key,), found)
-    return found
-
-
-def tensors_out(result: Any) -> list[tuple[torch.Tensor, Path]]:
-    """The tensors that a call returned, with their paths."""
-    if isinstance(result, torch.Tensor):
-        return [(result, POSITIONS[0])]
-    if isinstance(result, tuple | list | dict):
-        found: list[tuple[torch.Tensor, Path]] = []
-        _inside(result, (), found)
-        return found
-    return []
-
-
-_CONTAINERS = frozenset([list, tuple, dict])
-
-
-def _inside(value: Any, path: Path, found: list[tuple[torch.Tensor, Path]]) -> None:
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, item in items:
-        if isinstance(item, torch.Tensor):
-            found.append((item, (*path, str(key))))
-        elif isinstance(item, tuple | list | dict) and len(path) < 6:
-            _inside(item, (*path, str(key)), found)
+def _is_alive(storage: StorageWeakRef | None) -> bool:
+    return storage is not None and not storage.expired()

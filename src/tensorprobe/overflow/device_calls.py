@@ -6,7 +6,6 @@ no operation of torch, which then need not be hidden from the program's modes an
 
 from __future__ import annotations
 
-import sys
 from math import isfinite
 from types import EllipsisType, FrameType, NoneType
 from typing import Any
@@ -14,16 +13,16 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from tensorprobe.capture.encode import PLAIN_TENSORS
-from tensorprobe.capture.gradients import Spot
-from tensorprobe.overflow.backward_calls import BackwardLooking, Layout, numbers_of
-from tensorprobe.overflow.bad_values import MODES_OFF, OWN_FRAMES, Paths
+from tensorprobe.follow.gradients import Path, Spot
+from tensorprobe.follow.plain_arguments import PLAIN_TENSORS
+from tensorprobe.overflow.backward_calls import BackwardCalls, Layout, numbers_of
 from tensorprobe.overflow.call_kinds import Kind, Plan
-from tensorprobe.overflow.call_site import NOWHERE, trail_from
-from tensorprobe.overflow.cases import POSITIONS
+from tensorprobe.overflow.call_site import NOWHERE
+from tensorprobe.overflow.cases import NotedCall
+from tensorprobe.overflow.guard_state import MODES_OFF, GuardState
 from tensorprobe.overflow.judge import scalar_bits
-from tensorprobe.overflow.pending_calls import UNFLAGGED, NotedCall, holds_all_of, piece_of
-from tensorprobe.overflow.watched_call import Glance, Tensors
+from tensorprobe.overflow.pending_calls import UNFLAGGED, holds_all_of, piece_of
+from tensorprobe.overflow.watched_call import POSITIONS, RunningCall, Tensors
 from tensorprobe.tensors.finiteness import LIMITS, REAL, is_plain
 
 _CASTS, _MOVES, _PASSES = Kind.CASTS, Kind.MOVES, Kind.PASSES
@@ -32,13 +31,14 @@ _graph_task = torch._C._current_graph_task_id
 _sequence_number = torch._C._autograd._get_sequence_nr
 # torch.func is at work where there are some: its wrappers have no graph that can be walked
 _transforms = torch._C._functorch.peek_interpreter_stack
-_getframe = sys._getframe
 LINEAR = "Functional.linear"
 _JOINS = frozenset(["Torch.cat", "Torch.stack"])  # their node leads to the items of their list
 _MOST_ARGUMENTS = 60  # that the short way takes
 # among those that need a gradient: one that is given by a keyword, one inside a list
 _BY_NAME = 1 << _MOST_ARGUMENTS
 _IN_LIST = _BY_NAME << 1
+# The inputs of a call, and whether they require a gradient.
+Paths = tuple[tuple[Path, bool], ...]
 _MOST_JOINED = 16  # lists that grow from call to call would fill the table
 # Arguments that hold no tensor.
 ATOMS = frozenset(
@@ -50,12 +50,21 @@ ATOMS = frozenset(
 _LISTS = frozenset([list, tuple])
 
 
-class LaterLooking(BackwardLooking):
+class DeviceCalls:
     """Notes calls whose results are looked at later."""
 
-    def _note_later(
-        self, plan: Plan, number: int, start: int, args: tuple[Any, ...], kwargs: Any, result: Any
-    ) -> bool:
+    def __init__(self, state: GuardState, backward: BackwardCalls) -> None:
+        self._state = state
+        self._backward = backward
+        # where the node of a call leads to, by what it calls, its type, and the positions of the
+        # inputs that require a gradient, or the paths of all where some are in a list
+        self._routes: dict[tuple[str, type, int | Paths], list[Spot]] = {}
+        self._node_types: set[type] = set()  # of graph nodes, none of a custom Function
+
+    def note_later(
+        self, plan: Plan, number: int, start: int, args: tuple[Any, ...], kwargs: Any,
+        frame: FrameType | None, result: Any,
+    ) -> bool:  # fmt: skip
         """Note a call that returned one tensor, the short way; False where it is not for it.
 
         It does what `_before`, `_look_at_later` and `_watch_backward_later` do together, for plain
@@ -63,7 +72,7 @@ class LaterLooking(BackwardLooking):
         """
         if type(result) is not torch.Tensor or len(args) > _MOST_ARGUMENTS:
             return False
-        on_host = self._looks_later  # also what lies there is looked at later
+        on_host = self._state.looks_later  # also what lies there is looked at later
         if not on_host and result.is_cpu:
             return False
         given_to = self._plain_arguments(args, kwargs, on_host)
@@ -84,22 +93,22 @@ class LaterLooking(BackwardLooking):
             piece = piece_of(result)
             if piece is None:
                 return False
-            ring = self._ring
-            given = ring.inputs(inputs)  # first: the result may share their memory
-            held = ring.hold_piece(result, _FIRST, flag, piece)
-            call = self._noted_at(plan, number, _getframe(4))
-            ring.add(call, "forward", (held,), given, told, _graph_task() != -1)
-            if ring.is_due:
-                self.look()
+            pending = self._state.pending
+            given = pending.inputs(inputs)  # first: the result may share their memory
+            held = pending.hold_piece(result, _FIRST, flag, piece)
+            call = self._state.noted_at(plan, number, frame)
+            pending.add(call, "forward", (held,), given, told, _graph_task() != -1)
+            if pending.is_due:
+                self._state.look()
         if needs and (node := result.grad_fn) is not None and not _transforms():
             made = _sequence_number() - start
             if made:
                 if call is None:
-                    call = self._noted_at(plan, number, _getframe(4))
+                    call = self._state.noted_at(plan, number, frame)
                 if made == 1 and needs < _BY_NAME:
                     spots = self._routes.get((plan.stem, type(node), needs))
                     if spots is not None and node._sequence_nr() == start:
-                        self._listen_later(node, call, spots)
+                        self._backward.listen_later(node, call, spots)
                         return True
                 told_of = (args, kwargs, inputs, needs)
                 self._follow_route(plan, number, call, start, made, told_of, result, node)
@@ -121,21 +130,21 @@ class LaterLooking(BackwardLooking):
         if made == 1:
             spots = self._routes.get(route)
             if spots is not None and node._sequence_nr() == start:
-                self._listen_later(node, call, spots)
+                self._backward.listen_later(node, call, spots)
                 return spots
-        elif is_layer and self._is_known_layer((*route, made), call, start, args, node):
-            return self._layers[(*route, made)]
-        glance = Glance(plan, number, args, kwargs)
-        glance.inputs, glance.start, glance.call = inputs, start, call
-        glance.needs = tuple(path for tensor, path in inputs if tensor.requires_grad)
+        elif is_layer and self._backward.is_known_layer((*route, made), call, start, args, node):
+            return self._backward.layers[(*route, made)]
+        watched = RunningCall(plan, number, args, kwargs)
+        watched.inputs, watched.start, watched.noted = inputs, start, call
+        watched.needs = tuple(path for tensor, path in inputs if tensor.requires_grad)
         outputs = [(result, _FIRST)]
         if is_layer:
-            self._watch_layer_later(glance, outputs, (*route, made))
-            return self._layers.get((*route, made))
+            self._backward.watch_layer_later(watched, outputs, (*route, made))
+            return self._backward.layers.get((*route, made))
         if needs < _IN_LIST:
-            found = self._watch_backward_later(glance, outputs)
+            found = self._backward.watch_backward_later(watched, outputs)
         else:
-            boundary = self._watch_nodes_later(glance, outputs)
+            boundary = self._backward.watch_nodes_later(watched, outputs)
             is_join = made == 1 and plan.stem in _JOINS
             found = boundary.get(node) if is_join else None
         if found is None or which == ():
@@ -149,7 +158,7 @@ class LaterLooking(BackwardLooking):
     ) -> list[Spot] | Layout | None:  # fmt: skip
         """The same for a call that C++ has noted, and cannot follow."""
         with MODES_OFF():
-            plain = self._plain_arguments(args, kwargs, self._looks_later)
+            plain = self._plain_arguments(args, kwargs, self._state.looks_later)
             assert plain is not None
             given = (args, kwargs, plain[0], plain[2])
             node = result.grad_fn
@@ -216,32 +225,27 @@ class LaterLooking(BackwardLooking):
         self._node_types.add(type(node))
         return True
 
-    def _noted_at(self, plan: Plan, number: int, frame: FrameType) -> NotedCall:
-        """What a later report needs to know of a call that `frame` has made."""
-        module, base, rest = self._tape.place.here
-        return plan, number, module, self.step, trail_from(frame, base, rest)
-
-    def _are_later(self, glance: Glance, outputs: Tensors) -> bool:
+    def are_later(self, watched: RunningCall, outputs: Tensors) -> bool:
         """Whether all that this call makes is looked at later, its gradients too."""
-        if not self._ring.active or glance.plan.looks_now or self._look_every == 1:
+        if not self._state.pending.active or watched.plan.looks_now or self._state.look_every == 1:
             return False
-        if self._looks_later:  # on the host too
+        if self._state.looks_later:  # on the host too
             return all(type(tensor) in PLAIN_TENSORS for tensor, _ in outputs)
         for tensor, _ in outputs:
             if tensor.is_cpu or type(tensor) not in PLAIN_TENSORS:
                 return False
-        if glance.needs:
-            for tensor, _ in glance.inputs:
+        if watched.needs:
+            for tensor, _ in watched.inputs:
                 if tensor.is_cpu and tensor.requires_grad:
                     return False
         return True
 
-    def _look_at_later(self, glance: Glance, outputs: Tensors) -> None:
+    def look_at_later(self, watched: RunningCall, outputs: Tensors) -> None:
         """Note the call; what it made is known when the device has got there."""
-        kind = glance.plan.kind
+        kind = watched.plan.kind
         flag = kind is not _PASSES
-        if kind is _CASTS and glance.inputs:
-            source, target = glance.inputs[0][0], outputs[0][0]
+        if kind is _CASTS and watched.inputs:
+            source, target = watched.inputs[0][0], outputs[0][0]
             if source is target or source.dtype not in LIMITS:
                 return
             flag = target.dtype not in LIMITS or not holds_all_of(target, source)
@@ -253,20 +257,20 @@ class LaterLooking(BackwardLooking):
             if content is not None:
                 contents.append((content, path))
         if contents:
-            self._look_later(glance, contents, flag, OWN_FRAMES + 1)
+            self.look_later(watched, contents, flag)
 
-    def _look_later(self, glance: Glance, outputs: Tensors, flag: bool, depth: int) -> None:
-        ring = self._ring
-        inputs = ring.inputs(glance.inputs) if glance.noted is None else glance.noted
+    def look_later(self, watched: RunningCall, outputs: Tensors, flag: bool) -> None:
+        pending = self._state.pending
+        inputs = pending.inputs(watched.inputs) if watched.memory is None else watched.memory
         held = []
         for content, path in outputs:
-            held.append(ring.hold(content, path, flag))
-        told = scalar_bits(glance.args, glance.kwargs)
-        ring.add(self._noted(glance, depth), "forward", held, inputs, told, _graph_task() != -1)
-        if ring.is_due:
-            self.look()
+            held.append(pending.hold(content, path, flag))
+        told = scalar_bits(watched.args, watched.kwargs)
+        pending.add(self._state.noted(watched), "forward", held, inputs, told, _graph_task() != -1)
+        if pending.is_due:
+            self._state.look()
 
-    def _is_noted_view(self, plan: Plan, number: int, args: tuple[Any, ...], result: Any) -> bool:
+    def is_noted_view(self, plan: Plan, number: int, args: tuple[Any, ...], result: Any) -> bool:
         """Whether a call that has passed its first argument on was a view of memory that is known.
 
         Then nothing is flagged, and all there is to note is its name: a bad value went by here.
@@ -278,14 +282,16 @@ class LaterLooking(BackwardLooking):
             dtype = source.dtype
             if dtype not in REAL or result.dtype is not dtype:
                 return False
-            if not self._looks_later and (self._look_every == 1 or source.is_cpu or result.is_cpu):
+            if not self._state.looks_later and (
+                self._state.look_every == 1 or source.is_cpu or result.is_cpu
+            ):
                 return False
-            key = self._ring.known_storage(source)
+            key = self._state.pending.known_storage(source)
             if key is None or not is_plain(result) or result.untyped_storage()._cdata != key:
                 return False
             held = (_FIRST, key, source.device, UNFLAGGED, dtype, result.shape, False)
-            call = (plan, number, "", self.step, NOWHERE)
-            self._ring.add(call, "forward", [held], [(_FIRST, key)])
+            call = (plan, number, "", self._state.step, NOWHERE)
+            self._state.pending.add(call, "forward", [held], [(_FIRST, key)])
         return True
 
 

@@ -1,71 +1,146 @@
-"""Whether a call made a bad value, read one, or was told to: the call's own tensors decide."""
+"""The rules by which a call is at fault: it made a bad value, and neither read it, nor was told to,
+nor put it there on purpose.
+
+One set of rules for calls that are looked at as they end and for those whose numbers came late.
+The latter are known by what was found in their tensors; of the former the tensors themselves are
+there, and tell more.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
+from tensorprobe.follow.gradients import Path
 from tensorprobe.overflow.call_kinds import ADDS, DIVIDES, LOGARITHMS, Kind, Plan
+from tensorprobe.records import Direction
 from tensorprobe.tensors.finiteness import (
     INFINITE,
     LIMITS,
     NAN,
     NEGATIVE,
     POSITIVE,
+    Extent,
     readable,
 )
 from tensorprobe.tensors.summarizer import summarize
+from tensorprobe.tensors.summary import TensorSummary
 
-Named = tuple[str, torch.Tensor]  # "input.0" and the tensor
+_WORDS = {NAN: "NaN", POSITIVE: "inf", NEGATIVE: "-inf"}
+_ROWS = ("softmax", "log_softmax", "logsumexp")  # make NaN of a row that is masked as a whole
+_CLOSE = 0.9  # of the limit of a dtype: to be warned of
 
 
-class Seen(NamedTuple):
-    """A float tensor of a call, looked at in full."""
+class SeenTensor(NamedTuple):
+    """A float tensor of a call, and what was found in it."""
 
-    label: str
-    tensor: torch.Tensor  # its numbers
-    bits: int
-    facts: dict[str, Any]  # dtype, shape, how many NaN and inf, min and max
-
-    @property
-    def top(self) -> float:
-        bounds = [abs(b) for b in (self.facts["min"], self.facts["max"]) if b is not None]
-        return max(bounds, default=0.0)
+    label: str  # input.0
+    storage: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    bits: int  # for NaN, +inf and -inf
+    top: float  # the largest magnitude
+    numbers: torch.Tensor | None = None  # where they are still there
+    summary: TensorSummary | None = None  # where they were counted
 
     @property
     def limit(self) -> float:
-        return LIMITS[self.tensor.dtype]
+        return LIMITS[self.dtype]
+
+    @property
+    def is_at_limit(self) -> bool:
+        return self.top >= self.limit
+
+    @property
+    def kind(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a finding says of it."""
+        facts: dict[str, Any] = {"dtype": self.kind, "shape": list(self.shape)}
+        if (found := self.summary) is None:
+            holds = [word for bit, word in _WORDS.items() if self.bits & bit]
+            return facts | {"holds": holds, "largest": self.top}
+        counts = {"nan": found.nan_count, "inf": found.inf_count}
+        return facts | counts | {"min": found.min, "max": found.max}
+
+    def count(self, bits: int) -> int:
+        """How many are NaN, or infinite."""
+        if self.summary is None:
+            return int(self.bits & bits != 0)
+        return self.summary.nan_count if bits == NAN else self.summary.inf_count
 
 
-def look_at(tensors: Iterable[Named]) -> list[Seen]:
-    """What the float tensors among these hold; those that cannot be read are left out."""
+class CallValues(NamedTuple):
+    """What a call read and returned: all that it is judged by."""
+
+    plan: Plan
+    inputs: list[SeenTensor]
+    outputs: list[SeenTensor]
+    told: int = 0  # kinds of numbers, not finite, that the program itself wrote into the call
+    direction: Direction = "forward"
+
+    @property
+    def name(self) -> str:
+        return self.plan.api.api.rpartition(".")[2]
+
+    @property
+    def given(self) -> int:
+        return bits_of(self.inputs)
+
+    @property
+    def found(self) -> int:
+        return bits_of(self.outputs)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all numbers are there."""
+        return all(each.numbers is not None for each in (*self.inputs, *self.outputs))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Of its outputs, and of its inputs where they were looked at for it."""
+        inputs = [each for each in self.inputs if each.summary is not None]
+        return {each.label: each.facts for each in (*inputs, *self.outputs)}
+
+
+def look_at(tensors: Iterable[tuple[torch.Tensor, Path]], side: str) -> list[SeenTensor]:
+    """The float tensors among these, looked at in full; those that cannot be read are left out."""
     seen = []
-    for label, tensor in tensors:
+    for tensor, path in tensors:
         content = readable(tensor)
         if content is None:
             continue
         summary = summarize(content)
         bits = NAN if summary.nan_count else 0
-        if summary.max == math.inf:
-            bits |= POSITIVE
-        if summary.min == -math.inf:
-            bits |= NEGATIVE
-        facts = {
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "shape": list(tensor.shape),
-            "nan": summary.nan_count,
-            "inf": summary.inf_count,
-            "min": summary.min,
-            "max": summary.max,
-        }
-        seen.append(Seen(label, content, bits, facts))
+        bits |= POSITIVE if summary.max == math.inf else 0
+        bits |= NEGATIVE if summary.min == -math.inf else 0
+        top = max((abs(b) for b in (summary.min, summary.max) if b is not None), default=0.0)
+        one = seen_as(content, path, side, Extent(bits, top))
+        shape = tuple(tensor.shape)  # its own: of complex numbers the content is a view as real
+        seen.append(one._replace(dtype=tensor.dtype, shape=shape, summary=summary))
     return seen
 
 
-def scalar_bits(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+def seen_as(content: torch.Tensor, path: Path, side: str, extent: Extent) -> SeenTensor:
+    """A readable tensor of which only this was asked."""
+    label, storage = f"{side}.{'.'.join(path)}", content.untyped_storage()._cdata
+    return SeenTensor(label, storage, content.dtype, tuple(content.shape), *extent, content)
+
+
+def bits_of(tensors: Iterable[SeenTensor]) -> int:
+    """What is found in any of them."""
+    bits = 0
+    for each in tensors:
+        bits |= each.bits
+    return bits
+
+
+def scalar_bits(args: Iterable[Any], kwargs: dict[str, Any]) -> int:
     """The kinds of non-finite numbers that the program itself wrote into the call."""
     bits = 0
     for value in (*args, *kwargs.values()) if kwargs else args:
@@ -74,120 +149,170 @@ def scalar_bits(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     return bits
 
 
-def bits_of(tensors: Iterable[Seen]) -> int:
-    """What is found in any of them."""
-    bits = 0
-    for each in tensors:
-        bits |= each.bits
-    return bits
+# The rules
 
 
-def fault(plan: Plan, inputs: list[Seen], outputs: list[Seen], told: int) -> str | None:
+def fault(call: CallValues, origin: Callable[[SeenTensor], str]) -> str | None:
     """Why the outputs are this call's fault, in words; None where they are on purpose.
 
-    `told` are the kinds of numbers it was told to put in. Inputs that hold NaN are judged before:
-    here none does, and infinite ones are masks or initial values.
+    `origin` says where NaN comes from that was there before, and is of no case that is known.
     """
-    found, given = bits_of(outputs), bits_of(inputs)
-    if plan.kind is Kind.MAKES or not found:
+    kind = call.plan.kind
+    if call.direction == "backward":
+        return _gradient_reason(call)
+    if kind is Kind.COMMUNICATES:
+        return None if call.given else _rank_reason(call)
+    if kind is Kind.MAKES or not call.found:
         return None
-    if found & NAN & ~told:
-        return _nan_reason(plan, inputs, outputs, given)
-    if plan.kind is Kind.MOVES:
-        return None if not found & ~(given | told) else _inf_reason(plan, inputs, outputs)
-    if given & INFINITE or told & INFINITE:
-        return _fresh_beside_masks(plan, inputs, outputs, given | told)
-    if _is_mask(plan, inputs, outputs):
-        return None
-    return _inf_reason(plan, inputs, outputs)
+    if call.given & NAN:  # to be reported by the first call that computes with it
+        first = next(each for each in call.inputs if each.bits & NAN)
+        count = "" if first.summary is None else f"{first.summary.nan_count} "
+        reads = f"it reads {count}NaN in {first.label}{origin(first)}"
+        return reads if kind is Kind.COMPUTES else None
+    if call.found & NAN & ~call.told:
+        return _nan_reason(call)
+    if kind in (Kind.MOVES, Kind.PASSES) and (call.given or not call.found & ~call.told):
+        return None  # it may move them, and change their signs
+    if (call.given | call.told) & INFINITE:
+        return _reason_beside_masks(call)
+    return None if _is_mask(call, call.outputs) else _infinity_reason(call)
 
 
-def is_pole(plan: Plan, inputs: list[Seen], outputs: list[Seen]) -> bool:
+def is_pole(call: CallValues) -> bool:
     """Whether the call is right to give infinity: the logarithm of zero, or a division by it.
 
-    Programs do that on purpose, and take other numbers instead where it happens.
+    Programs do that on purpose, and take other numbers instead where it happens. If the numbers
+    are gone, its name decides.
     """
-    name = plan.api.api.rpartition(".")[2]
-    if bits_of(outputs) & NAN or bits_of(inputs) or name not in (*DIVIDES, *LOGARITHMS):
+    if call.direction == "backward" or call.found & NAN or not call.outputs:
         return False
-    zeros = [each.tensor == 0 for each in inputs]
-    for output in outputs:
-        if not zeros or not _fit(zeros, output.tensor):
-            return False
-        new = torch.isinf(output.tensor)
-        for zero in zeros:
-            new = new & ~zero
-        if bool(new.any()):
-            return False
-    return True
+    if call.name not in DIVIDES and call.name not in LOGARITHMS:
+        return False
+    if not call.is_exact:
+        return True
+    zeros = [_numbers(each) == 0 for each in call.inputs]
+    return bool(zeros) and not call.given and _explain(zeros, call.outputs)
 
 
-def _nan_reason(plan: Plan, inputs: list[Seen], outputs: list[Seen], given: int) -> str:
-    made = _made(outputs, "nan", "NaN")
-    if not given:
-        return f"its inputs are finite{_range(inputs)}, {made}"
-    source = next(each for each in inputs if each.bits)
-    what = "inf" if source.bits & POSITIVE else "-inf"
-    if plan.api.api.rpartition(".")[2] in ("softmax", "log_softmax", "logsumexp"):
-        return f"a whole row of {source.label} is {what}, {made}"
-    return f"{source.label} holds {what}, which it turns into NaN: {made}"
+def clamped(call: CallValues) -> str:
+    """Why a call is at fault during which the overflow flag of a chip was raised that clamps."""
+    if call.direction == "backward":
+        return "the chip clamps, and its overflow flag was raised in its backward"
+    at_limit = [each for each in call.outputs if each.is_at_limit]
+    shown = f"{at_limit[0].label} reaches {at_limit[0].limit:g}" if at_limit else "in between"
+    return f"the chip clamps, and its overflow flag was raised: {shown}"
 
 
-def _inf_reason(plan: Plan, inputs: list[Seen], outputs: list[Seen]) -> str:
-    made = _made(outputs, "inf", "infinite")
-    name = plan.api.api.rpartition(".")[2]
-    if name in DIVIDES and any(_has_zero(each) for each in inputs):
-        return f"it divides by zero, {made}"
-    if name in LOGARITHMS and any(_has_zero(each) for each in inputs):
-        return f"it takes the logarithm of zero, {made}"
-    return f"its inputs are finite{_range(inputs)}, {made}"
+def is_first_at_limit(call: CallValues) -> bool:
+    """Whether the call reaches the limit of a dtype, its inputs being below."""
+    limit = max((each.limit for each in call.outputs), default=0.0)
+    at_limit = any(each.is_at_limit for each in call.outputs)
+    return at_limit and all(each.top < limit for each in call.inputs)
 
 
-def _fresh_beside_masks(
-    plan: Plan, inputs: list[Seen], outputs: list[Seen], given: int
-) -> str | None:
+def near_limit(call: CallValues) -> list[SeenTensor]:
+    """What is more than half of the largest number of its dtype; none where an input is the
+    largest itself, which is a mask."""
+    near = [each for each in call.outputs if each.limit / 2 <= each.top < each.limit]
+    if any(given.top >= each.limit for each in near for given in call.inputs):
+        return []
+    return near
+
+
+class Growth:
+    """Trouble to come: remembers how large the values of a call were in the step before, and warns
+    once of each call whose values grow towards the limit of their dtype."""
+
+    def __init__(self, warn: Callable[[str, int, str], None]) -> None:
+        self._warn = warn
+        self._tops: dict[str, tuple[int, float]] = {}
+        self._warned: set[str] = set()
+
+    def see(self, name: str, step: int, near: Iterable[SeenTensor]) -> None:
+        """These tensors of a call are near their limit."""
+        for each in near:
+            self._see(f"{name}.{each.label}", step, each.top, each.limit)
+
+    def _see(self, name: str, step: int, top: float, limit: float) -> None:
+        before = self._tops.get(name)
+        if before is not None and before[0] == step:
+            top = max(top, before[1])
+        self._tops[name] = (step, top)
+        if before is None or before[0] == step or name in self._warned:
+            return
+        if top >= _CLOSE * limit and top > before[1]:
+            self._warned.add(name)
+            share = f"values up to {top:.5g} are {top / limit:.0%} of what their dtype holds"
+            grow = f"and grow: {before[1]:.5g} in step {before[0]}"
+            self._warn(name, step, f"{share}, {grow}")
+
+
+# Masks
+
+
+def _reason_beside_masks(call: CallValues) -> str | None:
     """A call that is given masks: is something infinite where no mask is?"""
-    for output in outputs:
+    masked = call.given | call.told
+    for output in call.outputs:
         if not output.bits:
             continue
-        masks = [_infinite(each) for each in inputs]
-        fits = _fit(masks, output.tensor)
-        if fits and not (given & ~bits_of(inputs)):  # a number written by the program has no place
-            new = torch.isinf(output.tensor)
-            for mask in masks:
-                new = new & ~mask
-            if bool(new.any()) and not _is_mask(plan, inputs, [output], new):
-                count = int(new.sum())
-                return f"{count} of {output.label} are infinite where no input is: it overflows"
-        elif output.bits & ~given:
-            return f"{_held(inputs)}, {_made([output], 'inf', 'infinite')}"
+        new = None
+        if call.is_exact and not call.told & ~call.given:  # a number of the program has no place
+            new = _unexplained([torch.isinf(_numbers(each)) for each in call.inputs], output)
+        if new is None:
+            if output.bits & ~masked and (call.is_exact or not _is_mask(call, [output])):
+                return f"{_held(call.inputs)}, {_made([output], INFINITE)}"
+        elif bool(new.any()) and not _is_mask(call, [output], new):
+            count = int(new.sum())
+            return f"{count} of {output.label} are infinite where no input is: it overflows"
     return None
 
 
 def _is_mask(
-    plan: Plan, inputs: list[Seen], outputs: list[Seen], where: torch.Tensor | None = None
+    call: CallValues, outputs: list[SeenTensor], where: torch.Tensor | None = None
 ) -> bool:
     """Whether what is infinite was meant to be: the lowest number of a dtype, used as a mask and
     added to; or a mask of zeros and ones, multiplied or put through a logarithm."""
-    name = plan.api.api.rpartition(".")[2]
-    if name in ADDS:
-        extremes = [each for each in inputs if each.top >= each.limit and not each.bits]
-        for output in outputs:
-            if not extremes or not _fit([each.tensor for each in extremes], output.tensor):
-                return False
-            new = torch.isinf(output.tensor) if where is None else where
-            for each in extremes:
-                new = new & ~(each.tensor.abs() >= each.limit)
-            if bool(new.any()):
-                return False
-        return bool(extremes)
-    if name in ("log", "mul", "mul_"):
-        return bool(inputs) and all(_is_zero_or_one(each.tensor) for each in inputs)
+    inputs = call.inputs
+    if call.name in ADDS:
+        limit = max(each.limit for each in outputs)
+        extremes = [each for each in inputs if each.top >= limit and not each.bits]
+        if not call.is_exact:
+            return bool(extremes) and bits_of(outputs) == NEGATIVE
+        places = [_numbers(each).abs() >= limit for each in extremes]
+        return bool(extremes) and _explain(places, outputs, where)
+    if call.name in ("log", "mul", "mul_") and call.is_exact:
+        return bool(inputs) and all(_is_zero_or_one(_numbers(each)) for each in inputs)
     return False
 
 
-def _infinite(seen: Seen) -> torch.Tensor:
-    return torch.isinf(seen.tensor)
+def _explain(
+    places: list[torch.Tensor], outputs: list[SeenTensor], where: torch.Tensor | None = None
+) -> bool:
+    """Whether what is infinite in the outputs, or these places of it, are all among `places`."""
+    left = [_unexplained(places, output, where) for output in outputs]
+    return not any(each is None or bool(each.any()) for each in left)
+
+
+def _unexplained(
+    places: list[torch.Tensor], output: SeenTensor, where: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """Where an output is infinite, but for these places. None where they are not of its shape when
+    broadcast: then the call does not work number by number."""
+    new = torch.isinf(_numbers(output)) if where is None else where
+    try:
+        if torch.broadcast_shapes(*(each.shape for each in places), new.shape) != new.shape:
+            return None
+    except RuntimeError:
+        return None
+    for place in places:
+        new = new & ~place
+    return new
+
+
+def _numbers(seen: SeenTensor) -> torch.Tensor:
+    assert seen.numbers is not None
+    return seen.numbers
 
 
 def _is_zero_or_one(tensor: torch.Tensor) -> bool:
@@ -195,32 +320,82 @@ def _is_zero_or_one(tensor: torch.Tensor) -> bool:
     return bool(((tensor == 0) | ones).all()) and bool(ones.any())
 
 
-def _has_zero(seen: Seen) -> bool:
-    return bool((seen.tensor == 0).any())
+# Words
 
 
-def _fit(tensors: list[torch.Tensor], output: torch.Tensor) -> bool:
-    """Whether these, broadcast, have the shape of the output: the call works number by number."""
-    shapes = [tensor.shape for tensor in tensors]
-    try:
-        return bool(torch.broadcast_shapes(*shapes, output.shape) == output.shape)
-    except RuntimeError:
-        return False
+def _nan_reason(call: CallValues) -> str:
+    made = _made(call.outputs, NAN)
+    source = next((each for each in call.inputs if each.bits), None)
+    if source is None:
+        return f"its inputs are finite{_range(call.inputs)}, {made}"
+    if call.name in _ROWS:
+        return f"a whole row of {source.label} is {_sign(source)}, {made}"
+    return f"{source.label} holds {_sign(source)}, which it turns into NaN: {made}"
 
 
-def _made(outputs: list[Seen], fact: str, word: str) -> str:
-    worst = max(outputs, key=lambda each: each.facts[fact])
-    count, total = worst.facts[fact], math.prod(worst.facts["shape"])
-    return f"{count} of {total} in {worst.label} ({worst.facts['dtype']}) are {word}"
+def _infinity_reason(call: CallValues) -> str:
+    made = _made(call.outputs, INFINITE)
+    if any(each.summary is not None and each.summary.zero_count for each in call.inputs):
+        if call.name in DIVIDES:
+            return f"it divides by zero, {made}"
+        if call.name in LOGARITHMS:
+            return f"it takes the logarithm of zero, {made}"
+    return f"its inputs are finite{_range(call.inputs)}, {made}"
 
 
-def _range(inputs: list[Seen]) -> str:
-    bounds = [b for each in inputs for b in (each.facts["min"], each.facts["max"]) if b is not None]
+def _rank_reason(call: CallValues) -> str:
+    bad = next(each for each in call.outputs if each.bits)
+    why = "it came from another rank, or the sum overflows"
+    return f"what this rank gave is finite, and {bad.label} is not: {why}"
+
+
+def _gradient_reason(call: CallValues) -> str:
+    worst = max(call.outputs, key=lambda each: each.count(NAN) + each.count(INFINITE))
+    if worst.summary is None:
+        return f"the gradients before it are finite, {_made(call.outputs, NAN | INFINITE)}"
+    is_nan = worst.count(NAN) > 0
+    count, word = worst.count(NAN if is_nan else INFINITE), "NaN" if is_nan else "infinite"
+    numbers = "1 number" if count == 1 else f"{count} numbers"
+    label = worst.label.replace("output.", "input.")
+    verb = "is" if count == 1 else "are"
+    made = f"{numbers} in the gradient of {label} ({worst.kind}) {verb} {word}"
+    if not call.inputs:
+        return made
+    if call.given:
+        return (
+            f"it is given a gradient that is not finite though none was sent: the sum of the "
+            f"gradients that meet there overflows, or the program began with it; {made}"
+        )
+    top = max(each.top for each in call.inputs)
+    return f"the gradients it is given are finite (up to {top:.4g}), {made}"
+
+
+def _made(outputs: list[SeenTensor], bits: int) -> str:
+    """How many of an output are NaN, or infinite; which it holds, where they were not counted."""
+    worst = max(outputs, key=lambda each: each.count(bits))
+    if worst.summary is None:
+        words = " and ".join(word for bit, word in _WORDS.items() if worst.bits & bit)
+        return f"{worst.label} ({worst.kind}) holds {words}"
+    total, word = math.prod(worst.shape), "NaN" if bits == NAN else "infinite"
+    return f"{worst.count(bits)} of {total} in {worst.label} ({worst.kind}) are {word}"
+
+
+def _range(inputs: list[SeenTensor]) -> str:
+    if not inputs:
+        return ""
+    counted = [each.summary for each in inputs if each.summary is not None]
+    if len(counted) < len(inputs):
+        return f" (up to {max(each.top for each in inputs):.4g})"
+    bounds = [b for each in counted for b in (each.min, each.max) if b is not None]
     return f" ({min(bounds):.4g} to {max(bounds):.4g})" if bounds else ""
 
 
-def _held(inputs: list[Seen]) -> str:
+def _held(inputs: list[SeenTensor]) -> str:
     source = next((each for each in inputs if each.bits), None)
     if source is None:
         return "it is told an infinite number"
-    return f"{source.label} holds {'inf' if source.bits & POSITIVE else '-inf'}"
+    return f"{source.label} holds {_sign(source)}"
+
+
+def _sign(seen: SeenTensor) -> str:
+    return "inf" if seen.bits & POSITIVE else "-inf"

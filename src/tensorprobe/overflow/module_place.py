@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -11,10 +12,10 @@ import torch
 from torch import nn
 
 from tensorprobe import native
-from tensorprobe.capture import compiled
-from tensorprobe.capture.module_hooks import ModuleHooks, is_below
-from tensorprobe.capture.stand_ins import is_tracing
-from tensorprobe.capture.tape import Place
+from tensorprobe.follow import compiled
+from tensorprobe.follow.module_hooks import ModuleHooks
+from tensorprobe.follow.naming import Counter
+from tensorprobe.follow.stand_ins import is_tracing
 from tensorprobe.overflow.call_site import Trail, trail_from
 
 _is_traced = torch.compiler.is_dynamo_compiling  # true of the code that dynamo reads, never of ours
@@ -25,12 +26,11 @@ _compiler = torch.compiler
 Here = tuple[str, FrameType | None, Trail | None]
 
 
-class GuardPlace(Place):
+class GuardPlace(threading.local):
     """Where a thread is, all in one: to read one thing of a thread takes as long as a call."""
 
     def __init__(self) -> None:
         self.here: Here = ("", None, None)
-        super().__init__()
 
     @property
     def module(self) -> str:
@@ -42,6 +42,19 @@ class GuardPlace(Place):
         self.here = (path, *self.here[1:])
 
 
+class GuardedProgram:
+    """Where the threads of the program are, and how often each API was called in this step."""
+
+    def __init__(self, counter: Counter) -> None:
+        self.place = GuardPlace()
+        self.counter = counter
+
+    def trail(self, frame: FrameType | None) -> Trail:
+        """The frames from `frame` outwards."""
+        _, base, rest = self.place.here
+        return trail_from(frame, base, rest)
+
+
 class _Stay(NamedTuple):
     """A module call under way, and the place to go back to."""
 
@@ -49,24 +62,29 @@ class _Stay(NamedTuple):
     frame: FrameType
     trail: Trail
     outer: Here
-    call: None = None  # modules are not recorded
+    call: None = None  # no observer is told
+
+    def go_back(self, place: GuardPlace) -> None:
+        """Put a thread back to where it made this call."""
+        place.here = self.outer
 
 
 _new_stay = functools.partial(tuple.__new__, _Stay)  # of all its fields, without a frame
 
 
-class Whereabouts(ModuleHooks):
-    """Module hooks that record nothing, and note of each call where it was made.
+class ModuleTrails:
+    """Lets module hooks note of each call where it was made, and nothing else.
 
-    As those of its parent, and a third of their cost: a program has a module for every four calls.
+    At a third of the cost of telling an observer: a program has a module for every four calls.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, hooks: ModuleHooks) -> None:
+        self._hooks = hooks
         self._native = None  # what follows modules inside of others, in C++
         if native.MODULE is not None:
             parts = (_Stay, torch.fx.GraphModule, sys._getframe)
-            self._native = native.MODULE.Whereabouts(self, *parts)
+            self._native = native.MODULE.ModuleTrails(hooks, *parts)
+        hooks.hooks = (self._enter, self._leave)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if _is_traced() or _compiler._is_compiling_flag or is_tracing():
@@ -76,30 +94,28 @@ class Whereabouts(ModuleHooks):
         frame = sys._getframe(1)
         if isinstance(module, torch.fx.GraphModule) and compiled.is_generated(module, frame):
             return
-        entries: list[Any] = self._thread.entries
-        place: Any = self._tape.place
+        hooks = self._hooks
+        entries: list[Any] = hooks.thread.entries
+        place: GuardPlace = hooks.place
         trail = None
         if entries:
             inner = entries[-1]
             trail = trail_from(frame, inner.frame, inner.trail)
             if trail[-1] is None:  # that call was left by a KeyboardInterrupt or the like
                 trail = None
-                self._drop_left(frame)
-        if not entries and not self._begins(module, frame):
+                hooks.drop_left(frame)
+        if not entries and not hooks.begins(module, frame):
             return
         try:
-            if self._around is not None and not is_below(self._around, frame):
-                self._forget_around()
-            if not entries:
-                self._enter_root()
+            hooks.enter_from(frame)
             outer = place.here
             if trail is None:
                 trail = trail_from(frame, *outer[1:])
-            parent = outer[0] if entries or self._around else None
+            parent = outer[0] if entries or hooks.around else None
             entries.append(_new_stay((module, frame, trail, outer, None)))
-            place.here = (self.paths.path(module, parent), frame, trail)
-        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            self._tape.gap(f"Module.{type(module).__name__}", error)
+            place.here = (hooks.paths.path(module, parent), frame, trail)
+        except Exception as error:  # noqa: BLE001 following one call: it becomes a gap
+            hooks.failed(module, error)
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         # first of all: dynamo, which traces this, must not come to the module
@@ -107,12 +123,9 @@ class Whereabouts(ModuleHooks):
             return
         if self._native is not None and self._native.leave(module):
             return
-        entries: list[Any] = self._thread.entries
+        hooks = self._hooks
+        entries: list[Any] = hooks.thread.entries
         if not entries or entries[-1].module is not module or len(entries) == 1:
-            super()._leave(module, args, result)
+            hooks.leave_and_clean(module, result, sys._getframe(1))
         else:
-            self._go_back(entries.pop())
-
-    def _go_back(self, entry: Any) -> None:
-        place: Any = self._tape.place
-        place.here = entry.outer
+            entries.pop().go_back(hooks.place)

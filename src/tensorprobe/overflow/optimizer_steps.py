@@ -4,66 +4,87 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import FrameType
 
 import torch
 from torch.optim.optimizer import Optimizer
 
-from tensorprobe.capture.calls import OpenCall
-from tensorprobe.capture.encode import PLAIN_TENSORS
-from tensorprobe.capture.naming import optimizer_name
-from tensorprobe.capture.optimizer_hooks import OptimizerHooks
-from tensorprobe.capture.quiet import Quiet
-from tensorprobe.capture.tape import Tape
-from tensorprobe.overflow.bad_values import Looking
+from tensorprobe.follow.naming import optimizer_name
+from tensorprobe.follow.plain_arguments import PLAIN_TENSORS
+from tensorprobe.follow.quiet import Quiet
 from tensorprobe.overflow.call_kinds import plan_for
-from tensorprobe.overflow.cases import Case, Sighting
-from tensorprobe.overflow.judge import Seen, look_at
+from tensorprobe.overflow.cases import Case, NamedCall
+from tensorprobe.overflow.guard_state import GuardState
+from tensorprobe.overflow.judge import SeenTensor, look_at, seen_as
 from tensorprobe.overflow.pending_calls import NotedOutput
-from tensorprobe.overflow.watched_call import Tensors, content_of, contents_of, labelled, version_of
-from tensorprobe.tensors.finiteness import extent_now, readable
+from tensorprobe.overflow.watched_call import Tensors, content_of, version_of
+from tensorprobe.tensors.finiteness import FINE, INFINITE, NAN, Extent, extent_now, readable
 
 
-class OptimizerLooking(Looking):
+class OptimizerSteps:
     """Looks at what optimizers are given and what they leave."""
 
-    def optimizer_begins(self, optimizer: Optimizer) -> tuple[Sighting, bool]:
-        """Look at the gradients; whether one of them is bad."""
-        self._watcher.optimizer_begins(optimizer)
+    def __init__(self, state: GuardState) -> None:
+        self._state = state
+        # optimizers that stepped in this step and the one before, and the case their gradients had
+        self._stepped: list[tuple[weakref.ref[Optimizer], NamedCall, Case | None]] = []
+
+    def begin(self, optimizer: Optimizer, frame: FrameType) -> NamedCall:
+        """Look at the gradients; what happens inside of the step is one call."""
+        ident = threading.get_ident()
+        self._state.stepping.pop(ident, None)
+        call, bad = self._look_at_gradients(optimizer, frame)
+        self._state.stepping[ident] = id(optimizer), call, bad
+        return call
+
+    def end(self, optimizer: Optimizer, call: NamedCall) -> None:
+        """Parameters were written; on a device they are looked at, on the host when next used."""
+        step = self._state.stepping.pop(threading.get_ident(), None)
+        if step is None or step[0] != id(optimizer):
+            return
+        was_bad = step[2]
+        case = self._state.cases.of_backward if was_bad else None
+        self._stepped = [*self._recent(), (weakref.ref(optimizer), call, case)]
+        self._look_at_group(optimizer, call, "parameters")
+
+    def left(self) -> None:
+        """No optimizer steps in this thread any more."""
+        self._state.stepping.pop(threading.get_ident(), None)
+
+    def _look_at_gradients(self, optimizer: Optimizer, frame: FrameType) -> tuple[NamedCall, bool]:
+        """The call of an optimizer, and whether one of its gradients is bad."""
+        self._state.watcher.optimizer_begins(optimizer)
         kind = type(optimizer)
         api = optimizer_name(kind.__name__, f"{kind.__module__}.{kind.__qualname__}.step")
-        number = self._tape.counter.next(api)
-        sighting = Sighting(plan_for(api), number, "", self.step, self._tape.trail(1))
+        number = self._state.program.counter.next(api)
+        trail = self._state.program.trail(frame)
+        call = NamedCall(plan_for(api), number, "", self._state.step, trail)
         if getattr(optimizer, "found_inf", None) is not None:
-            return sighting, True  # a fused optimizer under a GradScaler: it looks itself
-        bad = self._look_at_group(optimizer, sighting, "gradients")
-        if bad and self._watcher.is_due:
-            self._watcher.optimizer_begins(optimizer)
-        return sighting, bad
-
-    def optimizer_ended(self, optimizer: Optimizer, sighting: Sighting, was_bad: bool) -> None:
-        """Parameters were written; on a device they are looked at, on the host when next used."""
-        case = self._pass_case if was_bad else None
-        self._stepped.append((weakref.ref(optimizer), sighting, case))
-        self._look_at_group(optimizer, sighting, "parameters")
+            return call, True  # a fused optimizer under a GradScaler: it looks itself
+        bad = self._look_at_group(optimizer, call, "gradients")
+        if bad and self._state.watcher.is_due:
+            self._state.watcher.optimizer_begins(optimizer)
+        return call, bad
 
     def look_at_parameters(self) -> None:
         """The watch ends: nothing will use the parameters any more."""
         with Quiet():
-            for reference, sighting, case in self._stepped:
+            for reference, call, case in self._recent():
                 optimizer = reference()
-                if optimizer is None or case is not None or sighting.step < self.step - 1:
+                if optimizer is None or case is not None:
                     continue
                 tensors = [(p, (str(n),)) for n, p in enumerate(_parameters(optimizer))]
-                contents = [(t, p) for t, p in tensors if self._looks_now(t)]
+                contents = [(t, p) for t, p in tensors if self._state.looks_now(t)]
                 bad = [each for each in contents if extent_now(content_of(each[0])).bits]
-                if bad and self.taint.case_of(content_of(bad[0][0])) is None:
-                    self._blame_optimizer(sighting, look_at(labelled(bad[:8], "parameter")))
-        self._stepped.clear()
+                seen = look_at(bad[:8], "parameter")
+                if seen and self._state.cases.of(seen[0].storage) is None:
+                    self._blame_optimizer(call, seen)
+        self._stepped = []
 
-    def _look_at_group(self, optimizer: Optimizer, sighting: Sighting, what: str) -> bool:
+    def _look_at_group(self, optimizer: Optimizer, call: NamedCall, what: str) -> bool:
         bad: Tensors = []
+        seen: list[SeenTensor] = []
         held: list[NotedOutput] = []
         with Quiet():
             for number, parameter in enumerate(_parameters(optimizer)):
@@ -71,127 +92,93 @@ class OptimizerLooking(Looking):
                 if tensor is None:
                     continue
                 path = (str(number),)
-                if type(tensor) in PLAIN_TENSORS and not self._is_immediate(tensor):
-                    plain = self._ring.hold_plain(tensor, path)
+                if type(tensor) in PLAIN_TENSORS and not self._state.is_immediate(tensor):
+                    plain = self._state.pending.hold_plain(tensor, path)
                     if plain is not None:
                         held.append(plain)
                         continue
                 content = readable(tensor)
                 if content is None:
                     continue
-                if not self._is_immediate(content):
-                    held.append(self._ring.hold(content, path))
-                elif what == "gradients" and self._is_bad_gradient(content):
+                if not self._state.is_immediate(content):
+                    held.append(self._state.pending.hold(content, path))
+                elif what == "gradients" and (extent := self._extent_of_gradient(content)).bits:
                     bad.append((tensor, path))
+                    seen.append(seen_as(content, path, what, extent))
             if held:
-                self._ring.add(sighting.noted(), "forward", tuple(held), note=what)
+                self._state.pending.add(call, "forward", tuple(held), note=what)
             if bad:
-                self._suspect_gradients(sighting, bad)
+                self._suspect_gradients(call, bad, seen)
         return bool(bad)
 
-    def _is_bad_gradient(self, content: torch.Tensor) -> bool:
+    def _extent_of_gradient(self, content: torch.Tensor) -> Extent:
         """Not looked at again where backward sent it just so."""
-        known = self._seen_gradients.get(content.untyped_storage()._cdata)
+        known = self._state.seen_gradients.get(content.untyped_storage()._cdata)
         if known is not None and known[1] == version_of(content):
-            return False
-        return extent_now(content).bits != 0
+            return FINE
+        return extent_now(content)
 
-    def _suspect_gradients(self, sighting: Sighting, bad: Tensors) -> None:
-        case = self._pass_case
+    def _suspect_gradients(self, call: NamedCall, bad: Tensors, seen: list[SeenTensor]) -> None:
+        cases = self._state.cases
+        case = cases.of_backward or cases.among(seen)
         if case is None:
-            found = [self.taint.case_of(content) for content in contents_of(bad)]
-            case = next((each for each in found if each is not None), None)
-        if case is None and not self._watcher.is_full:
-            seen = look_at(labelled(bad[:8], "gradients"))
             why = "no call of backward made them: another rank, a hook, or their sum"
             reason = f"{len(bad)} gradients it is given are not finite, and {why}"
-            case = Case(sighting, "forward", reason, {s.label: s.facts for s in seen}, None)
-            self._watcher.add(case, pending=False)
+            metrics = {each.label: each.facts for each in look_at(bad[:8], "gradients")}
+            case = cases.add(Case(call, "forward", reason, metrics))
         if case is not None:
-            self._pass_case = case
-            case.reached = f"{len(bad)} gradients of parameters"
-            for content in contents_of(bad):
-                self.taint.add(content, case)
+            cases.of_backward = case
+            cases.reach(case, f"{len(bad)} gradients of parameters", seen)
 
     # A parameter that is bad when it is used
 
-    def _optimizer_behind(self, inputs: list[Seen]) -> Case | None:
+    def optimizer_behind(self, inputs: list[SeenTensor]) -> Case | None:
         """An optimizer that left a parameter bad, which shows when it is next used: parameters are
         not looked at after every step, that would read all of them once more."""
         for each in inputs:
-            if each.bits and (found := self._writer_of(each.tensor)) is not None:
-                sighting, case = found
+            if each.bits and (found := self._writer_of(each)) is not None:
+                call, case = found
                 if case is None:
-                    return self._blame_optimizer(sighting, [each])
+                    return self._blame_optimizer(call, [each])
         return None
 
-    def _reading_spoiled(self, inputs: list[Seen]) -> str | None:
+    def reading_spoiled(self, inputs: list[SeenTensor]) -> str | None:
         """Why a call is reported that uses a parameter which an earlier step has spoiled."""
         for each in inputs:
-            found = self._writer_of(each.tensor) if each.bits else None
+            found = self._writer_of(each) if each.bits else None
             if found is not None and found[1] is not None:
                 case = found[1]
                 return (
                     f"it reads {each.label}, a parameter that {case.name} has spoiled in step "
-                    f"{case.sighting.step}"
+                    f"{case.call.step}"
                 )
         return None
 
-    def _writer_of(self, content: torch.Tensor) -> tuple[Sighting, Case | None] | None:
-        key = content.untyped_storage()._cdata
-        for reference, sighting, case in reversed(self._stepped):
+    def _writer_of(self, seen: SeenTensor) -> tuple[NamedCall, Case | None] | None:
+        for reference, call, case in reversed(self._recent()):
             optimizer = reference()
             for parameter in _parameters(optimizer) if optimizer is not None else ():
                 held = readable(parameter)
-                if held is not None and held.untyped_storage()._cdata == key:
-                    return sighting, case
+                if held is not None and held.untyped_storage()._cdata == seen.storage:
+                    return call, case
         return None
 
-    def _blame_optimizer(self, sighting: Sighting, bad: list[Seen]) -> Case | None:
-        if self._watcher.is_full:
-            return None
-        shape = "x".join(str(length) for length in bad[0].facts["shape"])
-        count = bad[0].facts["nan"] + bad[0].facts["inf"]
+    def _recent(self) -> list[tuple[weakref.ref[Optimizer], NamedCall, Case | None]]:
+        return [each for each in self._stepped if each[1].step >= self._state.step - 1]
+
+    def _blame_optimizer(self, call: NamedCall, bad: list[SeenTensor]) -> Case | None:
+        first = bad[0]
+        shape = "x".join(str(length) for length in first.shape)
+        count = first.count(NAN) + first.count(INFINITE)
         reason = (
             f"the gradients are finite, and {count} numbers of a parameter ({shape}, "
-            f"{bad[0].facts['dtype']}) are not after it"
+            f"{first.kind}) are not after it"
         )
         metrics = {f"parameter.{n}": each.facts for n, each in enumerate(bad)}
-        case = Case(sighting, "forward", reason, metrics, None)
-        self._spoil(bad, case)
-        self._watcher.add(case, pending=False)
+        case = self._state.cases.add(Case(call, "forward", reason, metrics))
+        if case is not None:
+            self._state.cases.spoil(bad, case)
         return case
-
-
-class OptimizerSight(OptimizerHooks):
-    """The hooks around optimizers' steps: what happens inside is one call."""
-
-    def __init__(
-        self,
-        tape: Tape,
-        parameter_names: Callable[[], dict[int, str]],
-        on_step: Callable[[Optimizer], None],
-        sight: OptimizerLooking,
-    ) -> None:
-        super().__init__(tape, parameter_names, on_step)
-        self._sight = sight
-
-    def _begin(self, optimizer: Optimizer) -> OpenCall | None:
-        ident = threading.get_ident()
-        self._sight.stepping.pop(ident, None)
-        sighting, bad = self._sight.optimizer_begins(optimizer)
-        self._sight.stepping[ident] = id(optimizer), sighting, bad
-        return OpenCall(sighting.names(), "structure", sighting.step)
-
-    def _end(self, optimizer: Optimizer, call: OpenCall) -> None:
-        step = self._sight.stepping.pop(threading.get_ident(), None)
-        if step is not None and step[0] == id(optimizer):
-            self._sight.optimizer_ended(optimizer, *step[1:])
-
-    def forget_raised(self, frame: FrameType) -> None:
-        super().forget_raised(frame)
-        if not self._thread.open:
-            self._sight.stepping.pop(threading.get_ident(), None)
 
 
 def _parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:

@@ -7,26 +7,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tensorprobe.capture.encode import PLAIN_TENSORS
-from tensorprobe.capture.gradients import Path
-from tensorprobe.capture.quiet import Quiet
-from tensorprobe.overflow.call_kinds import Passing, Plan
-from tensorprobe.overflow.call_site import Trail
-from tensorprobe.overflow.cases import Sighting
+from tensorprobe.follow.gradients import Path
+from tensorprobe.follow.plain_arguments import PLAIN_TENSORS
+from tensorprobe.follow.quiet import Quiet
+from tensorprobe.overflow.call_kinds import Passing
+from tensorprobe.overflow.cases import NamedCall, NotedCall
 from tensorprobe.records import Direction
 from tensorprobe.tensors import memory
 from tensorprobe.tensors.finiteness import LIMITS, REAL, Extents, Flags, flags_for, readable
 
 UNFLAGGED = -1  # a ticket: the tensor has what the inputs of its call had
 
-# What is noted of every call, in plain tuples: made in no time, the garbage collector drops most of
-# them, and by far the most are never looked at again. `events_of` puts them into words.
-NotedCall = tuple[Plan, int, str, int, Trail]  # as a Sighting has them
+# What is noted of every call, in plain tuples, as NotedCall is. `calls_in` puts them into words.
 NotedInput = tuple[Path, int]  # and its storage
 # path, storage, device, ticket, dtype, shape, and whether it is all of its storage
 NotedOutput = tuple[Path, int, torch.device, int, torch.dtype, tuple[int, ...], bool]
-# the call, direction, inputs, outputs, what it was told to put in, whether a GradScaler may deal
-# with it, and what else it stands for: loss, gradients, parameters
+# the call, direction, inputs, outputs, what it was told to put in, whether backward runs, and what
+# else it stands for: loss, gradients, parameters
 Note = tuple[
     NotedCall | None, Direction, Sequence[NotedInput], Sequence[NotedOutput], int, bool, str
 ]  # fmt: skip
@@ -37,7 +34,7 @@ _NOT_KNOWN = (KeyError, RuntimeError, NotImplementedError)
 _NO_INPUTS: tuple[NotedInput, ...] = ()
 
 
-class Held(NamedTuple):
+class PendingTensor(NamedTuple):
     """A tensor of a call: the memory it is in, and which flag tells of it."""
 
     label: str
@@ -49,28 +46,28 @@ class Held(NamedTuple):
     whole: bool  # it is all of its storage
 
 
-class Event(NamedTuple):
-    """One call, forward or backward; without a sighting, the first look at an input."""
+class PendingCall(NamedTuple):
+    """One call, forward or backward; without a name, the first look at an input."""
 
-    sighting: Sighting | None
+    call: NamedCall | None
     direction: Direction
     inputs: list[tuple[str, int]]
-    outputs: list[Held]
+    outputs: list[PendingTensor]
     told: int
-    scaler: bool  # GradScaler may deal with it
+    in_backward: bool
     note: str  # loss, gradients, parameters: what else it stands for
 
 
-def events_of(notes: Iterable[Note]) -> list[Event]:
-    """The notes of a ring in words."""
-    events = []
-    for call, direction, inputs, outputs, told, scaler, note in notes:
+def calls_in(notes: Iterable[Note]) -> list[PendingCall]:
+    """The notes of calls in words."""
+    calls = []
+    for noted, direction, inputs, outputs, told, in_backward, note in notes:
         side = note or "output"
-        held = [Held(f"{side}.{'.'.join(output[0])}", *output[1:]) for output in outputs]
+        held = [PendingTensor(f"{side}.{'.'.join(each[0])}", *each[1:]) for each in outputs]
         given = [(f"input.{'.'.join(path)}", storage) for path, storage in inputs]
-        sighting = None if call is None else Sighting(*call)
-        events.append(Event(sighting, direction, given, held, told, scaler, note))
-    return events
+        call = None if noted is None else NamedCall(*noted)
+        calls.append(PendingCall(call, direction, given, held, told, in_backward, note))
+    return calls
 
 
 def piece_of(tensor: torch.Tensor) -> Piece | None:
@@ -101,7 +98,7 @@ def holds_all_of(target: torch.Tensor, source: torch.Tensor) -> bool:
 _DOUBTFUL = -2  # no tensor has this version
 
 
-class Ring:
+class PendingCalls:
     """Notes in order, with their flags on the devices; taken as a whole.
 
     What it is given is read with function modes off, and no operation of torch is called on it
@@ -121,9 +118,9 @@ class Ring:
         """A new step: nothing is known of what is in memory."""
         self._known.clear()
 
-    def is_alive(self, storage: int) -> bool:
-        """Whether this memory is still in use."""
-        return self._known.is_alive(storage)
+    def storage_at(self, key: int) -> torch.UntypedStorage | None:
+        """The memory that is known by this number, where it is still in use."""
+        return self._known.storage_at(key)
 
     def inputs(self, tensors: Iterable[tuple[torch.Tensor, Path]]) -> Sequence[NotedInput]:
         """The memory of the inputs of a call; what is new there is flagged first."""
@@ -285,12 +282,12 @@ class Ring:
         outputs: Sequence[NotedOutput],
         inputs: Sequence[NotedInput] = _NO_INPUTS,
         told: int = 0,
-        scaler: bool = False,
+        in_backward: bool = False,
         note: str = "",
     ) -> None:
         """Note a call whose outputs are held; without one, the first look at an input."""
         notes = self._notes
-        notes.append((call, direction, inputs, outputs, told, scaler, note))
+        notes.append((call, direction, inputs, outputs, told, in_backward, note))
         if self._look_every is not None and len(notes) >= self._look_every:
             self.is_due = True
 
@@ -312,12 +309,11 @@ class _Storages:
         self.versions: dict[int, int] = {}
         # of gradients: dtype, version and the addresses between which all was looked at
         self.spans: dict[int, tuple[torch.dtype, int, int, int]] = {}
-        # kept: a ring may be deleted when torch is gone already
+        # kept: it may be deleted when torch is gone already
         self._free: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
-        self._expired: Callable[[int], Any] = torch.UntypedStorage._expired
 
-    def is_alive(self, key: int) -> bool:
-        return key in self.versions and not self._expired(key)
+    def storage_at(self, key: int) -> torch.UntypedStorage | None:
+        return torch.UntypedStorage._new_with_weak_ptr(key) if key in self.versions else None
 
     def clear(self) -> None:
         versions, self.versions, self.spans = self.versions, {}, {}

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tensorprobe.capture.calls import OpenCall
-from tensorprobe.capture.encode import as_arguments, nest_gradients
-from tensorprobe.capture.facts import environment_facts
-from tensorprobe.capture.gradients import Path as Place
-from tensorprobe.capture.naming import CallNames
-from tensorprobe.capture.quiet import Quiet
-from tensorprobe.capture.selection import Selection
-from tensorprobe.capture.tape import Tape
-from tensorprobe.capture.values import Values
 from tensorprobe.config import RecordConfig
 from tensorprobe.devices import current_rank
 from tensorprobe.errors import TensorprobeError
-from tensorprobe.overflow.call_site import Trail, trail_from
-from tensorprobe.overflow.module_place import GuardPlace
+from tensorprobe.follow.gradients import Path as Place
+from tensorprobe.follow.naming import CallNames
+from tensorprobe.follow.quiet import Quiet
+from tensorprobe.record.calls import OpenCall
+from tensorprobe.record.encode import as_arguments, nest_gradients
+from tensorprobe.record.facts import environment_facts
+from tensorprobe.record.selection import Selection
+from tensorprobe.record.tape import Tape
+from tensorprobe.record.values import Values
 from tensorprobe.store.claim import run_identity
 from tensorprobe.store.lines import CallLine, EndLine
 from tensorprobe.store.writer import CaptureWriter
@@ -32,22 +29,7 @@ from tensorprobe.tensors.summarizer import Summarizer
 CHANGED = -2  # a version no tensor has: the call wrote to this input
 
 
-class GuardTape(Tape):
-    """A tape that knows where calls are made by the modules they are in, and writes down few."""
-
-    def __init__(
-        self, config: RecordConfig, selection: Selection, writer: CaptureWriter, values: Values
-    ) -> None:
-        super().__init__(config, selection, writer, values)
-        self.place: GuardPlace = GuardPlace()
-
-    def trail(self, depth: int) -> Trail:
-        """Where the program is: the frames from `depth` above the caller on."""
-        _, base, rest = self.place.here
-        return trail_from(sys._getframe(depth + 1), base, rest)
-
-
-def make_tape(folder: Path, log: Callable[[str], None]) -> GuardTape:
+def make_tape(folder: Path, log: Callable[[str], None]) -> Tape:
     """A tape of its own for a guard: it names calls, and writes only those it is given."""
     config = RecordConfig.make(level="L1", keep="tensors")
     summarizer = Summarizer(stats=True, digest=True)
@@ -61,7 +43,7 @@ def make_tape(folder: Path, log: Callable[[str], None]) -> GuardTape:
         results=summarizer,
         on_warning=log,
     )
-    return GuardTape(config, Selection(config), writer, Values(writer, summarizer))
+    return Tape(config, Selection(config), writer, Values(writer, summarizer))
 
 
 def write_forward(

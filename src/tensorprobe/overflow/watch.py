@@ -6,24 +6,22 @@ import os
 import shlex
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
-from tensorprobe.capture.engine import EngineEntry
-from tensorprobe.capture.mode_stack import add_mode, remove_mode
-from tensorprobe.capture.steps import StepOn, StepWatch
 from tensorprobe.devices import current_rank
 from tensorprobe.errors import GuardStopped
+from tensorprobe.follow.follower import Follower
+from tensorprobe.follow.steps import StepOn
 from tensorprobe.garbage import rare_searches
 from tensorprobe.guarding.findings import Finding
 from tensorprobe.overflow.cases import Case
-from tensorprobe.overflow.every_call import Sight, SightMode
-from tensorprobe.overflow.module_place import Whereabouts
-from tensorprobe.overflow.optimizer_steps import OptimizerSight
-from tensorprobe.overflow.saved_calls import GuardTape, make_tape, write_repro
+from tensorprobe.overflow.every_call import OverflowObserver
+from tensorprobe.overflow.guard_state import GuardState
+from tensorprobe.overflow.module_place import ModuleTrails
+from tensorprobe.overflow.saved_calls import make_tape, write_repro
+from tensorprobe.record.tape import Tape
 
 PATIENCE = 500  # calls that may go by after the last overflow to stop at, to see where it goes
 SAVED = 20  # findings whose tensors are written
@@ -66,7 +64,7 @@ class OverflowWatch:
         self._overflow_nums = overflow_nums
         self._look_every = look_every
         self._rerun = rerun
-        self._steps = StepWatch(step_on, self._advance)
+        self._step_on = step_on
         self._step = 0
         self._count = 0
         self._cases: list[Case] = []  # certain, of this step
@@ -80,9 +78,8 @@ class OverflowWatch:
         self._patience = PATIENCE
         self._news: list[Case] = []  # certain, and not reported yet
         self.attention = False  # whether `call_made` is to be called after each call
-        self._advance_later = False
         self._rank = 0
-        self._tape: GuardTape | None = None
+        self._tape: Tape | None = None
         self._on = False
 
     # What the guard calls
@@ -93,30 +90,24 @@ class OverflowWatch:
             self._build()
         self._on = True
         self._begin_step()
-        self._modules.install()
-        self._optimizers.install_once()
-        self._engine.install()
         rare_searches.begin()
-        add_mode(self._mode)
-        self._sight.begin()
-        self._sight.on = True
+        self._follower.install()
+        self._observer.state.begin_watch()
+        self._observer.state.on = True
 
     def leave(self, error: BaseException | None) -> None:
         """Take them away; what backward left open is decided now."""
         if not self._on or self._tape is None:
             return
         self._on = False
-        self._sight.on = False
-        remove_mode(self._mode)
+        self._observer.state.on = False
+        self._follower.remove()
         rare_searches.end()
-        self._engine.remove()
-        self._optimizers.remove()
-        self._modules.remove()
         try:
-            self._sight.look()
-            self._sight.wake_living()
+            self._observer.state.look()
+            self._observer.state.cases.release_living()
             self._settle(certain=True)
-            self._sight.look_at_parameters()
+            self._observer.optimizers.look_at_parameters()
             self._report_news()
             if error is None:
                 self._stop_if_due()
@@ -127,24 +118,21 @@ class OverflowWatch:
 
     def step(self) -> None:
         """One step of the program has ended, as the program itself says."""
-        self._steps.be_explicit()
-        self._advance()
+        if self._tape is None:
+            self._build()
+        self._follower.step()
 
     def _build(self) -> None:
         self._rank = current_rank()
         tape = self._tape = make_tape(self._capture, self._log)
-        self._sight = Sight(tape, self, self._look_every)
-        self._mode = SightMode(self._sight)
-        self._modules = Whereabouts(
-            tape, record=False, modes=[self._mode], on_root=self._root_called
-        )
-        self._optimizers = OptimizerSight(
-            tape, self._modules.paths.parameter_names, self._optimizer_stepped, self._sight
-        )
-        self._engine = EngineEntry([self._mode], self._backward_begins, self._backward_ended)
-        _stop_in_children(self._sight)
+        self._observer = OverflowObserver(tape, self, self._look_every)
+        place = self._observer.state.program.place
+        self._follower = Follower(self._observer, place, step_on=self._step_on)
+        self._observer.shorten(self._follower.mode)
+        ModuleTrails(self._follower.modules)
+        _stop_in_children(self._observer.state)
 
-    # What the sight finds
+    # What is found
 
     @property
     def is_full(self) -> bool:
@@ -152,9 +140,9 @@ class OverflowWatch:
         found = self._count + len(self._pending)
         return found >= LISTED or 0 < self._overflow_nums <= found
 
-    def add(self, case: Case, *, pending: bool) -> None:
+    def add(self, case: Case) -> None:
         """A call made a bad value."""
-        if pending:
+        if case.pending:
             self._pending.append(case)
         else:
             self._confirm(case)
@@ -218,18 +206,17 @@ class OverflowWatch:
             self._round_step = self._step  # a fused optimizer ends the step before the update
         self._scaler_round = True
 
-    def scale_updated(self, skipped_at: float | None, optimizers: Iterable[int]) -> None:
+    def scale_updated(self, skipped_at: float | None) -> None:
         """It has ended its round, and skipped a step, at this scale, where it had found some."""
-        self._sight.look()
+        self._observer.state.look()
         self._scaler_round = False
         if skipped_at is not None:
             self._settle(certain=skipped_at <= UNSCALED)
-            self._sight.forgive(self._pending)
+            self._observer.state.cases.forgive(self._pending)
             self._note_forgiven()
             self._pending.clear()
             self._skipped.append(self._round_step)
             self._note("skipped_steps", self._skipped)
-        self._steps.scaler_updated(optimizers)
 
     def _note_forgiven(self) -> None:
         """Which calls made the values that the scaler has dealt with: named, and no findings."""
@@ -239,23 +226,14 @@ class OverflowWatch:
 
     # Backward, optimizers, steps
 
-    def _root_called(self, module: torch.nn.Module) -> None:
-        self._optimizers.forget_raised(sys._getframe())
-        self._steps.root_called(module)
-
-    def _backward_begins(self, roots: Any) -> None:
-        self._optimizers.forget_raised(sys._getframe())
+    def backward_begins(self, roots: Any) -> None:
+        """Backward starts from these tensors."""
+        self._follower.optimizers.forget_raised(sys._getframe())
         try:
-            self._sight.backward_begins(roots)
+            self._observer.backward.look_at_roots(roots)
         except Exception as error:  # noqa: BLE001 recording a loss: it becomes a gap
             self.trouble("loss", error)
         self._stop_if_due()
-
-    def _backward_ended(self, last: bool) -> None:
-        self._steps.backward_ended()
-        if self._advance_later:
-            self._advance_later = False
-            self._advance()
 
     def optimizer_begins(self, optimizer: Any) -> None:
         """An optimizer is about to write to the parameters."""
@@ -264,10 +242,6 @@ class OverflowWatch:
             self._settle(certain=True)
             self._stop_if_due()
 
-    def _optimizer_stepped(self, optimizer: object) -> None:
-        if self._steps.automatic:
-            self._steps.optimizer_stepped(optimizer)
-
     def _settle(self, *, certain: bool) -> None:
         """Decide what backward left open."""
         if certain:
@@ -275,15 +249,13 @@ class OverflowWatch:
             for case in pending:
                 self._confirm(case)
 
-    def _advance(self) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            self._advance_later = True  # an optimizer that steps inside of backward
-            return
+    def advance(self) -> None:
+        """A step has ended."""
         if not self._on:
             self._step += 1  # the rest when it is entered again
             return
-        self._sight.look()
-        self._sight.wake_living()
+        self._observer.state.look()
+        self._observer.state.cases.release_living()
         self._settle(certain=not self._scaler_round)
         try:
             self._stop_if_due()
@@ -296,11 +268,10 @@ class OverflowWatch:
         """Tell the parts which step it is; after a pause it may be the same one."""
         assert self._tape is not None
         self._tape.begin_step(self._step, True)
-        if self._sight.step != self._step:
+        if self._observer.state.step != self._step:
             self._patience = PATIENCE
             self._cases.clear()
-            self._modules.begin_step()
-            self._sight.begin_step(self._step)
+            self._observer.state.begin_step(self._step)
 
     # Telling and stopping
 
@@ -310,7 +281,7 @@ class OverflowWatch:
             return
         last = self._cases[-1] if self._cases else None
         self._tell_cases()
-        which = f": {last.name} in step {last.sighting.step}" if last is not None else ""
+        which = f": {last.name} in step {last.call.step}" if last is not None else ""
         times = "once" if self._count == 1 else f"{self._count} times"
         raise GuardStopped(
             f"stopped by the guard, values overflowed {times}{which}. "
@@ -329,7 +300,7 @@ class OverflowWatch:
         capture = shlex.quote(str(self._capture))
         if case.saved:
             self._tape.writer.drain()  # the repro is made from the files
-            step, folder = case.sighting.step, self._folder / "repro" / f"{case.name}.step"
+            step, folder = case.call.step, self._folder / "repro" / f"{case.name}.step"
             folder = folder.with_name(f"{folder.name}{step}")
             made = write_repro(self._capture, case.name, step, self._rank, folder)
             return self._finding(
@@ -343,19 +314,19 @@ class OverflowWatch:
         """How to record exactly this call: its inputs are gone."""
         names = case.name
         if case.direction == "backward":
-            names = f"{case.sighting.name()},{names}"
+            names = f"{case.call.name()},{names}"
         folder = shlex.quote(str(self._folder / "again"))
         rest = self._rerun if self._rerun is not None else shlex.join(sys.argv)
-        step = case.sighting.step
+        step = case.call.step
         return (
             f"tensorprobe run --calls {names} --steps {step} --keep tensors "
             f"--stop-after-last-step -o {folder} {rest}"
         )
 
 
-def _stop_in_children(sight: Sight) -> None:
+def _stop_in_children(state: GuardState) -> None:
     """A forked child (a DataLoader worker) has our mode: in it nothing is looked at."""
-    reference = weakref.ref(sight)
+    reference = weakref.ref(state)
 
     def in_child() -> None:
         alive = reference()

@@ -3,43 +3,43 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 
-from tensorprobe.capture.gradients import InputEdges, Path
-from tensorprobe.capture.tape import Tape
+from tensorprobe.follow.gradients import InputEdges, Path
+from tensorprobe.follow.plain_arguments import PLAIN_TENSORS
 from tensorprobe.overflow.call_kinds import Plan
 from tensorprobe.overflow.call_site import render
-from tensorprobe.overflow.cases import Case, Sighting, tensors_in
-from tensorprobe.overflow.pending_calls import NotedCall, NotedInput
+from tensorprobe.overflow.cases import NamedCall, NotedCall
+from tensorprobe.overflow.judge import SeenTensor
+from tensorprobe.overflow.pending_calls import NotedInput
 from tensorprobe.overflow.saved_calls import write_forward
+from tensorprobe.record.tape import Tape
 from tensorprobe.tensors.finiteness import readable
 
 Tensors = list[tuple[torch.Tensor, Path]]
 
 
-class Glance:
+class RunningCall:
     """One call while it runs: what has to be known of it before, for the case that it is bad."""
 
     __slots__ = (
-        "args",
-        "call",
-        "edges",
-        "inputs",
-        "kwargs",
-        "needs",
-        "noted",
-        "number",
-        "plan",
-        "start",
-        "was_bad",
-        "written",
-    )
+        "args", "before", "edges", "frame", "inputs", "kwargs", "memory", "needs", "noted",
+        "number", "plan", "start", "written",
+    )  # fmt: skip
 
-    def __init__(self, plan: Plan, number: int, args: tuple[Any, ...], kwargs: Any) -> None:
-        self.plan, self.number = plan, number
+    def __init__(
+        self,
+        plan: Plan,
+        number: int,
+        args: tuple[Any, ...],
+        kwargs: Any,
+        frame: FrameType | None = None,
+    ) -> None:
+        self.plan, self.number, self.frame = plan, number, frame
         self.args, self.kwargs = args, kwargs
         self.inputs: Tensors = []
         self.edges: InputEdges | None = None
@@ -48,17 +48,17 @@ class Glance:
         self.needs: tuple[Path, ...] = ()
         self.start = 0
         self.written: dict[Path, torch.Tensor] = {}  # live ones, of which `args` has copies
-        self.noted: Sequence[NotedInput] | None = None  # memory of inputs that will be written to
-        self.was_bad: Case | bool = False  # what a collective was given: it has no copies
-        self.call: NotedCall | None = None
+        self.memory: Sequence[NotedInput] | None = None  # of inputs that will be written to
+        self.before: list[SeenTensor] = []  # what a collective was given: it has no copies
+        self.noted: NotedCall | None = None
 
 
-def edges_of(glance: Glance) -> InputEdges | None:
+def edges_of(watched: RunningCall) -> InputEdges | None:
     """The graph as it was before the call; None where backward does not come by."""
-    if glance.edges is None and glance.needs:
-        edges = glance.edges = InputEdges(glance.inputs)
-        edges.start = glance.start
-    return glance.edges
+    if watched.edges is None and watched.needs:
+        edges = watched.edges = InputEdges(watched.inputs)
+        edges.start = watched.start
+    return watched.edges
 
 
 class Remembered:
@@ -66,14 +66,14 @@ class Remembered:
 
     __slots__ = ("_args", "_kwargs", "_versions")
 
-    def __init__(self, glance: Glance) -> None:
-        self._args = tuple(weaken(arg) for arg in glance.args)
-        self._kwargs = {key: weaken(value) for key, value in glance.kwargs.items()}
-        self._versions = [version_of(tensor) for tensor, _ in glance.inputs]
-        if glance.written:
+    def __init__(self, watched: RunningCall) -> None:
+        self._args = tuple(weaken(arg) for arg in watched.args)
+        self._kwargs = {key: weaken(value) for key, value in watched.kwargs.items()}
+        self._versions = [version_of(tensor) for tensor, _ in watched.inputs]
+        if watched.written:
             self._versions = []  # what it was given is no more
 
-    def write(self, tape: Tape, sighting: Sighting) -> bool:
+    def write(self, tape: Tape, call: NamedCall) -> bool:
         """Put the forward call into the capture; False where something of it is gone."""
         try:
             args = tuple(recover(arg) for arg in self._args)
@@ -82,7 +82,7 @@ class Remembered:
             return False
         if [version_of(tensor) for tensor, _ in tensors_in(args, kwargs)] != self._versions:
             return False
-        write_forward(tape, sighting.names(), frames_of(sighting), args, kwargs, None, {})
+        write_forward(tape, call.names(), render(call.trail), args, kwargs, None, {})
         return True
 
 
@@ -98,14 +98,9 @@ def contents_of(tensors: Tensors) -> list[torch.Tensor]:
     return [each for each in (readable(tensor) for tensor, _ in tensors) if each is not None]
 
 
-def labelled(tensors: Iterable[tuple[torch.Tensor, Path]], side: str) -> list[Any]:
-    """Tensors with their labels, as `input.0`."""
-    return [(f"{side}.{'.'.join(path)}", tensor) for tensor, path in tensors]
-
-
-def live_tensors(glance: Glance) -> Tensors:
+def live_tensors(watched: RunningCall) -> Tensors:
     """What the call wrote to, as it is now."""
-    return [(tensor, path) for path, tensor in glance.written.items()]
+    return [(tensor, path) for path, tensor in watched.written.items()]
 
 
 def copied(value: Any, storages: set[int] | None = None) -> Any:
@@ -147,6 +142,48 @@ def version_of(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def frames_of(sighting: Sighting) -> tuple[str, ...]:
-    """The stack of a sighting, as text."""
-    return render(sighting.trail)
+# Labels and paths of arguments by position, made once.
+POSITIONS: list[Path] = [(str(number),) for number in range(64)]
+
+
+def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[torch.Tensor, Path]]:
+    """The tensors among the arguments of a call, with their paths."""
+    found: list[tuple[torch.Tensor, Path]] = []
+    number = -1
+    for value in args:
+        number += 1
+        kind = type(value)
+        if kind in PLAIN_TENSORS or isinstance(value, torch.Tensor):
+            found.append((value, POSITIONS[number] if number < 64 else (str(number),)))
+        elif kind in _CONTAINERS:
+            _inside(value, (str(number),), found)
+    if kwargs:
+        for key, value in kwargs.items():
+            if isinstance(value, torch.Tensor):
+                found.append((value, (key,)))
+            elif type(value) in _CONTAINERS:
+                _inside(value, (key,), found)
+    return found
+
+
+def tensors_out(result: Any) -> list[tuple[torch.Tensor, Path]]:
+    """The tensors that a call returned, with their paths."""
+    if isinstance(result, torch.Tensor):
+        return [(result, POSITIONS[0])]
+    if isinstance(result, tuple | list | dict):
+        found: list[tuple[torch.Tensor, Path]] = []
+        _inside(result, (), found)
+        return found
+    return []
+
+
+_CONTAINERS = frozenset([list, tuple, dict])
+
+
+def _inside(value: Any, path: Path, found: list[tuple[torch.Tensor, Path]]) -> None:
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in items:
+        if isinstance(item, torch.Tensor):
+            found.append((item, (*path, str(key))))
+        elif isinstance(item, tuple | list | dict) and len(path) < 6:
+            _inside(item, (*path, str(key)), found)

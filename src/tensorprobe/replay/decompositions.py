@@ -9,9 +9,14 @@ import torch
 
 from tensorprobe.errors import NotReplayable
 from tensorprobe.records import Call
+from tensorprobe.replay import npu_detection_ops, npu_fused_ops, npu_shape_ops
 from tensorprobe.replay.allowed import function_named
+from tensorprobe.replay.npu_op_table import NpuOp
 
 Formula = Callable[..., Any]
+
+_NPU_OPS = (npu_fused_ops, npu_shape_ops, npu_detection_ops)
+VENDOR_OPS = {op.name: op for module in _NPU_OPS for op in module.OPS.ops}
 
 
 def vendor_formula(call: Call) -> Formula | None:
@@ -34,19 +39,17 @@ def is_vendor_op(op: str) -> bool:
     return _vendor_op(op) is not None
 
 
-def _vendor_op(op: str) -> Any:
+def _vendor_op(op: str) -> NpuOp | None:
     home = next((home for home in ("torch_npu.", "torch.ops.npu.") if op.startswith(home)), None)
-    if home is None:
-        return None
-    from tensorprobe.devices.sim_npu.torch_npu import TABLES
-
-    name = op.removeprefix(home)
-    wanted = {name, name.removesuffix(".default")}
-    return next((each for table in TABLES for each in table.ops if each.name in wanted), None)
+    return None if home is None else VENDOR_OPS.get(op.removeprefix(home).removesuffix(".default"))
 
 
-def formula(op: str) -> Formula | None:
-    """Another way to compute an op, tried where its own kernel does not run."""
+def formula(op: str, problem: BaseException | None) -> Formula | None:
+    """Another way to compute an op, tried where its own kernel does not run because of `problem`.
+
+    None where the problem is arguments that the op does not take: torch's formulas take no others,
+    and the first one that is called may import torch._dynamo, which takes seconds.
+    """
     own = _OWN.get(op.removeprefix("torch.ops.aten.").removesuffix(".default"))
     if own is not None or not op.startswith("torch.ops.aten."):
         return own
@@ -55,6 +58,8 @@ def formula(op: str) -> Formula | None:
     try:
         overload: Any = function_named(op)
     except NotReplayable:
+        return None
+    if str(overload._schema) in str(problem):  # torch quotes it where arguments do not fit it
         return None
     found: Formula | None = decomposition_table.get(overload)
     return found

@@ -13,7 +13,7 @@ import torch
 from tensorprobe.devices import device_layer
 from tensorprobe.errors import BadUsage, NotReplayable
 from tensorprobe.records import Call
-from tensorprobe.replay.rebuild import LiveCall, Place, rebuild
+from tensorprobe.replay.rebuild import LiveCall, ReplayPlace, rebuild
 
 
 def run_under_dump(
@@ -33,7 +33,7 @@ def run_under_dump(
     layer = device_layer(device)
     if layer.kernel_dump is None:
         raise NotReplayable(f"{call.name} ran on {device}, which has no kernel-level dump")
-    live = rebuild(call, Place(device), grad=with_backward)
+    live = rebuild(call, ReplayPlace(device), grad=with_backward)
     folder = _dump_path(config)
     before = _files(folder)
     if not with_backward:

@@ -123,6 +123,31 @@ _SUMS_IN_BACKWARD = {
 _ROUNDING = ("elementwise", "compound", "reduction", "scatter", "product")
 
 
+# Calls that write to their first argument without reading what was there.
+_OVERWRITES = {
+    *("fill_", "zero_", "copy_", "set_", "random_", "uniform_", "normal_", "bernoulli_"),
+    *("exponential_", "geometric_", "cauchy_", "log_normal_", "_foreach_zero_", "_foreach_copy_"),
+    *("constant_", "ones_", "zeros_", "eye_", "dirac_", "trunc_normal_", "orthogonal_", "sparse_"),
+    *("xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_"),
+    *("recv", "irecv", "recv_"),
+}
+
+
+def overwrites(call: Call) -> tuple[str, ...]:
+    """The names of the inputs that a call only writes to: what they held is no input."""
+    parts = call.op.split(".")
+    name = parts[3] if call.op.startswith("torch.ops.") and len(parts) > 3 else parts[-1]
+    records = [record.name.removeprefix(f"{call.name}.") for record in call.tensors]
+    found = [name for name in records if name == "input.out" or name.startswith("input.out.")]
+    if name in _OVERWRITES:
+        found += [n for n in records if n in _FIRST or n.startswith("input.0.")]
+    return tuple(found)
+
+
+# As which the first argument may be given: torch's own initialisers have it as `tensor`.
+_FIRST = ("input.0", "input.tensor", "input.self", "input.input")
+
+
 @functools.lru_cache(maxsize=4096)
 def api_of(op: str) -> str:
     """The bare name of an op: "torch.Tensor.add_" and "torch.ops.aten.add.Tensor" are both add."""

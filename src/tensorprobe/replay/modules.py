@@ -30,7 +30,7 @@ _LONGEST = 8000  # characters; a recorder writes half as many at most
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedValue:
     """A value that is not a literal, by its name in the table: torch.float32, F.relu."""
 
     name: str
@@ -110,7 +110,7 @@ def literal(value: Any) -> str:
 
 
 def _names_in(value: Any) -> set[str]:
-    if isinstance(value, Named):
+    if isinstance(value, NamedValue):
         return {value.name}
     items = value.values() if isinstance(value, dict) else value
     return set().union(*map(_names_in, items)) if isinstance(value, dict | list | tuple) else set()
@@ -251,7 +251,7 @@ def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Attribute):
-        return Named(ast.unparse(node))
+        return NamedValue(ast.unparse(node))
     if isinstance(node, ast.List):
         return [_value(item) for item in node.elts]
     if isinstance(node, ast.Tuple):
@@ -302,7 +302,7 @@ def build_module(call: Call) -> torch.nn.Module:
 
 def _resolved(value: Any) -> Any:
     """Values with their names looked up in the table."""
-    if isinstance(value, Named):
+    if isinstance(value, NamedValue):
         return value_named(value.name)
     if isinstance(value, dict):
         return {key: _resolved(item) for key, item in value.items()}

@@ -9,7 +9,7 @@ from tensorprobe.operators import native_name
 from tensorprobe.records import Call, Capture, no_such_call
 
 
-class Pair(NamedTuple):
+class ForwardBackward(NamedTuple):
     """A call that can be run, and the backward that went through it."""
 
     forward: Call
@@ -24,7 +24,7 @@ def backward_name(name: str) -> str:
     return f"{head}.backward.{number}" if middle else name
 
 
-def pair(calls: Iterable[Call]) -> list[Pair]:
+def pair(calls: Iterable[Call]) -> list[ForwardBackward]:
     """The runnable calls in order, each with its backward.
 
     At L2 the ops that backward runs are calls of their own, with no forward of that name.
@@ -38,15 +38,15 @@ def pair(calls: Iterable[Call]) -> list[Pair]:
     for call in calls:
         if call.direction == "forward":
             key = (call.step, call.rank, backward_name(call.name))
-            pairs.append(Pair(call, backwards.pop(key, None)))
+            pairs.append(ForwardBackward(call, backwards.pop(key, None)))
     alone = {id(call) for call in backwards.values() if call.op.startswith("torch.ops.")}
-    pairs += [Pair(call, None) for call in calls if id(call) in alone]
+    pairs += [ForwardBackward(call, None) for call in calls if id(call) in alone]
     return sorted(pairs, key=lambda each: (each.forward.rank, each.forward.index))
 
 
 def find_pair(
     capture: Capture, name: str, *, step: int | None = None, rank: int | None = None
-) -> Pair:
+) -> ForwardBackward:
     """The call that a name means: its own, its backward's, a tensor's, or the peers' spelling."""
     calls = capture.calls(step=step, rank=rank)
     pairs = pair(calls)
@@ -63,7 +63,7 @@ def find_pair(
     raise no_such_call(capture, name, calls)
 
 
-def is_generated(pair: Pair) -> bool:
+def is_generated(pair: ForwardBackward) -> bool:
     """Whether inputs are made up from statistics, because no content was kept."""
     calls = [each for each in pair if each is not None]
     return any(

@@ -24,7 +24,7 @@ DOUBLE: dict[torch.dtype, torch.dtype] = {
 }
 
 
-class Place(NamedTuple):
+class ReplayPlace(NamedTuple):
     """Where a call is run, and in which precision; a dtype of None is the recorded one."""
 
     device: torch.device
@@ -45,7 +45,7 @@ class LiveCall:
     def __init__(
         self,
         call: Call,
-        place: Place,
+        place: ReplayPlace,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -122,7 +122,7 @@ def remember(source: Source) -> Source:
 
 def rebuild(
     call: Call,
-    place: Place,
+    place: ReplayPlace,
     *,
     grad: bool = False,
     source: Source = load,
@@ -183,7 +183,7 @@ def check_callable(op: str) -> None:
         function_named(op)
 
 
-def _function_at(place: Place, op: str) -> Callable[..., Any]:
+def _function_at(place: ReplayPlace, op: str) -> Callable[..., Any]:
     """Transfers (`.cuda()`) go to where the call is run: the copy is all there is to them."""
     if op not in _TRANSFERS:
         return function_named(op)
@@ -220,7 +220,7 @@ def numpy_number(text: str) -> int | float | None:
 class _Builder:
     """Turns the trees of one call into values on one place."""
 
-    def __init__(self, call: Call, place: Place, grad: bool, source: Source) -> None:
+    def __init__(self, call: Call, place: ReplayPlace, grad: bool, source: Source) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.leaves: dict[str, torch.Tensor] = {}
         self._call = call

@@ -22,7 +22,7 @@ from tensorprobe.replay.decompositions import formula, vendor_formula
 from tensorprobe.replay.kinds import Kind, api_of, backward_kind, kind_of
 from tensorprobe.replay.rebuild import (
     LiveCall,
-    Place,
+    ReplayPlace,
     Source,
     cannot_run,
     load,
@@ -138,13 +138,13 @@ def replay_both(
             return exact, None
     if kind == "random":
         raise NotReplayable(f"{forward.name} cannot be run in float64: it would draw other numbers")
-    job = _Job(forward, backward, Place(CPU, dtype_named(dtype)), function)
+    job = _Job(forward, backward, ReplayPlace(CPU, dtype_named(dtype)), function)
     if kind == "dropout" and rng_state(forward, "cpu") is None:
         job = _DropoutJob(forward, backward, job.place, function)
     try:
         outputs, sent = job.run(source)
-    except NotReplayable:
-        other = _next_best(job, coarsest(forward, None))
+    except NotReplayable as error:
+        other = _next_best(job, coarsest(forward, None), error.__cause__)
         if other is None:
             raise
         job = other
@@ -178,14 +178,14 @@ def _stand_in(
     return None, dtype
 
 
-def _next_best(job: _Job, roundoff: float) -> _Job | None:
+def _next_best(job: _Job, roundoff: float, problem: BaseException | None) -> _Job | None:
     """Another way to a reference where the CPU has no kernel: a formula, or float32."""
-    if job.function is None and (other := formula(job.forward.op)) is not None:
+    if job.function is None and (other := formula(job.forward.op, problem)) is not None:
         found = _Job(job.forward, job.backward, job.place, other)
         found.how = f"decomposition of {api_of(job.forward.op)} in float64"
         return found
     if job.place.dtype is torch.float64 and roundoff > ROUNDOFF["float32"]:
-        found = _Job(job.forward, job.backward, Place(CPU, torch.float32), job.function)
+        found = _Job(job.forward, job.backward, ReplayPlace(CPU, torch.float32), job.function)
         found.how = "float32: the CPU has no float64 kernel for it"
         return found
     return None
@@ -200,7 +200,7 @@ class _Job:
         self,
         forward: Call,
         backward: Call | None,
-        place: Place,
+        place: ReplayPlace,
         function: Callable[..., Any] | None,
     ) -> None:
         self.forward, self.backward, self.place, self.function = forward, backward, place, function
@@ -297,7 +297,7 @@ def perform(
 ) -> Results:
     """Run a call as it was recorded, on any device: its outputs and the gradients it sends."""
     with quiet(), rng_at(forward, device), _autocast_as_recorded(forward, device):
-        live = rebuild(forward, Place(device), grad=backward is not None, source=source)
+        live = rebuild(forward, ReplayPlace(device), grad=backward is not None, source=source)
         return run_call(live, backward, source)
 
 
@@ -317,13 +317,13 @@ def _as_recorded(call: Call, kind: Kind, source: Source) -> Replayed:
         raise NotReplayable(f"{call.name} is random and its state was not recorded")
     how = "as recorded"
     with quiet(), rng_at(call, CPU):
-        live = rebuild(call, Place(CPU), source=source)
+        live = rebuild(call, ReplayPlace(CPU), source=source)
         try:
             outputs = run_call(live)[0]
         except Exception as error:  # replaying one call: the reason is its result
             if "not implemented" not in str(error) and "not support" not in str(error):
                 raise cannot_run(call, error) from error
-            wide = rebuild(call, Place(CPU, torch.float32), source=source)
+            wide = rebuild(call, ReplayPlace(CPU, torch.float32), source=source)
             outputs = _narrowed(call, _attempt(wide, None, source)[0])
             how = "upcast to float32: the CPU has no kernel for its dtype"
     return Replayed(kind, how, coarsest(call, None), outputs)
@@ -454,5 +454,10 @@ def rng_at(call: Call, device: torch.device) -> Iterator[None]:
     state = rng_state(call, device.type)
     with rng_kept(device):
         if state is not None:
-            device_layer(device).set_rng_state(state)
+            try:
+                device_layer(device).set_rng_state(state)
+            except (RuntimeError, TypeError) as error:
+                raise NotReplayable(
+                    f"{call.name} cannot be run: its recorded random state is damaged: {error}"
+                ) from error
         yield

@@ -32,7 +32,7 @@ from tensorprobe.replay.modules import (
     literal,
     with_children,
 )
-from tensorprobe.replay.pairing import Pair, find_pair, is_generated
+from tensorprobe.replay.pairing import ForwardBackward, find_pair, is_generated
 from tensorprobe.replay.rebuild import (
     Source,
     check_callable,
@@ -100,7 +100,7 @@ def repro(
         inside = calls_inside(pair.forward, run.calls(step=pair.forward.step))
         made = how_made(pair.forward, inside)
         check_names(made)
-        pair = Pair(with_children(pair.forward, inside), pair.backward)
+        pair = ForwardBackward(with_children(pair.forward, inside), pair.backward)
     else:
         check_callable(pair.forward.op)
     source = remember(load_or_generate)
@@ -149,7 +149,7 @@ def _try_out(call: Call, made: Made, folder: Path) -> None:
     )
 
 
-def _why_generated(pair: Pair) -> str:
+def _why_generated(pair: ForwardBackward) -> str:
     lines = Unread(each for each in pair if each is not None).lines()
     return lines[0] if lines else "the recording kept no tensors"
 
@@ -157,7 +157,7 @@ def _why_generated(pair: Pair) -> str:
 # The tensors
 
 
-def _tensors(pair: Pair, source: Source, unread: Unread) -> dict[str, torch.Tensor]:
+def _tensors(pair: ForwardBackward, source: Source, unread: Unread) -> dict[str, torch.Tensor]:
     call, back = pair
     tensors: dict[str, torch.Tensor] = {}
 
@@ -196,7 +196,7 @@ def _as_it_was(record: TensorRecord, source: Source) -> torch.Tensor:
     return tensor.detach().requires_grad_(record.requires_grad and floats)
 
 
-def _stored_reference(pair: Pair, source: Source) -> dict[str, torch.Tensor]:
+def _stored_reference(pair: ForwardBackward, source: Source) -> dict[str, torch.Tensor]:
     """For ops whose reference is a formula: the script has no formula, so it gets the result."""
     op = pair.forward.op
     if find(op, registered()) is None and vendor_formula(pair.forward) is None:
@@ -216,7 +216,11 @@ def _stored_reference(pair: Pair, source: Source) -> dict[str, torch.Tensor]:
 
 
 def _script(
-    pair: Pair, source: Source, names: Sequence[str], file: Path | None, made: Made | None
+    pair: ForwardBackward,
+    source: Source,
+    names: Sequence[str],
+    file: Path | None,
+    made: Made | None,
 ) -> str:
     text = resources.files("tensorprobe.replay").joinpath("repro_template.txt").read_text()
     text = text.replace('"""TITLE', f'"""{_title(pair)}', 1)
@@ -244,7 +248,7 @@ _MAKE = '''def make(kind, attributes, modules={}):
 '''
 
 
-def _title(pair: Pair) -> str:
+def _title(pair: ForwardBackward) -> str:
     call = pair.forward
     lines = [f"{call.op} alone, as recorded: {call.name}, step {call.step}, rank {call.rank}."]
     if call.module:
@@ -263,7 +267,7 @@ def _plain(text: str) -> str:
     return text.encode("unicode_escape").decode("ascii").replace('"', "'").replace("`", "'")
 
 
-def _about(pair: Pair, source: Source, made: Made | None) -> str:
+def _about(pair: ForwardBackward, source: Source, made: Made | None) -> str:
     call = pair.forward
     kind = kind_of(call)
     unit = coarsest(*pair) or 2.0**-24
@@ -290,7 +294,7 @@ def _about(pair: Pair, source: Source, made: Made | None) -> str:
     return "\n".join([*lines, "}"])
 
 
-def _allowed(pair: Pair, source: Source) -> dict[str, tuple[str, float]]:
+def _allowed(pair: ForwardBackward, source: Source) -> dict[str, tuple[str, float]]:
     """The measure and the limit for each output and gradient, as `tensorprobe check` has them."""
     found = {}
     if isinstance(pair.forward.outputs, bool | int | float):
@@ -537,7 +541,7 @@ def _is_device(call: Call, text: str) -> bool:
 _FACTS = ("tensorprobe", "time", "platform", "python", "packages", "torch", "numerics", "cuda")
 
 
-def _environment(capture: Capture, pair: Pair) -> str:
+def _environment(capture: Capture, pair: ForwardBackward) -> str:
     call = pair.forward
     about = {
         "call": call.name,
@@ -559,7 +563,7 @@ def _environment(capture: Capture, pair: Pair) -> str:
     return json.dumps({"call": about, "recorded_with": recorded}, indent=1, default=str) + "\n"
 
 
-def _readme(pair: Pair, packages: Sequence[str]) -> str:
+def _readme(pair: ForwardBackward, packages: Sequence[str]) -> str:
     call = pair.forward
     devices = sorted({_plain(record.device) for record in call.tensors}) or ["cpu"]
     made = "generated from recorded statistics" if is_generated(pair) else "exactly as recorded"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 Measure = Literal["equal", "selection", "ulp", "unit", "dropout", "random", "none"]
 
 
-class Rule(NamedTuple):
+class RoundingRule(NamedTuple):
     """What is measured, and what a healthy kernel may show of it.
 
     `wide` is the limit for float32 and float64, `narrow` that for 16 bits and fewer, whose kernels
@@ -31,27 +31,33 @@ class Rule(NamedTuple):
     means: str = ""
 
 
-RULES: dict[Kind, Rule] = {
-    "exact": Rule("equal", means="every bit of it is determined"),
-    "conversion": Rule("equal", means="held against the same conversion on the CPU"),
-    "selection": Rule("selection", means="values are determined, which of equal ones is not"),
-    "elementwise": Rule("ulp", wide=8.0, narrow=1.5, means="units in the last place"),
-    "compound": Rule("ulp", wide=8.0, narrow=1.5, means="beside a rounding of each step"),
-    "reduction": Rule("unit", wide=16.0, narrow=4.0, growth=1.0, means="rounding along a sum"),
-    "product": Rule("unit", wide=16.0, narrow=2.0, growth=1.0, means="rounding along a product"),
-    "scatter": Rule("unit", wide=16.0, narrow=4.0, growth=4.0, means="sums in any order"),
-    "general": Rule("unit", wide=16.0, narrow=4.0, growth=1.0, means="rounding"),
-    "dropout": Rule("dropout", means="share of zeros near p, scale of the rest"),
-    "random": Rule("random", means="mean and spread of what was drawn"),
-    "uninitialised": Rule("none", means="content is not defined"),
+RULES: dict[Kind, RoundingRule] = {
+    "exact": RoundingRule("equal", means="every bit of it is determined"),
+    "conversion": RoundingRule("equal", means="held against the same conversion on the CPU"),
+    "selection": RoundingRule(
+        "selection", means="values are determined, which of equal ones is not"
+    ),
+    "elementwise": RoundingRule("ulp", wide=8.0, narrow=1.5, means="units in the last place"),
+    "compound": RoundingRule("ulp", wide=8.0, narrow=1.5, means="beside a rounding of each step"),
+    "reduction": RoundingRule(
+        "unit", wide=16.0, narrow=4.0, growth=1.0, means="rounding along a sum"
+    ),
+    "product": RoundingRule(
+        "unit", wide=16.0, narrow=2.0, growth=1.0, means="rounding along a product"
+    ),
+    "scatter": RoundingRule("unit", wide=16.0, narrow=4.0, growth=4.0, means="sums in any order"),
+    "general": RoundingRule("unit", wide=16.0, narrow=4.0, growth=1.0, means="rounding"),
+    "dropout": RoundingRule("dropout", means="share of zeros near p, scale of the rest"),
+    "random": RoundingRule("random", means="mean and spread of what was drawn"),
+    "uninitialised": RoundingRule("none", means="content is not defined"),
 }
 # An elementwise gradient is computed from rounded results, and summed where inputs were broadcast.
-ELEMENTWISE_BACKWARD = Rule(
+ELEMENTWISE_BACKWARD = RoundingRule(
     "unit", wide=16.0, narrow=2.0, growth=1.0, means="rounding of what backward saved"
 )
 
 
-def rule_for(kind: Kind, direction: str) -> Rule:
+def rule_for(kind: Kind, direction: str) -> RoundingRule:
     """The rule for one direction of a call that has a reference.
 
     Random calls have one where their numbers could be drawn again.
@@ -65,7 +71,7 @@ def rule_for(kind: Kind, direction: str) -> Rule:
     return RULES[kind]
 
 
-def limit(rule: Rule, roundoff: float, length: float) -> float:
+def limit(rule: RoundingRule, roundoff: float, length: float) -> float:
     """The limit for results of this precision, each made from about `length` numbers."""
     base = rule.wide if roundoff <= 2.0**-24 else rule.narrow
     return base + rule.growth * (math.sqrt(max(length, 1.0)) - 1.0)

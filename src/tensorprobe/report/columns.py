@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
+from typing import TYPE_CHECKING
 
-from tensorprobe.comparing.comparison import Compared
-from tensorprobe.errors import BadUsage
-from tensorprobe.report.table import Table
+from tensorprobe.parts import Parts
 
-# Each is a module here, {name}_columns; only the one that is asked for is imported.
-KINDS = ("native", "ptdbg", "msprobe")
+if TYPE_CHECKING:
+    from tensorprobe.comparing.comparison import Compared
+    from tensorprobe.report.table import Table
+
+# The module of each: `table(comparison)` gives a Table.
+COLUMNS = Parts(
+    "columns",
+    {
+        "native": "tensorprobe.report.native_columns",
+        "ptdbg": "tensorprobe.peers.ptdbg.ptdbg_columns",
+        "msprobe": "tensorprobe.peers.msprobe.msprobe_columns",
+    },
+)
 
 
 def table(comparison: Compared, columns: str = "native") -> Table:
-    """The rows of a comparison, in the columns of `native`, `ptdbg` or `msprobe`."""
-    if columns not in KINDS:
-        raise BadUsage(f"columns={columns!r}: expected one of {', '.join(KINDS)}")
-    made: Table = importlib.import_module(f"tensorprobe.report.{columns}_columns").table(comparison)
+    """The rows of a comparison, in the columns of that name."""
+    made: Table = COLUMNS.module(columns).table(comparison)
     return made

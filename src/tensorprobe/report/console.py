@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from tensorprobe.comparing.comparison import Compared, Verdict
-from tensorprobe.comparing.judge import distance, number_text
+from tensorprobe.comparing.comparison import Compared
 from tensorprobe.comparing.measure import CallPair
-from tensorprobe.comparing.words import describe
+from tensorprobe.comparing.rounding import distance, number_text
+from tensorprobe.comparing.verdict import Verdict, describe
 from tensorprobe.records import Call
 from tensorprobe.terminal import printable
 

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Iterator
 
 from tensorprobe.comparing.comparison import Compared
-from tensorprobe.comparing.culprit import Culprit
-from tensorprobe.comparing.judge import ROUNDING, distance, same_bits
 from tensorprobe.comparing.measure import CallPair, TensorPair
+from tensorprobe.comparing.rounding import ROUNDING, distance, same_bits
+from tensorprobe.comparing.verdict import Culprit
 from tensorprobe.records import TensorRecord
 from tensorprobe.report.table import Row, Table, summary_differences
 from tensorprobe.tensors.pair_metrics import PairMetrics

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import msgspec
 
 import tensorprobe
-from tensorprobe.capture.naming import aliases, api_name
 from tensorprobe.errors import BadUsage, TensorprobeError
+from tensorprobe.follow.naming import aliases, api_name
 from tensorprobe.records import Call, Capture
 from tensorprobe.rerouting.minimize import all_are_needed, smallest
 from tensorprobe.rerouting.targets import parse_target

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tensorprobe.capture.naming import ApiName
+from tensorprobe.follow.naming import ApiName
 
 _CHECKPOINT = os.path.join(os.path.dirname(torch.__file__), "utils", "checkpoint.py")
 
@@ -34,11 +34,12 @@ class Recomputation:
         self._tokens.clear()
         self._passes.clear()
 
-    def original(self, api: ApiName, number: int) -> int:
-        """The number to match by: the call's own, or that of the call it computes again."""
+    def original(self, api: ApiName, number: int, frame: FrameType | None) -> int:
+        """The number to match by of a call that `frame` makes: its own, or that of the call it
+        computes again."""
         if "torch.utils.checkpoint" not in sys.modules:
             return number
-        token, run = _outermost_region(sys._getframe(2))
+        token, run = _outermost_region(frame)
         if token is None:
             return number
         if run is None:

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, cast
+from types import FrameType, TracebackType
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tensorprobe.capture import compiled
-from tensorprobe.capture.engine import EngineEntry
-from tensorprobe.capture.function_mode import SCALER_UPDATE, UserCalls
-from tensorprobe.capture.hidden_state import written_arguments
-from tensorprobe.capture.made_nodes import MadeNodes
-from tensorprobe.capture.mode_stack import (
-    add_below,
-    add_dispatch_mode_below,
-    add_mode,
-    remove_mode,
-)
-from tensorprobe.capture.module_hooks import ModuleHooks
-from tensorprobe.capture.naming import (
+from tensorprobe.errors import BadUsage
+from tensorprobe.follow.follower import Follower
+from tensorprobe.follow.hidden_state import written_arguments
+from tensorprobe.follow.made_nodes import MadeNodes
+from tensorprobe.follow.mode_stack import add_dispatch_mode_below, remove_mode
+from tensorprobe.follow.naming import (
     ApiName,
     CallNames,
     Counter,
@@ -31,14 +24,11 @@ from tensorprobe.capture.naming import (
     operator_name,
     split_direction,
 )
-from tensorprobe.capture.optimizer_hooks import OptimizerHooks
-from tensorprobe.capture.recorder import say
-from tensorprobe.capture.selection import Selection
-from tensorprobe.capture.steps import StepOn, StepWatch, optimizers_in_round
-from tensorprobe.capture.tape import Tape
-from tensorprobe.capture.tracebacks import clean, clean_below
-from tensorprobe.config import RecordConfig
-from tensorprobe.errors import BadUsage
+from tensorprobe.follow.observer import Observer
+from tensorprobe.follow.place import Place
+from tensorprobe.follow.steps import StepOn
+from tensorprobe.follow.tracebacks import clean, clean_below
+from tensorprobe.record.recorder import say
 from tensorprobe.rerouting.checkpoint_calls import Recomputation
 from tensorprobe.rerouting.elsewhere import VIEW, Call, run_elsewhere
 from tensorprobe.rerouting.reroute_rules import Rule, Rules
@@ -63,24 +53,12 @@ class Reroute:
         check_present(targets.values())
         self._rules = Rules(targets)
         self._log = log
-        self._watch = StepWatch(step_on, self._advance)
-        self._track = _Track(log, recording=True)
-        self._on = False
-        self._advance_later = False
         self._ferry = _Ferry()
-        self._mode = _CallMode(self._rules, self._track, self._ferry, self._watch)
-        self._op_mode = _OpMode(self._rules, self._ferry)
-        modes: list[Any] = [self._mode]
-        if self._rules.has_operators:
-            modes.append(self._op_mode)
-        self._modes = modes
-        self._modules = ModuleHooks(
-            self._track, record=False, modes=modes, on_root=self._watch.root_called
+        self._calls = _Calls(self._rules, self._ferry, log)
+        operators = [self._calls.operators] if self._rules.has_operators else []
+        self._follower = Follower(
+            self._calls, self._calls.place, step_on=step_on, more_modes=operators, is_lowest=True
         )
-        self._optimizers = OptimizerHooks(
-            _Track(log, recording=False), dict, self._optimizer_stepped
-        )
-        self._engine = EngineEntry(modes, lambda roots: None, self._backward_ended)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -99,37 +77,25 @@ class Reroute:
 
     def start(self) -> Reroute:
         """Reroute from here on."""
-        if not self._on:
-            self._on = True
-            self._optimizers.install_once()
-            self._modules.install()
-            self._engine.install()
-            for mode in self._modes:
-                add_mode(mode)
+        if not self._follower.is_on:
+            self._follower.install()
         return self
 
     def stop(self) -> None:
         """Let all calls run where they are, until `start`."""
-        if not self._on:
-            return
-        self._on = False
-        for mode in reversed(self._modes):
-            remove_mode(mode)
-        self._engine.remove()
-        self._modules.remove()
-        self._optimizers.remove()
+        if self._follower.is_on:
+            self._follower.remove()
 
     def step(self) -> None:
         """One step of the program has ended: the numbers of calls begin anew."""
-        self._watch.be_explicit()
-        self._advance()
+        self._follower.step()
 
     def close(self) -> None:
         """Stop, and say what ran elsewhere; BadUsage names what never did."""
         self.stop()
         for line in self._rules.summary():
             self._log(line)
-        if self._mode.compiled_parts:
+        if self._calls.saw_compiled:
             self._log(
                 "reroute: a compiled part ran, whose calls are not looked into. "
                 "TORCH_COMPILE_DISABLE=1 runs it uncompiled"
@@ -155,25 +121,6 @@ class Reroute:
                 raise
             self._log(str(problem))  # the user's own exception goes first
 
-    def _advance(self) -> None:
-        if self._on and torch._C._current_graph_task_id() != -1:
-            self._advance_later = True  # an optimizer that steps inside of backward
-            return
-        self._track.counter.reset()
-        self._mode.begin_step()
-        self._op_mode.begin_step()
-        self._modules.begin_step()
-
-    def _optimizer_stepped(self, optimizer: object) -> None:
-        if self._watch.automatic:
-            self._watch.optimizer_stepped(optimizer)
-
-    def _backward_ended(self, last: bool) -> None:
-        self._watch.backward_ended()
-        if self._advance_later:
-            self._advance_later = False
-            self._advance()
-
 
 def reroute(rules: Mapping[str, str]) -> Reroute:
     """Run the named ops on another device or in higher precision, forward and backward.
@@ -187,23 +134,6 @@ def reroute(rules: Mapping[str, str]) -> Reroute:
     dtype. A name that matched no call is an error at the end.
     """
     return Reroute(rules)
-
-
-class _Track(Tape):
-    """Where the program is: a recorder's tape on which nothing is ever written."""
-
-    def __init__(self, log: Callable[[str], None], *, recording: bool) -> None:
-        config = RecordConfig(stacks=False)
-        super().__init__(config, Selection(config), cast(Any, None), cast(Any, None))
-        self.recording = recording
-        self._log = log
-        self._told = False
-
-    def gap(self, name: str, reason: BaseException | str) -> None:
-        """A module whose path could not be told; its calls are matched by their other names."""
-        if not self._told:
-            self._told = True
-            self._log(f"reroute: paths of modules are not known, {name}: {reason}")
 
 
 class _Inside(threading.local):
@@ -246,48 +176,60 @@ class _Ferry:
 _CALLS_LIMIT = 100_000
 
 
-class _CallMode(UserCalls):
+class _Calls(Observer):
     """Sees every torch call of the program, after all other modes: a recorder has the user's call.
 
     It names and counts calls as a recorder does.
     """
 
-    def __init__(self, rules: Rules, track: _Track, ferry: _Ferry, watch: StepWatch) -> None:
-        super().__init__()
+    on = True
+    makes_calls = True
+
+    def __init__(self, rules: Rules, ferry: _Ferry, log: Callable[[str], None]) -> None:
+        self.place = Place()
+        self.operators = _OpMode(rules, ferry)
+        self.saw_compiled = False
         self._rules = rules
-        self._track = track
         self._ferry = ferry
-        self._watch = watch
+        self._log = log
+        self._told = False
+        self._counter = Counter()
         self._recomputation = Recomputation()
-        self.compiled_parts = 0
 
-    def __enter__(self) -> _CallMode:
-        add_below(self)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        remove_mode(self)
-
-    def begin_step(self) -> None:
-        self._recomputation.begin_step()
-
-    def called(self, api: ApiName, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-        if compiled.may_run() and (compiled.in_backward() or compiled.running() is not None):
-            self.compiled_parts += 1
-            return self.make(func, args, kwargs)
-        track = self._track
-        number = track.counter.next(api)
+    def begin(
+        self, api: ApiName, func: Any, args: Any, kwargs: Any, frame: FrameType | None
+    ) -> tuple[CallNames, Rule] | None:
+        """The names of a call and the rule for it, where there is one."""
+        number = self._counter.next(api)
         if self._rules.has_calls:
-            number = self._recomputation.original(api, number)
-        names = CallNames(api, call_name(api, number), track.place.module)
+            number = self._recomputation.original(api, number, frame)
+        names = CallNames(api, call_name(api, number), self.place.module)
         rule = self._rules.find(names)
-        if rule is None:
-            result = self.make(func, args, kwargs)
-        else:
-            result = self._ferry.take(names.name, rule, Call(api, func, args, kwargs, self.make))
-        if api.api == SCALER_UPDATE:
-            self._watch.scaler_updated(optimizers_in_round())
-        return result
+        return None if rule is None else (names, rule)
+
+    def make(
+        self, call: tuple[CallNames, Rule], func: Any, args: Any, kwargs: Any, run: Any
+    ) -> Any:
+        names, rule = call
+        return self._ferry.take(names.name, rule, Call(names.api, func, args, kwargs, run))
+
+    def begin_hidden(self, plan: Any, args: Any, kwargs: Any) -> None:
+        self.saw_compiled = True
+
+    def compiled_began(self, run: Any, frame: FrameType | None) -> None:
+        self.saw_compiled = True
+
+    def gap(self, name: str, reason: BaseException | str) -> None:
+        """A module whose path could not be told; its calls are matched by their other names."""
+        if not self._told:
+            self._told = True
+            self._log(f"reroute: paths of modules are not known, {name}: {reason}")
+
+    def step_ended(self) -> None:
+        """The numbers of calls begin anew."""
+        self._counter.reset()
+        self._recomputation.begin_step()
+        self.operators.begin_step()
 
 
 class _OpMode(TorchDispatchMode):

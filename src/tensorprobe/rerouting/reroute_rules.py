@@ -6,14 +6,14 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 
-from tensorprobe.capture.naming import (
+from tensorprobe.errors import BadUsage
+from tensorprobe.follow.naming import (
     ApiName,
     CallNames,
     native_call_name,
     split_direction,
 )
-from tensorprobe.capture.selection import ApiFilter, ModuleFilter, path_of_module
-from tensorprobe.errors import BadUsage
+from tensorprobe.record.selection import ApiFilter, ModuleFilter, path_of_module
 from tensorprobe.rerouting.targets import HOME, Target
 
 _OPERATOR = re.compile(r"(torch\.ops\.)?[Aa]ten(\.|::)")

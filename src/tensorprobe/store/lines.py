@@ -53,6 +53,7 @@ class CallLine(msgspec.Struct, tag_field="type", tag="call", omit_defaults=True,
     parameters: Mapping[str, TensorLine] = NO_TENSORS
     parameter_grads: Mapping[str, TensorLine] = NO_TENSORS
     buffers: Mapping[str, TensorLine] = NO_TENSORS
+    states: Mapping[str, TensorLine] = NO_TENSORS
     notes: list[str] = []
 
 
@@ -69,6 +70,7 @@ class EndLine(msgspec.Struct, tag_field="type", tag="end", omit_defaults=True, k
     parameters: Mapping[str, TensorLine] = NO_TENSORS
     parameter_grads: Mapping[str, TensorLine] = NO_TENSORS
     buffers: Mapping[str, TensorLine] = NO_TENSORS
+    states: Mapping[str, TensorLine] = NO_TENSORS
     status: Status = "complete"
     error: str | None = None
     notes: list[str] = []

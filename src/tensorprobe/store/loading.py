@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from pathlib import Path
 from shlex import quote
 from typing import Protocol, cast
 
-from tensorprobe.errors import UnreadableCapture
+from tensorprobe.errors import MissingDependency, UnreadableCapture
+from tensorprobe.parts import Parts
 from tensorprobe.records import Capture
-from tensorprobe.store.foreign import UNFINISHED
 
-# Each is a module here. The order is that of asking whose a path is.
-LAYOUTS = ("native", "msprobe", "ptdbg")
+# The module of each layout. They are asked in this order whose a path is.
+LAYOUTS = Parts(
+    "layout",
+    {
+        "native": "tensorprobe.store.native",
+        "msprobe": "tensorprobe.peers.msprobe.msprobe_layout",
+        "ptdbg": "tensorprobe.peers.ptdbg.ptdbg_layout",
+    },
+)
+# Files by which a dump is known whose layout is not installed.
+_SIGNS = {"msprobe": ("dump.json", "debug.json"), "ptdbg": ("*.pkl", "forward_info_*.json")}
+_FOLDERS_ABOVE = ("", "*/", "*/*/", "*/*/*/")
+# Where a door keeps its recording until a step is over and turned into the files of its peer.
+UNFINISHED = ".tensorprobe"
 
 
 class Layout(Protocol):
@@ -30,7 +41,7 @@ class Layout(Protocol):
 
 def layout(name: str) -> Layout:
     """The module of a layout, by its name in LAYOUTS."""
-    return cast(Layout, importlib.import_module(f"tensorprobe.store.{name}"))
+    return cast(Layout, LAYOUTS.module(name))
 
 
 def load(path: str | os.PathLike[str]) -> Capture:
@@ -56,14 +67,36 @@ def find(path: Path) -> tuple[str, Path]:
         )
     if not path.is_file() and not path.is_dir():
         raise UnreadableCapture(f"'{path}' is not a capture: it is neither a file nor a folder")
+    missing = {}
     for place in (path, *_unfinished(path)):
         for name in LAYOUTS:
-            if layout(name).recognises(place):
+            try:
+                asked = layout(name)
+            except MissingDependency as error:
+                missing[name] = error
+                continue
+            if asked.recognises(place):
                 return name, place
+    for name, reason in missing.items():
+        if sign := _sign(path, name):
+            raise UnreadableCapture(f"'{path}' looks like a dump of {name} ({sign}): {reason}")
     raise UnreadableCapture(
         f"'{path}' is not a capture: {_description(path)}; expected a folder with "
         "capture.json, or a folder of ranks or steps in one; or a dump of msprobe or ptdbg_ascend"
     )
+
+
+def _sign(path: Path, name: str) -> str | None:
+    """The name of a file that a dump of this layout has; None if there is none."""
+    for sign in _SIGNS.get(name, ()):
+        if path.is_file():
+            if path.match(sign):
+                return path.name
+            continue
+        for above in _FOLDERS_ABOVE:
+            if found := next(path.glob(above + sign), None):
+                return str(found.relative_to(path))
+    return None
 
 
 def _unfinished(path: Path) -> list[Path]:

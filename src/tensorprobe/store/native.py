@@ -342,6 +342,7 @@ class StepReader:
         kwargs = {k: tree.decode(x, f"{base}.{k}", self._tensor) for k, x in given.kwargs.items()}
         self._held("parameter", "parameters", line.parameters, after.parameters)
         self._held("buffer", "buffers", line.buffers, after.buffers)
+        self._held("state", "state", line.states, after.states)
         self._held("parameter_grad", "parameters_grad", line.parameter_grads, after.parameter_grads)
         self._role = "output"
         outputs = None

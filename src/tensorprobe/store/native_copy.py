@@ -11,11 +11,18 @@ import msgspec
 import numpy as np
 
 from tensorprobe.errors import WriteFailed
-from tensorprobe.records import Call, Capture, Gap, Role, TensorRecord, TensorSummary
+from tensorprobe.records import (
+    Call,
+    Capture,
+    Gap,
+    Role,
+    TensorRecord,
+    TensorSummary,
+    by_rank_and_step,
+)
 from tensorprobe.store import tree
 from tensorprobe.store.claim import run_identity
 from tensorprobe.store.lines import CallLine, EndLine, GapLine, StackLine, TensorLine
-from tensorprobe.store.names import by_rank_and_step
 from tensorprobe.store.shard import Bytes
 from tensorprobe.store.unread import Unread
 from tensorprobe.store.writer import CaptureWriter
@@ -26,10 +33,11 @@ _SECTIONS: dict[Role, tuple[str, str]] = {
     "parameter": ("parameters", "parameters"),
     "parameter_grad": ("parameters_grad", "parameter_grads"),
     "buffer": ("buffers", "buffers"),
+    "state": ("state", "states"),
 }
 
 
-class _Known(msgspec.Struct):
+class _KnownSummary(msgspec.Struct):
     """A result that is there already."""
 
     summary: TensorSummary | None
@@ -157,7 +165,7 @@ class _StepWriter:
                     gap = self._unread.why(record)
                 else:
                     self._writer.tensor(number, record.name, record.dtype, record.shape, data)
-            self._writer.value(number, _Known(record.summary, record.digest, gap))
+            self._writer.value(number, _KnownSummary(record.summary, record.digest, gap))
         return number
 
 

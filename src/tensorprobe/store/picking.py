@@ -42,7 +42,7 @@ _CALL, _END, _VALUE, _STACK, _GAP = (
 _FORGOTTEN = lines.CallLine(id=-1, name="", op="")  # in place of a call that was only counted
 
 
-class Tally(msgspec.Struct):
+class CaptureCounts(msgspec.Struct):
     """What a capture holds, in numbers."""
 
     calls: int = 0
@@ -80,13 +80,13 @@ class Picker(Protocol):
     path: Path
     layout: str
 
-    def count(self, read_nbytes: int = ...) -> Tally:
+    def count(self, read_nbytes: int = ...) -> CaptureCounts:
         """What it holds, told soon: of a native capture the last steps are read, as far as they
         have so many bytes; what is in the others is seen by how their lines begin, or end."""
 
     def pick(
         self, wanted: Wanted, *, on_gap: OnGap = ..., most: int | None = ...
-    ) -> tuple[list[Picked], Tally]:
+    ) -> tuple[list[Picked], CaptureCounts]:
         """The calls that are wanted, in the order in which they began, and what there is in all.
 
         `wanted` is asked of each call in that order; it sees names and numbers, no tensors. Where
@@ -114,9 +114,9 @@ class _Loaded:
         self.layout = capture.layout
         self._capture = capture
 
-    def count(self, read_nbytes: int = 0) -> Tally:
+    def count(self, read_nbytes: int = 0) -> CaptureCounts:
         capture = self._capture
-        return Tally(
+        return CaptureCounts(
             len(capture.calls),
             len(capture.begun),
             len(capture.gaps),
@@ -127,7 +127,7 @@ class _Loaded:
 
     def pick(
         self, wanted: Wanted, *, on_gap: OnGap = _ignore, most: int | None = None
-    ) -> tuple[list[Picked], Tally]:
+    ) -> tuple[list[Picked], CaptureCounts]:
         for gap in self._capture.gaps:
             on_gap(gap)
         found = (Picked(call) for call in self._capture.calls if wanted(call))
@@ -148,8 +148,8 @@ class _Native:
         self._early_gaps: list[Gap] = []
         self._steps, _ = open_run(path, self._early_gaps.append)
 
-    def count(self, read_nbytes: int = _READ_NBYTES) -> Tally:
-        tally = Tally(gaps=len(self._early_gaps))
+    def count(self, read_nbytes: int = _READ_NBYTES) -> CaptureCounts:
+        tally = CaptureCounts(gaps=len(self._early_gaps))
         left = read_nbytes
         unopened: list[str] = []
         for folder in reversed(self._steps):  # the last ones first: there a run breaks off
@@ -171,10 +171,10 @@ class _Native:
 
     def pick(
         self, wanted: Wanted, *, on_gap: OnGap = _ignore, most: int | None = None
-    ) -> tuple[list[Picked], Tally]:
+    ) -> tuple[list[Picked], CaptureCounts]:
         for gap in self._early_gaps:
             on_gap(gap)
-        tally = Tally(gaps=len(self._early_gaps))
+        tally = CaptureCounts(gaps=len(self._early_gaps))
         picked: list[Picked] = []
         unopened: list[str] = []
 
@@ -194,7 +194,7 @@ class _Native:
         self._add_endings(tally, on_gap)
         return picked, tally
 
-    def _add_endings(self, tally: Tally, on_gap: OnGap) -> None:
+    def _add_endings(self, tally: CaptureCounts, on_gap: OnGap) -> None:
         def told(gap: Gap) -> None:
             tally.gaps += 1
             on_gap(gap)
@@ -358,7 +358,7 @@ class _StepPicker(StepReader):
         try:
             for each in trees:
                 tree.decode(each, "", self._check_tensor)
-            for held in (line.parameters, line.parameter_grads, line.buffers):
+            for held in (line.parameters, line.parameter_grads, line.buffers, line.states):
                 for tensor in held.values():
                     self._tensor_line(tensor)
         except UNREADABLE as error:

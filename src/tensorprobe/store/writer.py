@@ -54,7 +54,7 @@ OUT_OF_BUDGET = "disk budget reached"
 _TOO_LATE = "it came after its step had ended"
 
 
-class Result(Protocol):
+class PendingSummary(Protocol):
     """A summary that may still be on its way from the device."""
 
     @property
@@ -67,7 +67,7 @@ class Result(Protocol):
     def error(self) -> str | None: ...
 
 
-class Results(Protocol):
+class SummarySource(Protocol):
     """Where results come from; as `numerics.summary.Summarizer` says."""
 
     def flush(self) -> None: ...
@@ -147,7 +147,7 @@ class _Step:
             os.close(self.fd)
 
 
-class _Data(msgspec.Struct):
+class _TensorBytes(msgspec.Struct):
     value_id: int
     key: str
     dtype: str
@@ -161,7 +161,7 @@ class _Data(msgspec.Struct):
 class _Value(msgspec.Struct, gc=False):
     step: _Step
     id: int
-    result: Result | None
+    result: PendingSummary | None
 
 
 class _EndStep(msgspec.Struct):
@@ -174,13 +174,13 @@ class _Drop(msgspec.Struct):
     number: int
 
 
-_Item = _Data | _Value | _EndStep | _Drop | threading.Event
+_Item = _TensorBytes | _Value | _EndStep | _Drop | threading.Event
 
 
-def _name_of(item: EndLine | _Value | _Data) -> str:
+def _name_of(item: EndLine | _Value | _TensorBytes) -> str:
     if isinstance(item, EndLine):
         return f"end of call {item.id}"
-    return item.key if isinstance(item, _Data) else f"value {item.id}"
+    return item.key if isinstance(item, _TensorBytes) else f"value {item.id}"
 
 
 class CaptureWriter:
@@ -213,7 +213,7 @@ class CaptureWriter:
         max_disk_nbytes: int | None = None,
         compress: bool = False,
         shard_nbytes: int = SHARD_NBYTES,
-        results: Results | None = None,
+        results: SummarySource | None = None,
         on_warning: Callable[[str], None] = lambda text: None,
         on_error: Callable[[Exception], None] = lambda error: None,
     ) -> None:
@@ -454,11 +454,13 @@ class CaptureWriter:
         with self._changed:
             self._queued_nbytes += nbytes
         step.with_data.add(value_id)
-        self._put(step, _Data(value_id, key, dtype, shape, data, nbytes, checksum, stored))
+        self._put(step, _TensorBytes(value_id, key, dtype, shape, data, nbytes, checksum, stored))
         if self._queued_nbytes > _BATCH_NBYTES:
             self._wake(hurry=True)
 
-    def value(self, id: int, result: Result | None = None, *, gap: str | None = None) -> None:
+    def value(
+        self, id: int, result: PendingSummary | None = None, *, gap: str | None = None
+    ) -> None:
         """Write the line of a value as soon as its result is ready and its bytes are there."""
         step = self._step
         if step is None or step.shards is None or self._log_broken:
@@ -622,7 +624,9 @@ class CaptureWriter:
                 step.n_gaps += 1
                 self._gaps[step.number] = self._gaps.get(step.number, 0) + 1
 
-    def _not_written(self, step: _Step, item: EndLine | _Value | _Data, error: Exception) -> None:
+    def _not_written(
+        self, step: _Step, item: EndLine | _Value | _TensorBytes, error: Exception
+    ) -> None:
         reason = f"not written: {type(error).__name__}: {error}"
         self._append_gap(step, GapLine(_name_of(item), reason))
 
@@ -671,7 +675,7 @@ class CaptureWriter:
                     self._attempt(step, self._write_value, item)
                 else:
                     self._waiting.append(item)
-            elif isinstance(item, _Data):
+            elif isinstance(item, _TensorBytes):
                 self._attempt(step, self._write_data, item)
                 self._release(item)
             elif isinstance(item, _EndStep):
@@ -688,7 +692,7 @@ class CaptureWriter:
             self._hurry = True
 
     def _attempt(
-        self, step: _Step, write: Callable[[_Step, Any], None], item: _Value | _Data
+        self, step: _Step, write: Callable[[_Step, Any], None], item: _Value | _TensorBytes
     ) -> None:
         """Write one thing; if that fails it is a gap, and the program and the rest go on."""
         try:
@@ -818,7 +822,7 @@ class CaptureWriter:
             if len(step.held) >= _BATCH_LINES:
                 self._flush(step)
 
-    def _write_data(self, step: _Step, item: _Data) -> None:
+    def _write_data(self, step: _Step, item: _TensorBytes) -> None:
         try:
             data = item.data() if callable(item.data) else item.data
         except Exception as error:  # noqa: BLE001 a device that failed: this value becomes a gap
@@ -834,7 +838,7 @@ class CaptureWriter:
             self._store(step, item, data)
             step.checksums[item.value_id] = checksum.result()
 
-    def _store(self, step: _Step, item: _Data, data: Bytes) -> None:
+    def _store(self, step: _Step, item: _TensorBytes, data: Bytes) -> None:
         if not item.stored:
             return
         assert step.shards is not None
@@ -893,14 +897,14 @@ class CaptureWriter:
         if held or step.lines:
             self._append(step, b"".join(held))
 
-    def _release(self, item: _Data) -> None:
+    def _release(self, item: _TensorBytes) -> None:
         item.data = _NO_DATA  # the memory first, then the room it took
         with self._changed:
             self._queued_nbytes -= item.nbytes
             self._changed.notify_all()
 
 
-def _value_line(id: int, result: Result) -> ValueLine:
+def _value_line(id: int, result: PendingSummary) -> ValueLine:
     return ValueLine(
         id=id, summary=pack_summary(result.summary), digest=result.digest, gap=result.error
     )

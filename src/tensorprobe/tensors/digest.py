@@ -136,12 +136,12 @@ class Digester:
         self._sum += fmix(int(np.add.reduce(products)) + self._chunks * GOLD)
 
 
-class _Local(threading.local):
+class _ThreadDigester(threading.local):
     def __init__(self) -> None:
         self.digester = Digester()
 
 
-_LOCAL = _Local()
+_LOCAL = _ThreadDigester()
 
 
 def digest_bytes(data: bytes | bytearray | memoryview | Array) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -140,12 +140,24 @@ def settle(tensor: torch.Tensor, keys: int) -> torch.Tensor:
     return tensor
 
 
+# Of a subclass of Tensor: the tensor that has its numbers.
+_NUMBERS_OF: dict[type, Callable[[Any], torch.Tensor]] = {}
+
+
+def register_subclass(kind: type, numbers_of: Callable[[Any], torch.Tensor]) -> None:
+    """Record tensors of this subclass by the numbers that `numbers_of` finds in them."""
+    _NUMBERS_OF[kind] = numbers_of
+
+
 def _settle_subclass(tensor: torch.Tensor) -> torch.Tensor:
     kind = type(tensor)
     distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is not None and isinstance(tensor, distributed.DTensor):
-        local: torch.Tensor = tensor._local_tensor
-        return settle(local, keys_of(local))
+    if distributed is not None and distributed.DTensor not in _NUMBERS_OF:
+        register_subclass(distributed.DTensor, lambda tensor: tensor._local_tensor)
+    for base in kind.__mro__:
+        if base in _NUMBERS_OF:
+            inner = _NUMBERS_OF[base](tensor)
+            return settle(inner, keys_of(inner))
     # A device written in Python is a subclass too; its numbers are reached by calling torch.
     if tensor.device.type in ("cpu", "cuda", "meta") or kind.__name__ == "FakeTensor":
         raise Unsupported(f"{kind.__module__}.{kind.__qualname__} tensor: no summary")
@@ -195,11 +207,20 @@ def has_memory(tensor: torch.Tensor, itemsize: int, nbytes: int) -> bool:
 def is_there(tensor: torch.Tensor) -> bool:
     """Whether the storage has the whole of a tensor: sharding libraries free that of parameters
     between their uses, and leave the tensors."""
-    extent = 1
-    for length, step in zip(tensor.shape, tensor.stride(), strict=True):
-        extent += (length - 1) * step
     itemsize = tensor.element_size()
-    return not tensor.numel() or has_memory(tensor, itemsize, extent * itemsize)
+    return not tensor.numel() or has_memory(tensor, itemsize, _extent(tensor) * itemsize)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """How many elements lie between the first and the last of a tensor, with these."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((length - 1) * step for length, step in pairs)
+
+
+def stretch(tensor: torch.Tensor) -> Array:
+    """The bytes from the first element of a CPU tensor to its last, what lies between included."""
+    extent = _extent(tensor) if tensor.numel() else 0
+    return borrow(tensor, np.dtype(f"V{tensor.element_size()}"), (extent,)).view(np.uint8)
 
 
 def borrow(

@@ -14,8 +14,6 @@ import torch_npu
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from tensorprobe.capture.facts import environment_facts
-from tensorprobe.capture.seeding import seed_all
 from tensorprobe.devices import (
     accelerator,
     check_environment,
@@ -24,6 +22,8 @@ from tensorprobe.devices import (
     rng_kept,
     sim_npu,
 )
+from tensorprobe.record.facts import environment_facts
+from tensorprobe.record.seeding import seed_all
 
 
 def test_the_row() -> None:
@@ -32,12 +32,10 @@ def test_the_row() -> None:
     assert npu.is_available()
     assert npu.count() == 1
     assert npu.current() == torch.device("npu:0")
-    npu.set_current(0)
     npu.synchronize()
     assert not npu.can_pin_memory()
-    stream, event = npu.new_stream(), npu.new_event()
-    with npu.on_stream(stream):
-        event.record()
+    event = npu.new_event()
+    event.record()
     event.synchronize()
     assert npu.current_stream() is not None
     facts = environment_facts()

@@ -16,7 +16,7 @@ import torch_npu
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tensorprobe.capture.naming import Namer
+from tensorprobe.follow.naming import Namer
 
 
 def rand(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -20,14 +20,24 @@ from typing import Any
 
 import torch
 
-from tensorprobe.devices.sim_npu import autocast, backend, composed, engine, files, torch_npu
+from tensorprobe.devices.sim_npu import (
+    autocast,
+    autograd_engine,
+    backend,
+    composed,
+    library,
+    tensor_loading,
+    torch_npu,
+)
 from tensorprobe.devices.sim_npu.chip import CHIP
 from tensorprobe.devices.sim_npu.dispatch import KERNELS, execute
 from tensorprobe.devices.sim_npu.faults import VARIABLE, Noise, Planted
 from tensorprobe.devices.sim_npu.overflow import OverflowMode
 from tensorprobe.errors import DeviceUnusable
+from tensorprobe.replay.decompositions import VENDOR_OPS
 
 __all__ = [
+    "child_environment",
     "clear_faults",
     "describe_faults",
     "idle_faults",
@@ -127,6 +137,11 @@ def describe_faults() -> str:
     return CHIP.faults.describe()
 
 
+def child_environment() -> dict[str, str]:
+    """The variables that give a process started by this one the same faults."""
+    return {VARIABLE: describe_faults()}
+
+
 def idle_faults() -> list[str]:
     """A sentence for each planted fault that has spoilt nothing, and why that may be."""
     return CHIP.faults.idle()
@@ -152,7 +167,7 @@ def _refuse_real_one() -> None:
 
 
 def _register_backend() -> None:
-    engine.register_backend(backend)
+    autograd_engine.register_backend(backend)
     new_library: Any = torch.library.Library
     everything = new_library("_", "IMPL")
     everything.fallback(_execute, "PrivateUse1")
@@ -162,14 +177,13 @@ def _register_backend() -> None:
         aten.impl(name, functools.partial(_execute, _overload(name)), "PrivateUse1")
     if not torch.cuda.is_available():  # a GPU pins memory by itself
         aten.impl("_pin_memory", lambda tensor, device=None: tensor.clone(), "CPU")
-    engine.number_devices(aten)
+    autograd_engine.number_devices(aten)
     autocast.register(aten)
     KERNELS.update(composed.kernels())
-    files.register()
+    tensor_loading.register()
     npu = new_library("npu", "DEF")
-    for table in torch_npu.TABLES:
-        table.register(npu)
-    engine.check_backward()
+    library.register(VENDOR_OPS.values(), npu)
+    autograd_engine.check_backward()
     CHIP.has_context = False
     _LIBRARIES.extend([everything, aten, npu])
 

@@ -14,7 +14,7 @@ from tensorprobe.devices.sim_npu.faults import Faults
 from tensorprobe.devices.sim_npu.overflow import FloatStatus
 
 
-class Block:
+class MemoryBlock:
     """A piece of device memory, given back when the last tensor that lies in it is gone."""
 
     nbytes = 0  # for a block torch.compile makes up while it traces
@@ -35,11 +35,11 @@ class Memory:
         self.allocated = 0
         self.peak = 0
 
-    def allocate(self, nbytes: int) -> Block:
+    def allocate(self, nbytes: int) -> MemoryBlock:
         self.allocated += nbytes
         if self.allocated > self.peak:
             self.peak = self.allocated
-        return Block(self, nbytes)
+        return MemoryBlock(self, nbytes)
 
 
 class RandomStream:

@@ -26,7 +26,7 @@ _HOST_RESULTS = {("_pack_padded_sequence", 1)}
 
 
 @dataclass(frozen=True)
-class Plan:
+class OpPlan:
     """What one op's schema says about its tensors."""
 
     name: str
@@ -50,16 +50,16 @@ class Plan:
         ]
 
 
-_PLANS: dict[Any, Plan] = {}
+_PLANS: dict[Any, OpPlan] = {}
 
 
-def _read_plan(func: Any) -> Plan:
+def _read_plan(func: Any) -> OpPlan:
     """The plan of an op, read off its schema."""
     schema = func._schema
     arguments = [argument.alias_info for argument in schema.arguments]
     name = schema.name.split("::")[1]
     takes_device = any(argument.name == "device" for argument in schema.arguments)
-    return Plan(
+    return OpPlan(
         name=name,
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
         makes_tensor=takes_device,
@@ -111,7 +111,7 @@ def execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _wrap_result(plan, args, kwargs, result, to_device)
 
 
-def _compute(func: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _compute(func: Any, plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The kernel's result, as the chip's faults and float status leave it."""
     faults = CHIP.faults.of(func)
     dump = None if plan.is_view else CHIP.dump
@@ -162,7 +162,7 @@ def _unwrap(value: Any, strangers: list[torch.Tensor]) -> Any:
     return value
 
 
-def _refuse_host_tensors(plan: Plan, strangers: list[torch.Tensor]) -> None:
+def _refuse_host_tensors(plan: OpPlan, strangers: list[torch.Tensor]) -> None:
     """PyTorch's own words for tensors on two devices; a 0-d host tensor counts as a number."""
     for tensor in strangers:
         if tensor.dim():
@@ -188,7 +188,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _wrap_result(
-    plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, to_device: bool
+    plan: OpPlan, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, to_device: bool
 ) -> Any:
     written = plan.written_in(args, kwargs)
     for tensor in tensors_in(written):

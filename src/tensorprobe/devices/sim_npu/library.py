@@ -7,77 +7,46 @@ it is here: a function mode sees one call, a dispatch mode one kernel, and one m
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
+from tensorprobe.devices.sim_npu.chip import CHIP
 from tensorprobe.devices.sim_npu.dispatch import KERNELS, execute
-
-Body = Callable[..., Any]
-
-_AUTOGRAD_KEYS = (
-    torch._C.DispatchKey.AutogradFunctionality,
-    torch._C.DispatchKey.AutogradOther,
-    torch._C.DispatchKey.AutogradCPU,
-    torch._C.DispatchKey.ADInplaceOrView,
-)
+from tensorprobe.replay.npu_op_table import Body, NpuOp, differentiate
 
 
-@dataclass(frozen=True)
-class NpuOp:
-    """One op: its schema, the formula on CPU tensors, and how it is differentiated."""
-
-    schema: str
-    body: Body
-    is_differentiable: bool
-    is_random: bool
-    drawn: int | None  # which result says what random numbers the forward pass drew
-    backward_name: str
-
-    @property
-    def name(self) -> str:
-        """With its overload: npu_linear, npu_max.dim."""
-        return self.schema.partition("(")[0]
+def _get_float_status(status: torch.Tensor) -> torch.Tensor:
+    # Scripts read the flag from the result or from the argument; the kernel writes to both.
+    status[0] = float(CHIP.status.raised)
+    return status.clone()
 
 
-class OpTable:
-    """Collects ops by decorator: `@OPS.op("npu_linear(Tensor input, ...) -> Tensor")`."""
+def _clear_float_status(status: torch.Tensor) -> torch.Tensor:
+    CHIP.status.raised = False
+    return torch.zeros_like(status)
 
-    def __init__(self) -> None:
-        self.ops: list[NpuOp] = []
 
-    def op(
-        self,
-        schema: str,
-        *,
-        grad: bool = False,
-        random: bool = False,
-        drawn: int | None = None,
-        backward_name: str = "",
-    ) -> Callable[[Body], Body]:
-        name = backward_name or f"{schema.partition('(')[0].replace('.', '_')}_backward"
+# What depends on the chip's state, in place of the formulas.
+_OF_THIS_CHIP: dict[str, Body] = {
+    "npu_get_float_status": _get_float_status,
+    "npu_clear_float_status": _clear_float_status,
+}
 
-        def add(body: Body) -> Body:
-            self.ops.append(NpuOp(schema, body, grad, random, drawn, name))
-            return body
 
-        return add
-
-    def register(self, library: Any) -> None:
-        """Define every op in `library`, whose namespace is npu."""
-        for op in self.ops:
-            tags = (torch.Tag.nondeterministic_seeded,) if op.is_random else ()
-            library.define(op.schema, tags=tags)
-            overload = _overload(op.name)
-            KERNELS[overload] = op.body
-            if not any("Tensor" in str(argument.type) for argument in overload._schema.arguments):
-                # Without a tensor to go by, the dispatcher asks this key which backend is meant.
-                library.impl(op.name, _on_npu(overload), "BackendSelect")
-            if op.is_differentiable:
-                _register_backward(library, op, overload)
+def register(ops: Iterable[NpuOp], library: Any) -> None:
+    """Define every op in `library`, whose namespace is npu."""
+    for op in ops:
+        tags = (torch.Tag.nondeterministic_seeded,) if op.is_random else ()
+        library.define(op.schema, tags=tags)
+        overload = _overload(op.name)
+        KERNELS[overload] = _OF_THIS_CHIP.get(op.name, op.body)
+        if not any("Tensor" in str(argument.type) for argument in overload._schema.arguments):
+            # Without a tensor to go by, the dispatcher asks this key which backend is meant.
+            library.impl(op.name, _on_npu(overload), "BackendSelect")
+        if op.is_differentiable:
+            _register_backward(library, op, overload)
 
 
 def _overload(name: str) -> Any:
@@ -152,38 +121,3 @@ def _differentiated(op: NpuOp) -> Body:
         return differentiate(body, inputs, grads, wanted)
 
     return kernel
-
-
-def differentiate(
-    body: Body, inputs: Sequence[Any], grads: Sequence[Any], wanted: Sequence[bool]
-) -> list[torch.Tensor]:
-    """Gradients of `body(*inputs)` for the wanted inputs, zeros where nothing arrives."""
-    with _autograd_on():
-        leaves = [
-            value.detach().requires_grad_(want) if isinstance(value, torch.Tensor) else value
-            for value, want in zip(inputs, wanted, strict=True)
-        ]
-        outputs = body(*leaves)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        pairs = [
-            (output, grad)
-            for output, grad in zip(outputs, grads, strict=True)
-            if grad is not None and output.requires_grad
-        ]
-        found = torch.autograd.grad(
-            [output for output, _ in pairs],
-            [leaf for leaf, want in zip(leaves, wanted, strict=True) if want],
-            [grad for _, grad in pairs],
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        return list(found)
-
-
-@contextmanager
-def _autograd_on() -> Iterator[None]:
-    """Autograd for the CPU tensors inside a kernel, where the dispatcher has switched it off."""
-    with torch._C._PreserveDispatchKeyGuard(), torch.enable_grad():
-        for key in _AUTOGRAD_KEYS:
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
-        yield

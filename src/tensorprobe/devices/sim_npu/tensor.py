@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tensorprobe.devices.sim_npu.chip import CHIP, Block
+from tensorprobe.devices.sim_npu.chip import CHIP, MemoryBlock
 
 # Parts of torch that have no types.
 _tensor_text: Any = torch._tensor_str
@@ -24,7 +24,7 @@ class NpuTensor(torch.Tensor):
     """
 
     raw: torch.Tensor
-    block: Block
+    block: MemoryBlock
 
     # A wrapper with a torch function of its own would make every call appear twice to a function
     # mode; disabled, it is as invisible there as a tensor of a real device.

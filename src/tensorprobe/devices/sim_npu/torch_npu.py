@@ -11,12 +11,7 @@ from typing import Any
 import torch
 
 from tensorprobe.devices.sim_npu import backend, status_calls
-from tensorprobe.devices.sim_npu.detection_ops import OPS as DETECTION_OPS
-from tensorprobe.devices.sim_npu.fused_ops import OPS as FUSED_OPS
-from tensorprobe.devices.sim_npu.library import OpTable
-from tensorprobe.devices.sim_npu.shape_ops import OPS as SHAPE_OPS
-
-TABLES: tuple[OpTable, ...] = (FUSED_OPS, SHAPE_OPS, DETECTION_OPS)
+from tensorprobe.replay.decompositions import VENDOR_OPS
 
 
 class StandIn(ModuleType):
@@ -30,7 +25,7 @@ class StandIn(ModuleType):
 
 def op_names() -> list[str]:
     """The ops the stand-in has: npu_linear, fast_gelu, one_, ..."""
-    return sorted({op.name.partition(".")[0] for table in TABLES for op in table.ops})
+    return sorted({name.partition(".")[0] for name in VENDOR_OPS})
 
 
 def build() -> dict[str, ModuleType]:

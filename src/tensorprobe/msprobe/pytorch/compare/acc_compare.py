@@ -1,5 +1,5 @@
 """Where earlier releases of msprobe have compare."""
 
-from tensorprobe.msprobe.pytorch.compare import compare
+from tensorprobe.peers.msprobe.msprobe_compare import compare
 
 __all__ = ["compare"]

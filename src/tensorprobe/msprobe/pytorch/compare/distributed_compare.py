@@ -1,5 +1,5 @@
 """Where msprobe has compare_distributed."""
 
-from tensorprobe.msprobe.pytorch.compare import compare_distributed
+from tensorprobe.peers.msprobe.msprobe_compare import compare_distributed
 
 __all__ = ["compare_distributed"]

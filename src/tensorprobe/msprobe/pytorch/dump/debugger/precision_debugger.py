@@ -1,6 +1,6 @@
 """Where msprobe 26 has PrecisionDebugger and module_dump."""
 
-from tensorprobe.msprobe.pytorch.debugger.precision_debugger import (
+from tensorprobe.peers.msprobe.msprobe_debugger import (
     PrecisionDebugger,
     module_dump,
     module_dump_end,

@@ -1,1 +1,0 @@
-"""Seeing the calls of a running program."""

@@ -1,0 +1,491 @@
+"""Explains inputs that differ by where they come from: other calls, views, or nobody."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+
+from tensorprobe.comparing.align import content, is_constant
+from tensorprobe.comparing.culprit import (
+    Found,
+    accuse,
+    kind_by_direction,
+    magnitude,
+    percent,
+    proof_of,
+)
+from tensorprobe.comparing.measure import TensorPair
+from tensorprobe.comparing.rounding import (
+    ROUNDING,
+    distance,
+    number_text,
+    pair_roundoff,
+    rms_size,
+    same_bits,
+)
+from tensorprobe.comparing.scene import AMPLIFIES, Node, Scene, label_of, relative, summed_size
+from tensorprobe.comparing.suspects import Replays, score, worst
+from tensorprobe.comparing.verdict import Culprit, CulpritKind, Side, name_some
+from tensorprobe.errors import UnreadableCapture
+from tensorprobe.records import TensorRecord
+
+_STATES = ("parameter", "buffer", "state")
+_CANCELS = 1e-3  # of the size that the terms add up to
+# Of the numbers: a view that leaves fewer of them alone is taken for another tensor.
+_LEFT_ALONE = 0.05
+_LOOK_BACK = 200
+
+
+class Boundaries:
+    """Explains every input that differs, call by call in execution order.
+
+    An input is explained by the call that made it, if both sides have that call: it was judged
+    where it ran. Where nobody recorded who made it, it may differ by as much as what it can have
+    been made of: gradients by what the calls sent that used the tensor, parameters by what they
+    differed by before, other inputs by the results so far.
+    """
+
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+        self._uses = _uses(scene)
+        self._backwards: dict[int, list[int]] = {}  # a forward call -> its backward calls
+        for backward, forward in scene.flow.forward.items():
+            self._backwards.setdefault(forward, []).append(backward)
+        self._before: dict[str, float] = {}  # by label: how far a parameter or buffer was apart
+        self._forward = self._backward = 0.0  # the largest difference so far in this step
+        self._gradients: list[tuple[float, float]] = []  # of this step: norm, and how far apart
+        self._of_module: dict[tuple[int, str], list[int]] = {}  # backward calls so far
+        self._largest = 0.0  # of all in `_before`
+        self._step: int | None = None
+
+    def look_at(self, node: Node) -> Found:
+        """The first input of a call that differs and that nothing explains, as a culprit."""
+        if node.call.step != self._step:
+            self._step, self._forward, self._backward = node.call.step, 0.0, 0.0
+            self._gradients = []
+        if not node.is_paired:
+            return None
+        return next(filter(None, (self._explain(node, row) for row in node.inputs)), None)
+
+    def _explain(self, node: Node, row: TensorPair) -> Found:
+        a, e = row.actual, row.expected
+        if a is None or e is None:
+            return self._missing(node, row)
+        if same_bits(row) or not (d := self._distance(node, row)):
+            return None
+        if not self._has_effect(node):
+            return None
+        ours, theirs = self._scene.flow.producers(node.i, row.name)
+        if ours is not None and ours == theirs:
+            return None
+        inherited = AMPLIFIES * self._context(node, row)
+        unit = max(pair_roundoff(row), one_sided_unit(self._scene, node, row))
+        if relative(row, d) <= ROUNDING * (unit + inherited):
+            return None
+        if found := one_sided_before(self._scene, node, row, d):
+            return found
+        is_guess = is_constant(a) or is_constant(e)  # many calls make the same constant
+        if ours is not None and theirs is not None and not is_guess:
+            return node.i, from_elsewhere(self._scene, node, row, d)
+        return node.i, self._unexplained(node, row, d)
+
+    def _distance(self, node: Node, row: TensorPair) -> float:
+        d = self._scene.distance(node, row)
+        if d and row.role == "parameter_grad":
+            summed = self._summed(node, row)
+            sizes = [rms_size(record) for record in (row.actual, row.expected) if record]
+            if max(sizes) < _CANCELS * summed:
+                return 0.0  # rounding that is left of numbers that cancel: a bias before a norm
+            return self._scene.distance(node, row, summed)
+        if d and node.call.direction == "backward":
+            return self._scene.distance(node, row, summed_size(node, row))
+        return d
+
+    def _summed(self, node: Node, row: TensorPair) -> float:
+        """The size that the terms of a parameter's gradient add up to, if they do not cancel: it
+        rounds to the size of those."""
+        found = 0.0
+        shape = row.expected.shape if row.expected is not None else ()
+        for at in self._module_backwards(node):
+            backward = self._scene.nodes[at]
+            forward = self._scene.forward_of(backward)
+            for given in backward.inputs:
+                record = given.expected
+                if record is None or not record.numel or not shape:
+                    continue
+                size = rms_size(record) * math.sqrt(max(record.numel / shape[0], 1.0))
+                if len(shape) > 1 and forward is not None:
+                    size *= max((rms_size(r.expected) for r in forward.inputs
+                                 if r.role == "input" and r.expected), default=1.0)  # fmt: skip
+                found = max(found, size if size < 1e30 else 0.0)
+        return found
+
+    def _module_backwards(self, node: Node) -> list[int]:
+        """The calls of this step's backward so far that belong to the same module."""
+        return self._of_module.get((node.call.step, node.call.module), [])
+
+    # What a tensor may have been made of
+
+    def _context(self, node: Node, row: TensorPair) -> float:
+        """How far apart that is of which an input can have been made, relative to its size."""
+        if row.role == "parameter_grad":
+            return self._context_of_gradient(node, row)
+        if row.role in _STATES:
+            return self._before.get(label_of(node.call, row), 0.0)
+        if node.i in self._scene.in_optimizer:
+            return self._largest
+        if node.call.direction == "backward":
+            forward = self._scene.forward_of(node)
+            sent = self._sent_to_result(forward, row) if forward is not None else 0.0
+            return sent or max(self._backward, self._forward)
+        return self._forward
+
+    def _context_of_gradient(self, node: Node, row: TensorPair) -> float:
+        sent = self._sent_to_parameter(node, row)
+        before = self._before.get(_gradient_key(label_of(node.call, row)))
+        if before is not None:  # it may have been clipped since, by the norm of all of them
+            return max(sent, before, self._norm_difference())
+        if sent:
+            return sent
+        nodes = [self._scene.nodes[at] for at in self._module_backwards(node)]
+        found = [r for other in nodes for r in (other.r_in, other.r_out) if math.isfinite(r)]
+        return max(found, default=self._backward)
+
+    def _norm_difference(self) -> float:
+        """How far apart the norm of all gradients of this step is, at most."""
+        total = math.fsum(size * size for size, _ in self._gradients)
+        parts = math.fsum((size * min(r, 2.0)) ** 2 for size, r in self._gradients)
+        return math.sqrt(parts / total) if total else 0.0
+
+    def _sent_to_result(self, forward: Node, row: TensorPair) -> float:
+        """What the calls that used a result sent back to it."""
+        name = row.name.replace("input", "output", 1)
+        made = next((each for each in forward.outputs if each.name == name), None)
+        return self._sent_back(made) if made is not None else 0.0
+
+    def _sent_to_parameter(self, node: Node, row: TensorPair) -> float:
+        key = label_of(node.call, row)
+        value = self._scene.parameters.get((node.call.step, key))
+        return self._sent_back(value) if value is not None else 0.0
+
+    def _sent_back(self, made: TensorPair) -> float:
+        """How far apart the gradients are that were sent to a tensor, the largest."""
+        found = 0.0
+        for record in (made.actual, made.expected):
+            key = content(record) if record is not None else None
+            for at, name in self._uses.get((self._step, key), ()) if key is not None else ():
+                wanted = name.replace("input", "output", 1)
+                for back in self._backwards.get(at, ()):
+                    other = self._scene.nodes[back]
+                    for row in other.outputs:
+                        if row.name == wanted and row.actual and row.expected:
+                            d = self._scene.distance(other, row)
+                            found = max(found, relative(row, d))
+        return found
+
+    def leave(self, node: Node) -> None:
+        """Go on from a call: what comes later may be made of its results."""
+        for row in (*node.inputs, *node.outputs):
+            if row.actual is None or row.expected is None:
+                continue
+            is_state = row.role in _STATES or row.role == "parameter_grad"
+            if is_state or node.call.name.startswith("Optimizer."):
+                r = relative(row, self._distance(node, row))
+                key = label_of(node.call, row)
+                if row.role == "parameter_grad":
+                    key = _gradient_key(key)
+                    if node.call.direction == "backward" and row.expected.summary is not None:
+                        self._gradients.append((row.expected.summary.norm or 0.0, r))
+                self._before[key] = max(self._before.get(key, 0.0), r)
+                if row.role != "output":  # of an optimizer: what it makes is no source of its own
+                    self._largest = max(self._largest, r)
+        if node.call.direction == "backward":
+            self._of_module.setdefault((node.call.step, node.call.module), []).append(node.i)
+        if node.container or not node.is_paired or not math.isfinite(node.r_out):
+            return
+        if node.call.direction == "backward":
+            self._backward = max(self._backward, node.r_out)
+        elif node.i not in self._scene.in_optimizer:
+            self._forward = max(self._forward, node.r_out)
+
+    # Words
+
+    def _has_effect(self, node: Node) -> bool:
+        return not node.outputs or not node.same_out or node.d_out > 0
+
+    def _missing(self, node: Node, row: TensorPair) -> Found:
+        """A gradient, or an optimizer's state, that one side lacks."""
+        record = row.actual or row.expected
+        if row.role not in ("parameter_grad", "state") or record is None:
+            return None
+        if record.summary is not None and record.summary.norm == 0:
+            return None  # none, or one of zeros
+        side = "actual" if row.actual is not None else "expected"
+        label = label_of(node.call, row)
+        kind: CulpritKind = "structure"
+        reason = f"{label} has a gradient only in {side}"
+        if row.role == "state":
+            if self._step != self._scene.first_step:
+                return None
+            kind = "parameter"
+            reason = f"only in {side} does the optimizer begin with a state ({label})"
+        return node.i, accuse(node, kind, reason, math.inf, row=row, inherited=0.0)
+
+    def _unexplained(self, node: Node, row: TensorPair, d: float) -> Culprit:
+        before = self._last_agreeing(node)
+        what = _what(node, row)
+        reason = (
+            f"{what} differs {magnitude(d)}; the difference appears between {before} and "
+            f"{node.call.name}, and no recorded call made it"
+        )
+        kind: CulpritKind = "boundary"
+        if self._is_data(node, row):
+            kind = "input"
+            reason = f"{what}, which no recorded call made, differs: the runs were given other data"
+        return accuse(node, kind, reason, d, row=row, proof=proof_of(row), inherited=0.0)
+
+    def _is_data(self, node: Node, row: TensorPair) -> bool:
+        """Whether the program brings it: an operator or the model as a whole is given it, before
+        anything differs."""
+        is_root = not node.call.name.startswith("Module.") or node.call.parent is None
+        is_first = node.call.direction == "forward" and not self._forward
+        return (
+            row.role == "input" and is_root and is_first and node.i not in self._scene.in_optimizer
+        )
+
+    def _last_agreeing(self, node: Node) -> str:
+        for at in range(node.i - 1, -1, -1):
+            other = self._scene.nodes[at]
+            if other.is_paired and not other.container:
+                return other.call.name
+        return "the start"
+
+
+def _gradient_key(label: str) -> str:
+    return f"gradient of {label}"
+
+
+def _what(node: Node, row: TensorPair) -> str:
+    label = label_of(node.call, row)
+    if row.role == "parameter_grad":
+        return f"the gradient of {label}"
+    if row.role == "state":
+        return f"the optimizer's state {label}"
+    if row.role in _STATES:
+        return f"{row.role} {label}"
+    if node.call.direction == "backward":
+        return f"the gradient that comes in ({row.name})"
+    return row.name
+
+
+def _uses(scene: Scene) -> dict[Hashable, list[tuple[int, str]]]:
+    """Which forward calls of a step were given a content, and as which argument."""
+    found: dict[Hashable, list[tuple[int, str]]] = {}
+    for node in scene.nodes:
+        if node.call.direction == "backward" or node.i in scene.in_optimizer:
+            continue
+        for row in node.inputs:
+            for record in (row.actual, row.expected):
+                if record is not None and (key := content(record)) is not None:
+                    found.setdefault((node.call.step, key), []).append((node.i, row.name))
+    return found
+
+
+def wired_otherwise(scene: Scene, replays: Replays, node: Node) -> Found:
+    """An input that comes from elsewhere than on the other side, and differs by it."""
+    if node.taint:
+        return None
+    for row in node.inputs:
+        d = scene.distance(node, row)
+        if d <= ROUNDING or row.actual is None or row.expected is None:
+            continue
+        ours, theirs = scene.flow.producers(node.i, row.name)
+        if ours == theirs:
+            continue
+        if node.call.direction == "backward" and None in (ours, theirs):
+            continue
+        known, region = _region(scene, (ours, theirs))
+        if any(scene.nodes[at].taint for at in (*known, *region)):
+            continue
+        if not region and (is_constant(row.actual) or is_constant(row.expected)):
+            continue  # many calls make the same constant: who made this one is a guess
+        before = max((scene.nodes[at].r_out for at in known), default=0.0)
+        u = max(pair_roundoff(row), coarsest(scene, region))
+        if relative(row, d) > ROUNDING * (u + AMPLIFIES * before):
+            return (
+                _faulty_one_sided(scene, replays, region)
+                or _one_sided(scene, node, row, region, d)
+                or (node.i, from_elsewhere(scene, node, row, d))
+            )
+    return None
+
+
+def reordered(scene: Scene, node: Node) -> Found:
+    """A list of the same tensors in another order: `cat([a, b])` and `cat([b, a])`."""
+    lists: dict[str, list[TensorPair]] = {}
+    for row in node.inputs:
+        head, _, last = row.name.rpartition(".")
+        if last.isdigit() and head != "input":
+            lists.setdefault(head, []).append(row)
+    for head, rows in lists.items():
+        ours = [content(row.actual) for row in rows if row.actual]
+        theirs = [content(row.expected) for row in rows if row.expected]
+        if ours == theirs or None in ours or Counter(ours) != Counter(theirs):
+            continue
+        reason = f"{head} has the same {len(rows)} tensors as in expected, in another order"
+        d = max(scene.distance(node, row) for row in rows)
+        return node.i, accuse(node, "structure", reason, d, row=rows[0], inherited=0.0)
+    return None
+
+
+def one_sided_before(scene: Scene, node: Node, row: TensorPair, d: float) -> Found:
+    """The calls of one side only that an input was made by, if that is why it differs."""
+    return _one_sided(scene, node, row, _one_sided_calls(scene, node, row), d)
+
+
+def coarsest(scene: Scene, at: Sequence[int]) -> float:
+    """The unit roundoff of the coarsest dtype that these calls are given, or give."""
+    nodes = [scene.nodes[i] for i in at]
+    rows = (row for node in nodes for row in (*node.inputs, *node.outputs))
+    return max(map(pair_roundoff, rows), default=0.0)
+
+
+def one_sided_unit(scene: Scene, node: Node, row: TensorPair) -> float:
+    """Of the calls that only one side has, on the way to an input: the coarsest unit roundoff."""
+    return coarsest(scene, _one_sided_calls(scene, node, row))
+
+
+def _one_sided_calls(scene: Scene, node: Node, row: TensorPair) -> list[int]:
+    """The calls of one side only on the way to an input."""
+    return _region(scene, scene.flow.producers(node.i, row.name))[1]
+
+
+def _region(scene: Scene, origin: Sequence[int | None]) -> tuple[set[int], list[int]]:
+    """The calls of one side only that lead to `origin`, and the paired calls before them."""
+    known: set[int] = set()
+    region: list[int] = []
+    todo = [at for at in origin if at is not None]
+    seen = set(todo)
+    while todo:
+        at = todo.pop()
+        node = scene.nodes[at]
+        if node.is_paired:
+            known.add(at)
+            continue
+        region.append(at)
+        for row in node.inputs:
+            for before in scene.flow.producers(at, row.name):
+                if before is not None and before not in seen:
+                    seen.add(before)
+                    todo.append(before)
+    return known, sorted(region)
+
+
+def _by_side(scene: Scene, region: list[int]) -> tuple[list[int], list[int]]:
+    mine = [at for at in region if scene.nodes[at].pair.pair.actual is not None]
+    return mine, [at for at in region if scene.nodes[at].pair.pair.actual is None]
+
+
+def _faulty_one_sided(scene: Scene, replays: Replays, region: list[int]) -> Found:
+    mine, other = _by_side(scene, region)
+    for at in (*mine, *other):
+        found = _own_error(scene.nodes[at], replays)
+        if found is not None:
+            return at, found
+    return None
+
+
+def _own_error(node: Node, replays: Replays) -> Culprit | None:
+    """A call that only one side has, with an error of its own."""
+    side = 0 if node.pair.pair.actual is not None else 1
+    if not replays.enabled or node.container or node.is_random is not None:
+        return None
+    evidence = replays.evidence(node, side, noise=True)
+    replays.n_replayed += 1
+    own = worst(node, evidence)
+    if own is None or score(node, own) <= ROUNDING:
+        return None
+    name: Side = "actual" if side == 0 else "expected"
+    reason = (
+        f"only in {name}; replayed in float64 on its own inputs, its {own.name} is off by "
+        f"{percent(own.relative)}, {number_text(own.size)} times what rounding explains"
+    )
+    row = node.output(own.name)
+    kind = kind_by_direction(node)
+    return accuse(node, kind, reason, own.size, row=row, side=name, proof="replayed")
+
+
+def _one_sided(scene: Scene, node: Node, row: TensorPair, region: list[int], d: float) -> Found:
+    mine, other = _by_side(scene, sorted({_forward(scene, at) for at in region}))
+    if not mine and not other:
+        return None
+    at = (mine or other)[0]
+    where = " and ".join(
+        f"{name_some([scene.nodes[i].call for i in calls])} only in {side}"
+        for calls, side in ((mine, "actual"), (other, "expected"))
+        if calls
+    )
+    reason = f"{where}: after it, {row.name} of {node.call.name} differs"
+    return at, accuse(scene.nodes[at], "structure", reason, d, row=row, inherited=0.0)
+
+
+def _forward(scene: Scene, at: int) -> int:
+    """Of a backward call, its forward call, where only the same side has it."""
+    forward = scene.forward_of(scene.nodes[at]) or scene.belongs_to(scene.nodes[at])
+    return at if forward is None or forward.is_paired else forward.i
+
+
+def from_elsewhere(scene: Scene, node: Node, row: TensorPair, d: float) -> Culprit:
+    """A call that was given the result of another call than on the other side."""
+    origin = scene.flow.producers(node.i, row.name)
+    names = [scene.nodes[p].call.name if p is not None else "no call" for p in origin]
+    reason = f"{row.name} comes from {names[0]} in actual, from {names[1]} in expected"
+    return accuse(node, "structure", reason, d, row=row, inherited=0.0)
+
+
+def written_through_view(scene: Scene, node: Node, row: TensorPair) -> Node | None:
+    """The call that last wrote into part of an input, where some call gave it as it was before.
+
+    `h[:4].add_(1)` has the slice as its result; `h` as a whole is nobody's.
+    """
+    record = row.actual
+    if record is None:
+        return None
+    writer: Node | None = None
+    for at in range(node.i - 1, max(-1, node.i - _LOOK_BACK), -1):
+        earlier = scene.nodes[at]
+        if earlier.container or earlier.pair.pair.actual is None:
+            continue
+        if _writes_part(earlier, record):
+            writer = writer or earlier
+        elif writer is not None and any(_was(r.actual, record) for r in earlier.outputs):
+            return writer if _explains(row, earlier, writer) else None
+    return None
+
+
+def _writes_part(node: Node, whole: TensorRecord) -> bool:
+    name = node.call.op.rpartition(".")[2]
+    if not name.endswith("_") or name.endswith("__"):
+        return False
+    parts = [row.actual for row in node.outputs if row.actual is not None]
+    return any(part.dtype == whole.dtype and part.numel < whole.numel for part in parts)
+
+
+def _was(before: TensorRecord | None, after: TensorRecord) -> bool:
+    """Whether one tensor may be the other before part of it was written to."""
+    if before is None or (before.dtype, before.shape) != (after.dtype, after.shape):
+        return False
+    if before.blob is None or after.blob is None:
+        return True  # nobody can tell
+    try:
+        return bool((before.array() == after.array()).mean() > _LEFT_ALONE)
+    except UnreadableCapture:
+        return True
+
+
+def _explains(row: TensorPair, before: Node, writer: Node) -> bool:
+    """Whether what was there, and what was written, account for the difference."""
+    if before.taint or writer.taint:
+        return True
+    return distance(row) <= ROUNDING * (1 + max(before.d_out, writer.d_out, writer.d_in))

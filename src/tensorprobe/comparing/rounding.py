@@ -1,0 +1,275 @@
+"""How far two tensors are apart, in units of what rounding explains."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from tensorprobe.comparing.measure import CallPair, TensorPair
+from tensorprobe.records import Call, TensorRecord, TensorSummary
+from tensorprobe.replay.kinds import kind_of
+from tensorprobe.tensors.pair_metrics import FRACTION_BITS
+
+Mode = Literal["tensors", "digest", "stats", "structure"]
+_ENOUGH = 8  # numbers: of fewer, rounding may leave statistics as they are
+# A healthy kernel stays below 3 units of own error, whatever its dtype; see docs/compare.md.
+ROUNDING = 16.0
+_TF32, _BF16 = 2.0**-11, 2.0**-9  # unit roundoffs
+_WORDS = {"tf32": _TF32, "bf16": _BF16, "high": _TF32, "medium": _BF16}
+_NAMES = {_TF32: "TF32", _BF16: "bfloat16"}
+# For each device: switches of products, and of convolutions.
+_SWITCHES = {
+    "cuda": (
+        ("numerics.matmul_tf32", "numerics.matmul_fp32_precision",
+         "numerics.float32_matmul_precision"),
+        ("numerics.cudnn_tf32",),
+    ),
+    "npu": (("npu.matmul_hf32",), ("npu.conv_hf32",)),
+    "cpu": (("numerics.mkldnn_fp32_precision",), ("numerics.mkldnn_fp32_precision",)),
+}  # fmt: skip
+
+
+@functools.cache
+def roundoff(dtype: str) -> float:
+    """Unit roundoff, half the distance from 1 to the next number; 0 for integers and bools."""
+    bits = FRACTION_BITS.get(dtype)
+    return 0.0 if bits is None else 2.0 ** -(bits + 1)
+
+
+def pair_roundoff(pair: TensorPair) -> float:
+    """Of the coarser of the two dtypes, or of the arithmetic where that is coarser still."""
+    a, e = pair.actual, pair.expected
+    if a is None or e is None or a.dtype == e.dtype:
+        record = a or e
+        return max(roundoff(record.dtype), pair.coarse) if record else 0.0
+    return max(roundoff(a.dtype), roundoff(e.dtype), pair.coarse)
+
+
+def content_mode(pair: TensorPair) -> Mode:
+    """By what the two tensors can be compared."""
+    a, e = pair.actual, pair.expected
+    if a is None or e is None:
+        return "structure"
+    if pair.metrics is not None:
+        return "tensors"
+    if a.digest is not None and e.digest is not None:
+        return "digest"
+    return "stats" if a.summary is not None and e.summary is not None else "structure"
+
+
+def same_bits(pair: TensorPair) -> bool | None:
+    """Whether both hold the same bits; None when nobody can tell."""
+    a, e = pair.actual, pair.expected
+    if a is None or e is None:
+        return None
+    if a.digest is not None and e.digest is not None and a.dtype == e.dtype:
+        return a.digest == e.digest and a.shape == e.shape
+    if pair.metrics is not None:
+        return pair.metrics.is_equal and a.dtype == e.dtype
+    if a.summary is not None and e.summary is not None and a.summary != e.summary:
+        # another tool's mean and norm of the same bits are others
+        return False if a.dtype == e.dtype and a.summary.counted else None
+    return None
+
+
+def distance(pair: TensorPair, floor: float = 0.0) -> float:
+    """How far a tensor is from its partner, in roundings of its own size; 0 is equal.
+
+    Infinite for integers that differ, for NaN or infinity on one side only, for shapes that differ.
+    `floor` is the size below which numbers are what is left of larger ones that cancelled.
+    """
+    if floor:
+        return _distance(pair, floor)
+    if pair.distance is None:
+        pair.distance = _distance(pair, 0.0)
+    return pair.distance
+
+
+def _distance(pair: TensorPair, floor: float) -> float:
+    a, e = pair.actual, pair.expected
+    if a is None or e is None or same_bits(pair):
+        return 0.0
+    if a.shape != e.shape:
+        return math.inf
+    u = pair_roundoff(pair)
+    if pair.metrics is not None:
+        m = pair.metrics
+        if m.nonfinite_disagree:
+            return math.inf
+        if not u:
+            return math.inf if m.mismatched else 0.0
+        return _ratio(m.rms_error, u * max(m.rms_expected, floor))
+    if a.summary is None or e.summary is None:
+        return 0.0
+    if same_bits(pair) is False and moved_values(a.summary, e.summary) and e.numel >= _ENOUGH:
+        return math.inf if not u else 1 / u  # the same numbers in other places
+    if a.summary == e.summary:
+        return math.inf if not u and same_bits(pair) is False else 0.0
+    relative = summary_distance(a, e, floor)
+    return _ratio(relative, u) if u else (math.inf if relative else 0.0)
+
+
+def summary_distance(a: TensorRecord, e: TensorRecord, floor: float = 0.0) -> float:
+    """The relative error that two summaries show: of extremes, norm and mean, the largest."""
+    s, t = a.summary, e.summary
+    assert s is not None
+    assert t is not None
+    if (s.nan_count, s.inf_count) != (t.nan_count, t.inf_count):
+        return math.inf
+    if not s.counted and roundoff(e.dtype) and (s.norm is None or t.norm is None):
+        largest = max(_size(t.min), _size(t.max), floor)
+        return _ratio(max(_shift(s.max, t.max), _shift(s.min, t.min)), largest)
+    if s.mean is None or t.mean is None or s.norm is None or t.norm is None:
+        return 0.0 if (s.min, s.max, s.zero_count) == (t.min, t.max, t.zero_count) else 1.0
+    n = max(e.numel, 1)
+    rms = max(t.norm / math.sqrt(n), floor)
+    peak = max(_size(t.min), _size(t.max), floor)
+    if peak > 1e30:  # a mask: only the other end says something of the rest
+        ends = [(a, e) for a, e in ((s.min, t.min), (s.max, t.max)) if _size(e) < 1e30]
+        return max((_ratio(_shift(a, e), max(_size(e), 1.0)) for a, e in ends), default=0.0)
+    return max(
+        _ratio(max(abs(s.norm - t.norm) / math.sqrt(n), abs(s.mean - t.mean)), rms),
+        _ratio(max(_shift(s.max, t.max), _shift(s.min, t.min)), peak),
+    )
+
+
+def moved_values(a: TensorSummary, e: TensorSummary) -> bool:
+    """Whether two summaries are those of the same numbers: with other bits, they are in other
+    places. Rounding changes the norm in its last digits; a permutation does not."""
+    if a.norm is None or e.norm is None or not a.norm:
+        return False
+    same = (a.min, a.max, a.zero_count) == (e.min, e.max, e.zero_count)
+    return same and math.isclose(a.norm, e.norm, rel_tol=1e-13)
+
+
+def reduction(n_in: int, n_out: int) -> float:
+    """How much more error a long sum may have than one rounding."""
+    return math.sqrt(max(1.0, n_in / max(n_out, 1)))
+
+
+def rms_size(record: TensorRecord) -> float:
+    """The size of a tensor's numbers, as its summary has it."""
+    s = record.summary
+    if s is None or s.norm is None or not record.numel:
+        return 0.0
+    return s.norm / math.sqrt(record.numel)
+
+
+def _size(value: float | int | bool | None) -> float:
+    return abs(float(value)) if value is not None and math.isfinite(value) else 0.0
+
+
+def _shift(a: float | int | bool | None, e: float | int | bool | None) -> float:
+    if a is None or e is None or not (math.isfinite(a) and math.isfinite(e)):
+        return 0.0 if a == e else math.inf
+    return abs(float(a) - float(e))
+
+
+def _ratio(a: float, b: float) -> float:
+    if a == 0:
+        return 0.0
+    return a / b if b else math.inf
+
+
+def number_text(value: float) -> str:
+    """A size for a person to read: 4.07, 8,388, 1.68e+07."""
+    if math.isinf(value):
+        return "infinite"
+    if 100 <= abs(value) < 1e6:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def product_unit(facts: Mapping[str, Any], call: Call) -> float:
+    """The unit roundoff in which a product of float32 is computed, where a switch makes it coarser
+    than its own; else 0."""
+    floats = [r for r in call.tensors if r.role in ("input", "output", "parameter")]
+    if not floats or any(record.dtype != "float32" for record in floats if "float" in record.dtype):
+        return 0.0
+    name = call.name.removesuffix(".backward") if call.direction == "backward" else call.name
+    if not name.startswith("Module.") and kind_of(call) != "product":
+        return 0.0
+    device = floats[0].device.partition(":")[0]
+    switches = _SWITCHES.get(device)
+    if switches is None:
+        return 0.0
+    is_convolution = "conv" in call.op.rpartition(".")[2].lower()
+    return max((_unit(facts, switch) for switch in switches[is_convolution]), default=0.0)
+
+
+def _unit(facts: Mapping[str, Any], switch: str) -> float:
+    room, _, name = switch.partition(".")
+    held = facts.get(room)
+    value = held.get(name) if isinstance(held, Mapping) else None
+    if value is True:
+        return _TF32
+    return _WORDS.get(value, 0.0) if isinstance(value, str) else 0.0
+
+
+def _autocast_unit(pair: CallPair) -> float:
+    """The unit roundoff of the dtype that autocast gives to a call, on the coarser side."""
+    return max(
+        (
+            roundoff(note.rpartition(".")[2].rpartition(" ")[2])
+            for call in pair.pair[:2]
+            if isinstance(call, Call)
+            for note in call.notes
+            if note.startswith("autocast ")
+        ),
+        default=0.0,
+    )
+
+
+def coarsen_modules(pairs: Sequence[CallPair]) -> None:
+    """Let what modules give be judged by autocast's dtype, where operators were not recorded: their
+    results may be float32, and what is inside of them is not."""
+    units: dict[int, float] = {}
+    for pair in pairs:
+        if pair.call.name.startswith("Module."):
+            step = pair.call.step
+            units[step] = max(units.get(step, 0.0), _autocast_unit(pair))
+    for pair in pairs:
+        if unit := units.get(pair.call.step, 0.0):
+            for row in pair.tensors:
+                if row.expected is not None and "float" in row.expected.dtype:
+                    row.coarse = max(row.coarse, unit)
+
+
+def coarsen(pairs: Sequence[CallPair], facts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Let products that a switch makes coarser be judged by its rounding; what to say of it."""
+    told: dict[str, int] = {}
+    for pair in pairs:
+        if not pair.is_paired:
+            continue
+        calls = (pair.pair.actual, pair.pair.expected)
+        units = [product_unit(f, c) for f, c in zip(facts, calls, strict=True) if c is not None]
+        if not any(units):
+            continue
+        for row in pair.tensors:
+            if row.role == "output":
+                row.coarse = max(units)
+        if units[0] != units[1]:
+            side = "actual" if units[0] > units[1] else "expected"
+            text = f"{_NAMES[max(units)]} is on in {side}"
+            told[text] = told.get(text, 0) + 1
+    words = "products of float32 are judged by its rounding"
+    return [f"{text}: {n} {words}" for text, n in told.items()]
+
+
+def dtype_notes(pairs: Sequence[CallPair]) -> Iterator[str]:
+    """Which dtypes the two sides compute in, where they differ."""
+    found: dict[tuple[str, str], int] = {}
+    for pair in pairs:
+        kinds = {
+            (row.actual.dtype, row.expected.dtype)
+            for row in pair.tensors
+            if row.role == "output" and row.actual and row.expected
+        }
+        for ours, theirs in kinds:
+            if ours != theirs and "float" in ours and "float" in theirs:
+                found[ours, theirs] = found.get((ours, theirs), 0) + 1
+    for (ours, theirs), n in sorted(found.items(), key=lambda item: -item[1])[:2]:
+        calls = "1 call gives" if n == 1 else f"{n} calls give"
+        yield f"{calls} {ours} in actual and {theirs} in expected: judged by the coarser of the two"

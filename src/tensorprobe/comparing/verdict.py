@@ -1,0 +1,245 @@
+"""The answer of a comparison: its form in verdict.json, and the lines a person reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from shlex import quote
+from typing import Any, Literal
+
+import msgspec
+
+from tensorprobe.comparing.rounding import Mode, number_text
+from tensorprobe.records import Call, count
+from tensorprobe.store.frames import users_line
+from tensorprobe.terminal import printable
+
+CulpritKind = Literal[
+    "output", "gradient", "argument", "parameter", "input", "structure", "nonfinite", "boundary"
+]
+Cause = Literal[
+    "flag", "dtype", "seed", "data", "weights", "argument", "structure", "result", "boundary"
+]
+Side = Literal["actual", "expected"]
+FORMAT = 1
+Outcome = Literal["match", "diverged", "incomparable"]
+_CAUSES = {
+    "flag": "another numeric switch is on",
+    "dtype": "it computes in another dtype",
+    "seed": "the runs draw other random numbers",
+    "data": "the runs are given other data",
+    "weights": "the weights differ",
+    "argument": "it was called with other arguments",
+    "structure": "the runs do not make the same calls",
+    "boundary": "a difference appears here that no recorded call made",
+}
+_RESULTS = {
+    "output": "its result is wrong",
+    "gradient": "its gradient is wrong",
+    "nonfinite": "it makes NaN or infinity",
+}
+_FACTS = 6
+
+
+class Place(msgspec.Struct):
+    """Which call of a capture it is."""
+
+    name: str
+    step: int
+    rank: int
+
+
+class Culprit(msgspec.Struct, kw_only=True):
+    """A call that caused a difference, in the form of verdict.json."""
+
+    name: str
+    cause: Cause = "result"
+    kind: CulpritKind
+    direction: str
+    step: int
+    rank: int
+    module: str
+    op: str
+    stack: tuple[str, ...]
+    reason: str
+    own_error: float
+    inherited_error: float
+    metrics: dict[str, Any] = {}
+    affected: int = 0
+    side: Side | None = None
+    proof: str = "compared"  # replayed | compared | statistics | digests
+    tensor: str | None = None
+    weak: bool = False
+    expected: Place | None = None  # what it is called on the expected side, where that has it
+    follows: list[Culprit] = []  # others that it explains, or that have the same cause
+
+    def __repr__(self) -> str:
+        return f"<Culprit {self.name}, step {self.step}, rank {self.rank}: {self.reason}>"
+
+
+class RankResult(msgspec.Struct):
+    """One line of the table of ranks and steps."""
+
+    rank: int
+    step: int
+    verdict: Outcome
+    aligned: int
+    only_actual: int
+    only_expected: int
+    diverged: int
+    culprit: str | None = None
+
+
+class Verdict(msgspec.Struct, kw_only=True):
+    """The answer, in the form of verdict.json; as text, the few lines that a person reads."""
+
+    format: int = FORMAT
+    verdict: Outcome
+    actual: str
+    expected: str
+    mode: Mode
+    counts: dict[str, int]
+    culprits: list[Culprit]
+    reason: str | None = None  # why the runs are incomparable
+    notes: list[str] = []  # what weakens or explains the verdict
+    facts: list[str] = []  # versions and numeric switches that differ
+    ranks: list[RankResult] = []
+    imports: list[str] = []  # what the user allowed a replay to call
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values; NaN and infinities as text, which strict JSON does not have."""
+        tree = _plain(msgspec.to_builtins(self))
+        assert isinstance(tree, dict)
+        return tree
+
+    def __str__(self) -> str:
+        return "\n".join(map(printable, describe(self)))
+
+    def __repr__(self) -> str:
+        return f"<Verdict {in_short(self)}>"
+
+
+def in_short(verdict: Verdict) -> str:
+    """The outcome, how many culprits there are, and the first."""
+    if not verdict.culprits:
+        return f"{verdict.verdict}: {count(verdict.counts['aligned'], 'call')} aligned"
+    found = count(len(verdict.culprits), "culprit")
+    return f"{verdict.verdict}: {found}, first {verdict.culprits[0].name}"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def describe(verdict: Verdict) -> Iterator[str]:
+    """The lines of a verdict."""
+    if verdict.verdict == "incomparable":
+        yield f"incomparable: {verdict.reason}"
+        if verdict.ranks:  # they were judged, as far as both sides go
+            yield f"  the rest matches: {_agreement(verdict)}"
+    elif verdict.verdict == "match":
+        yield f"match: {_agreement(verdict)}"
+        yield from _sides(verdict)
+    else:
+        yield from _diverged(verdict)
+    yield from (f"  note: {note}" for note in verdict.notes)
+    if verdict.facts:
+        more = f"; and {len(verdict.facts) - _FACTS} more" if len(verdict.facts) > _FACTS else ""
+        yield f"  the runs also differ in: {'; '.join(verdict.facts[:_FACTS])}{more}"
+
+
+def _diverged(verdict: Verdict) -> Iterator[str]:
+    first = verdict.culprits[0]
+    where = f"step {first.step}, rank {first.rank}"
+    yield f"diverged at {first.name} ({where}): {_in_words(first)}"
+    place = f"  in {first.module or 'the program'}, {first.op}"
+    if first.stack:
+        place += f", {users_line(first.stack)}"  # the whole stack is in verdict.json
+    yield place
+    yield f"  {first.reason}"
+    own, inherited = number_text(first.own_error), number_text(first.inherited_error)
+    size = f"  own error {own}, inherited {inherited} "
+    size += f"(1 = one rounding); {_fault(first)}; {first.affected} later calls affected"
+    yield size
+    if first.follows:
+        yield f"  {len(first.follows)} more follow from it: {name_some(first.follows)}"
+    if others := verdict.culprits[1:]:
+        yield f"  {len(others)} further, independent: {name_some(others)}"
+    yield from _sides(verdict)
+    yield f"  next: {next_command(verdict, first)}"
+
+
+def _in_words(culprit: Culprit) -> str:
+    return _CAUSES.get(culprit.cause) or _RESULTS.get(culprit.kind, "its result is wrong")
+
+
+def name_some(calls: Sequence[Culprit | Call]) -> str:
+    """The first three names, and how many more there are."""
+    names = ", ".join(call.name for call in calls[:3])
+    return names + (f" and {len(calls) - 3} more" if len(calls) > 3 else "")
+
+
+def _sides(verdict: Verdict) -> Iterator[str]:
+    counts = verdict.counts
+    parts = [
+        f"{counts[key]} only in {side}"
+        for key, side in (("only_actual", "actual"), ("only_expected", "expected"))
+        if counts[key]
+    ]
+    if parts:
+        total = counts["aligned"] + counts["only_actual"] + counts["only_expected"]
+        yield f"  of {total} calls {', '.join(parts)}"
+
+
+def _agreement(verdict: Verdict) -> str:
+    return (
+        f"{verdict.counts['aligned']} calls aligned, no call differs by more than rounding "
+        f"explains ({_basis(verdict)})"
+    )
+
+
+def _basis(verdict: Verdict) -> str:
+    return {
+        "tensors": "tensors compared",
+        "digest": "digests and statistics compared",
+        "stats": "statistics compared",
+        "structure": "no values were kept",
+    }[verdict.mode]
+
+
+def _fault(culprit: Culprit) -> str:
+    if culprit.side is None:
+        return "no side is proven wrong"
+    return f"the {culprit.side} side is wrong"
+
+
+def next_command(verdict: Verdict, culprit: Culprit) -> str:
+    """What settles it, or shows it alone."""
+    if verdict.mode in ("stats", "digest") and culprit.cause in ("result", "dtype"):
+        options = f"--keep tensors --calls {quote(culprit.name)} --steps {culprit.step}"
+        return f"record both sides again with: tensorprobe run {options} ..., and compare"
+    if culprit.cause == "result":
+        capture, place = verdict.actual, _which(culprit)
+        if culprit.side == "expected" and culprit.expected is not None:
+            capture, place = verdict.expected, _which(culprit.expected)
+        return f"tensorprobe repro {quote(capture)} {place} -o repro{_allowing(verdict, culprit)}"
+    return f"tensorprobe show {quote(verdict.actual)} {_which(culprit)}"
+
+
+def _allowing(verdict: Verdict, culprit: Culprit) -> str:
+    """The options without which a call that is not torch's own would be refused."""
+    if culprit.op.startswith("torch.") and not culprit.op.startswith("torch.ops."):
+        return ""
+    return "".join(f" --import {quote(package)}" for package in verdict.imports)
+
+
+def _which(place: Culprit | Place) -> str:
+    """A call as commands take it: names begin anew in each step, and in each rank."""
+    step = f" --step {place.step}" if place.step else ""
+    return quote(place.name) + step + (f" --rank {place.rank}" if place.rank else "")

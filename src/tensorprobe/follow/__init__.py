@@ -1,0 +1,1 @@
+"""Watches a running program: its calls, modules, optimizers, backward and steps."""

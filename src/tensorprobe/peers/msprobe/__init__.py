@@ -1,0 +1,1 @@
+"""msprobe: its dumps, its tables, its configuration, and what stands behind its names."""

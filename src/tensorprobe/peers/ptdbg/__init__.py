@@ -1,0 +1,1 @@
+"""ptdbg_ascend: its dumps, its tables, and what stands behind its names."""

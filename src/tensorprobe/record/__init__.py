@@ -1,0 +1,1 @@
+"""Records a program: an observer that writes its calls into a capture."""

@@ -1,0 +1,154 @@
+"""msprobe's config.json: each field is honoured, or refused by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tensorprobe.config import RecordConfig, from_msprobe_config
+from tensorprobe.errors import BadUsage
+
+
+def write(tmp_path: Path, content: object) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_template(tmp_path: Path) -> None:
+    """The shape of the file that comes with msprobe: every section, most fields empty."""
+    path = write(
+        tmp_path,
+        {
+            "task": "statistics",
+            "dump_path": "./dump_path",
+            "rank": [],
+            "step": [],
+            "level": "L1",
+            "async_dump": False,
+            "extra_info": True,
+            "statistics": {
+                "scope": [],
+                "list": [],
+                "tensor_list": [],
+                "data_mode": ["all"],
+                "summary_mode": "statistics",
+            },
+            "tensor": {"scope": [], "list": [], "data_mode": ["all"], "summary_mode": "md5"},
+            "acc_check": {"white_list": [], "black_list": [], "error_data_path": "./"},
+        },
+    )
+    config, dump_path, notes = from_msprobe_config(path)
+    assert config == RecordConfig.make(level="L1", keep="stats")
+    assert dump_path == "./dump_path"
+    assert notes == ()
+
+
+def test_fields_are_honoured(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        {
+            "task": "tensor",
+            "rank": [0, "2-3"],
+            "step": ["1", 4],
+            "level": "mix",
+            "extra_info": False,
+            "risk_level": "FOCUS",
+            "precision": "high",
+            "async_dump": True,
+            "dump_enable": True,
+            "custom_op_namespaces": ["_C_ascend"],
+            "tensor": {
+                "scope": ["Functional.conv2d.0.forward", "Tensor.__add__.1.forward"],
+                "data_mode": ["backward", "input"],
+                "slice": [],
+                "request_id": "",
+            },
+        },
+    )
+    config, dump_path, notes = from_msprobe_config(path)
+    assert config == RecordConfig.make(
+        level="mix",
+        keep="tensors",
+        steps=[1, 4],
+        ranks=[0, 2, 3],
+        stacks=False,
+        directions="backward",
+        sides="input",
+        between=("Functional.conv2d.0.forward", "Tensor.__add__.1.forward"),
+    )
+    assert dump_path is None
+    assert [note.split(":")[0] for note in notes] == [
+        "dump_enable",
+        "risk_level",
+        "precision",
+        "async_dump",
+        "custom_op_namespaces",
+    ]
+
+
+def test_md5_is_a_digest(tmp_path: Path) -> None:
+    section = {"list": ["relu"], "tensor_list": ["conv2d"], "summary_mode": "md5"}
+    config, _, notes = from_msprobe_config(write(tmp_path, {"statistics": section}))
+    assert (config.level, config.keep) == ("L1", "digest")
+    assert (config.names, config.keep_tensors) == (("relu",), ("conv2d",))
+    assert notes == ("summary_mode md5: a position-aware digest is kept, not a CRC-32",)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ({"tsak": "tensor"}, "unknown field 'tsak'. Did you mean 'task'? Allowed: task, dump_path"),
+        (
+            {"statistics": {"scpoe": []}},
+            "unknown field 'scpoe' in 'statistics'. Did you mean 'scope'? Allowed: scope, list",
+        ),
+        ({"tensor": {"diff_num": 1}}, "unknown field 'diff_num' in 'tensor'"),
+        ({"statistics": []}, "statistics=[]: expected an object"),
+        ({"task": "nan_check"}, "task='nan_check' is not supported: it reads an NPU register"),
+        ({"task": "acc_check"}, "Allowed: statistics, tensor, structure"),
+        ({"task": "tensors"}, "task='tensors': expected one of statistics, tensor, structure"),
+        ({"task": ["tensor"]}, "task=['tensor']: expected one of"),
+        ({"level": "debug"}, "level='debug' is not a level here: rec.save(name, value)"),
+        ({"level": "L3"}, "level='L3': expected one of L0, L1, L2, mix"),
+        ({"step": ["x"]}, "step=['x']: expected numbers"),
+        ({"statistics": {"scope": ["a"]}}, "statistics.scope=['a']: expected two call names"),
+        (
+            {"statistics": {"scope": ["a", "b"], "list": ["c"]}},
+            "statistics.scope and statistics.list contradict each other",
+        ),
+        (
+            {"statistics": {"data_mode": ["all", "forward"]}},
+            "statistics.data_mode=['all', 'forward']: expected 'all' alone",
+        ),
+        ({"statistics": {"data_mode": ["up"]}}, "expected one of all, forward, backward, input"),
+        ({"statistics": {"summary_mode": "xor"}}, "an xor cannot see two values swapped"),
+        ({"statistics": {"summary_mode": "crc"}}, "expected one of statistics, md5"),
+        (
+            {"statistics": {"slice": [{"dim": 0}]}},
+            "statistics.slice is not supported: tensors are recorded whole",
+        ),
+        ({"statistics": {"request_id": "r1"}}, "statistics.request_id is not supported"),
+        ({"statistics": {"device": "device"}}, "statistics.device='device': expected 'host'"),
+        ({"task": "tensor", "tensor": {"bench_path": "x"}}, "tensor.bench_path is not supported"),
+        ({"load": {"path": "x"}}, "load is not supported: feeding a module"),
+        ({"dump_enable": False}, "dump_enable=False is not supported"),
+        ({"risk_level": "LOW"}, "risk_level='LOW': expected one of ALL, FOCUS, CORE"),
+        ({"precision": "mid"}, "precision='mid': expected one of low, high"),
+        ({"dump_path": ""}, "dump_path='': expected the folder to write to"),
+        ([], "expected a JSON object"),
+    ],
+)
+def test_fields_are_refused_by_name(tmp_path: Path, content: object, text: str) -> None:
+    path = write(tmp_path, content)
+    with pytest.raises(BadUsage) as error:
+        from_msprobe_config(path)
+    assert text in str(error.value)
+    assert str(error.value).startswith(str(path))
+
+
+def test_file_that_is_not_json(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{task: 1}")
+    with pytest.raises(BadUsage, match="is not JSON"):
+        from_msprobe_config(path)
