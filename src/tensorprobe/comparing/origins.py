@@ -240,7 +240,10 @@ class Boundaries:
             f"{node.call.name}, and no recorded call made it"
         )
         kind: CulpritKind = "boundary"
-        if self._is_data(node, row):
+        if self._is_data(node, row) and self._scene.is_weight(node, row):
+            kind = "parameter"
+            reason = f"{what} is a weight or a buffer; it differs, and no recorded call made it"
+        elif self._is_data(node, row):
             kind = "input"
             reason = f"{what}, which no recorded call made, differs: the runs were given other data"
         return accuse(node, kind, reason, d, row=row, proof=proof_of(row), inherited=0.0)
