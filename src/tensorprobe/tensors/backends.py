@@ -159,6 +159,7 @@ class KernelBackend:
         self.start = self._start
         self._starter: Any = None
         if native.MODULE is not None:  # the same in C++, of forms whose plan it knows
+            native.check()
             asks = getattr(port, "asks", port.usual_stream)
             self._starter = native.MODULE.Starter(
                 self._queue, asks, Result, self._start, SLOTS, ROWS
