@@ -10,6 +10,7 @@ from trust import (
     decisions,
     dtypes,
     effects,
+    everyday,
     frameworks,
     huggingface,
     libraries,
@@ -26,6 +27,7 @@ from trust.harness import Case
 
 CASES: list[Case] = [
     *effects.CASES,
+    *everyday.CASES,
     *optimizers.CASES,
     *beginnings.CASES,
     *arguments.CASES,

@@ -21,6 +21,7 @@ from tensorprobe.comparing.origins import (
     Boundaries,
     reordered,
     wired_otherwise,
+    written_by_one_side,
     written_through_view,
 )
 from tensorprobe.comparing.rounding import (
@@ -140,6 +141,8 @@ class Walk:
             if row.role == "input" and (origin := written_through_view(scene, node, row)):
                 node.taint |= origin.taint
                 continue
+            if row.role == "input" and (found := written_by_one_side(scene, node, row)):
+                return found
             self.taint.bad_contents |= dict.fromkeys(keys, node.i)
             return node.i, self._leaf_culprit(node, row)
         return None
