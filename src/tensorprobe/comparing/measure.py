@@ -71,6 +71,7 @@ class TensorPair(msgspec.Struct, gc=False):
     problem: str | None = None  # why there are no metrics where there could be some
     distance: float | None = None  # rounding.distance's, kept once it is known
     coarse: float = 0.0  # the unit roundoff of the arithmetic, where that is coarser than the dtype
+    is_made_anew: bool = False  # computed of other numbers: equal statistics are no permutation
 
     @property
     def role(self) -> str:
