@@ -18,7 +18,7 @@ from tensorprobe.comparing.culprit import (
 from tensorprobe.comparing.evidence import Replayer
 from tensorprobe.comparing.measure import CallPair, TensorPair
 from tensorprobe.comparing.rounding import ROUNDING, distance, number_text, roundoff
-from tensorprobe.comparing.scene import AMPLIFIES, Node, Scene, exceeds
+from tensorprobe.comparing.scene import AMPLIFIES, Node, Scene, exceeds, unit_growth
 from tensorprobe.comparing.suspects import Replays, hunt, hunt_all
 from tensorprobe.comparing.verdict import Culprit
 from tensorprobe.comparing.walk import Taint, Walk
@@ -227,7 +227,7 @@ def _is_suspect(scene: Scene, node: Node) -> bool:
     if not node.call.name.startswith("Module."):
         return False
     inside = [scene.nodes[at] for at in scene.inside(_forward(scene, node))]
-    if not exceeds(node, 4 * math.sqrt(1 + len(inside))):
+    if not exceeds(node, unit_growth(len(inside))):
         return False
     # weights that have drifted apart are given to the modules inside
     within = [r for other in inside for r in (other.r_in, other.r_out) if math.isfinite(r)]

@@ -33,6 +33,7 @@ from tensorprobe.comparing.scene import (
     nonfinite_differs,
     relative,
     summed_size,
+    unit_growth,
 )
 from tensorprobe.comparing.suspects import Replays, score, worst
 from tensorprobe.comparing.verdict import Culprit, CulpritKind, Side, name_some
@@ -95,6 +96,8 @@ class Boundaries:
             return None
         inherited = AMPLIFIES * context
         unit = max(pair_roundoff(row), one_sided_unit(self._scene, node, row))
+        if row.role == "parameter_grad" and (size := self._scene.largest_unit):
+            unit *= unit_growth(size)
         if relative(row, d) <= ROUNDING * (unit + inherited):
             return None
         if found := one_sided_before(self._scene, node, row, d):

@@ -13,6 +13,7 @@ from tensorprobe.comparing import arguments
 from tensorprobe.comparing.align import content, forward_of, is_constant
 from tensorprobe.comparing.evidence import Evidence
 from tensorprobe.comparing.measure import CallPair, TensorPair
+from tensorprobe.comparing.opaque import opaque_modules
 from tensorprobe.comparing.rounding import (
     ROUNDING,
     distance,
@@ -64,6 +65,7 @@ class Node(msgspec.Struct):
     same_in: bool = True
     same_out: bool = True
     is_apart: bool = False  # what it was given is another thing on each side, though healthy
+    unit_size: int = 0  # of a module that is one unit: how many calls one side shows inside
     differences: list[str] = []
     evidence: tuple[Evidence, Evidence] | None = None
     op_kind: Kind | None = None  # None: a module
@@ -112,12 +114,19 @@ def make_node(i: int, pair: CallPair, container: bool) -> Node:
 def exceeds(node: Node, long: float = 1.0) -> bool:
     """Whether a call's outputs differ by more than rounding and its inputs explain."""
     u = node.unit_out
+    if node.unit_size:
+        long *= unit_growth(node.unit_size)
     if node.is_apart or math.isinf(node.r_out):
         return not node.is_apart
     if node.same_in and node.d_in == 0:
         # nothing was inherited: in 16 bit less than 16 roundings can be told from noise
         return node.d_out > (FAINT if u >= 2.0**-11 else ROUNDING) * long
     return node.r_out > ROUNDING * (u * long + AMPLIFIES * node.r_in)
+
+
+def unit_growth(n_calls: int) -> float:
+    """How much more error so many calls may have, one after the other, than one has."""
+    return 4 * math.sqrt(1 + n_calls)
 
 
 def has_other_shapes(node: Node) -> bool:
@@ -438,8 +447,14 @@ class Scene:
         self.culprits: list[tuple[int, Culprit]] = []  # with the node each is at
         pairs = steps_after_closures(pairs)
         containers = find_containers(pairs)
+        units = opaque_modules(pairs)
+        for i in units:
+            containers[i] = False
+        self.largest_unit = max(map(len, units.values()), default=0)
         self.flow = Dataflow(pairs, containers)
         self.nodes = [make_node(i, p, containers[i]) for i, p in enumerate(pairs)]
+        for i, inside in units.items():
+            self.nodes[i].unit_size = len(inside)
         for node in self.nodes:
             self._leave_out_workspaces(node)
         self._settle_places()
