@@ -10,7 +10,7 @@ import msgspec
 from tensorprobe.comparing.measure import TensorPair
 from tensorprobe.comparing.rounding import (
     ROUNDING,
-    moved_values,
+    is_moved,
     number_text,
     pair_roundoff,
     same_bits,
@@ -112,10 +112,7 @@ def proof_of(row: TensorPair) -> str:
 
 def digest_reason(row: TensorPair) -> str:
     """Why other bits are blamed on a call, where only digests and statistics are known."""
-    a, e = row.actual, row.expected
-    assert a is not None
-    assert e is not None
-    if a.summary and e.summary and moved_values(a.summary, e.summary):
+    if is_moved(row):
         return f"its inputs are equal bit for bit; {row.name} has the same numbers in other places"
     return f"its inputs are equal bit for bit; {row.name} is not"
 

@@ -26,7 +26,7 @@ from tensorprobe.comparing.origins import (
 from tensorprobe.comparing.rounding import (
     ROUNDING,
     distance,
-    moved_values,
+    is_moved,
     pair_roundoff,
     same_bits,
 )
@@ -363,7 +363,7 @@ class Walk:
             return False
         if a.digest == e.digest or row.metrics is not None:
             return False
-        if a.summary and e.summary and moved_values(a.summary, e.summary):
+        if is_moved(row):
             return True
         if node.call.direction == "forward" and kind_of(node.call) in ("exact", "conversion"):
             return True
@@ -371,6 +371,8 @@ class Walk:
 
     def _reproducible_before(self, node: Node) -> bool:
         """Whether sums have come out bit for bit alike so far: of this op, or of three others."""
+        if not self.scene.same_settings:
+            return False
         alike: set[str] = set()
         for earlier in self.scene.nodes[: node.i]:
             if earlier.container or not earlier.is_paired or not earlier.makes_sums:
