@@ -43,6 +43,9 @@ def compare(
     *,
     noise: Sequence[Source] = (),
     mapping: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    at: str | Sequence[str] = (),
+    rows: str | None = None,
+    within: float | None = None,
     step: int | None = None,
     rank: int | None = None,
     jobs: int | None = None,
@@ -58,15 +61,18 @@ def compare(
         print(comparison.verdict)
 
     `noise` are further runs of the expected side: what they differ by is no divergence. `mapping`
-    is a file, or a dict, that says which calls or modules are the same. `jobs` processes measure
+    is a file, or a dict, that says which calls or modules are the same. `at` compares chosen places
+    only: "outputs", "gradients", "modules", patterns of paths; `rows` says which rows of them go
+    together, `within` how far they may be apart (see docs/compare.md). `jobs` processes measure
     tensors (default: one a core, where that is worth it). `timeout` is how many seconds may be
     spent on replaying suspects; 0 or `replay=False` leaves it out. `references` is a Python file
     with tp.reference functions; `imports` are packages whose operators, functions and modules a
     replay may call besides torch's.
     """
     compared = compare_captures(
-        actual, expected, noise=noise, mapping=mapping, step=step, rank=rank, jobs=jobs,
-        timeout=timeout, replay=replay, references=references, imports=imports, progress=progress,
+        actual, expected, noise=noise, mapping=mapping, at=at, rows=rows, within=within,
+        step=step, rank=rank, jobs=jobs, timeout=timeout, replay=replay, references=references,
+        imports=imports, progress=progress,
     )  # fmt: skip
     return with_files(compared)
 
@@ -74,7 +80,7 @@ def compare(
 def with_files(compared: Compared) -> Comparison:
     """The same, as users get it."""
     c = compared
-    return Comparison(c.actual, c.expected, c.pairs, c.verdict, c.structure)
+    return Comparison(c.actual, c.expected, c.pairs, c.verdict, c.structure, c.proposed)
 
 
 def save(
