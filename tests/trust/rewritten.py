@@ -211,3 +211,43 @@ Block: {norm1: input_layernorm, norm2: post_attention_layernorm, attn: self_attn
 Attention: {wq: q_proj, wo: o_proj, wkv: [k_proj, v_proj]}
 FeedForward: {gate_up: [gate_proj, up_proj], down: down_proj}
 """
+
+
+@torch.no_grad()
+def turned_llama(model: nn.Module, fault: str = "", where: int | None = None) -> HandLlama:
+    """With RoPE of neighbours, and rows of the weights in the order that this takes."""
+    mine = converted(model, fault, where)
+    for block in mine.blocks:
+        attn = block.attn
+        attn.fault = "rope"
+        order = torch.arange(attn.size).view(2, -1).T.reshape(-1)  # 0 4 1 5 ...: pairs together
+        heads = attn.wq.weight.view(attn.heads, attn.size, -1)
+        attn.wq.weight.copy_(heads[:, order].flatten(0, 1))
+        keys, values = attn.wkv.weight.chunk(2)
+        keys = keys.view(attn.groups, attn.size, -1)[:, order].flatten(0, 1)
+        attn.wkv.weight.copy_(torch.cat((keys, values)))
+    return mine
+
+
+class Apart(nn.Module):
+    """Queries, keys and values of GPT-2 as three linears in place of one Conv1D."""
+
+    def __init__(self, joined: nn.Module) -> None:
+        super().__init__()
+        width = joined.weight.shape[0]
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        weights, biases = joined.weight.chunk(3, 1), joined.bias.chunk(3)
+        for linear, weight, bias in zip((self.q, self.k, self.v), weights, biases, strict=True):
+            linear.weight.copy_(weight.T)
+            linear.bias.copy_(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((self.q(x), self.k(x), self.v(x)), -1)
+
+
+@torch.no_grad()
+def split_gpt2(model: nn.Module) -> nn.Module:
+    """The same GPT-2 with the matrix of its attention in three."""
+    for block in model.transformer.h:
+        block.attn.c_attn = Apart(block.attn.c_attn)
+    return model

@@ -36,6 +36,9 @@ from tensorprobe.comparing.rows import (
     SUM,
     Fork,
     Grids,
+    Join,
+    Joined,
+    Labelled,
     Names,
     Rows,
     forks,
@@ -48,9 +51,9 @@ from tensorprobe.comparing.rows import (
 from tensorprobe.comparing.verdict import Measured
 from tensorprobe.comparing.weights import Pairing, Twins, is_turned, pair_modules
 from tensorprobe.errors import BadUsage, TensorprobeError
-from tensorprobe.records import Capture, TensorRecord
+from tensorprobe.records import Capture, TensorRecord, count
 from tensorprobe.tensors.metrics import measure_pair
-from tensorprobe.tensors.pair_metrics import FRACTION_BITS
+from tensorprobe.tensors.pair_metrics import FRACTION_BITS, equal_metrics
 
 Array = np.ndarray[Any, Any]
 Time = tuple[float, ...]
@@ -66,9 +69,9 @@ class Found(NamedTuple):
     pair: CallPair
     row: TensorPair
     twins: Twins | None
-    piece: Piece | None  # of actual
     depth: int  # how many modules had been called by then
     is_own: bool  # chosen for itself: the result of a module with weights, a gradient
+    is_root: bool  # of the model as a whole
 
     @property
     def is_float(self) -> bool:
@@ -117,6 +120,7 @@ class _Rank:
         self.forks: list[tuple[Fork, Found, str]] = []
         self.unread: dict[str, int] = {}  # rows of one side only
         self.by_label = False
+        self.steps = _steps(trees)
 
     def results(self) -> Results:
         self._check()
@@ -247,6 +251,7 @@ class _Rank:
             if len(ours) != len(theirs):
                 why = f"of {len(ours)} steps in actual, {len(theirs)} in expected; `rows=sum` adds"
                 self._miss(twins, "gradient", ours[0][0], f"{why} them up")
+                continue
             for a, e in zip(ours, theirs, strict=False):
                 records = [[piece.record for piece in group] for group in (a, e)]
                 self._weights(twins, name, records[0], records[1], turn, "gradient", (a[0], e[0]))
@@ -277,21 +282,15 @@ class _Rank:
         if self.rows.actual or self.rows.expected:
             self._slices(twins, kind, a, e, places)
             return
-        if how == SAME or (how == AUTO and self._look_same(a, e)):
+        alike = how == AUTO and _have_same_shapes(a, e)
+        same = _same_data(a[0], e[0]) if alike else False
+        if how == SAME or same:
             self._in_order(twins, kind, a, e, places)
         elif not self._by_labels(twins, kind, ours, theirs, places):
-            self._scalars_or_none(twins, kind, ours, theirs)
-
-    def _look_same(self, ours: list[list[Piece]], theirs: list[list[Piece]]) -> bool:
-        """As many tensors on both sides, of the same shapes, of the same data."""
-        if [len(group) for group in (ours[0], theirs[0])] != [len(ours[0])] * 2:
-            return False
-        if any(
-            _joined_shape(a) != _joined_shape(e)
-            for a, e in zip(zip(*ours, strict=False), zip(*theirs, strict=False), strict=False)
-        ):
-            return False
-        return all(_same_inputs(a, e) is not False for a, e in zip(ours[0], theirs[0], strict=True))
+            if same is None:  # nobody knows what the model was given
+                self._in_order(twins, kind, a, e, places)
+            else:
+                self._scalars_or_none(twins, kind, ours, theirs)
 
     def _in_order(
         self,
@@ -374,7 +373,7 @@ class _Rank:
             sides.append(rows)
         if places is not None:
             sides[1] = [(rows[..., places], labels) for rows, labels in sides[1]]
-        both = join(sides[0], sides[1])
+        both = self._join(sides, ours[1][0], theirs[1][0])
         self.by_label = True
         other = theirs[1][0][-1]
         for n, each in enumerate(both.joins):
@@ -391,7 +390,24 @@ class _Rank:
             self._miss(twins, kind, ours[1][0][0], "the sides have read nothing in common")
         return True
 
-    def _find_forks(self, both: Any, n: int) -> None:
+    def _join(
+        self, sides: Sequence[list[Labelled]], ours: list[Piece], theirs: list[Piece]
+    ) -> Joined:
+        """The rows of both sides; in a training, of each step by itself: weights change."""
+        if not self.steps:
+            return join(sides[0], sides[1])
+        joins: dict[int, Join] = {}
+        only: tuple[list[int], list[int]] = ([], [])
+        for step in self.steps:
+            mine = [i for i, piece in enumerate(ours) if piece.call.step == step]
+            others = [i for i, piece in enumerate(theirs) if piece.call.step == step]
+            found = join([sides[0][i] for i in mine], [sides[1][i] for i in others])
+            joins.update(zip(mine, found.joins, strict=True))
+            only[0].extend(found.only_actual)
+            only[1].extend(found.only_expected)
+        return Joined([joins[i] for i in range(len(ours))], *only)
+
+    def _find_forks(self, both: Joined, n: int) -> None:
         """Where other tokens are read on one side: a tie of the logits before, or not."""
         if self.rows.how == SAVED:
             return
@@ -461,7 +477,7 @@ class _Rank:
         elif any(piece.record.blob is None for piece in (*a, *e)):
             why = f"{_shapes(a)} here, {_shapes(e)} expected, and no tensors were kept"
         else:
-            why = f"{_shapes(a)} here, {_shapes(e)} expected: no rows of one input"
+            why = f"{_shapes(a)} here, {_shapes(e)} expected: no rows that have read the same"
         self._miss(twins, kind, a[0], why)
 
     def _sizes(self, pieces: Sequence[Piece], grids: Grids) -> set[int]:
@@ -507,8 +523,6 @@ class _Rank:
             row.expected = msgspec.structs.replace(theirs.record, digest=None, summary=None)
         if make is not None or not _is_known(row):
             worst = _measure(row, make)
-        elif row.actual is not None and row.actual.shape != theirs.record.shape:
-            row.problem = f"shapes differ: {list(ours.record.shape)}, {list(theirs.record.shape)}"
         if row.problem is not None:
             measured.note = row.problem
         elif worst is not None and labels:
@@ -518,8 +532,9 @@ class _Rank:
         how = "exact" if ours.call.name == theirs.call.name else "mapped"
         pair = CallPair(Pair(ours.call, theirs.call, how), [row])  # type: ignore[arg-type]
         measured.relative = None if row.problem else _relative(row, worst)
-        depth, is_own = self._depth(twins, kind, ours, theirs)
-        self.found.append(Found(time, measured, pair, row, twins, ours, depth, is_own))
+        depth, is_own = self._depth(twins, kind, theirs)
+        is_root = twins is not None and self._is_root(twins)
+        self.found.append(Found(time, measured, pair, row, twins, depth, is_own, is_root))
 
     def _miss(self, twins: Twins | None, kind: str, piece: Piece, why: str) -> None:
         """A chosen place that cannot be compared."""
@@ -528,13 +543,12 @@ class _Rank:
             twins, kind, piece, tensor=_name(piece), status="not compared", note=why
         )
         pair = CallPair(Pair(piece.call, None, "exact"), [row])
-        depth, is_own = self._depth(twins, kind, piece, piece)
+        depth, is_own = self._depth(twins, kind, piece)
+        is_root = twins is not None and self._is_root(twins)
         time = self._time(kind, piece)
-        self.found.append(Found(time, measured, pair, row, twins, piece, depth, is_own))
+        self.found.append(Found(time, measured, pair, row, twins, depth, is_own, is_root))
 
-    def _depth(
-        self, twins: Twins | None, kind: str, ours: Piece, theirs: Piece
-    ) -> tuple[int, bool]:
+    def _depth(self, twins: Twins | None, kind: str, theirs: Piece) -> tuple[int, bool]:
         if twins is None:
             before = sum(c.index <= theirs.call.index for c in self.theirs.calls)
             return before, True
@@ -553,7 +567,7 @@ class _Rank:
             yield "rows were paired by what the model had read when it came to them"
         for side, n in self.unread.items():
             if n:
-                yield f"{n} rows are of sequences, or parts of them, that only {side} has read"
+                yield f"{count(n, 'row')} of {side} without a partner in the other run"
 
 
 def _below(tree: Tree, path: str) -> list[Module]:
@@ -617,7 +631,15 @@ def _floats(chosen: Chosen) -> Chosen:
 
 
 def _name(piece: Piece) -> str:
-    return piece.record.name.removeprefix(piece.call.name + ".")
+    name = piece.record.name.removeprefix(piece.call.name + ".")
+    return f"parameters_grad.{name}" if piece.record.role == "parameter_grad" else name
+
+
+def _steps(trees: tuple[Tree, Tree]) -> list[int]:
+    """The steps of a training; empty for programs that have no optimizer."""
+    if not any(call.name.startswith("Optimizer.") for tree in trees for call in tree.calls):
+        return []
+    return sorted({call.step for tree in trees for call in tree.calls})
 
 
 def _shapes(pieces: Sequence[Piece]) -> str:
@@ -632,25 +654,38 @@ def _joined_shape(pieces: Sequence[Piece]) -> tuple[int, ...]:
     return (*shape[:-1], sum(piece.record.shape[-1] for piece in pieces if piece.record.shape))
 
 
+def _have_same_shapes(ours: list[list[Piece]], theirs: list[list[Piece]]) -> bool:
+    """Whether both sides have as many tensors, of the same shapes."""
+    mine, others = (
+        [_joined_shape(group) for group in zip(*side, strict=False)] for side in (ours, theirs)
+    )
+    return mine == others
+
+
+def _same_data(ours: Sequence[Piece], theirs: Sequence[Piece]) -> bool | None:
+    """Whether the model was given the same in each call; None where nobody knows."""
+    known = [_same_inputs(a, e) for a, e in zip(ours, theirs, strict=True)]
+    if False in known:
+        return False
+    return True if known and all(known) else None
+
+
 def _same_inputs(a: Piece, e: Piece) -> bool | None:
-    """Whether the model was given the same whole numbers or data in both; None: nobody knows."""
     if a.root is None or e.root is None:
         return None
     ours, theirs = (
-        [r for r in piece.root.tensors if r.role == "input" and "mask" not in r.name]  # type: ignore[union-attr]
-        for piece in (a, e)
+        [r for r in root.tensors if r.role == "input" and "mask" not in r.name]
+        for root in (a.root, e.root)
     )
     if not ours or not theirs:
         return None
-    for r in ours:
-        same = [t for t in theirs if t.shape == r.shape and t.dtype == r.dtype]
-        if r.digest and same and all(t.digest for t in same):
-            return r.digest in {t.digest for t in same}
-        if same and r.blob is not None and all(t.blob is not None for t in same):
-            return any(bool(np.array_equal(r.array(), t.array())) for t in same)
-        if same and r.summary is not None:
-            return any(t.summary == r.summary for t in same)
-    return None
+    first = ours[0]
+    same = [t for t in theirs if t.shape == first.shape and t.dtype == first.dtype]
+    if not same:
+        return False
+    if first.digest is not None and all(t.digest for t in same):
+        return first.digest in {t.digest for t in same}
+    return any(t.summary == first.summary for t in same) if first.summary is not None else None
 
 
 def _concatenated(pieces: Sequence[Piece]) -> Array:
@@ -688,7 +723,15 @@ def _is_known(row: TensorPair) -> bool:
     a, e = row.actual, row.expected
     assert a is not None
     assert e is not None
-    return a.blob is None or e.blob is None or (a.digest is not None and a.digest == e.digest)
+    if a.shape != e.shape:
+        row.problem = f"shapes differ: {list(a.shape)} and {list(e.shape)}"
+        return True
+    if a.blob is None or e.blob is None:
+        return True
+    if a.digest is None or a.digest != e.digest or a.dtype != e.dtype:
+        return False
+    row.metrics = equal_metrics(e.numel, e.summary.norm if e.summary else None)
+    return True
 
 
 def _measure(

@@ -15,8 +15,8 @@ from tensorprobe.comparing.mapping import Mapping as CallMapping
 from tensorprobe.comparing.measure import CallPair
 from tensorprobe.comparing.rounding import Mode, content_mode, number_text
 from tensorprobe.comparing.rows import AUTO, Fork, Rows, parse_rows
-from tensorprobe.comparing.verdict import Culprit, Place, Verdict, measured_text
-from tensorprobe.comparing.weights import Twins
+from tensorprobe.comparing.verdict import Culprit, Place, Verdict, measured_text, percent
+from tensorprobe.comparing.weights import Twins, is_quantised
 from tensorprobe.errors import BadUsage, UnreadableCapture
 from tensorprobe.records import Call, Capture, count
 
@@ -125,6 +125,7 @@ def _settled(
         culprits=[],
         facts=fact_differences(actual.facts, expected.facts),
         at=list(places.at),
+        within=places.within,
         boundaries=[each.measured for each in found],
     )
     culprit = _culprit(every)
@@ -161,6 +162,8 @@ def _culprit(every: Sequence[Judged]) -> Culprit | None:
     for results, limits in every:
         beyond = [each for each in results.found if each.measured.status == "beyond"]
         own = [each for each in beyond if each.is_own]
+        if limits.within is not None:  # errors add up from layer to layer: which one adds most?
+            own = [each for each in own if _adds_most(each)] or own
         forked = [(fork, each, why) for fork, each, why in results.forks if why]
         if own:
             return _blame(own[0], len(beyond) - 1, results, limits)
@@ -169,29 +172,31 @@ def _culprit(every: Sequence[Judged]) -> Culprit | None:
     return None
 
 
+def _adds_most(found: Found) -> bool:
+    """Whether most of the error at a place was not there in what the module was given."""
+    return (found.measured.error or 0.0) > 2 * found.measured.inherited
+
+
 def _blame(found: Found, affected: int, results: Results, limits: Limits) -> Culprit:
     measured = found.measured
     call = found.pair.call
     other = found.pair.pair.expected
-    size = f"{_percent(measured.relative)}, {number_text(measured.error or 0.0)} roundings"
-    allowed = f"{number_text(measured.limit or 0.0)} are {limits.basis}"
+    size = measured_text(measured, limits.within)
     where = measured.row and f"; the worst row is {measured.row}"
     cause, kind = "result", measured.kind
     if kind == "parameter":
         cause = "weights"
-        reason = f"{measured.tensor} is not what {measured.expected} has: off by {size}"
+        reason = f"{measured.tensor} is not what {measured.expected} has: {size.partition(';')[0]}"
     elif kind == "input":
         kind = "output"
         above = results.trees[0].module_above(call)
-        reason = (
-            f"what {measured.actual} is given here is off by {size} ({allowed}); "
-            f"{_fine_before(found, results)}"
-        )
+        reason = f"what {measured.actual} is given here is {size}; {_fine_before(found, results)}"
         call, other = above or call, _above(results.trees[1], other)
     else:
-        reason = f"{measured.tensor} is off by {size}; {allowed}"
+        reason = f"{measured.tensor} is {size}"
         if kind == "output" and found.twins is not None:
-            reason += f"; what it is given is off by {number_text(measured.inherited)}"
+            given = number_text(measured.inherited)
+            reason += f"; what it was given, and what is in it, is off by {given} roundings"
     reason += (where or "") + _missing_weights(found, results) + _layout(call, results)
     return Culprit(
         name=call.name,
@@ -240,6 +245,8 @@ def _missing_weights(found: Found, results: Results) -> str:
         if modules[path].parameters and modules[path].n_before <= found.depth
     ]
     for twins in results.pairing.twins:
+        if any(is_quantised(results.trees[0].modules[path]) for path in twins.actual):
+            continue
         ours, theirs = (
             {name for path in paths for name in tree.modules[path].parameters}
             for tree, paths in zip(results.trees, twins[:2], strict=True)
@@ -313,7 +320,7 @@ def _is_needed(found: Found, places: Wanted) -> bool:
     """Whether `match` says something of it: results of the model, gradients, what was named."""
     if found.measured.kind in ("gradient",) or MODULES not in places.at:
         return found.measured.kind != "input"
-    return found.twins is not None and found.twins.actual == ("",) and found.is_float
+    return found.is_root and found.is_float
 
 
 def _undecided(undecided: Sequence[Found], every: Sequence[Judged]) -> str:
@@ -325,20 +332,20 @@ def _undecided(undecided: Sequence[Found], every: Sequence[Judged]) -> str:
     if first.limit is None and limits.quantised is not None:
         return (
             f"{limits.quantised[1]} is quantised on one side, and rounding does not say how far "
-            f"off it may be; the largest error is {measured_text(worst)}. {given}"
+            f"off it may be; the largest error is at {worst.actual or 'the model'} {worst.tensor}, "
+            f"{measured_text(worst)}. {given}"
         )
     if first.limit is None or not first.limit:
         return f"whole numbers differ at {first.actual or 'the model'} {first.tensor}. {given}"
     return (
-        f"{first.actual or 'the model'} {first.tensor} is off by {number_text(first.error or 0.0)} "
-        f"roundings ({_percent(first.relative)}): rounding explains {number_text(first.limit)}, "
-        f"never {number_text(UNSURE * first.limit)}, and between the two nobody can tell. {given}"
+        f"{first.actual or 'the model'} {first.tensor} is {measured_text(first)}, "
+        f"{number_text(UNSURE * first.limit)} never, and what is between nobody can tell. {given}"
     )
 
 
 def _notes(places: Wanted, every: Sequence[Judged]) -> Iterator[str]:
     if places.within is not None:
-        yield f"judged by what was stated: errors of at most {places.within:g} of a tensor's size"
+        yield f"as stated, errors of {percent(places.within)} of a tensor's size are allowed"
     for judged in every:
         yield from judged.results.notes
         yield from _pairing_notes(judged.results)
@@ -395,7 +402,3 @@ def _proposed(every: Sequence[Judged]) -> Proposed:
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
     return ", ".join(names[:_NAMES]) + more
-
-
-def _percent(relative: float | None) -> str:
-    return "" if relative is None else f"{100 * relative:.3g} % of its size"

@@ -43,7 +43,7 @@ class Limits:
         floors: Floors | None = None,
     ) -> None:
         self._results = results
-        self._within = within
+        self.within = within
         self._floors = floors
         self._units = [_units(tree, fact) for tree, fact in zip(results.trees, facts, strict=True)]
         self.quantised = _quantised_from(results)
@@ -56,15 +56,6 @@ class Limits:
             if found.measured.kind == "gradient" and metrics is not None:
                 key = found.measured.actual
                 self._sizes[key] = max(self._sizes.get(key, 0.0), metrics.rms_expected)
-
-    @property
-    def basis(self) -> str:
-        """What the limit comes from, in words."""
-        if self._within is not None:
-            return "allowed as stated"
-        if self._floors is not None:
-            return "explained by rounding or by the runs given as noise"
-        return "explained by rounding"
 
     def judge(self) -> None:
         """Fill in error, limit and status of each."""
@@ -81,7 +72,7 @@ class Limits:
         limit = self._limit(found, unit)
         measured.limit = limit
         measured.status = self._status(found, error, limit, unit)
-        is_fine = measured.status in ("equal", "within")
+        is_fine = measured.status in ("equal", "within") or self.within is not None
         if is_fine or (found.is_own and measured.status == "undecided"):
             self._remember(found, error)
 
@@ -112,8 +103,8 @@ class Limits:
 
     def _limit(self, found: Found, unit: float) -> float | None:
         measured = found.measured
-        if self._within is not None:
-            return self._within / unit if unit else 0.0
+        if self.within is not None:
+            return self.within / unit if unit else 0.0
         floor = self._floor(found)
         if measured.kind == "parameter":
             return max(_WEIGHTS, floor)
@@ -142,7 +133,7 @@ class Limits:
             return "within"
         if limit is None:
             return "undecided"
-        if self._within is not None or found.measured.kind == "parameter":
+        if self.within is not None or found.measured.kind == "parameter":
             return "beyond"
         if self._floors is not None:
             return "beyond"

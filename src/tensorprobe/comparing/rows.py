@@ -145,6 +145,7 @@ class _Reader:
         self.names, self.scheme, self.has_encoder = names, scheme, has_encoder
         self.ends: list[int] = []  # where each row of the last call ended
         self.sources: list[int] = []  # and what an encoder had read before
+        self.was_decoder = False
 
     def grid(self, call: Call) -> Grid | None:
         inputs = _inputs(call)
@@ -153,12 +154,16 @@ class _Reader:
         if tokens is None and decoded is None:
             return _content_grid(call, self.names)
         source = None
+        was_decoder, self.was_decoder = self.was_decoder, decoded is not None
         if tokens is not None:
             mask = _mask(inputs, tokens.shape)
             if decoded is None:
+                self.sources = []
                 return Grid(self._read(tokens, mask, self._past(call, inputs, tokens, mask)))
             source, self.sources = self._read_all(tokens, mask)
             self.ends = []
+        elif not was_decoder:  # an encoder was called for itself
+            self.sources, self.ends = self.ends, []
         assert decoded is not None
         past = self._past(call, inputs, decoded, None)
         return Grid(self._read(decoded, None, past), source)
@@ -213,8 +218,8 @@ def whole(labels: Array, ends: Sequence[int], names: Names) -> Array:
     """The labels of sequences that are read as a whole: a place in one that ends so."""
     found = np.full_like(labels, NONE)
     for b, row in enumerate(labels):
-        for n, t in enumerate(np.flatnonzero(row != NONE).tolist()):
-            found[b, t] = names.number(("of", ends[b], n))
+        for t in np.flatnonzero(row != NONE).tolist():
+            found[b, t] = names.number(("of", ends[b], int(row[t])))
     return found
 
 
@@ -287,8 +292,11 @@ def labelled(piece: Piece, grids: Grids, path: str) -> tuple[Array, Array] | Non
     grid = None if root is None else grids.get((root.rank, root.step, root.name))
     if grid is None:
         return None
-    is_source = grid.source is not None and "encoder" in path.split(".")
-    labels = _labels_of(piece.record.shape, grid.source if is_source else grid.labels)
+    both = [grid.labels, grid.source]
+    if "encoder" in path.split(".") or ".encoder_" in piece.record.name:
+        both.reverse()
+    found = (_labels_of(piece.record.shape, labels) for labels in both)
+    labels = next((each for each in found if each is not None), None)
     if labels is None:
         return None
     rows = piece.record.array().reshape(labels.size, -1)

@@ -132,6 +132,7 @@ class Verdict(msgspec.Struct, kw_only=True):
     ranks: list[RankResult] = []
     imports: list[str] = []  # what the user allowed a replay to call
     at: list[str] = []  # where the runs were compared, if at chosen places only
+    within: float | None = None  # what was stated to be allowed there
     boundaries: list[Measured] = []  # what was found there
 
     def to_json(self) -> dict[str, Any]:
@@ -243,16 +244,26 @@ def _chosen(verdict: Verdict) -> str:
     worst = max(found, key=lambda each: (each.error or 0.0) / (each.limit or 1.0), default=None)
     if worst is None or not worst.error:
         return f"{text} are equal ({_basis(verdict)})"
-    return f"{text} agree; the nearest to its limit is {measured_text(worst)} ({_basis(verdict)})"
+    where = f"{worst.actual or 'the model'} {worst.tensor}"
+    size = measured_text(worst, verdict.within)
+    return f"{text} agree; the nearest to its limit is {where}, {size} ({_basis(verdict)})"
 
 
-def measured_text(found: Measured) -> str:
+def measured_text(found: Measured, within: float | None = None) -> str:
     """An error at a chosen place in words, with what is allowed."""
-    where = f"{found.actual or 'the model'} {found.tensor}"
-    text = f"{where}, off by {number_text(found.error or 0.0)} roundings"
-    if found.relative is not None:
-        text += f" ({found.relative:.2g} of its size)"
-    return text if found.limit is None else f"{text} of {number_text(found.limit)}"
+    share = "" if found.relative is None else f"{percent(found.relative)} of its size"
+    if within is not None and share:
+        return f"off by {share}; {percent(within)} is allowed"
+    text = f"off by {number_text(found.error or 0.0)} roundings"
+    text += f" ({share})" if share else ""
+    if found.limit is None:
+        return text
+    return f"{text}; {number_text(found.limit)} are explained by rounding"
+
+
+def percent(share: float) -> str:
+    """A share of something for a person to read."""
+    return f"{100 * share:.2g} %" if share < 1e4 else "far more than 100 %"
 
 
 def _basis(verdict: Verdict) -> str:

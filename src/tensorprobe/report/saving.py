@@ -13,11 +13,14 @@ from tensorprobe.comparing.measure import Progress
 from tensorprobe.keywords import keywords
 from tensorprobe.report.columns import table
 from tensorprobe.report.csv import write_csv
+from tensorprobe.report.error_plot import error_plot
 from tensorprobe.store.outputs import check_output
 
 VERDICT_FILE = "verdict.json"
 CSV_FILE = "comparison.csv"
 XLSX_FILE = "comparison.xlsx"
+PLOT_FILE = "errors.svg"
+MAPPING_FILE = "mapping.yaml"
 
 
 class Comparison(Compared):
@@ -94,9 +97,16 @@ def save(
     text = json.dumps(comparison.verdict.to_json(), indent=1, allow_nan=False)
     paths[0].write_text(text + "\n", encoding="utf-8")
     write_csv(paths[1], rows)
+    if comparison.verdict.at:
+        paths.append(folder / PLOT_FILE)
+        paths[-1].write_text(error_plot(comparison.verdict), encoding="utf-8")
+    if comparison.proposed:
+        paths.append(folder / MAPPING_FILE)
+        lines = [f"{json.dumps(a)}: {json.dumps(e)}\n" for a, e in comparison.proposed.items()]
+        paths[-1].write_text("".join(lines), encoding="utf-8")  # JSON's texts are YAML's too
     if xlsx:
         from tensorprobe.report.xlsx import write_xlsx
 
         paths.append(folder / XLSX_FILE)
-        write_xlsx(paths[2], comparison, columns)
+        write_xlsx(paths[-1], comparison, columns)
     return paths
