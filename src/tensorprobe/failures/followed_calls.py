@@ -32,6 +32,7 @@ from tensorprobe.records import HOST, Keep
 from tensorprobe.store.lines import TensorLine
 from tensorprobe.store.writer import CaptureWriter
 from tensorprobe.tensors.summarizer import Summarizer
+from tensorprobe.trouble import OnTrouble
 
 COMPILED = (
     "compiled: the calls inside are not visible. To have the one that failed named, run once more "
@@ -256,7 +257,7 @@ class FollowedCalls(Observer):
 
     def end(self, call: WatchedCall, result: Any) -> None:
         """Follow a call that has returned into backward, if it will be there."""
-        try:
+        with OnTrouble(self.gap, call.names.name):
             if call.start >= 0:
                 with Quiet():
                     self._follow_result(call, result)
@@ -265,10 +266,7 @@ class FollowedCalls(Observer):
             if _wrote(call):
                 with Quiet():
                     self._note_writes(call)
-        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            self.gap(call.names.name, error)
-        finally:
-            call.inputs.clear()
+        call.inputs.clear()
 
     def _note_writes(self, call: WatchedCall) -> None:
         """An in-place call writes to its first argument, or to `out`."""
