@@ -23,6 +23,7 @@ VERBS: dict[str, str] = {
     "demo": "the whole story on built-in data, no accelerator needed",
     "run": "record a script without editing it",
     "compare": "align two runs, name the call that made them differ",
+    "ranks": "the first call of all ranks that made NaN or infinity",
     "show": "what was recorded: calls, stacks, statistics",
     "check": "each recorded call alone against a high-precision reference",
     "repro": "a script and its tensors that show one call alone",

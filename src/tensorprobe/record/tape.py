@@ -41,9 +41,8 @@ from tensorprobe.follow.hidden_state import (
     may_draw,
     random_state,
     silently_written,
-    writes_in_place,
 )
-from tensorprobe.follow.naming import ApiName, CallNames, Counter
+from tensorprobe.follow.naming import ApiName, CallNames, Counter, writes_in_place
 from tensorprobe.follow.place import Place
 from tensorprobe.follow.plain_arguments import PLAIN_TENSORS, POSITIONS
 from tensorprobe.follow.quiet import Quiet
