@@ -114,6 +114,7 @@ _PRIVATE_HOMES = (
     ("torch.distributed.distributed_c10d.", "torch.distributed.", ""),
     ("torch._tensor.Tensor.", "torch.Tensor.", ""),
     ("torch._C.TensorBase.", "torch.Tensor.", ""),
+    ("torch._C._TensorBase.", "torch.Tensor.", ""),  # its name in torch 2.1
     ("torch._C.", "torch.", ""),
     ("torch._VF.", "torch.", ""),
     ("torch.functional.", "torch.", ""),
@@ -196,7 +197,7 @@ def qualified_name(func: object) -> str:
         return f"torch.Tensor.{getattr(owner, '__name__', '?')}.{name}"
     module = getattr(func, "__module__", None) or type(func).__module__
     qualname = getattr(func, "__qualname__", None) or name
-    if qualname.startswith("TensorBase."):
+    if qualname.startswith(("TensorBase.", "_TensorBase.")):
         return f"torch.Tensor.{name}"
     if qualname.startswith("_VariableFunctionsClass.") or "<locals>" in qualname:
         return f"{module}.{name}"
