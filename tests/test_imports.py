@@ -15,6 +15,7 @@ FLOORS = [
     {"ascend"},
     {"tensors", "keywords"},
     {"parts"},
+    {"notebooks"},
     {"records", "operators"},
     {"config"},
     {"store"},

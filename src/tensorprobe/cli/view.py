@@ -28,10 +28,10 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.port < 65536:
         raise BadUsage(f"--port {args.port}: expected a number from 1 to 65535")
     viewer = Viewer([Path(path) for path in args.paths], args.port)
-    opened = not args.no_browser and _open_browser(viewer.address)
-    say(f"{viewer.address} ({'opened in a browser' if opened else 'open it'}; Ctrl+C ends it)")
-    sys.stdout.flush()
     with contextlib.suppress(KeyboardInterrupt):
+        opened = not args.no_browser and _open_browser(viewer.address)
+        say(f"{viewer.address} ({'opened in a browser' if opened else 'open it'}; Ctrl+C ends it)")
+        sys.stdout.flush()
         viewer.serve()
     return 0
 

@@ -63,7 +63,7 @@ def find_items(paths: Sequence[Path]) -> list[Item]:
         if not path.exists():
             raise BadUsage(f"nothing to view at '{path}': there is no such path")
         before = len(found)
-        found += _items(path, _DEEPEST, [0])
+        found += _items(path if path.name else path.absolute(), _DEEPEST, [0])
         if len(found) == before:
             raise BadUsage(
                 f"nothing to view at '{path}': expected the OUT of compare, check, run --guard or "
