@@ -235,11 +235,14 @@ class _UnitWriter:
         self._write_json(name, head)
 
     def _write_json(self, name: str, value: Any) -> None:
-        """Whole or not at all: a reader that comes by must not find half of it."""
+        """Whole or not at all: a reader that comes by must not find half of it.
+
+        As msprobe writes it, with the tokens NaN and Infinity, by which its tools find overflows.
+        """
         path = self._folder / name
         temporary = path.with_name(f".{name}.new")
         with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            json.dump(value, file, indent=1, allow_nan=False)
+            json.dump(value, file, indent=1)
         temporary.replace(path)
 
 
