@@ -16,6 +16,7 @@ FLOORS = [
     {"ascend"},
     {"tensors", "keywords"},
     {"parts"},
+    {"notebooks"},
     {"records", "operators"},
     {"config"},
     {"store"},

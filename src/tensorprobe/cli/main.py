@@ -28,6 +28,7 @@ VERBS: dict[str, str] = {
     "check": "each recorded call alone against a high-precision reference",
     "repro": "a script and its tensors that show one call alone",
     "bisect": "the smallest set of ops which, run elsewhere, cures it",
+    "view": "reports and recordings in a browser",
     "convert": "a capture in another layout: native, msprobe, ptdbg",
     "doctor": "what makes recording quick here, what is missing, and why",
     "ascend": "Ascend artefacts: dumps, graphs, AI Core errors, OpUT cases",

@@ -40,6 +40,7 @@ from tensorprobe.comparing.verdict import Culprit, Outcome, RankResult, Side, Ve
 from tensorprobe.config import parse_numbers
 from tensorprobe.errors import BadUsage, UnreadableCapture
 from tensorprobe.garbage import no_garbage
+from tensorprobe.notebooks import html_of
 from tensorprobe.records import LAST_NODE, Call, Capture, count
 from tensorprobe.replay.calibration import covers
 from tensorprobe.store.loading import load
@@ -90,6 +91,9 @@ class Compared:
 
     def __repr__(self) -> str:
         return f"<Comparison {in_short(self.verdict)}>"
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
 
 def compare_captures(
