@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from tensorprobe.comparing.converging import converge
 from tensorprobe.comparing.measure import TensorPair
 from tensorprobe.comparing.rounding import (
     ROUNDING,
@@ -16,7 +17,6 @@ from tensorprobe.comparing.rounding import (
     same_bits,
 )
 from tensorprobe.comparing.scene import (
-    FAINT,
     Node,
     Scene,
     has_other_shapes,
@@ -158,31 +158,15 @@ def heals(scene: Scene, found: tuple[int, Culprit], seen_at: Node | None = None)
     seen_at = seen_at or node
     if any(row.role == "buffer" and not same_bits(row) for row in node.outputs):
         return False  # running statistics are an effect
-    if culprit.kind in ("nonfinite", "argument") and node.call.direction == "forward":
-        return _users_agree(scene, node)
-    if culprit.kind in ("boundary", "structure") and seen_at.call.direction == "backward":
+    if culprit.kind in ("nonfinite", "argument"):
+        is_forward = node.call.direction == "forward"
+        return is_forward and converge(scene, node) and gradients_agree(scene, node)
+    if culprit.kind not in ("boundary", "structure"):
+        return False
+    if seen_at.call.direction == "backward" and _optimizers(scene, seen_at):
         # a GradScaler: what the optimizer is given is unscaled again
-        return bool(_optimizers(scene, seen_at)) and gradients_agree(scene, seen_at)
-    return False
-
-
-def _users_agree(scene: Scene, node: Node) -> bool:
-    """Whether all calls that were given its results, and those after them, come to agree."""
-    todo, seen, healed = [node.i], {node.i}, False
-    while todo:
-        users = scene.users(todo.pop())
-        if not users:
-            return False  # it is an effect itself
-        for user in users:
-            other = scene.nodes[user]
-            if not other.is_paired:
-                return False
-            if other.d_out <= FAINT:
-                healed = True
-            elif user not in seen:
-                seen.add(user)
-                todo.append(user)
-    return healed and gradients_agree(scene, node)
+        return gradients_agree(scene, seen_at)
+    return converge(scene, seen_at) and gradients_agree(scene, seen_at)
 
 
 def gradients_agree(scene: Scene, node: Node) -> bool:
