@@ -15,6 +15,7 @@ from trust import (
     libraries,
     nonfinite,
     optimizers,
+    others_programs,
     rounding,
     scripts,
     strangers,
@@ -41,6 +42,7 @@ CASES: list[Case] = [
     *frameworks.CASES,
     *scripts.CASES,
     *huggingface.CASES,
+    *others_programs.CASES,
 ]
 _BY_NAME = {case.name: case for case in CASES}
 assert len(_BY_NAME) == len(CASES), "two cases have one name"

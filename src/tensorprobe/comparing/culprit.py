@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Hashable
 from typing import Any
 
 import msgspec
 
+from tensorprobe.comparing.align import content
 from tensorprobe.comparing.converging import converge
 from tensorprobe.comparing.measure import TensorPair
 from tensorprobe.comparing.rounding import (
@@ -17,6 +20,7 @@ from tensorprobe.comparing.rounding import (
     same_bits,
 )
 from tensorprobe.comparing.scene import (
+    AMPLIFIES,
     Node,
     Scene,
     has_other_shapes,
@@ -161,7 +165,7 @@ def heals(scene: Scene, found: tuple[int, Culprit], seen_at: Node | None = None)
     if culprit.kind in ("nonfinite", "argument"):
         is_forward = node.call.direction == "forward"
         return is_forward and converge(scene, node) and gradients_agree(scene, node)
-    if culprit.kind not in ("boundary", "structure"):
+    if culprit.kind not in ("boundary", "structure", "input"):
         return False
     if seen_at.call.direction == "backward" and _optimizers(scene, seen_at):
         # a GradScaler: what the optimizer is given is unscaled again
@@ -170,10 +174,13 @@ def heals(scene: Scene, found: tuple[int, Culprit], seen_at: Node | None = None)
 
 
 def gradients_agree(scene: Scene, node: Node) -> bool:
-    """Whether what the optimizers of its step were given agrees, by the coarsest dtype in it."""
+    """Whether what the optimizers of its step were given agrees, by the coarsest dtype in it and by
+    how far its forward is apart."""
     unit = scene.coarsest_unit(node.call.step)
+    inherited = AMPLIFIES * scene.forward_difference(node.call.step)
     return all(
-        relative(row, scene.distance(other, row)) <= ROUNDING * max(unit, pair_roundoff(row))
+        relative(row, scene.distance(other, row))
+        <= ROUNDING * max(unit, pair_roundoff(row)) + inherited
         for other in _optimizers(scene, node)
         for row in other.inputs
         if row.role == "parameter_grad"
@@ -181,17 +188,35 @@ def gradients_agree(scene: Scene, node: Node) -> bool:
 
 
 def is_cut_otherwise(scene: Scene) -> bool:
-    """Whether the model works on other pieces (micro-batches), and every optimizer is given the
-    same gradients all the same."""
+    """Whether the model works on other pieces (micro-batches), or on the same in another order, and
+    every optimizer is given the same gradients all the same."""
     models = [
         node
         for node in scene.nodes
         if node.is_paired and node.call.direction == "forward" and node.call.module
     ]
-    if not any(map(has_other_shapes, models)):
+    if not any(map(has_other_shapes, models)) and not _is_reordered(scene):
         return False
     steps = [node for node in scene.nodes if node.call.name.startswith("Optimizer.")]
     return bool(steps) and all(node.is_paired and gradients_agree(scene, node) for node in steps)
+
+
+def _is_reordered(scene: Scene) -> bool:
+    """Whether some step gives the model the same data in another order."""
+    given: dict[int, tuple[list[Hashable], list[Hashable]]] = {}
+    for node in scene.nodes:
+        call = node.call
+        if not call.name.startswith("Module.") or call.direction != "forward" or call.parent:
+            continue
+        sides = given.setdefault(call.step, ([], []))
+        for row in node.inputs:
+            for side, record in enumerate((row.actual, row.expected)):
+                if record is not None and row.role == "input":
+                    sides[side].append(content(record))
+    return any(
+        ours != theirs and None not in ours and Counter(ours) == Counter(theirs)
+        for ours, theirs in given.values()
+    )
 
 
 def _optimizers(scene: Scene, node: Node) -> list[Node]:
