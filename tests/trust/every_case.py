@@ -16,6 +16,7 @@ from trust import (
     libraries,
     nonfinite,
     optimizers,
+    others_programs,
     rounding,
     scripts,
     strangers,
@@ -43,6 +44,7 @@ CASES: list[Case] = [
     *scripts.CASES,
     *huggingface.CASES,
     *conversion.CASES,
+    *others_programs.CASES,
 ]
 _BY_NAME = {case.name: case for case in CASES}
 assert len(_BY_NAME) == len(CASES), "two cases have one name"

@@ -350,10 +350,16 @@ def _effects_align(pairs: Sequence[CallPair], shorter: int) -> bool:
 
 def _is_beside_model(pair: CallPair) -> bool:
     """Whether a call is a step of an optimizer's, or outside of all modules in forward."""
-    call = pair.call
-    if (call.parent or "").startswith("Optimizer."):
-        return True
+    return (pair.call.parent or "").startswith("Optimizer.") or _is_outside(pair.call)
+
+
+def _is_outside(call: Call) -> bool:
     return call.direction == "forward" and not call.module and not call.name.startswith("Module.")
+
+
+def _is_beside(call: Call) -> bool:
+    """Whether a call is neither the model's nor an optimizer's."""
+    return _is_outside(call) and not call.name.startswith("Optimizer.")
 
 
 def _tell_what_lacks(verdict: Verdict, lacks: Sequence[Lacking]) -> None:
@@ -361,7 +367,10 @@ def _tell_what_lacks(verdict: Verdict, lacks: Sequence[Lacking]) -> None:
     meant = [each for each in lacks if each.is_meant]
     if meant:
         verdict.notes.append(f"{_told(meant)}, as the other was told: not compared")
-    lost = [each for each in lacks if not each.is_meant]
+    beside = [each for each in lacks if not each.is_meant and not each.has_model]
+    if beside:
+        verdict.notes.append(f"{_told(beside)}: it has no call of the model")
+    lost = [each for each in lacks if not each.is_meant and each.has_model]
     if not lost:
         return
     n_calls = sum(each.n_calls for each in lost)
@@ -554,8 +563,8 @@ def _notes(
             )
     if any(found.is_cut for found in findings):
         notes.append(
-            "the model works on pieces of other shapes (micro-batches): the gradients that "
-            "optimizers were given were compared, and what is inside only by replaying it"
+            "the model works on other pieces (micro-batches), or in another order: the gradients "
+            "that optimizers were given were compared, and what is inside only by replaying it"
         )
     grown = next((found.grown for found in findings if found.grown), None)
     if verdict.verdict == "match" and grown:
@@ -611,6 +620,7 @@ class Lacking(NamedTuple):
     n_calls: int
     is_whole_rank: bool  # the other side has no step of it
     is_meant: bool  # the other side was told not to record it
+    has_model: bool  # or a step of an optimizer's; else what a program does before it ends
 
 
 def units(capture: Capture, step: int | None, rank: int | None) -> Units:
@@ -642,7 +652,8 @@ def _only(side: Side, here: Units, there: Units, other: Capture) -> Iterable[Lac
     for (rank, step), calls in sorted(here.items()):
         if (rank, step) not in there:
             is_meant = _was_left_out(other, rank, step)
-            yield Lacking(rank, step, side, len(calls), rank not in ranks, is_meant)
+            has_model = rank not in ranks or not all(map(_is_beside, calls))
+            yield Lacking(rank, step, side, len(calls), rank not in ranks, is_meant, has_model)
 
 
 def is_narrow(capture: Capture) -> bool:
