@@ -18,6 +18,7 @@ from trust import (
     optimizers,
     rounding,
     scripts,
+    shaped,
     strangers,
     structure,
     units,
@@ -42,6 +43,7 @@ CASES: list[Case] = [
     *frameworks.CASES,
     *scripts.CASES,
     *huggingface.CASES,
+    *shaped.CASES,
     *conversion.CASES,
 ]
 _BY_NAME = {case.name: case for case in CASES}
