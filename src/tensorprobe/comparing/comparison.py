@@ -26,6 +26,7 @@ from tensorprobe.comparing.measure import (
     pair_tensors,
     workers_for,
 )
+from tensorprobe.comparing.opaque import opaque_modules
 from tensorprobe.comparing.rounding import (
     Mode,
     coarsen,
@@ -39,12 +40,15 @@ from tensorprobe.comparing.verdict import Culprit, Outcome, RankResult, Side, Ve
 from tensorprobe.config import parse_numbers
 from tensorprobe.errors import BadUsage, UnreadableCapture
 from tensorprobe.garbage import no_garbage
+from tensorprobe.notebooks import html_of
 from tensorprobe.records import LAST_NODE, Call, Capture, count
 from tensorprobe.replay.calibration import covers
 from tensorprobe.store.loading import load
 from tensorprobe.store.native import damaged_records
 
 Source = str | os.PathLike[str] | Capture
+# Facts by which a healthy kernel may sum in another order.
+_SUMS_DEPEND_ON = ("torch.", "numerics.", "cuda.", "npu.", "environment.", "packages.torch")
 Units = dict[tuple[int, int], list[Call]]  # by rank and step
 
 
@@ -87,6 +91,9 @@ class Compared:
 
     def __repr__(self) -> str:
         return f"<Comparison {in_short(self.verdict)}>"
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
 
 def compare_captures(
@@ -280,6 +287,7 @@ def _judge(
             seconds=timeout / len(ranks),
             floors=floors,
             is_calibrated=covers(actual.facts) and covers(expected.facts),
+            same_settings=not any(fact.startswith(_SUMS_DEPEND_ON) for fact in verdict.facts),
         )
         findings.append(found)
         structure += found.structure
@@ -297,19 +305,46 @@ def _judge(
 def _are_one_program(pairs: Sequence[CallPair], narrow: tuple[bool, bool]) -> bool:
     """Whether at least half of the model's calls align, in the ranks and steps of both sides.
 
-    Optimizers step in several ways, and set-up is no part of the model: they do not count. Where
-    one side was told to record some calls only, those are what could align.
+    Optimizers step in several ways, and set-up is no part of the model: they do not count, nor what
+    only one side shows inside of a module. Where one side was told to record some calls only, or
+    makes more calls than the other with the same effects, those of the other are what could align.
     """
-    counted = [pair for pair in pairs if not _is_beside_model(pair)] or pairs
+    units = opaque_modules(pairs)
+    within = {at for inside in units.values() for at in inside}
+    outside = [pair for i, pair in enumerate(pairs) if i not in within]
+    counted = [pair for pair in outside if not _is_beside_model(pair)] or pairs
     counts: dict[tuple[int, int], list[int]] = {}
     for pair in counted:
         unit = counts.setdefault((pair.call.rank, pair.call.step), [0, 0, 0])
         unit[0] += pair.pair.actual is not None
         unit[1] += pair.pair.expected is not None
         unit[2] += pair.is_paired
-    common = [unit for unit in counts.values() if unit[0] and unit[1]] or list(counts.values())
-    ours, theirs, aligned = (sum(unit[n] for unit in common) for n in range(3))
-    return aligned * 2 >= (min(ours, theirs) if any(narrow) else max(ours, theirs))
+    common = {key: unit for key, unit in counts.items() if unit[0] and unit[1]} or counts
+    ours, theirs, aligned = (sum(unit[n] for unit in common.values()) for n in range(3))
+    if aligned * 2 >= max(ours, theirs):
+        return True
+    shorter = 0 if ours < theirs else 1
+    mine = [pair for pair in outside if (pair.call.rank, pair.call.step) in common]
+    return aligned * 2 >= min(ours, theirs) and (any(narrow) or _effects_align(mine, shorter))
+
+
+def _effects_align(pairs: Sequence[CallPair], shorter: int) -> bool:
+    """Whether both sides have the same effects, and the longer one only more calls: it evaluates
+    the model in between, say, or does the same in smaller steps."""
+    if not any(pair.call.name.startswith(("Module.", "Optimizer.")) for pair in pairs):
+        last = [next((p for p in reversed(pairs) if p.pair[side] is not None), None)
+                for side in (0, 1)]  # fmt: skip
+        return last[0] is not None and last[0] is last[1]
+    for pair in pairs:
+        if pair.is_paired:
+            continue
+        call = pair.call
+        is_root = call.name.startswith("Module.") and call.parent is None
+        if call.name.startswith("Optimizer.") or ".parameters_grad." in call.name:
+            return False
+        if is_root and call.direction == "forward" and pair.pair[shorter] is not None:
+            return False
+    return True
 
 
 def _is_beside_model(pair: CallPair) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from tensorprobe.comparing.rounding import Mode, number_text
+from tensorprobe.notebooks import html_of
 from tensorprobe.records import Call, count
 from tensorprobe.store.frames import users_line
 from tensorprobe.terminal import printable
@@ -155,6 +156,9 @@ class Verdict(msgspec.Struct, kw_only=True):
 
     def __repr__(self) -> str:
         return f"<Verdict {in_short(self)}>"
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
 
 def in_short(verdict: Verdict) -> str:

@@ -11,10 +11,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Concatenate, ParamSpec
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from tensorprobe import torch_versions
 from tensorprobe.devices import block_launches, current_rank
 from tensorprobe.errors import TensorprobeError
 from tensorprobe.failures.backward_watch import BackwardWatch
@@ -46,6 +46,7 @@ from tensorprobe.garbage import rare_searches
 from tensorprobe.guarding.guard_options import check_budget
 from tensorprobe.record.recorder import say
 from tensorprobe.records import Direction
+from tensorprobe.trouble import OnTrouble
 
 _MAX_KNOWN = 1000
 
@@ -60,10 +61,8 @@ def _shielded(
 
     @functools.wraps(method)
     def shielded(watch: ErrorWatch, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
-        try:
+        with OnTrouble(watch.not_looked_at):
             method(watch, *args, **kwargs)
-        except Exception as problem:  # noqa: BLE001 recording one call: the program's own goes first
-            watch.log(f"an error could not be looked at: {type(problem).__name__}: {problem}")
 
     return shielded
 
@@ -120,6 +119,10 @@ class ErrorWatch:
         _stop_in_children(self._calls)
 
     # What the guard calls
+
+    def not_looked_at(self, problem: Exception) -> None:
+        """Say that something went wrong while an error was looked at."""
+        self.log(f"an error could not be looked at: {type(problem).__name__}: {problem}")
 
     def enter(self) -> None:
         """Watch from here on."""
@@ -215,7 +218,7 @@ class ErrorWatch:
         self._failed(call, "backward", error, node.name())
 
     def _module_left(self, module: nn.Module, args: Any, result: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch_versions.is_compiling():
             return
         # torch calls this hook from another function when the module has raised
         if result is None and sys._getframe(1).f_code is nn.Module._call_impl.__code__:

@@ -14,7 +14,8 @@
 #include <typeinfo>
 #include <vector>
 
-#include "python.h"
+#include "asking.h"
+#include "torch_versions.h"
 
 namespace tensorprobe {
 
@@ -64,13 +65,13 @@ class Listener {
   }
 
   virtual void incoming(const variable_list& grads) {
-    static PyObject* const method = PyUnicode_InternFromString("incoming");
+    PyObject* const method = word<"incoming">();
     static const std::vector<size_t> first{0};
     call(method, grads, grads.empty() ? 0 : 1, first);
   }
 
   virtual void outgoing(const variable_list& grads) {
-    static PyObject* const method = PyUnicode_InternFromString("outgoing");
+    PyObject* const method = word<"outgoing">();
     const size_t count = positions_.empty() ? 0 : positions_.back() + 1;
     call(method, grads, count, positions_);
   }
@@ -78,7 +79,7 @@ class Listener {
   // `backward` may be called as a hook of Python.
   virtual Ref python_hook() {
     Ref hook = Ref::borrow(backward_.get());
-    if (spots_) hook = Ref::steal(PyObject_CallMethod(hook.get(), "hook", "(O)", spots_.get()));
+    if (spots_) hook = method<"hook">(hook, spots_.get());
     if (!hook) throw python_error();
     return hook;
   }
@@ -135,9 +136,7 @@ struct Incoming : torch::autograd::FunctionPreHook {
     with_python([&] { listener->incoming(grads); });
     return grads;
   }
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    args.add_pre_hook(listener->as_hook());
-  }
+  COMPILED_ARGS(args) { args.add_pre_hook(listener->as_hook()); }
 
   std::shared_ptr<Listener> listener;
 };
@@ -149,9 +148,7 @@ struct Outgoing : torch::autograd::FunctionPostHook {
     with_python([&] { listener->outgoing(outputs); });
     return outputs;
   }
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    args.add_post_hook(listener->as_hook());
-  }
+  COMPILED_ARGS(args) { args.add_post_hook(listener->as_hook()); }
 
   std::shared_ptr<Listener> listener;
 };

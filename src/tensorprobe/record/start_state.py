@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from tensorprobe import torch_versions
 from tensorprobe.config import RecordConfig, format_numbers
 from tensorprobe.devices import current_rank, device_layer, device_types
 from tensorprobe.errors import (
@@ -50,6 +51,7 @@ from tensorprobe.store.claim import run_identity
 from tensorprobe.store.loading import load
 from tensorprobe.store.writer import CaptureWriter
 from tensorprobe.tensors.summarizer import Summarizer
+from tensorprobe.trouble import OnTrouble
 
 _WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module"}
 _WRAPPERS["OptimizedModule"] = "_orig_mod"  # what torch.compile makes
@@ -229,7 +231,7 @@ class _Data:
 
 def _is_followed() -> bool:
     """Whether torch compiles or traces the program: whatever is asked of a tensor is part of it."""
-    return torch.compiler.is_compiling() or is_tracing()
+    return torch_versions.is_compiling() or is_tracing()
 
 
 class _MeetingMode(TorchFunctionMode):
@@ -245,7 +247,7 @@ class _MeetingMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling():  # dynamo traces this line
+        if torch_versions.is_dynamo_compiling():  # dynamo traces this line
             return func(*args, **kwargs)
         try:
             frame = sys._getframe().f_back
@@ -280,19 +282,19 @@ class SaveStart(StartState):
         if self.failed is not None:
             self.close()
             return None
-        try:
+        with OnTrouble(self._stop):
             return super()._enter_root(module, args, kwargs)
-        except Exception as error:  # noqa: BLE001 the program goes on, its start is not saved
-            self._fail(RecordingStopped(f"{type(error).__name__}: {error}"))
-            return None
+        return None
 
     def call_met(self, api: ApiName, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Data | None:
         """A torch call of the program, made outside of modules; nothing of it is changed."""
-        try:
+        with OnTrouble(self._stop):
             super().call_met(api, args, kwargs)
-        except Exception as error:  # noqa: BLE001 the program goes on, its start is not saved
-            self._fail(RecordingStopped(f"{type(error).__name__}: {error}"))
         return None
+
+    def _stop(self, error: Exception) -> None:
+        """The program goes on, and its start is not saved."""
+        self._fail(RecordingStopped(f"{type(error).__name__}: {error}"))
 
     def _fail(self, problem: TensorprobeError) -> None:
         """The start cannot be saved: say so, once."""

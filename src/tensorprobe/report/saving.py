@@ -1,4 +1,4 @@
-"""Writes a comparison into a folder: the verdict, the table, on demand a workbook."""
+"""Writes a comparison into a folder: the verdict, the table, the page, on demand a workbook."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensorprobe.comparing.comparison import Compared, Source, compare_captures
 from tensorprobe.comparing.measure import Progress
 from tensorprobe.keywords import keywords
+from tensorprobe.report.along import plot
 from tensorprobe.report.columns import table
 from tensorprobe.report.csv import write_csv
 from tensorprobe.report.error_plot import error_plot
+from tensorprobe.report.html import write_comparison
 from tensorprobe.store.outputs import check_output
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 VERDICT_FILE = "verdict.json"
 CSV_FILE = "comparison.csv"
@@ -35,8 +40,12 @@ class Comparison(Compared):
     def save(
         self, path: str | os.PathLike[str], *, columns: str = "native", xlsx: bool = False
     ) -> list[Path]:
-        """Write verdict.json and comparison.csv into a folder, with `xlsx` a workbook too."""
+        """Write verdict.json, comparison.csv and report.html, with `xlsx` a workbook too."""
         return save(self, Path(path), columns=columns, xlsx=xlsx)
+
+    def plot(self) -> Figure:
+        """The error along the run as a matplotlib figure (`pip install 'tensorprobe[plot]'`)."""
+        return plot(self)
 
 
 @keywords(processes="jobs", seconds="timeout")
@@ -109,4 +118,4 @@ def save(
 
         paths.append(folder / XLSX_FILE)
         write_xlsx(paths[-1], comparison, columns)
-    return paths
+    return [*paths, *write_comparison(folder, comparison)]
