@@ -395,7 +395,13 @@ class _Rank:
             self.rows_of.only_expected += len(both.only_expected)
             self._find_forks(both, len(both.joins))
         if not any(each.labels for each in both.joins):
-            self._miss(twins, kind, ours[1][0][0], "the sides have read nothing in common", other)
+            self._miss(
+                twins,
+                kind,
+                ours[1][0][0],
+                "the model was given other data: no row in common",
+                other,
+            )
         return True
 
     def _join(
