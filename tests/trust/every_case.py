@@ -19,6 +19,7 @@ from trust import (
     others_programs,
     rounding,
     scripts,
+    shaped,
     strangers,
     structure,
     units,
@@ -43,6 +44,7 @@ CASES: list[Case] = [
     *frameworks.CASES,
     *scripts.CASES,
     *huggingface.CASES,
+    *shaped.CASES,
     *conversion.CASES,
     *others_programs.CASES,
 ]
