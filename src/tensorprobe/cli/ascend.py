@@ -275,7 +275,7 @@ def _op_lines(op: Op, everything: bool) -> list[str]:
 
 
 def _op_json(op: Op, everything: bool) -> dict[str, object]:
-    from tensorprobe.ascend.incident_report import plain_json
+    from tensorprobe.nests import strict_json
 
     return {
         "name": op.name,
@@ -291,7 +291,7 @@ def _op_json(op: Op, everything: bool) -> dict[str, object]:
         ],
         "outputs": [_desc_json(desc) for desc in op.outputs],
         "after": list(op.controls),
-        "attributes": plain_json(op.attributes if everything else op.own_attributes),
+        "attributes": strict_json(op.attributes if everything else op.own_attributes),
     }
 
 
