@@ -49,10 +49,12 @@ class HostBackend:
         self._digest = digest
         self._readers = _Readers()
 
-    def start(self, tensor: torch.Tensor, form: int | None = None) -> Result | None:
+    def start(
+        self, tensor: torch.Tensor, form: int | None = None, is_there: bool = False
+    ) -> Result | None:
         """Read a tensor as most are; None for one that needs the closer look of `submit`.
 
-        Its type is torch's own, and no function mode is on. `form` as for `Summarizer.submit`.
+        Its type is torch's own, and no function mode is on. The rest as for `Summarizer.submit`.
         """
         readers = self._readers.of
         # Taken out while it reads: a signal's handler may come in between with such a tensor.
@@ -63,7 +65,9 @@ class HostBackend:
                 if reader is None:
                     return None
             address = tensor.data_ptr()
-            if not address or not memory.has_memory(tensor, reader.itemsize, reader.nbytes):
+            if not address:
+                return None
+            if not is_there and not memory.has_memory(tensor, reader.itemsize, reader.nbytes):
                 return None
         except RuntimeError:  # it has no memory of its own: a wrapper of functorch, a sparse tensor
             return None
@@ -166,10 +170,12 @@ class KernelBackend:
             )
             self.start = self._starter.start
 
-    def _start(self, tensor: torch.Tensor, form: int | None = None) -> Result | None:
+    def _start(
+        self, tensor: torch.Tensor, form: int | None = None, is_there: bool = False
+    ) -> Result | None:
         """Start on a tensor as most are; None for one that needs the closer look of `submit`.
 
-        Its type is torch's own, and no function mode is on. `form` as for `Summarizer.submit`.
+        Its type is torch's own, and no function mode is on. The rest as for `Summarizer.submit`.
         """
         plan = self._plans.get(form)
         try:
