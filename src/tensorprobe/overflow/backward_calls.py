@@ -397,7 +397,7 @@ def send_later(
     grads: Gradients,
     incoming: Gradients,
 ) -> None:
-    """The same where gradients are flagged, and looked at later."""
+    """Note the gradients that leave a call; a device flags them, and they are looked at later."""
     if not calls.state.on:
         return
     try:

@@ -69,7 +69,7 @@ class PendingSummary(Protocol):
 
 
 class SummarySource(Protocol):
-    """Where results come from; as `numerics.summary.Summarizer` says."""
+    """What gives the results, such as `tensors.summarizer.Summarizer`."""
 
     def flush(self) -> None: ...
     def poll(self) -> None: ...
@@ -316,7 +316,7 @@ class CaptureWriter:
             self._thread = thread
 
     def _explained(self, error: OSError) -> OSError:
-        """In a folder of our own that was there, nothing is missing unless somebody deleted it."""
+        """The error, or if a file of the capture is missing, that somebody has deleted it."""
         return self._deleted() if isinstance(error, FileNotFoundError) else error
 
     def _deleted(self) -> OSError:

@@ -514,7 +514,7 @@ class Flagger:
         )  # fmt: skip
 
     def start(self, tensor: torch.Tensor, count: int, slot: int) -> None:
-        """The same by way of Triton, on the current stream; how to do without is known then."""
+        """Start it by way of Triton, on the current stream; later starts do without Triton."""
         dtype = tensor.dtype
         key = (dtype, tensor.data_ptr() % 16 == 0, count < 2147483648)
         name = memory.NAMES[dtype]

@@ -56,7 +56,7 @@ class Port(Protocol):
         ...
 
     def usual_stream(self) -> Any:
-        """The same where `on_device` changes nothing and nothing is in the way, else None."""
+        """The stream in use if it can be used as it is, else None."""
         ...
 
     def adopt(self, bank: Bank, stream: Any) -> None:

@@ -99,7 +99,7 @@ def _unusual(
     dtype: str, low: float, high: float, mean: float, norm: float,
     nan: int, inf: int, zero: int, state: int,
 ) -> TensorSummary | None:  # fmt: skip
-    """Of truth values, of no number, or none that is finite; None where a sum left its range."""
+    """The summary of booleans, of no or no finite numbers; None if a sum left its range."""
     if state & _OUT_OF_RANGE:
         return None
     if dtype == "bool":
@@ -128,7 +128,7 @@ class Adder:
         self._nbytes += nbytes
 
     def summary(self, repeat: int) -> TensorSummary | None:
-        """Of all that was added, something at least; None where numpy has to look at it."""
+        """The summary of the pieces added so far, at least one; None if numpy must do it."""
         answer = ctypes.create_string_buffer(_REALS.size)
         self._library.finish(KINDS[self._dtype], self._nbytes, repeat, self._part, answer)
         low, high, mean, norm, nan, inf, zero, _, state = _unpacking(self._dtype)(answer)
