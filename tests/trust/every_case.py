@@ -7,6 +7,7 @@ import importlib.util
 from trust import (
     arguments,
     beginnings,
+    conversion,
     decisions,
     dtypes,
     effects,
@@ -41,6 +42,7 @@ CASES: list[Case] = [
     *frameworks.CASES,
     *scripts.CASES,
     *huggingface.CASES,
+    *conversion.CASES,
 ]
 _BY_NAME = {case.name: case for case in CASES}
 assert len(_BY_NAME) == len(CASES), "two cases have one name"

@@ -10,7 +10,7 @@ import msgspec
 from tensorprobe.comparing.measure import TensorPair
 from tensorprobe.comparing.rounding import (
     ROUNDING,
-    moved_values,
+    is_moved,
     number_text,
     pair_roundoff,
     same_bits,
@@ -112,10 +112,7 @@ def proof_of(row: TensorPair) -> str:
 
 def digest_reason(row: TensorPair) -> str:
     """Why other bits are blamed on a call, where only digests and statistics are known."""
-    a, e = row.actual, row.expected
-    assert a is not None
-    assert e is not None
-    if a.summary and e.summary and moved_values(a.summary, e.summary):
+    if is_moved(row):
         return f"its inputs are equal bit for bit; {row.name} has the same numbers in other places"
     return f"its inputs are equal bit for bit; {row.name} is not"
 
@@ -200,17 +197,37 @@ def gradients_agree(scene: Scene, node: Node) -> bool:
 
 
 def is_cut_otherwise(scene: Scene) -> bool:
-    """Whether the model works on other pieces (micro-batches), and every optimizer is given the
-    same gradients all the same."""
-    models = [
-        node
+    """Whether the model works on other pieces (micro-batches) than on the other side."""
+    return any(
+        node.is_paired
+        and node.call.direction == "forward"
+        and node.call.module
+        and has_other_shapes(node)
         for node in scene.nodes
-        if node.is_paired and node.call.direction == "forward" and node.call.module
-    ]
-    if not any(map(has_other_shapes, models)):
-        return False
+    )
+
+
+def unlike_gradients(scene: Scene) -> Found:
+    """The first optimizer that is given other gradients than on the other side."""
+    for node in scene.nodes:
+        if not node.call.name.startswith("Optimizer.") or gradients_agree(scene, node):
+            continue
+        rows = [row for row in node.inputs if row.role == "parameter_grad"]
+        row = max(rows, key=lambda row: scene.distance(node, row))
+        d = scene.distance(node, row)
+        reason = (
+            f"the model works on pieces of other shapes (micro-batches), and the gradients that "
+            f"this optimizer is given differ, {row.name} {magnitude(d)}"
+        )
+        proof = proof_of(row)
+        return node.i, accuse(node, "boundary", reason, d, row=row, proof=proof, inherited=0.0)
+    return None
+
+
+def has_steps(scene: Scene) -> bool:
+    """Whether optimizers step, each of them on both sides."""
     steps = [node for node in scene.nodes if node.call.name.startswith("Optimizer.")]
-    return bool(steps) and all(node.is_paired and gradients_agree(scene, node) for node in steps)
+    return bool(steps) and all(node.is_paired for node in steps)
 
 
 def _optimizers(scene: Scene, node: Node) -> list[Node]:

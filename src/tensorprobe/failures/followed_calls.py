@@ -18,8 +18,14 @@ from tensorprobe.failures.overwrites import Writes
 from tensorprobe.failures.recent_inputs import STEPPING, TOO_LARGE, Content, Kept, can_be_lost
 from tensorprobe.follow.compiled import NOTE, Run, name_of
 from tensorprobe.follow.gradients import LEAF, Gradients, Path
-from tensorprobe.follow.hidden_state import silently_written, writes_in_place
-from tensorprobe.follow.naming import ApiName, CallNames, Counter, optimizer_name
+from tensorprobe.follow.hidden_state import silently_written
+from tensorprobe.follow.naming import (
+    ApiName,
+    CallNames,
+    Counter,
+    optimizer_name,
+    writes_in_place,
+)
 from tensorprobe.follow.observer import Observer
 from tensorprobe.follow.place import Place
 from tensorprobe.follow.quiet import Quiet

@@ -22,6 +22,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tensorprobe import torch_versions
 from tensorprobe.follow import compiled
 from tensorprobe.follow.gradients import new_owners
 from tensorprobe.follow.mode_stack import enter_missing, leave, stand_aside
@@ -30,8 +31,8 @@ from tensorprobe.follow.stacks import Stacks
 from tensorprobe.follow.stand_ins import is_tracing
 from tensorprobe.follow.tracebacks import clean
 
-_is_compiling = torch.compiler.is_compiling
-_is_traced = torch.compiler.is_dynamo_compiling  # true of the code that dynamo reads, never of ours
+_is_compiling = torch_versions.is_compiling
+_is_traced = torch_versions.is_dynamo_compiling
 CALL_IMPL = nn.Module._call_impl.__code__
 
 
@@ -343,9 +344,7 @@ class ModuleHooks:
             entry = entries.pop()
             entry.go_back(self.place)
             if entry.call is not None:
-                # torch calls this hook from another function when the module has raised
-                raised = frame.f_code is CALL_IMPL
-                error = sys.exc_info()[1] if raised else None
+                error = _caught_by(frame)
                 self._observer.leave(entry, entry.call, result, error)
             if not entries:
                 self._leave_root()
@@ -377,3 +376,15 @@ def is_constructing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _caught_by(frame: FrameType) -> BaseException | None:
+    """The exception that the module has raised, if torch calls our hook because of it.
+
+    The program may be handling another one. From torch 2.2 on a module that has not raised calls
+    its hooks in another function; in 2.1 in the same.
+    """
+    error = sys.exc_info()[1] if frame.f_code is CALL_IMPL else None
+    if error is None or error.__traceback__ is None:
+        return error
+    return error if error.__traceback__.tb_frame is frame else None

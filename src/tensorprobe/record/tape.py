@@ -41,9 +41,8 @@ from tensorprobe.follow.hidden_state import (
     may_draw,
     random_state,
     silently_written,
-    writes_in_place,
 )
-from tensorprobe.follow.naming import ApiName, CallNames, Counter
+from tensorprobe.follow.naming import ApiName, CallNames, Counter, writes_in_place
 from tensorprobe.follow.place import Place
 from tensorprobe.follow.plain_arguments import PLAIN_TENSORS, POSITIONS
 from tensorprobe.follow.quiet import Quiet
@@ -73,6 +72,7 @@ from tensorprobe.store.lines import (
     encode_now,
 )
 from tensorprobe.store.writer import CaptureWriter
+from tensorprobe.torch_versions import unboxed_work
 from tensorprobe.trouble import OnTrouble, text_of
 
 # While it is entered, tensors are read without any function mode or subclass taking notice. It is
@@ -834,7 +834,7 @@ def _works_in(result: Any) -> list[Any]:
     if not isinstance(items, list | tuple) or not items:
         return []
     if isinstance(items[-1], torch.ScriptObject):
-        return [torch.distributed.Work.unbox(items[-1])]
+        return [unboxed_work(items[-1])]
     return list(items) if all(isinstance(item, _WORK) for item in items) else []
 
 

@@ -14,14 +14,15 @@ from torch.utils._device import _device_constructors
 
 from tensorprobe.devices import autocast_dtypes, device_layer
 from tensorprobe.devices.autocast_lists import FLOAT32, FLOAT32_BY_DTYPE, LOW
-from tensorprobe.follow.hidden_state import silently_written, writes_in_place
+from tensorprobe.follow.hidden_state import silently_written
 from tensorprobe.follow.mode_stack import function_modes_off
-from tensorprobe.follow.naming import ApiName
+from tensorprobe.follow.naming import ApiName, writes_in_place
 from tensorprobe.follow.warning_filters import warnings_ignored
 from tensorprobe.nests import leaves_of
 from tensorprobe.replay.decompositions import vendor_op_formula
 from tensorprobe.replay.references import find, registered
 from tensorprobe.rerouting.targets import Target
+from tensorprobe.torch_versions import default_device
 
 VIEW = "it is a view, which computes nothing"
 _MOVES = "it moves a tensor between devices, or hands it out, and computes nothing"
@@ -140,7 +141,7 @@ class _Journey:
         found = [value for value in call.args if isinstance(value, torch.device)]
         found += [tensor.device for tensor in _tensors((call.args, call.kwargs))]
         if not found and self._makes_tensors:
-            return torch.get_default_device()
+            return default_device()
         # a number on the host may go with tensors of any device
         first = found[0] if found else None
         return next((device for device in found if not device_layer(device).is_host), first)

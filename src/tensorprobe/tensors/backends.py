@@ -17,6 +17,7 @@ from tensorprobe.tensors import digest, host, memory, rows, tally, torch_ops
 from tensorprobe.tensors.readback import MAX_AGE_S, ROWS, SLOTS, Bank, Port, Queue, await_arrival
 from tensorprobe.tensors.result import Result
 from tensorprobe.tensors.tally import Reader
+from tensorprobe.torch_versions import key_bits
 
 if TYPE_CHECKING:
     from tensorprobe.tensors.launch import Launcher, Start, Usual
@@ -86,7 +87,7 @@ class HostBackend:
         library, name = tally.LIBRARY, memory.NAMES.get(tensor.dtype, "")
         if library is None or name not in tally.KINDS or not (self._stats or self._digest):
             return None
-        if tensor.layout is not torch.strided or not memory.is_plain(memory.keys_of(tensor)):
+        if tensor.layout is not torch.strided or not memory.is_plain(key_bits(tensor)):
             return None
         count, repeat = tensor.numel(), 1
         if not tensor.is_contiguous():
@@ -527,13 +528,17 @@ def _on_host(device: torch.device, *, stats: bool, digest: bool) -> Backend:
 def _on_cuda(device: torch.device, *, stats: bool, digest: bool) -> Backend:
     if importlib.util.find_spec("triton") is None:
         return TorchBackend(device, stats=stats, digest=digest)
-    from tensorprobe.tensors import launch
-
+    reason = "torch operations instead of Triton kernels: "
+    try:
+        from tensorprobe.tensors import launch
+    except ImportError as error:  # the Triton of an older torch
+        note = f"{reason}{_first_line(error)}"
+        return TorchBackend(device, stats=stats, digest=digest, note=note)
     try:
         return launch.cuda_backend(device, stats=stats, digest=digest)
     except launch.FAILURES as error:
-        reason = f"torch operations instead of Triton kernels: {_first_line(error)}"
-        return TorchBackend(device, stats=stats, digest=digest, note=reason)
+        note = f"{reason}{_first_line(error)}"
+        return TorchBackend(device, stats=stats, digest=digest, note=note)
 
 
 _CHOICES: dict[str, Callable[..., Backend]] = {"cpu": _on_host, "cuda": _on_cuda}
