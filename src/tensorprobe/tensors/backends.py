@@ -13,7 +13,8 @@ import torch
 
 from tensorprobe import native
 from tensorprobe.tensors import cuda_graphs as captures
-from tensorprobe.tensors import digest, host, memory, rows, tally, torch_ops
+from tensorprobe.tensors import digest, host, memory, tally, torch_ops
+from tensorprobe.tensors import tally_rows as rows
 from tensorprobe.tensors.readback import MAX_AGE_S, ROWS, SLOTS, Bank, Port, Queue, await_arrival
 from tensorprobe.tensors.result import Result
 from tensorprobe.tensors.tally import Reader

@@ -16,7 +16,8 @@ import triton.language as tl
 from triton.errors import TritonError
 
 from tensorprobe.tensors import cuda_graphs as captures
-from tensorprobe.tensors import host, memory, rows
+from tensorprobe.tensors import host, memory
+from tensorprobe.tensors import tally_rows as rows
 from tensorprobe.tensors import triton_kernels as kernels
 from tensorprobe.tensors.backends import KernelBackend, TorchBackend
 from tensorprobe.tensors.digest import CHUNK_NBYTES, WEIGHTS

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
-from tensorprobe.tensors import rows
+from tensorprobe.tensors import tally_rows as rows
 from tensorprobe.tensors.memory import Array
-from tensorprobe.tensors.rows import Ticket
+from tensorprobe.tensors.tally_rows import Ticket
 
 SLOTS = 2048
 ROWS = 1 << 19  # of 96 bytes; the tallies of a large tensor take 528

@@ -57,7 +57,14 @@ class Reader:
     )
 
     def __init__(
-        self, library: Library, dtype: str, nbytes: int, repeat: int, *, stats: bool, digest: bool
+        self,
+        library: TallyLibrary,
+        dtype: str,
+        nbytes: int,
+        repeat: int,
+        *,
+        stats: bool,
+        digest: bool,
     ) -> None:
         self.nbytes, self.itemsize = nbytes, _ITEMSIZES[dtype]
         self._dtype, self._stats, self._digest = dtype, stats, digest
@@ -119,7 +126,7 @@ def _unusual(
 class Adder:
     """Adds up the pieces of a tensor that does not lie in one."""
 
-    def __init__(self, library: Library, dtype: str) -> None:
+    def __init__(self, library: TallyLibrary, dtype: str) -> None:
         self._library, self._dtype, self._nbytes = library, dtype, 0
         self._part = ctypes.create_string_buffer(_PART_NBYTES)
 
@@ -135,7 +142,7 @@ class Adder:
         return _unusual(self._dtype, low, high, mean, norm, nan, inf, zero, state)
 
 
-class Library:
+class TallyLibrary:
     """The functions of tally.c."""
 
     def __init__(self, path: Path) -> None:
@@ -158,12 +165,12 @@ def _declared(function: Any, result: Any, *arguments: Any) -> Any:
     return function
 
 
-def load(path: Path = PATH) -> Library | None:
+def load(path: Path = PATH) -> TallyLibrary | None:
     """The library, where there is one that fits this machine and this version."""
     if sys.byteorder != "little":
         return None
     try:
-        return Library(path)
+        return TallyLibrary(path)
     except (OSError, AttributeError):
         return None
 
