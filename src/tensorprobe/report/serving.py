@@ -116,7 +116,7 @@ def _verdict(path: Path) -> dict[str, Any]:
     return found
 
 
-class Library:
+class ServedPaths:
     """The data of items, read when somebody asks for it."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -288,7 +288,7 @@ class Viewer:
     """The server; `address` is what a browser opens."""
 
     def __init__(self, paths: Sequence[Path], port: int = 0) -> None:
-        self.library = Library(paths)
+        self.library = ServedPaths(paths)
         self._token = secrets.token_urlsafe(24)
         viewer = self
 

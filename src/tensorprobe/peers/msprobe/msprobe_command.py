@@ -188,7 +188,7 @@ def _compare(args: argparse.Namespace) -> int:
 def _overflow(args: argparse.Namespace) -> int:
     from tensorprobe.overflow.across_ranks import find_first
     from tensorprobe.peers.msprobe.msprobe_anomalies import write_anomalies
-    from tensorprobe.report.ranks import lines, save
+    from tensorprobe.report.ranks_file import lines, save
     from tensorprobe.store.loading import load
     from tensorprobe.store.outputs import check_output
 
