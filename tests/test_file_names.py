@@ -15,7 +15,6 @@ FILES = {
     "watch.py": "for errors, and for overflows",
 }
 CLASSES = {
-    "Event": "torch.npu has one, and what a recorded call does to a value is another",
     "Call": "a record, and a call that is under way",
     "Place": "of a call under way, and of a culprit",
     "Plan": "of a build, and of a call's arguments",
