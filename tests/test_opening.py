@@ -37,7 +37,7 @@ OPENS = {
     "record/address_space.py": "/proc/self",
     "record/facts.py": "/proc and the files of a driver",
     "follow/spelling.py": "the program that runs",
-    "replay/limits.py": "/proc/self",
+    "replay/child_limits.py": "/proc/self",
     "replay/repro.py": "its own template",
     "replay/kernel_dump.py": "dumps that its own process has made",
     "devices/sim_npu/acl_dump.py": "the configuration of the program that runs",

@@ -12,7 +12,7 @@ from typing import Any
 from tensorprobe.checking.benchmark import hold_against
 from tensorprobe.checking.plan import Planned, plan
 from tensorprobe.checking.pool import Pool, Task
-from tensorprobe.checking.results import Results, benchmark_tensors, ordered
+from tensorprobe.checking.results import CheckResults, benchmark_tensors, ordered
 from tensorprobe.checking.row import TABLES, Row
 from tensorprobe.checking.switches import differing
 from tensorprobe.checking.worker import Setting
@@ -112,7 +112,7 @@ def check(
         "against": None if against is None else str(against),
         "every": every,
     }
-    results = Results(folder, about, restart=restart)
+    results = CheckResults(folder, about, restart=restart)
     kept = {key: row for key, row in results.rows.items() if _is_done(row, peer_tables)}
     if imports or references is not None:  # they may be what a skipped call lacked
         kept = {key: row for key, row in kept.items() if row.verdict != "skipped"}

@@ -573,7 +573,7 @@ class _Session:
 
     def _write_page(self, guard: Guard) -> None:
         """Beside findings.json; without that, on a full disk say, there is nothing to show."""
-        from tensorprobe.devices.ranks import current_rank, world_size
+        from tensorprobe.devices.process_rank import current_rank, world_size
         from tensorprobe.report.documents import write_document
 
         place = guard.path if world_size() == 1 else guard.path / f"rank{current_rank()}"

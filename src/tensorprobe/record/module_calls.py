@@ -215,7 +215,7 @@ class ModuleCalls:
     def _traced(
         self, call: OpenCall, edges: Any, outputs: Any, owners: Any, leaves: bool, found: Any
     ) -> None:
-        """As `Tape._trace`, of a call that is left in more than one way."""
+        """Follow a call with more than one gradient into backward, as `Tape._trace` does."""
         trace = trace_found(outputs, edges, owners, leaves, found)
         if trace.notes:
             call.notes.extend(trace.notes)

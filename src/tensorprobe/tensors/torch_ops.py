@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tensorprobe.tensors import memory, rows
+from tensorprobe.tensors import memory
+from tensorprobe.tensors import tally_rows as rows
 from tensorprobe.tensors.digest import CHUNK_WORDS, GOLD, MASK, MIX_SHIFT, WEIGHTS
 from tensorprobe.tensors.host import SCALE
 
