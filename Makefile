@@ -8,13 +8,14 @@ JOBS   ?= 2
 IN_PYTHON := tests/follow tests/record tests/tensors/test_starting.py tests/tensors/test_summarizer.py \
 	tests/overflow/test_short_way.py tests/overflow/test_later.py tests/overflow/test_masks.py tests/overflow/test_overflow.py
 
-.PHONY: help setup demo test test-all check wheel clean
+.PHONY: help setup demo test test-all check wheel web clean
 
 help:
 	@echo "make demo      the whole story on built-in data"
 	@echo "make test      the fast test set"
 	@echo "make test-all  the full matrix"
 	@echo "make check     ruff, mypy --strict, import directions"
+	@echo "make web       src/tensorprobe/report/page, built from web/ (Node 20)"
 	@echo "make wheel     dist/tensorprobe-*.whl, with the C library in it"
 
 setup: $(STAMP)
@@ -50,6 +51,9 @@ wheel: setup
 	$(BIN)/python -m hatchling build -t wheel -d dist
 	@case "$$(ls dist/*.whl)" in *-none-any.whl) \
 		echo "the wheel has no C library: it takes a C compiler (CC, or cc)" >&2; exit 1;; esac
+
+web:
+	cd web && npm ci && npm run build
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

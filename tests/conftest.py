@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import default_device
 from tensorprobe.follow import compiled
 from tensorprobe.records import TensorRecord
+from tensorprobe.torch_versions import engine_entry
 
 default_device.choose()
 # No test, nor what it starts, builds the parts in C++ by accident; those of the build switch it on.
@@ -33,7 +34,7 @@ settings.register_profile(
 settings.register_profile("search", deadline=None)
 settings.load_profile("same")
 
-_ENGINE = torch.autograd.graph._engine_run_backward
+_ENGINE = engine_entry()
 _GLOBAL_HOOKS = (
     "_global_forward_hooks",
     "_global_forward_pre_hooks",
@@ -52,7 +53,7 @@ def installed() -> dict[str, Any]:
         "dispatch modes": list(_get_current_dispatch_mode_stack()),
         "module hooks": {name: list(getattr(modules, name)) for name in _GLOBAL_HOOKS},
         "optimizer hooks": {name: list(getattr(optimizers, name)) for name in _OPTIMIZER_HOOKS},
-        "engine": (torch.autograd.graph._engine_run_backward, torch.autograd._engine_run_backward),
+        "engine": engine_entry(),
         # ours by its text: what tests import adds filters of its own
         "warning filters": [f for f in warnings.filters if "global hooks" in str(f[1])],
         "grad mode": torch.is_grad_enabled(),
@@ -63,7 +64,7 @@ def installed() -> dict[str, Any]:
 def nothing_left_installed() -> Iterator[None]:
     """Fails the test after which a mode, hook, patch or warnings filter is still there."""
     before = installed()
-    assert before["engine"] == (_ENGINE, _ENGINE)
+    assert before["engine"] == _ENGINE
     yield
     after = installed()
     assert after == before

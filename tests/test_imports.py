@@ -12,6 +12,7 @@ SRC = Path(__file__).parent.parent / "src" / "tensorprobe"
 # A room may import those on earlier lines; rooms on one line do not know each other.
 FLOORS = [
     {"errors", "garbage", "native", "_version", "terminal"},
+    {"torch_versions"},
     {"ascend"},
     {"tensors", "keywords"},
     {"parts"},
@@ -103,7 +104,7 @@ def test_the_simulated_npu_is_imported_when_it_is_asked_for(module: str) -> None
 
 
 def test_following_knows_nothing_of_files_and_of_who_observes() -> None:
-    known = {"follow", "native", "operators", "records", "devices"}
+    known = {"follow", "native", "operators", "records", "devices", "torch_versions"}
     for path in (SRC / "follow").glob("*.py"):
         assert imports_of(path) <= known, path
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         RecordingStopped,
         TensorprobeError,
         UnreadableCapture,
+        UnsupportedTorch,
         WriteFailed,
     )
     from tensorprobe.guarding.findings import Finding
@@ -75,6 +76,7 @@ __all__ = [
     "TensorSummary",
     "TensorprobeError",
     "UnreadableCapture",
+    "UnsupportedTorch",
     "Verdict",
     "WriteFailed",
     "__version__",
@@ -114,6 +116,7 @@ _HOMES = {
     "TensorSummary": "tensorprobe.records",
     "TensorprobeError": "tensorprobe.errors",
     "UnreadableCapture": "tensorprobe.errors",
+    "UnsupportedTorch": "tensorprobe.errors",
     "Verdict": "tensorprobe.comparing.verdict",
     "WriteFailed": "tensorprobe.errors",
     "check": "tensorprobe.checking.run",

@@ -3,6 +3,7 @@
 TensorprobeError
 ├── BadUsage             an argument, option or configuration field is wrong         (exit 2)
 ├── MissingDependency    an optional package is needed and not installed
+├── UnsupportedTorch     this version of torch is too old
 ├── UnreadableCapture    a path is no capture, or one that cannot be read
 │   └── NoSuchCall       a capture has no call of this name
 ├── BadArtefact          a foreign file (dump, graph, log) is not what it claims to be
@@ -38,6 +39,10 @@ class MissingDependency(TensorprobeError):
         else:
             how = "the package that has it"
         super().__init__(f"{needed_for} needs {package}, which is not installed. Install {how}")
+
+
+class UnsupportedTorch(TensorprobeError):
+    """This version of torch is too old."""
 
 
 class UnreadableCapture(TensorprobeError):

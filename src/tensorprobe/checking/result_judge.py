@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 from tensorprobe.checking.row import Judgement
@@ -168,7 +169,7 @@ def _held(verdict: Judgement, error: float, errors: torch.Tensor) -> Judgement:
     verdict.error = error
     verdict.ok = error <= verdict.limit
     if not verdict.ok:
-        where = [int(i) for i in torch.unravel_index(errors.argmax(), errors.shape)]
+        where = [int(i) for i in np.unravel_index(int(errors.argmax()), tuple(errors.shape))]
         verdict.reason = (
             f"{error:.3g} {_WORDS[verdict.measure]}, {verdict.limit:.3g} allowed; "
             f"worst at {where}, max abs error {verdict.max_abs:.3g}"

@@ -205,6 +205,8 @@ def _add_start(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     words = args.module_words if args.module_words is not None else args.script
+    if args.module_words is None and words[:1] == ["--"]:
+        words = words[1:]
     if not words:
         raise BadUsage("no script given. For example: tensorprobe run -o runs/a train.py")
     if args.script and args.module_words is not None:
@@ -401,7 +403,7 @@ class _Session:
         self._recorder: Recorder | None = None
         self._start: StartState | None = None
         self._problem: TensorprobeError | None = None  # that ends the program
-        self._trouble: TensorprobeError | None = None  # of recording alone
+        self._trouble: TensorprobeError | None = None  # of our own; the program goes on
         self._guard_options: dict[str, Any] | None = None
         self._guard: Guard | None = None
 
@@ -564,7 +566,8 @@ class _Session:
         try:
             self._guard.close(end)
         except GuardStopped as stopped:
-            return end or stopped
+            end = end or stopped
+        self._trouble = self._trouble or self._guard.failed
         return end
 
     def _close(self) -> None:

@@ -19,7 +19,7 @@ from tensorprobe.comparing.evidence import Replayer
 from tensorprobe.comparing.measure import CallPair, TensorPair
 from tensorprobe.comparing.rounding import ROUNDING, distance, number_text, roundoff
 from tensorprobe.comparing.scene import Node, Scene, exceeds
-from tensorprobe.comparing.suspects import Replays, hunt
+from tensorprobe.comparing.suspects import Replays, hunt, hunt_all
 from tensorprobe.comparing.verdict import Culprit
 from tensorprobe.comparing.walk import Taint, Walk
 
@@ -63,12 +63,11 @@ def blame(
     )
     taint = Taint(scene)
     if replays.enabled:
-        hunt(scene, replays, faint=False)
+        hunt(scene, replays)
     walk = Walk(scene, replays, taint)
     walk.run()
     if replays.enabled and not scene.culprits:
-        hunt(scene, replays, faint=True)
-        scene.culprits.sort(key=lambda item: -item[1].own_error)
+        hunt_all(scene, replays)
     if not scene.culprits and not scene.has_tensors and (found := drifted(scene)):
         scene.culprits.append(found)
     if not scene.culprits and walk.hazards:
@@ -126,6 +125,8 @@ def _explains(scene: Scene, cause: Culprit, bit: int, at: int, culprit: Culprit)
             return True  # other weights are one cause, however many of them differ
         if cause.cause == "argument" and (cause.op, cause.reason) == (culprit.op, culprit.reason):
             return True
+    if at in scene.in_optimizer and culprit.kind in ("boundary", "structure"):
+        return True  # an optimizer steps by what it is given
     first = next(n.i for n in scene.nodes if n.call.name == cause.name)
     if first in scene.in_optimizer and at in scene.in_optimizer:
         return True

@@ -185,14 +185,14 @@ def _blind(dropout: Call) -> torch.Tensor | None:
     return given.load().abs() < 1e-30 if made.dtype != "float16" else given.load().abs() < 1e-7
 
 
-def matters(call: Call, other: Call) -> float | None:
-    """How far the replay of a call moves when it is given the arguments of another, in roundings;
-    None when that cannot be tried."""
+def matters(call: Call, other: Call, backward: Call | None = None) -> float | None:
+    """How far the replay of a call, or of its backward, moves when it is given the arguments of
+    another, in roundings; None when that cannot be tried."""
     from tensorprobe.replay.reference import replay, rms
 
     try:
-        own = replay(call, noise=False)
-        theirs = replay(other, noise=False)
+        own = replay(call, backward=backward, noise=False)
+        theirs = replay(other, backward=backward, noise=False)
     except (NotReplayable, UnreadableCapture):
         return None
     worst = 0.0
@@ -313,13 +313,15 @@ class Replayer:
         assert isinstance(answer, Evidence)
         return answer
 
-    def matters(self, call: Call, other: Call | None, *, seconds: float) -> float | None:
+    def matters(
+        self, call: Call, other: Call | None, backward: Call | None = None, *, seconds: float
+    ) -> float | None:
         """As evidence.matters has it; None also where the process dies or is late."""
         if other is None:
             return None
         if _has_reference(call):
-            return matters(call, other)
-        answer = self._ask("matters", (call, other), seconds)
+            return matters(call, other, backward)
+        answer = self._ask("matters", (call, other, backward), seconds)
         return None if isinstance(answer, str) else answer
 
     def _ask(self, what: str, call: tuple[Any, ...], seconds: float) -> Any:

@@ -248,7 +248,8 @@ class Boundaries:
     def _is_data(self, node: Node, row: TensorPair) -> bool:
         """Whether the program brings it: an operator or the model as a whole is given it, before
         anything differs."""
-        is_root = not node.call.name.startswith("Module.") or node.call.parent is None
+        parent = node.call.parent or "Optimizer."  # or in the closure of one
+        is_root = not node.call.name.startswith("Module.") or parent.startswith("Optimizer.")
         is_first = node.call.direction == "forward" and not self._forward
         return (
             row.role == "input" and is_root and is_first and node.i not in self._scene.in_optimizer

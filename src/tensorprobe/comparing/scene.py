@@ -24,7 +24,7 @@ from tensorprobe.comparing.rounding import (
 from tensorprobe.comparing.verdict import Culprit
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import Call, TensorRecord
-from tensorprobe.replay.kinds import Kind, kind_of, overwrites
+from tensorprobe.replay.kinds import Kind, is_running_statistic, kind_of, overwrites
 
 # Between this and ROUNDING an own error is named only in 16-bit and coarser dtypes, and only when
 # nothing worse is found: noise of 1-2 ULP on every kernel of seven models stayed below 4.5.
@@ -264,6 +264,37 @@ def find_containers(pairs: Sequence[CallPair]) -> list[bool]:
     return found
 
 
+def steps_after_closures(pairs: Sequence[CallPair]) -> list[CallPair]:
+    """The same calls, an optimizer's step after the closure it was given: it begins before the
+    forward and backward in there, and steps by the gradients that those leave."""
+    found: list[CallPair] = []
+    waiting: list[tuple[int, CallPair]] = []  # steps, and the call that each comes after
+    for i, pair in enumerate(pairs):
+        last = _end_of_closure(pairs, i) if pair.call.name.startswith("Optimizer.") else i
+        if last > i:
+            waiting.append((last, pair))
+        else:
+            found.append(pair)
+        while waiting and waiting[-1][0] == i:
+            found.append(waiting.pop()[1])
+    return found
+
+
+def _end_of_closure(pairs: Sequence[CallPair], at: int) -> int:
+    """The last call of the model's that runs inside of an optimizer's step; else the step."""
+    step = pairs[at].call
+    inside, last = {step.name}, at
+    for i in range(at + 1, len(pairs)):
+        call = pairs[i].call
+        is_backward = call.direction == "backward" and last > at
+        if call.step != step.step or not (is_backward or call.parent in inside):
+            break
+        inside.add(call.name)
+        if is_backward or call.name.startswith("Module."):
+            last = i
+    return last
+
+
 def _runs_calls(pairs: Sequence[CallPair], at: int) -> bool:
     """Whether the backward of a custom function is Python: forward calls between it and the next
     backward call. Checkpointing runs whole modules in there."""
@@ -394,6 +425,7 @@ class Scene:
     ) -> None:
         self.floors = floors or {}
         self.culprits: list[tuple[int, Culprit]] = []  # with the node each is at
+        pairs = steps_after_closures(pairs)
         containers = find_containers(pairs)
         self.flow = Dataflow(pairs, containers)
         self.nodes = [make_node(i, p, containers[i]) for i, p in enumerate(pairs)]
@@ -523,6 +555,14 @@ class Scene:
                     if user not in users:
                         users.append(user)
         return self._users.get(at, [])
+
+    def is_weight(self, node: Node, row: TensorPair) -> bool:
+        """Whether an input that no call made is a weight or a running statistic, where no modules
+        are recorded that would say so."""
+        a, e = row.actual, row.expected
+        if self.parameter_names or a is None or e is None or node.call.name.startswith("Module."):
+            return False
+        return (a.requires_grad and e.requires_grad) or is_running_statistic(node.call, row.name)
 
     def coarsest_unit(self, step: int) -> float:
         """The unit roundoff of the coarsest dtype that calls of a step give."""

@@ -47,6 +47,7 @@ from tensorprobe.comparing.scene import (
 )
 from tensorprobe.comparing.suspects import Replays, score, worst
 from tensorprobe.comparing.verdict import Culprit, CulpritKind
+from tensorprobe.records import Call
 from tensorprobe.replay.kinds import kind_of
 
 _CUTS = ("chunk", "split", "tensor_split", "split_with_sizes", "unbind")
@@ -130,7 +131,7 @@ class Walk:
             keys = [key for key in (content(a), content(e)) if key is not None]
             if any(key in self.taint.bad_contents for key in keys):
                 continue
-            if not (scene.sees_all or self._is_known_leaf(row, keys)):
+            if not (scene.sees_all or self._is_known_leaf(node, row, keys)):
                 continue  # it may be a result of calls that were not recorded
             if node.call.step != scene.first_step and row.role != "input":
                 continue
@@ -143,9 +144,11 @@ class Walk:
             return node.i, self._leaf_culprit(node, row)
         return None
 
-    def _is_known_leaf(self, row: TensorPair, keys: list[Hashable]) -> bool:
+    def _is_known_leaf(self, node: Node, row: TensorPair, keys: list[Hashable]) -> bool:
         """Whether a tensor without a producer is a parameter, or tokens or a mask."""
         if row.role != "input" or any(key in self.scene.parameter_names for key in keys):
+            return True
+        if self.scene.is_weight(node, row):
             return True
         return pair_roundoff(row) == 0
 
@@ -156,7 +159,8 @@ class Walk:
         names = self.scene.parameter_names
         name = names.get(content(a)) or names.get(content(e))
         is_parameter = row.role in ("parameter", "buffer", "state") or name is not None
-        if is_parameter:
+        if is_parameter or self.scene.is_weight(node, row):
+            is_parameter = True
             word = {"buffer": "buffer", "state": "the optimizer's state"}.get(row.role, "parameter")
             label = name or label_of(node.call, row)
             what = f"{word} {label} differs, and no recorded call made it"
@@ -250,10 +254,13 @@ class Walk:
 
     def _called_otherwise(self, node: Node) -> Found:
         """Arguments that differ, and by which the values do."""
-        differences = node.differences
+        given = self._given_by(node)
+        if given is None:
+            return None
+        differences = given.differences
         if not differences:
-            differences = self._left_to_default(node)
-        elif not self._arguments_matter(node):
+            differences = self._left_to_default(node, given)
+        elif not self._arguments_matter(node, given):
             return None
         if not differences:
             return None
@@ -264,28 +271,43 @@ class Walk:
         proof = "replayed" if node.evidence else "compared"
         return node.i, accuse(node, "argument", reason, node.d_out, row=row, proof=proof)
 
-    def _left_to_default(self, node: Node) -> list[str]:
+    def _given_by(self, node: Node) -> Node | None:
+        """The call that has the arguments: of a backward call its forward one, which has been asked
+        already whether they change its results."""
+        if node.call.direction == "forward" or node.differences:
+            return node
+        forward = self.scene.forward_of(node)
+        if forward is None or not forward.is_paired or forward.container or forward.is_random:
+            return None
+        if self.taint.is_culprit(forward) or (node.taint and not self.replays.enabled):
+            return None
+        return forward
+
+    def _left_to_default(self, node: Node, given: Node) -> list[str]:
         """Arguments that one side gives and the other leaves out, where that makes a difference."""
-        a, e = node.pair.pair.actual, node.pair.pair.expected
-        if a is None or e is None or node.d_out <= FAINT or node.call.direction != "forward":
+        a, e = given.pair.pair.actual, given.pair.pair.expected
+        if a is None or e is None or node.d_out <= FAINT or node.is_random is not None:
+            return []
+        if node.call.direction != "forward" and given is node:
             return []
         absent = arguments.absences(a, e)
-        if not absent or node.is_random is not None:
+        if not absent:
             return []
         if self.replays.in_time:
-            found = self.replays.matters(a, arguments.transplant(a, node.pair))
+            found = self.replays.matters(a, arguments.transplant(a, given.pair), _back(node))
             if found is not None:
                 return absent if found > FAINT else []
         return absent if not node.taint and exceeds(node) else []
 
-    def _arguments_matter(self, node: Node) -> bool:
-        a, e = node.pair.pair.actual, node.pair.pair.expected
+    def _arguments_matter(self, node: Node, given: Node) -> bool:
+        a, e = given.pair.pair.actual, given.pair.pair.expected
         assert a is not None
         assert e is not None
         if any(arguments.settings(a, e)):  # each side did what its own say: a replay tells nothing
             return not node.taint and exceeds(node)
-        if self.replays.in_time and node.call.direction == "forward" and node.is_random is None:
-            found = self.replays.matters(a, arguments.graft(a, e))
+        is_known = node.call.direction == "forward" or given is not node
+        if self.replays.in_time and is_known and node.is_random is None:
+            found = self.replays.matters(a, arguments.graft(a, e), _back(node))
             if found is not None:
                 return found > FAINT or (not node.taint and wrong_buffer(node) is not None)
         if node.taint:
@@ -367,6 +389,11 @@ def _cuts_otherwise(node: Node) -> bool:
     """Whether a call cuts the same tensor into other pieces: `chunk(2)` and `chunk(4)`."""
     name = node.call.op.rpartition(".")[2].partition(".")[0]
     return name in _CUTS and node.same_in and has_other_shapes(node)
+
+
+def _back(node: Node) -> Call | None:
+    """The call, if it is a backward one, as the actual side has it."""
+    return node.pair.pair.actual if node.call.direction == "backward" else None
 
 
 def _is_replayable(node: Node) -> bool:

@@ -23,6 +23,7 @@ import torch
 
 from tensorprobe.devices import ascend_runtime
 from tensorprobe.errors import DeviceUnusable
+from tensorprobe.torch_versions import accelerator_type, autocast_dtype
 
 
 def _nothing() -> None:
@@ -243,8 +244,9 @@ def _generic(kind: str) -> Device:
 
 def accelerator() -> Device | None:
     """The row of the accelerator of this machine, or None where there is only the host."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None else device_layer(found)
+    kind = accelerator_type()
+    row = None if kind is None else device_layer(kind)
+    return row if row is not None and row.is_available() else None
 
 
 def rows() -> tuple[Device, ...]:
@@ -254,20 +256,14 @@ def rows() -> tuple[Device, ...]:
 
 def device_types() -> tuple[str, ...]:
     """The kinds of devices a program may use here: those with a row, and this build's own."""
-    present = torch.accelerator.current_accelerator()
-    return tuple(dict.fromkeys([*_ROWS, *([present.type] if present is not None else [])]))
+    present = accelerator_type()
+    return tuple(dict.fromkeys([*_ROWS, *([present] if present is not None else [])]))
 
 
 def autocast_dtypes() -> dict[str, torch.dtype]:
     """The dtype of autocast for each kind of device where it is on now."""
-    return {kind: torch.get_autocast_dtype(kind) for kind in device_types() if _autocasts(kind)}
-
-
-def _autocasts(kind: str) -> bool:
-    try:
-        return torch.is_autocast_enabled(kind)
-    except RuntimeError:  # no such device in this build
-        return False
+    found = {kind: autocast_dtype(kind) for kind in device_types()}
+    return {kind: dtype for kind, dtype in found.items() if dtype is not None}
 
 
 def block_launches() -> list[str]:

@@ -11,10 +11,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Concatenate, ParamSpec
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from tensorprobe import torch_versions
 from tensorprobe.devices import block_launches, current_rank
 from tensorprobe.errors import TensorprobeError
 from tensorprobe.failures.backward_watch import BackwardWatch
@@ -215,7 +215,7 @@ class ErrorWatch:
         self._failed(call, "backward", error, node.name())
 
     def _module_left(self, module: nn.Module, args: Any, result: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch_versions.is_compiling():
             return
         # torch calls this hook from another function when the module has raised
         if result is None and sys._getframe(1).f_code is nn.Module._call_impl.__code__:

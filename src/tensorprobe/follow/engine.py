@@ -17,6 +17,7 @@ import torch
 from tensorprobe.follow.mode_stack import enter_missing, is_wanted, leave, remove_mode
 from tensorprobe.follow.observer import Observer
 from tensorprobe.follow.tracebacks import clean
+from tensorprobe.torch_versions import engine_entry, put_engine_entry
 
 
 class _Thread(threading.local):
@@ -66,7 +67,7 @@ class EngineEntry:
         self._wrapper: Callable[..., Any] | None = None
 
     def install(self) -> None:
-        original = torch.autograd.graph._engine_run_backward
+        original = engine_entry()
 
         @functools.wraps(original)
         def run_backward(*args: Any, **kwargs: Any) -> Any:
@@ -83,15 +84,15 @@ class EngineEntry:
 
         run_backward._entry = self  # type: ignore[attr-defined]
         self._wrapper = run_backward
-        _put(run_backward)
+        put_engine_entry(run_backward)
 
     def remove(self) -> None:
         """Restore the function; where someone wrapped ours meanwhile, ours just passes on."""
         self._wrapper = None
-        function = torch.autograd.graph._engine_run_backward
+        function = engine_entry()
         while (entry := getattr(function, "_entry", None)) and entry._wrapper is not function:
             function = function.__wrapped__  # type: ignore[attr-defined]
-        _put(function)
+        put_engine_entry(function)
 
     def _run(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         modes = list(self._modes)
@@ -146,8 +147,3 @@ class EngineEntry:
             for mode in self._modes:
                 if isinstance(mode, InBackward):
                     mode.dispatch_depths, mode.dispatch_depth = self._depths, most
-
-
-def _put(function: Callable[..., Any]) -> None:
-    torch.autograd.graph._engine_run_backward = function
-    torch.autograd._engine_run_backward = function  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from types import FrameType
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from tensorprobe import torch_versions
 from tensorprobe.follow import compiled
 from tensorprobe.follow.engine import InBackward
 from tensorprobe.follow.hidden_state import may_write
@@ -24,12 +26,14 @@ from tensorprobe.follow.tracebacks import clean
 
 # Torch's own changes the filters of warnings, so that Python forgets which it has shown: here its
 # table is made, when nothing has been recorded yet, and it is read without that.
-resolve_name(torch.relu)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch 2.1 asks for names of its own that it has deprecated
+    resolve_name(torch.relu)
 name_of = inspect.unwrap(resolve_name)
 # Calls that tell the recorder something even where calls are not recorded.
 SCALER_UPDATE = "_amp_update_scale_"
-_is_compiling = torch.compiler.is_compiling
-_is_traced = torch.compiler.is_dynamo_compiling  # true of the code that dynamo reads, never of ours
+_is_compiling = torch_versions.is_compiling
+_is_traced = torch_versions.is_dynamo_compiling
 _MAX_SILENT = 20_000  # functions made anew for every call would fill the table without end
 _DISPATCH_DEPTH = 12  # frames between a __torch_dispatch__ and the operators it calls
 

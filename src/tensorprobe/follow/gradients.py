@@ -18,6 +18,7 @@ from torch.autograd.function import BackwardCFunction
 
 from tensorprobe import native
 from tensorprobe.follow.plain_arguments import POSITIONS
+from tensorprobe.torch_versions import gradient_edge
 
 Path = tuple[str, ...]
 Edge = tuple[Any, int]  # an autograd node (held, so that its identity is stable) and output number
@@ -328,8 +329,8 @@ def trace_saved(tensors: Iterable[tuple[torch.Tensor, Path]], inputs: InputEdges
     trace = Trace()
     for tensor, path in tensors:
         if tensor.requires_grad:
-            edge = torch.autograd.graph.get_gradient_edge(tensor)
-            trace.outputs.setdefault(edge.node, []).append((edge.output_nr, path, None))
+            node, number = gradient_edge(tensor)
+            trace.outputs.setdefault(node, []).append((number, path, None))
     return trace
 
 

@@ -11,6 +11,7 @@ import torch
 
 from tensorprobe.devices import device_layer
 from tensorprobe.follow.naming import ApiName, writes_in_place
+from tensorprobe.torch_versions import default_device
 
 # By the last part of their name. Of these only the calls that move the generator are random: an
 # attention without dropout, an LSTM of one layer are not.
@@ -71,7 +72,7 @@ def random_state(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Draws | None
         if isinstance(value, torch.Generator):
             return value.get_state, value.get_state()
     device = next((value.device for value in values if isinstance(value, torch.Tensor)), None)
-    device = torch.device(kwargs.get("device") or device or torch.get_default_device())
+    device = torch.device(kwargs.get("device") or device or default_device())
     row = device_layer(device)
     if not row.is_available():  # meta
         return None

@@ -8,7 +8,6 @@ off. What is asked for inside of one is asked for once more when that is left.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,10 +25,11 @@ from torch.utils import _python_dispatch
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from tensorprobe.torch_versions import ENGINE_FRAMES
+
 _HANDLER = handle_torch_function.__code__
 # by the names that every dispatch mode has, which another tool's may have more of
 _FLAGS = [name for name in vars(TorchDispatchMode()) if name.startswith("old_")]
-_ENGINE = inspect.unwrap(torch.autograd.graph._engine_run_backward).__code__
 
 
 def add_mode(mode: Any) -> bool:
@@ -147,7 +147,7 @@ def _restoring(mode: Any) -> FrameType | None:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
-        if code is _ENGINE or (code is _HANDLER and frame.f_locals.get("mode") is mode):
+        if code in ENGINE_FRAMES or (code is _HANDLER and frame.f_locals.get("mode") is mode):
             return frame
         frame = frame.f_back
     return None

@@ -22,6 +22,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tensorprobe import torch_versions
 from tensorprobe.follow import compiled
 from tensorprobe.follow.gradients import new_owners
 from tensorprobe.follow.mode_stack import enter_missing, leave, stand_aside
@@ -30,8 +31,8 @@ from tensorprobe.follow.stacks import Stacks
 from tensorprobe.follow.stand_ins import is_tracing
 from tensorprobe.follow.tracebacks import clean
 
-_is_compiling = torch.compiler.is_compiling
-_is_traced = torch.compiler.is_dynamo_compiling  # true of the code that dynamo reads, never of ours
+_is_compiling = torch_versions.is_compiling
+_is_traced = torch_versions.is_dynamo_compiling
 CALL_IMPL = nn.Module._call_impl.__code__
 
 

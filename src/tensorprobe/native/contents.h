@@ -4,7 +4,7 @@
 #include <string>
 #include <unordered_map>
 
-#include "python.h"
+#include "asking.h"
 #include "writes.h"
 
 namespace tensorprobe {

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tensorprobe import native
+from tensorprobe import native, torch_versions
 from tensorprobe.follow import compiled
 from tensorprobe.follow.module_hooks import ModuleHooks
 from tensorprobe.follow.naming import Counter
 from tensorprobe.follow.stand_ins import is_tracing
 from tensorprobe.overflow.call_site import Trail, trail_from
 
-_is_traced = torch.compiler.is_dynamo_compiling  # true of the code that dynamo reads, never of ours
-_compiler = torch.compiler
+_is_traced = torch_versions.is_dynamo_compiling
+_is_compiling = torch_versions.is_compiling
 
 
 # The module the program is in, the frame of its call, and the trail from there outwards.
@@ -82,12 +82,13 @@ class ModuleTrails:
         self._hooks = hooks
         self._native = None  # what follows modules inside of others, in C++
         if native.MODULE is not None:
+            native.check()
             parts = (_Stay, torch.fx.GraphModule, sys._getframe)
             self._native = native.MODULE.ModuleTrails(hooks, *parts)
         hooks.hooks = (self._enter, self._leave)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if _is_traced() or _compiler._is_compiling_flag or is_tracing():
+        if _is_traced() or _is_compiling() or is_tracing():
             return
         if self._native is not None and self._native.enter(module):
             return
@@ -119,7 +120,7 @@ class ModuleTrails:
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         # first of all: dynamo, which traces this, must not come to the module
-        if _is_traced() or _compiler._is_compiling_flag or is_tracing():
+        if _is_traced() or _is_compiling() or is_tracing():
             return
         if self._native is not None and self._native.leave(module):
             return

@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from tensorprobe import torch_versions
 from tensorprobe.config import RecordConfig, format_numbers
 from tensorprobe.devices import current_rank, device_layer, device_types
 from tensorprobe.errors import (
@@ -229,7 +230,7 @@ class _Data:
 
 def _is_followed() -> bool:
     """Whether torch compiles or traces the program: whatever is asked of a tensor is part of it."""
-    return torch.compiler.is_compiling() or is_tracing()
+    return torch_versions.is_compiling() or is_tracing()
 
 
 class _MeetingMode(TorchFunctionMode):
@@ -245,7 +246,7 @@ class _MeetingMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling():  # dynamo traces this line
+        if torch_versions.is_dynamo_compiling():  # dynamo traces this line
             return func(*args, **kwargs)
         try:
             frame = sys._getframe().f_back

@@ -72,6 +72,7 @@ from tensorprobe.store.lines import (
     encode_now,
 )
 from tensorprobe.store.writer import CaptureWriter
+from tensorprobe.torch_versions import unboxed_work
 
 # While it is entered, tensors are read without any function mode or subclass taking notice. It is
 # all that most calls need; where something is computed, Quiet.
@@ -263,7 +264,9 @@ class Tape:
             open_call=OpenCall,
             out=OUT,
             call_names=CallNames,
+            call_line=CallLine,
             end_line=EndLine,
+            stack_line=StackLine,
             raw=Raw,
             one_node=NodeBackward,
             one_way=WayBackward,
@@ -848,7 +851,7 @@ def _works_in(result: Any) -> list[Any]:
     if not isinstance(items, list | tuple) or not items:
         return []
     if isinstance(items[-1], torch.ScriptObject):
-        return [torch.distributed.Work.unbox(items[-1])]
+        return [unboxed_work(items[-1])]
     return list(items) if all(isinstance(item, _WORK) for item in items) else []
 
 

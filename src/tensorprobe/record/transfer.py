@@ -13,7 +13,8 @@ import torch
 
 from tensorprobe.devices import device_layer
 from tensorprobe.tensors import cuda_graphs as captures
-from tensorprobe.tensors.memory import is_plain, keys_of, settle
+from tensorprobe.tensors.memory import is_plain, settle
+from tensorprobe.torch_versions import key_bits
 
 _LARGE_NBYTES = 128 << 10  # from here on memory is new from the system, and given back to it
 
@@ -57,7 +58,7 @@ class Transfer:
 
     def snapshot(self, tensor: torch.Tensor) -> HostCopy:
         """A copy of the content as it is now, in the order of the device's own work."""
-        keys = keys_of(tensor)
+        keys = key_bits(tensor)
         source = (tensor if is_plain(keys) else settle(tensor, keys)).detach()
         if source.is_cpu:
             return HostCopy(self._copied(source), None)

@@ -118,7 +118,16 @@ def differentiate(
 @contextmanager
 def _autograd_on() -> Iterator[None]:
     """Autograd for the CPU tensors inside a kernel, where the dispatcher has switched it off."""
-    with torch._C._PreserveDispatchKeyGuard(), torch.enable_grad():
-        for key in _AUTOGRAD_KEYS:
-            torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
-        yield
+    is_off, set_off = (
+        torch._C._dispatch_tls_is_dispatch_key_excluded,
+        torch._C._dispatch_tls_set_dispatch_key_excluded,
+    )
+    before = [(key, is_off(key)) for key in _AUTOGRAD_KEYS]
+    with torch.enable_grad():
+        try:
+            for key, _ in before:
+                set_off(key, False)
+            yield
+        finally:
+            for key, off in before:
+                set_off(key, off)

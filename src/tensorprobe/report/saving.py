@@ -1,4 +1,4 @@
-"""Writes a comparison into a folder: the verdict, the table, on demand a workbook."""
+"""Writes a comparison into a folder: the verdict, the table, the page, on demand a workbook."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tensorprobe.comparing.measure import Progress
 from tensorprobe.keywords import keywords
 from tensorprobe.report.columns import table
 from tensorprobe.report.csv import write_csv
+from tensorprobe.report.html import write_comparison
 from tensorprobe.store.outputs import check_output
 
 VERDICT_FILE = "verdict.json"
@@ -32,7 +33,7 @@ class Comparison(Compared):
     def save(
         self, path: str | os.PathLike[str], *, columns: str = "native", xlsx: bool = False
     ) -> list[Path]:
-        """Write verdict.json and comparison.csv into a folder, with `xlsx` a workbook too."""
+        """Write verdict.json, comparison.csv and report.html, with `xlsx` a workbook too."""
         return save(self, Path(path), columns=columns, xlsx=xlsx)
 
 
@@ -93,4 +94,4 @@ def save(
 
         paths.append(folder / XLSX_FILE)
         write_xlsx(paths[2], comparison, columns)
-    return paths
+    return [*paths, *write_comparison(folder, comparison)]

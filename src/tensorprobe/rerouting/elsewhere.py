@@ -21,6 +21,7 @@ from tensorprobe.follow.warning_filters import warnings_ignored
 from tensorprobe.replay.decompositions import vendor_op_formula
 from tensorprobe.replay.references import find, registered
 from tensorprobe.rerouting.targets import Target
+from tensorprobe.torch_versions import default_device
 
 VIEW = "it is a view, which computes nothing"
 _MOVES = "it moves a tensor between devices, or hands it out, and computes nothing"
@@ -139,7 +140,7 @@ class _Journey:
         found = [value for value in call.args if isinstance(value, torch.device)]
         found += [tensor.device for tensor in _tensors((call.args, call.kwargs))]
         if not found and self._makes_tensors:
-            return torch.get_default_device()
+            return default_device()
         # a number on the host may go with tensors of any device
         first = found[0] if found else None
         return next((device for device in found if not device_layer(device).is_host), first)

@@ -17,6 +17,7 @@ from tensorprobe.tensors import digest, host, memory, rows, tally, torch_ops
 from tensorprobe.tensors.readback import MAX_AGE_S, ROWS, SLOTS, Bank, Port, Queue, await_arrival
 from tensorprobe.tensors.result import Result
 from tensorprobe.tensors.tally import Reader
+from tensorprobe.torch_versions import key_bits
 
 if TYPE_CHECKING:
     from tensorprobe.tensors.launch import Launcher, Start, Usual
@@ -82,7 +83,7 @@ class HostBackend:
         library, name = tally.LIBRARY, memory.NAMES.get(tensor.dtype, "")
         if library is None or name not in tally.KINDS or not (self._stats or self._digest):
             return None
-        if tensor.layout is not torch.strided or not memory.is_plain(memory.keys_of(tensor)):
+        if tensor.layout is not torch.strided or not memory.is_plain(key_bits(tensor)):
             return None
         count, repeat = tensor.numel(), 1
         if not tensor.is_contiguous():
@@ -159,6 +160,7 @@ class KernelBackend:
         self.start = self._start
         self._starter: Any = None
         if native.MODULE is not None:  # the same in C++, of forms whose plan it knows
+            native.check()
             asks = getattr(port, "asks", port.usual_stream)
             self._starter = native.MODULE.Starter(
                 self._queue, asks, Result, self._start, SLOTS, ROWS

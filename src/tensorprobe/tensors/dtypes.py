@@ -10,13 +10,10 @@ import numpy as np
 
 from tensorprobe.tensors.layouts import itemsize_of
 
-_ML_DTYPES: dict[str, Any] = {
-    "bfloat16": ml_dtypes.bfloat16,
-    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
-    "float8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
-    "float8_e5m2": ml_dtypes.float8_e5m2,
-    "float8_e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
-    "float8_e8m0fnu": ml_dtypes.float8_e8m0fnu,
+_NAMES = "bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+# ml_dtypes 0.4, which TensorFlow keeps, has no e8m0.
+ML_DTYPES: dict[str, Any] = {
+    name: getattr(ml_dtypes, name) for name in _NAMES.split() if hasattr(ml_dtypes, name)
 }
 _NUMPY_DTYPES = (
     *("bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
@@ -29,8 +26,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     """The numpy dtype for torch's name of it, little-endian; ValueError for what is no dtype."""
     itemsize = itemsize_of(name)
     dtype: np.dtype[Any]
-    if name in _ML_DTYPES:
-        dtype = np.dtype(_ML_DTYPES[name])
+    if name in ML_DTYPES:
+        dtype = np.dtype(ML_DTYPES[name])
         return dtype
     if name in _NUMPY_DTYPES:
         dtype = np.dtype(name).newbyteorder("<")

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from tensorprobe.tensors import memory
+from tensorprobe.torch_versions import key_bits
 
 if TYPE_CHECKING:
     from tensorprobe.tensors.launch import Flagger
@@ -58,12 +59,12 @@ def readable(tensor: torch.Tensor) -> torch.Tensor | None:
     """
     if tensor.dtype not in LIMITS:
         return None
-    keys = memory.keys_of(tensor)
+    keys = key_bits(tensor)
     if not memory.is_plain(keys):
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             tensor = torch._C._functorch.get_unwrapped(tensor)
         try:
-            tensor = memory.settle(tensor, memory.keys_of(tensor))
+            tensor = memory.settle(tensor, key_bits(tensor))
         except memory.Unsupported:
             return None
     if tensor.layout is not torch.strided or not tensor.numel() or _is_freed(tensor):

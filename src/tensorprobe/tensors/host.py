@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-import ml_dtypes
 import numpy as np
 
 from tensorprobe.tensors import tally as compiled
 from tensorprobe.tensors.digest import CHUNK_NBYTES, Digester
+from tensorprobe.tensors.dtypes import ML_DTYPES
 from tensorprobe.tensors.summary import TensorSummary
 
 Array = np.ndarray[Any, Any]
@@ -32,13 +32,7 @@ SCALE = 600
 BIG_SQUARE = 2.0**1000
 SMALL_SQUARE = 2.0**-900
 
-FLOAT8 = {
-    "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
-    "float8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
-    "float8_e5m2": ml_dtypes.float8_e5m2,
-    "float8_e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
-    "float8_e8m0fnu": ml_dtypes.float8_e8m0fnu,
-}
+FLOAT8 = {name: kind for name, kind in ML_DTYPES.items() if name.startswith("float8")}
 # How the memory of each dtype is read. Where numpy has no such number, the bits as integers.
 STORAGE: dict[str, np.dtype[Any]] = {
     name: np.dtype(code)

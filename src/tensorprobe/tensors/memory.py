@@ -15,6 +15,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tensorprobe.tensors.host import STORAGE
+from tensorprobe.torch_versions import bit_of, key_bits
 
 Array = np.ndarray[Any, Any]
 
@@ -66,38 +67,19 @@ def subclass_only() -> Iterator[None]:
             yield
 
 
-def _bits(*names: str) -> int:
-    bits = 0
-    for name in names:
-        if hasattr(DispatchKey, name):
-            bits |= DispatchKeySet(getattr(DispatchKey, name)).raw_repr()
-    return bits
-
-
-def _functionality(name: str, backend: str) -> int:
-    """The bit of a functionality alone: a per-backend key is its bit plus the backend's."""
-    return DispatchKeySet(getattr(DispatchKey, name + backend)).raw_repr() & ~_BACKEND_CPU
-
-
-_BACKEND_CPU = (
-    DispatchKeySet(DispatchKey.CPU).raw_repr() & DispatchKeySet(DispatchKey.AutogradCPU).raw_repr()
-)
-_META = DispatchKeySet(DispatchKey.Meta).raw_repr() & ~(
-    DispatchKeySet(DispatchKey.CPU).raw_repr() & ~_BACKEND_CPU
-)
 # In the order in which they are named to the user.
 _OBSTACLES: tuple[tuple[int, str], ...] = (
-    (_bits("FuncTorchBatched"), "functorch batched"),
-    (_bits("FuncTorchGradWrapper"), "functorch grad"),
-    (_bits("Functionalize"), "functional"),
-    (_functionality("Quantized", "CPU"), "quantized"),
-    (_functionality("NestedTensor", "CPU"), "nested"),
-    (_functionality("Sparse", "CPU"), "sparse"),
-    (_functionality("SparseCsr", "CPU"), "sparse"),
-    (_META, "meta"),
+    (bit_of("FuncTorchBatched"), "functorch batched"),
+    (bit_of("FuncTorchGradWrapper"), "functorch grad"),
+    (bit_of("Functionalize"), "functional"),
+    (bit_of("Quantized"), "quantized"),
+    (bit_of("NestedTensor"), "nested"),
+    (bit_of("Sparse"), "sparse"),
+    (bit_of("SparseCsr"), "sparse"),
+    (bit_of("Meta"), "meta"),
 )
-_PYTHON_BIT = _bits("Python")
-_LAZY_BITS = _bits("Conjugate", "Negative", "ZeroTensor")
+_PYTHON_BIT = bit_of("Python")
+_LAZY_BITS = bit_of("Conjugate") | bit_of("Negative") | bit_of("ZeroTensor")
 _UNUSUAL = _PYTHON_BIT | _LAZY_BITS
 for _bit, _name in _OBSTACLES:
     _UNUSUAL |= _bit
@@ -111,12 +93,6 @@ WITH_FRACTION = frozenset(name for name in STORAGE if name.startswith(("float", 
 
 class Unsupported(Exception):
     """There is no summary of this kind of tensor; the text says which kind it is."""
-
-
-def keys_of(tensor: torch.Tensor) -> int:
-    """The dispatch keys of a tensor as bits: one look tells plain tensors from all others."""
-    bits: int = torch._C._dispatch_keys(tensor).raw_repr()
-    return bits
 
 
 def is_plain(keys: int) -> bool:
@@ -157,7 +133,7 @@ def _settle_subclass(tensor: torch.Tensor) -> torch.Tensor:
     for base in kind.__mro__:
         if base in _NUMBERS_OF:
             inner = _NUMBERS_OF[base](tensor)
-            return settle(inner, keys_of(inner))
+            return settle(inner, key_bits(inner))
     # A device written in Python is a subclass too; its numbers are reached by calling torch.
     if tensor.device.type in ("cpu", "cuda", "meta") or kind.__name__ == "FakeTensor":
         raise Unsupported(f"{kind.__module__}.{kind.__qualname__} tensor: no summary")
@@ -165,7 +141,7 @@ def _settle_subclass(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(raw, torch.Tensor) and raw.is_cpu and raw.shape == tensor.shape:
         # A simulated device keeps its numbers in host memory. Read there: operations of ours would
         # be counted, and be spoilt, by the faults that are planted in its kernels.
-        return settle(raw, keys_of(raw))
+        return settle(raw, key_bits(raw))
     return tensor
 
 

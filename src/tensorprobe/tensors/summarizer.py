@@ -12,6 +12,7 @@ from tensorprobe.tensors import backends, digest, memory
 from tensorprobe.tensors.backends import Backend, HostBackend, KernelBackend
 from tensorprobe.tensors.result import Result
 from tensorprobe.tensors.summary import TensorSummary
+from tensorprobe.torch_versions import key_bits
 
 __all__ = ["Result", "Summarizer", "summarize"]
 
@@ -111,7 +112,7 @@ class Summarizer:
         return result
 
     def _start(self, result: Result, tensor: torch.Tensor) -> None:
-        keys = memory.keys_of(tensor)
+        keys = key_bits(tensor)
         if not memory.is_plain(keys):
             tensor = memory.settle(tensor, keys)
         name = memory.dtype_name(tensor)

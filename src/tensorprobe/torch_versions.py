@@ -1,0 +1,258 @@
+"""What differs between versions of torch. Nothing else asks which version it is.
+
+Each difference is found by asking torch for the feature, and says why it is here. The names are
+those of the newest torch; FLOOR is the oldest that has what cannot be done in another way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import CodeType
+from typing import Any
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+
+from tensorprobe.errors import UnsupportedTorch
+
+FLOOR = "2.1"
+
+# 2.0 has no _current_graph_task_id: nobody could tell whether a call is made inside of backward.
+if not hasattr(torch._C, "_current_graph_task_id"):
+    raise UnsupportedTorch(
+        f"torch {torch.__version__} is too old: tensorprobe records with torch {FLOOR} and newer. "
+        "Captures are read, shown and compared without torch"
+    )
+
+
+# ---- the entry to the backward engine ------------------------------------------------------------
+
+
+class _Engine(torch._C._ImperativeEngine):
+    """An engine whose entry is a function of ours; all else is torch's."""
+
+    run_backward: Any
+
+
+_Entry = Callable[..., Any]
+
+
+def _engine_of_old() -> tuple[Callable[[], _Entry], Callable[[_Entry], None], set[CodeType]]:
+    # 2.1: torch.autograd calls a method of an object in C, and no function that could be replaced.
+    variable: Any = torch.autograd.Variable
+    original = variable._execution_engine
+    method = original.run_backward
+
+    def get() -> _Entry:
+        engine = variable._execution_engine
+        entry: _Entry = method if engine is original else engine.run_backward
+        return entry
+
+    def put(function: _Entry) -> None:
+        engine = original
+        if function is not method:
+            engine = _Engine()
+            engine.run_backward = function
+        variable._execution_engine = engine
+
+    frames = {torch.autograd.backward.__code__, torch.autograd.grad.__code__}
+    return get, put, frames
+
+
+def _engine_of_new() -> tuple[Callable[[], _Entry], Callable[[_Entry], None], set[CodeType]]:
+    graph: Any = torch.autograd.graph
+    package: Any = torch.autograd
+
+    def get() -> _Entry:
+        entry: _Entry = graph._engine_run_backward
+        return entry
+
+    def put(function: _Entry) -> None:
+        graph._engine_run_backward = function
+        package._engine_run_backward = function
+
+    return get, put, {graph._engine_run_backward.__code__}
+
+
+# The function that every backward goes through; how to put another in its place; and the code of
+# the frames that are left when the engine is.
+engine_entry, put_engine_entry, ENGINE_FRAMES = (
+    _engine_of_new() if hasattr(torch.autograd.graph, "_engine_run_backward") else _engine_of_old()
+)
+
+
+# ---- the graph -----------------------------------------------------------------------------------
+
+
+def gradient_edge(tensor: torch.Tensor) -> tuple[Any, int]:
+    """The node that the gradient of a tensor comes by at, and its number there."""
+    # 2.1 has no get_gradient_edge. A leaf shows its node to whoever uses it, as there.
+    node = tensor.grad_fn
+    if node is not None:
+        return node, tensor.output_nr
+    with torch.enable_grad():
+        user: Any = tensor.view_as(tensor).grad_fn
+    return user.next_functions[0][0], 0
+
+
+# ---- kinds of tensors ----------------------------------------------------------------------------
+
+# Functionalities that make a tensor something else than its strided memory.
+_KINDS = (
+    *("FuncTorchBatched", "FuncTorchGradWrapper", "Functionalize", "Quantized", "NestedTensor"),
+    *("SparseCsr", "Sparse", "Meta", "Python", "Conjugate", "Negative", "ZeroTensor"),
+)
+
+
+def _raw_bit(kind: str) -> int:
+    """The bit of a functionality alone: the key of one backend is its bit plus the backend's."""
+
+    def bits(name: str) -> int:
+        key = getattr(DispatchKey, name, None)
+        return 0 if key is None else int(DispatchKeySet(key).raw_repr())
+
+    cpu = bits("CPU") & bits("AutogradCPU")
+    if kind == "Meta":
+        return bits("Meta") & ~(bits("CPU") & ~cpu)
+    return bits(kind) or bits(f"{kind}CPU") & ~cpu
+
+
+@functools.cache
+def _bits_of_text(text: str) -> int:
+    names = text.partition("(")[2].rstrip(")").split(", ")
+    bits = 0
+    for number, kind in enumerate(_KINDS):
+        exact = kind in ("Meta", "Python")  # not PythonTLSSnapshot, nor AutogradMeta
+        if any(name == kind if exact else name.startswith(kind) for name in names):
+            bits |= 1 << number
+    return bits
+
+
+# 2.1 to 2.5: a set of dispatch keys does not tell its bits, but its names.
+if hasattr(DispatchKeySet, "raw_repr"):
+    _keys_of = torch._C._dispatch_keys
+
+    def key_bits(tensor: torch.Tensor) -> int:
+        """The dispatch keys of a tensor as bits: one look tells plain tensors from all others."""
+        bits: int = _keys_of(tensor).raw_repr()
+        return bits
+
+    def bit_of(kind: str) -> int:
+        """The bit of a kind of tensors in `key_bits`: Quantized, Python..."""
+        return _raw_bit(kind)
+
+else:
+
+    def key_bits(tensor: torch.Tensor) -> int:
+        """The dispatch keys of a tensor as bits: one look tells plain tensors from all others."""
+        return _bits_of_text(repr(torch._C._dispatch_keys(tensor)))
+
+    def bit_of(kind: str) -> int:
+        """The bit of a kind of tensors in `key_bits`: Quantized, Python..."""
+        return 1 << _KINDS.index(kind)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+# 2.1 to 2.3: a storage does not tell whether it can be resized, so all memory of the host is looked
+# at again at each use.
+if hasattr(torch.UntypedStorage, "resizable"):
+
+    def may_be_lent(storage: torch.UntypedStorage) -> bool:
+        """Whether numpy may have this memory, and write to it: it cannot be resized then."""
+        return not storage.resizable()
+
+else:
+
+    def may_be_lent(storage: torch.UntypedStorage) -> bool:
+        """Whether numpy may have this memory, and write to it."""
+        return storage.device.type == "cpu"
+
+
+# ---- compilers -----------------------------------------------------------------------------------
+
+# 2.1 and 2.2: is_compiling lies in torch._utils. Dynamo reads it as true, and no other name.
+is_compiling: Callable[[], bool] = (
+    torch.compiler.is_compiling
+    if hasattr(torch.compiler, "is_compiling")
+    else torch._utils.is_compiling
+)
+# True of the code that dynamo reads, never of ours.
+is_dynamo_compiling: Callable[[], bool] = getattr(
+    torch.compiler, "is_dynamo_compiling", is_compiling
+)
+
+
+# ---- devices -------------------------------------------------------------------------------------
+
+
+def default_device() -> torch.device:
+    """Where a tensor is made that is asked for without a device."""
+    # 2.1 and 2.2 have no get_default_device; its answer is a variable of theirs.
+    if hasattr(torch, "get_default_device"):
+        return torch.get_default_device()
+    from torch.utils import _device
+
+    return torch.device(_device.CURRENT_DEVICE or "cpu")
+
+
+def accelerator_type() -> str | None:
+    """The kind of device that this build of torch is for, whether or not one is there."""
+    # 2.1 to 2.5 have no torch.accelerator: cuda, or the device that a package has registered.
+    if hasattr(torch, "accelerator"):
+        found = torch.accelerator.current_accelerator()
+        return None if found is None else found.type
+    private = torch._C._get_privateuse1_backend_name()
+    if hasattr(torch, private):
+        return private
+    if torch.backends.cuda.is_built():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_built() else None
+
+
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """The dtype that autocast computes in on a kind of device; None where it is off."""
+    # 2.1 to 2.3 have a function for each kind of device, and a package brings its own.
+    if hasattr(torch, "get_autocast_dtype"):
+        try:
+            return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        except RuntimeError:  # no such device in this build
+            return None
+    if kind == "cuda":
+        return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
+    if kind == "cpu":
+        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
+    module: Any = getattr(torch, kind, None)
+    is_on = getattr(module, "is_autocast_enabled", None)
+    return module.get_autocast_dtype() if is_on is not None and is_on() else None
+
+
+# ---- collectives ---------------------------------------------------------------------------------
+
+
+class _BoxedWork:
+    """A Work that cannot be asked."""
+
+    def is_completed(self) -> bool:
+        raise RuntimeError("torch gives out the Work of c10d's operators from 2.4 on")
+
+
+def unboxed_work(box: torch.ScriptObject) -> Any:
+    """The Work in what c10d's operators return."""
+    # 2.1 to 2.3 have no Work.unbox.
+    unbox = getattr(torch.distributed.Work, "unbox", None)
+    return _BoxedWork() if unbox is None else unbox(box)
+
+
+# ---- what a version cannot do ------------------------------------------------------------------
+
+# The simulated NPU is a device written in Python, which takes a door that 2.10 has first.
+SIMULATED_FROM = "2.10"
+
+
+def can_simulate() -> bool:
+    """Whether this torch can have a device that is written in Python."""
+    from torch.utils import backend_registration
+
+    return hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
