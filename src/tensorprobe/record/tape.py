@@ -73,7 +73,7 @@ from tensorprobe.store.lines import (
     encode_now,
 )
 from tensorprobe.store.writer import CaptureWriter
-from tensorprobe.torch_versions import unboxed_work
+from tensorprobe.torch_versions import COMPILER, unboxed_work
 
 # While it is entered, tensors are read without any function mode or subclass taking notice. It is
 # all that most calls need; where something is computed, Quiet.
@@ -255,7 +255,7 @@ class Tape:
             stacks=self.stacks if self.config.stacks else None,
             stand_ins=stand_ins,
             handler=HANDLER,
-            compiler=vars(torch.compiler),
+            compiler=COMPILER,
             state_notes=_state_notes,
             encode=encode_now,
             positions=POSITIONS,
