@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import tensorprobe as tp
 from tensorprobe import native
 from tensorprobe._version import __version__
 from tensorprobe.cli.main import main
@@ -72,8 +74,11 @@ def test_a_package_that_torch_loads_by_itself_and_that_is_broken(tmp_path: Path)
     done = run("-m", "tensorprobe", "run", "-o", str(tmp_path / "out"), str(program))
     assert done.returncode == 1
     assert f"tensorprobe run: {why}" in done.stderr.splitlines()
-    done = run("-m", "tensorprobe", "check", str(tmp_path))
-    assert (done.returncode, done.stderr) == (1, f"tensorprobe check: {why}\n")
+    with tp.Recorder(tmp_path / "capture", keep="tensors", log=lambda text: None):
+        torch.ones(2).exp()
+    words = (str(tmp_path / "capture"), "Tensor.exp.0.forward", "-o", str(tmp_path / "repro"))
+    done = run("-m", "tensorprobe", "repro", *words)
+    assert (done.returncode, done.stderr) == (1, f"tensorprobe repro: {why}\n")
     assert why in run("-m", "tensorprobe", "doctor").stdout
     done = run("-c", "import tensorprobe; tensorprobe.Recorder")
     assert done.stderr.splitlines()[-1] == f"tensorprobe.errors.UnsupportedTorch: {why}"
