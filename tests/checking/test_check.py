@@ -17,7 +17,7 @@ import tensorprobe as tp
 from recorded import record
 from tensorprobe.checking import pool
 from tensorprobe.checking.plan import likeness
-from tensorprobe.checking.results import Results
+from tensorprobe.checking.results import CheckResults
 from tensorprobe.checking.row import Row
 from tensorprobe.checking.run import Checked
 from tensorprobe.cli.main import main
@@ -207,7 +207,7 @@ def test_what_is_done_is_kept(capture: Path, healthy: Checked, tmp_path: Path) -
     assert len(done) == 3
     assert verdicts(checked) == verdicts(healthy)
     with pytest.raises(BadUsage, match=r"holds another check \(device differ\)"):
-        Results(out, {**json.loads(lines[0]), "device": "npu"})
+        CheckResults(out, {**json.loads(lines[0]), "device": "npu"})
 
 
 @pytest.mark.slow

@@ -27,7 +27,6 @@ from trust.programs import (
 )
 
 FAMILY = "training scripts"
-HUGGING = "Hugging Face inputs"
 BOTH = ("tensors mix", "stats mix")
 Options = dict[str, Any]
 
@@ -300,15 +299,16 @@ FAULTS: dict[str, tuple[Program, str, str, int | None]] = {
         "boundary|weights", 1,
     ),
     "noise-of-another-seed": (
-        _pair({"augment": jitter}, noise=4), "Module.Mlp.forward.0|Functional.linear.0.forward|*from_numpy*",
-        "data", 0,
+        _pair({"augment": jitter}, noise=4),
+        "Module.Mlp.forward.0|Functional.linear.0.forward|*from_numpy*", "data", 0,
     ),
     "noise-is-stronger": (
         _pair({"augment": jitter}, augment=jitter_more),
         "Module.Mlp.forward.0|Functional.linear.0.forward|*from_numpy*", "data", 0,
     ),
     "biases-not-zeroed": (
-        _pair({}, zero=some_zeroed), "Module.*parameters_grad*|Optimizer.AdamW.step.0|Functional.*.backward",
+        _pair({}, zero=some_zeroed),
+        "Module.*parameters_grad*|Optimizer.AdamW.step.0|Functional.*.backward",
         "boundary|structure", 1,
     ),
     "loss-scaled": (
