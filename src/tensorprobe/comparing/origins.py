@@ -56,8 +56,9 @@ class Boundaries:
     differed by before, other inputs by the results so far.
     """
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Scene, replays: Replays) -> None:
         self._scene = scene
+        self._replays = replays
         self._uses = _uses(scene)
         self._backwards: dict[int, list[int]] = {}  # a forward call -> its backward calls
         for backward, forward in scene.flow.forward.items():
@@ -102,7 +103,9 @@ class Boundaries:
             unit *= unit_growth(size)
         if relative(row, d) <= ROUNDING * (unit + inherited):
             return None
-        if found := one_sided_before(self._scene, node, row, d):
+        region = _one_sided_calls(self._scene, node, row)
+        found = _faulty_one_sided(self._scene, self._replays, region)
+        if found := found or _one_sided(self._scene, node, row, region, d):
             return found
         if found := self._sent_by_one_side(node, row, d):
             return found
@@ -406,11 +409,6 @@ def reordered(scene: Scene, node: Node) -> Found:
     return None
 
 
-def one_sided_before(scene: Scene, node: Node, row: TensorPair, d: float) -> Found:
-    """The calls of one side only that an input was made by, if that is why it differs."""
-    return _one_sided(scene, node, row, _one_sided_calls(scene, node, row), d)
-
-
 def coarsest(scene: Scene, at: Sequence[int]) -> float:
     """The unit roundoff of the coarsest dtype that these calls are given, or give."""
     nodes = [scene.nodes[i] for i in at]
@@ -466,7 +464,7 @@ def _faulty_one_sided(scene: Scene, replays: Replays, region: list[int]) -> Foun
 def _own_error(node: Node, replays: Replays) -> Culprit | None:
     """A call that only one side has, with an error of its own."""
     side = 0 if node.pair.pair.actual is not None else 1
-    if not replays.enabled or node.container or node.is_random is not None:
+    if not replays.in_time or node.container or node.is_random is not None:
         return None
     evidence = replays.evidence(node, side, noise=True)
     replays.n_replayed += 1

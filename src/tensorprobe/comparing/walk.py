@@ -63,7 +63,7 @@ class Walk:
         self.scene = scene
         self.replays = replays
         self.taint = taint
-        self._boundaries = Boundaries(scene)
+        self._boundaries = Boundaries(scene, replays)
         self.hazards: list[tuple[int, Culprit]] = []  # where NaN is born, though computed right
         self.cuts: list[tuple[int, Culprit]] = []  # where work is cut into other pieces
         self._random_bit = 0  # of the first call that drew other numbers
