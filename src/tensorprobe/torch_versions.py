@@ -172,15 +172,23 @@ else:
 
 # ---- compilers -----------------------------------------------------------------------------------
 
-# 2.1 and 2.2: is_compiling lies in torch._utils. Dynamo reads it as true, and no other name.
-is_compiling: Callable[[], bool] = (
-    torch.compiler.is_compiling
-    if hasattr(torch.compiler, "is_compiling")
+
+def _is_compiling_in_old() -> bool:
+    # Modes stay on while dynamo compiles, which only its own notes tell.
+    notes = torch._guards
+    return bool(
+        torch._utils.is_compiling() or notes.CompileContext.get() or notes.TracingContext.get()
+    )
+
+
+# 2.1 and 2.2 have no compiler.is_compiling.
+is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", _is_compiling_in_old)
+# True of the code that dynamo reads, never of ours. 2.1 and 2.2 have it under another name, which
+# dynamo knows.
+is_dynamo_compiling: Callable[[], bool] = (
+    torch.compiler.is_dynamo_compiling
+    if hasattr(torch.compiler, "is_dynamo_compiling")
     else torch._utils.is_compiling
-)
-# True of the code that dynamo reads, never of ours.
-is_dynamo_compiling: Callable[[], bool] = getattr(
-    torch.compiler, "is_dynamo_compiling", is_compiling
 )
 
 

@@ -7,6 +7,7 @@ import importlib.util
 from trust import (
     arguments,
     beginnings,
+    conversion,
     decisions,
     dtypes,
     effects,
@@ -43,6 +44,7 @@ CASES: list[Case] = [
     *scripts.CASES,
     *huggingface.CASES,
     *others_programs.CASES,
+    *conversion.CASES,
 ]
 _BY_NAME = {case.name: case for case in CASES}
 assert len(_BY_NAME) == len(CASES), "two cases have one name"

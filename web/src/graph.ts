@@ -313,7 +313,7 @@ export class GraphView {
         s("text", { x: box.x, y: box.y - 2, "text-anchor": "middle" }, this.label(module, call)),
         s("text", { x: box.x, y: box.y + 13, "text-anchor": "middle", class: "second" }, cut(second, Math.floor(box.width / 6)))));
     }
-    return h("div", { class: "pane", tabindex: 0, role: "region", "aria-label": side === BOTH ? t("graph") : t(side === ONLY_ACTUAL ? "actual" : "expected") },
+    return h("div", { class: "pane", tabindex: 0, role: "group", "aria-label": side === BOTH ? t("graph") : t(side === ONLY_ACTUAL ? "actual" : "expected") },
       side === BOTH ? null : h("div", { class: "pane-title" }, t(side === ONLY_ACTUAL ? "actual" : "expected")), svg);
   }
 }

@@ -33,7 +33,7 @@ interface Shown { timeline?: Timeline; graph?: GraphView; panel?: CallPanel; tab
 let shown: Shown = {};
 
 function header(index: { kind: string; tool?: string; lacks?: boolean; of?: number; n?: number }, links: [string, Word][], again: () => void): HTMLElement {
-  return h("header", {}, h("a", { class: "skip", href: "#calls" }, t("skip")),
+  return h("header", {}, links.length ? h("a", { class: "skip", href: "#calls" }, t("skip")) : null,
     h("span", { class: "brand" }, "tensorprobe", index.tool ? h("span", { class: "sub" }, ` ${index.tool}`) : null),
     h("nav", { "aria-label": "tensorprobe" }, ...links.map(([id, word]) => h("a", { href: `#${id}`, click: (event: Event) => { event.preventDefault(); document.getElementById(id)?.scrollIntoView(); } }, t(word)))),
     h("span", { class: "buttons" },

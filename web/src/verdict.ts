@@ -72,7 +72,7 @@ const fact = (value: string, what: string, kind = ""): HTMLElement =>
   h("div", { class: `fact ${kind}` }, h("span", { class: "fact-value" }, value), h("span", { class: "fact-what" }, what));
 
 export function sourceLines(source: Source): HTMLElement {
-  return h("pre", { class: "source", tabindex: 0, role: "region", "aria-label": t("source") },
+  return h("pre", { class: "source", tabindex: 0, role: "group", "aria-label": t("source") },
     ...source.lines.map((line, i) => h("span", { class: source.first + i === source.at ? "at" : null },
       h("span", { class: "number" }, String(source.first + i).padStart(5)), ` ${line}\n`)));
 }

@@ -189,6 +189,8 @@ const WORDS = {
   skipped: ["skipped", "跳过"],
   crashed: ["crashed", "崩溃"],
   check_ok: ["All checked calls pass", "所有检查的调用均通过"],
+  check_none: ["No call could be checked", "没有调用可以检查"],
+  check_recorded: ["{n} recorded results are wrong, though the calls pass here", "{n} 个记录的结果有误，但调用在此处通过"],
   check_bad: ["{n} calls fail", "{n} 个调用失败"],
   checkHelp: ["Each recorded call was run alone and held against a reference of higher precision.", "每个记录的调用都单独运行，并与更高精度的参考结果比较。"],
   guard_ok: ["The guard found nothing", "未发现问题"],

@@ -18,6 +18,7 @@ from tensorprobe.checking.switches import differing
 from tensorprobe.checking.worker import Setting
 from tensorprobe.errors import BadUsage
 from tensorprobe.keywords import keywords
+from tensorprobe.notebooks import html_of
 from tensorprobe.records import Capture, count
 from tensorprobe.replay.pairing import ForwardBackward, pair
 from tensorprobe.store.loading import load
@@ -52,6 +53,9 @@ class Checked:
         shown = ", ".join(f"{self.counts[each]} {each}" for each in verdicts if self.counts[each])
         calls = count(self.counts["calls"], "call")
         return f"<Checked {self.path}: {calls}, {shown or 'none checked'}>"
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
 
 @keywords(output="path", timeout_s="timeout")

@@ -337,6 +337,7 @@ def _incident(args: argparse.Namespace) -> int:
     from tensorprobe.ascend.incident_report import incidents_json, render
     from tensorprobe.ascend.opcase import case_warnings, write_case
     from tensorprobe.ascend.writing import folder_inside, write_text
+    from tensorprobe.report.documents import write_document
 
     reproduced = None if args.reproduced is None else args.reproduced == "yes"
     if args.case_log is not None:
@@ -365,6 +366,7 @@ def _incident(args: argparse.Namespace) -> int:
     write_text(args.out / "report.txt", text)
     content = json.dumps(incidents_json(incidents, cases), indent=2, default=str)
     write_text(args.out / "incident.json", content + "\n")
+    write_document("incident", args.out)
     for line in text.removesuffix("\n").split("\n"):
         say(line)
     return 3 if incidents else 0

@@ -10,10 +10,12 @@ import msgspec
 from tensorprobe.comparing.culprit import (
     Found,
     accuse,
+    has_steps,
     is_cut_otherwise,
     kind_by_direction,
     magnitude,
     proof_of,
+    unlike_gradients,
 )
 from tensorprobe.comparing.evidence import Replayer
 from tensorprobe.comparing.measure import CallPair, TensorPair
@@ -78,16 +80,19 @@ def blame(
     if not scene.culprits and walk.hazards:
         scene.culprits.append(walk.hazards[0])
     settle_containers(scene)
-    is_cut = is_cut_otherwise(scene)
-    if is_cut:
+    is_cut = is_cut_otherwise(scene) and has_steps(scene)
+    unlike = unlike_gradients(scene) if is_cut else None
+    if is_cut and unlike is None:
         scene.culprits = [item for item in scene.culprits if item[1].proof == "replayed"]
+    elif unlike is not None and all(c.step > unlike[1].step for _, c in scene.culprits):
+        scene.culprits = [unlike]
     elif not scene.culprits and walk.cuts:
         scene.culprits.append(walk.cuts[0])
     if not scene.culprits and not scene.sees_all and not is_cut:
         blame_module(scene)
     taint.spread()
     findings = _findings(scene, replays)
-    findings.is_cut = is_cut
+    findings.is_cut = is_cut and unlike is None
     return findings
 
 

@@ -38,8 +38,9 @@ from tensorprobe.comparing.rounding import (
 from tensorprobe.comparing.scene import place, sees_operators
 from tensorprobe.comparing.verdict import Culprit, Outcome, RankResult, Side, Verdict, in_short
 from tensorprobe.config import parse_numbers
-from tensorprobe.errors import UnreadableCapture
+from tensorprobe.errors import BadUsage, UnreadableCapture
 from tensorprobe.garbage import no_garbage
+from tensorprobe.notebooks import html_of
 from tensorprobe.records import LAST_NODE, Call, Capture, count
 from tensorprobe.replay.calibration import covers
 from tensorprobe.store.loading import load
@@ -61,12 +62,14 @@ class Compared:
         pairs: Sequence[CallPair],
         verdict: Verdict,
         structure: Sequence[str] = (),
+        proposed: Mapping[str, str | list[str]] | None = None,
     ) -> None:
         self.actual = actual
         self.expected = expected
         self.pairs = pairs
         self.verdict = verdict
         self.structure = structure  # differences that changed no values
+        self.proposed = proposed or {}  # a mapping of modules that were paired by their weights
 
     @property
     def rows(self) -> Iterator[tuple[CallPair, TensorPair]]:
@@ -89,6 +92,9 @@ class Compared:
     def __repr__(self) -> str:
         return f"<Comparison {in_short(self.verdict)}>"
 
+    def _repr_html_(self) -> str:
+        return html_of(self)
+
 
 def compare_captures(
     actual: Source,
@@ -96,6 +102,9 @@ def compare_captures(
     *,
     noise: Sequence[Source] = (),
     mapping: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    at: str | Sequence[str] = (),
+    rows: str | None = None,
+    within: float | None = None,
     step: int | None = None,
     rank: int | None = None,
     jobs: int | Workers | None = None,
@@ -106,10 +115,15 @@ def compare_captures(
     progress: Progress | None = None,
 ) -> Compared:
     """What tp.compare does, without its files; `jobs` may also be processes that run already."""
+    known = NO_MAPPING if mapping is None else read_mapping(mapping)
+    places = (at,) if isinstance(at, str) else tuple(at)
+    if places:
+        sides = _opened(actual), _opened(expected)
+        return _chosen(sides, noise, step, rank, at=places, rows=rows, within=within, known=known)
+    _check_unchosen(rows, within, known)
     replayer = replayer_for(_user_code(references, imports))
     if references is not None or imports:
         replayer.start()  # what is wrong with a user's code is told before the work, not after it
-    known = NO_MAPPING if mapping is None else read_mapping(mapping)
     with workers_for(map(_path, (actual, expected)), jobs) as workers:
         ours, theirs = _opened(actual), _opened(expected)
         with no_garbage():
@@ -124,6 +138,41 @@ def compare_captures(
         comparison = _judge(ours, theirs, pairs, lacks, floors, wanted, timeout)
     comparison.verdict.imports = [str(each) for each in imports]
     return comparison
+
+
+def _chosen(
+    sides: tuple[Capture, Capture],
+    noise: Sequence[Source],
+    step: int | None,
+    rank: int | None,
+    *,
+    at: tuple[str, ...],
+    rows: str | None,
+    within: float | None,
+    known: CallMapping,
+) -> Compared:
+    # here: it takes numpy, which is not needed where other processes measure
+    from tensorprobe.comparing.chosen_verdict import compare_chosen, wanted
+
+    actual, expected = sides
+    runs = [_opened(source) for source in noise]
+    with no_garbage():
+        places = wanted(at, rows, within, known)
+        pairs, verdict, proposed = compare_chosen(actual, expected, places, runs, step, rank)
+    verdict.notes += _general_notes(verdict, actual, expected)
+    _tell_damage(verdict, (actual, expected), pairs)
+    return Compared(actual, expected, pairs, verdict, proposed=proposed)
+
+
+def _check_unchosen(rows: str | None, within: float | None, mapping: CallMapping) -> None:
+    """Some things are for chosen places only."""
+    wrong = (
+        "`rows`" if rows is not None else "`within`" if within is not None
+        else "a list of modules in `mapping`" if mapping.parts
+        else "ignore in `mapping`" if mapping.ignore else None
+    )  # fmt: skip
+    if wrong is not None:
+        raise BadUsage(f"{wrong} goes with chosen places, such as `at=modules`")
 
 
 def _user_code(
@@ -456,8 +505,6 @@ def _notes(
     verdict: Verdict, findings: Sequence[Findings], actual: Capture, expected: Capture
 ) -> list[str]:
     notes = [*verdict.notes, *_different_makes(actual, expected)]
-    if actual.path.resolve() == expected.path.resolve():
-        notes.append("both sides are one capture: it was compared with itself")
     if verdict.mode in ("stats", "digest") and verdict.culprits:
         notes.append("only statistics were kept: the verdict is weaker than one from tensors")
     if verdict.mode == "structure":
@@ -486,14 +533,18 @@ def _notes(
             f"results are more than 10 % apart from {grown} on: rounding has grown, and every "
             "call is within rounding of its own inputs"
         )
+    return [*notes, *_general_notes(verdict, actual, expected)]
+
+
+def _general_notes(verdict: Verdict, actual: Capture, expected: Capture) -> Iterator[str]:
+    """What is to be said of the recordings, whatever was compared."""
+    if actual.path.resolve() == expected.path.resolve():
+        yield "both sides are one capture: it was compared with itself"
     for side, capture in (("actual", actual), ("expected", expected)):
         if is_narrow(capture):
-            notes.append(f"{side} has a selection of its calls: the others were not compared")
+            yield f"{side} has a selection of its calls: the others were not compared"
     if verdict.counts["gaps"]:
-        notes.append(
-            f"{verdict.counts['gaps']} gaps in the recordings: tensorprobe show RUN --gaps"
-        )
-    return notes
+        yield f"{verdict.counts['gaps']} gaps in the recordings: tensorprobe show RUN --gaps"
 
 
 def _different_makes(actual: Capture, expected: Capture) -> Iterator[str]:

@@ -188,17 +188,38 @@ def gradients_agree(scene: Scene, node: Node) -> bool:
 
 
 def is_cut_otherwise(scene: Scene) -> bool:
-    """Whether the model works on other pieces (micro-batches), or on the same in another order, and
-    every optimizer is given the same gradients all the same."""
-    models = [
-        node
+    """Whether the model works on other pieces (micro-batches) than on the other side, or on the
+    same in another order."""
+    return _is_reordered(scene) or any(
+        node.is_paired
+        and node.call.direction == "forward"
+        and node.call.module
+        and has_other_shapes(node)
         for node in scene.nodes
-        if node.is_paired and node.call.direction == "forward" and node.call.module
-    ]
-    if not any(map(has_other_shapes, models)) and not _is_reordered(scene):
-        return False
+    )
+
+
+def unlike_gradients(scene: Scene) -> Found:
+    """The first optimizer that is given other gradients than on the other side."""
+    for node in scene.nodes:
+        if not node.call.name.startswith("Optimizer.") or gradients_agree(scene, node):
+            continue
+        rows = [row for row in node.inputs if row.role == "parameter_grad"]
+        row = max(rows, key=lambda row: scene.distance(node, row))
+        d = scene.distance(node, row)
+        reason = (
+            f"the model works on other pieces (micro-batches), or in another order, and the "
+            f"gradients that this optimizer is given differ, {row.name} {magnitude(d)}"
+        )
+        proof = proof_of(row)
+        return node.i, accuse(node, "boundary", reason, d, row=row, proof=proof, inherited=0.0)
+    return None
+
+
+def has_steps(scene: Scene) -> bool:
+    """Whether optimizers step, each of them on both sides."""
     steps = [node for node in scene.nodes if node.call.name.startswith("Optimizer.")]
-    return bool(steps) and all(node.is_paired and gradients_agree(scene, node) for node in steps)
+    return bool(steps) and all(node.is_paired for node in steps)
 
 
 def _is_reordered(scene: Scene) -> bool:

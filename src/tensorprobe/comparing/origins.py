@@ -104,6 +104,8 @@ class Boundaries:
             return None
         if found := one_sided_before(self._scene, node, row, d):
             return found
+        if found := self._sent_by_one_side(node, row, d):
+            return found
         is_guess = is_constant(a) or is_constant(e)  # many calls make the same constant
         if ours is not None and theirs is not None and not is_guess:
             return node.i, from_elsewhere(self._scene, node, row, d)
@@ -209,6 +211,22 @@ class Boundaries:
         value = self._scene.parameters.get((node.call.step, key))
         return self._sent_back(value) if value is not None else 0.0
 
+    def _sent_by_one_side(self, node: Node, row: TensorPair, d: float) -> Found:
+        """The calls that send a gradient to a result on one side only: a `detach` on the other."""
+        forward = self._scene.forward_of(node)
+        name = row.name.replace("input", "output", 1)
+        made = next((r for r in forward.outputs if r.name == name), None) if forward else None
+        if made is None:
+            return None
+        users = {
+            at
+            for record in (made.actual, made.expected)
+            if record is not None and (key := content(record)) is not None
+            for at, _ in self._uses.get((self._step, key), ())
+        }
+        sent = {back for at in users for back in self._backwards.get(at, ())}
+        return _one_sided(self._scene, node, row, _region(self._scene, sorted(sent))[1], d)
+
     def _sent_back(self, made: TensorPair) -> float:
         """How far apart the gradients are that were sent to a tensor, the largest."""
         found = 0.0
@@ -281,7 +299,10 @@ class Boundaries:
             f"{node.call.name}, and no recorded call made it"
         )
         kind: CulpritKind = "boundary"
-        if self._is_data(node, row):
+        if self._is_data(node, row) and self._scene.is_weight(node, row):
+            kind = "parameter"
+            reason = f"{what} is a weight or a buffer; it differs, and no recorded call made it"
+        elif self._is_data(node, row):
             kind = "input"
             reason = f"{what}, which no recorded call made, differs: the runs were given other data"
         return accuse(node, kind, reason, d, row=row, proof=proof_of(row), inherited=0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from tensorprobe.comparing.measure import CallPair, TensorPair
@@ -226,13 +226,13 @@ def _unit(facts: Mapping[str, Any], switch: str) -> float:
     return _WORDS.get(value, 0.0) if isinstance(value, str) else 0.0
 
 
-def _autocast_unit(pair: CallPair) -> float:
-    """The unit roundoff of the dtype that autocast gives to a call, on the coarser side."""
+def autocast_unit(calls: Iterable[Call | None]) -> float:
+    """The coarsest unit roundoff of the dtypes that autocast gives to some calls."""
     return max(
         (
             roundoff(note.rpartition(".")[2].rpartition(" ")[2])
-            for call in pair.pair[:2]
-            if isinstance(call, Call)
+            for call in calls
+            if call is not None
             for note in call.notes
             if note.startswith("autocast ")
         ),
@@ -247,7 +247,9 @@ def coarsen_modules(pairs: Sequence[CallPair]) -> None:
     for pair in pairs:
         if pair.call.name.startswith("Module."):
             step = pair.call.step
-            units[step] = max(units.get(step, 0.0), _autocast_unit(pair))
+            units[step] = max(
+                units.get(step, 0.0), autocast_unit((pair.pair.actual, pair.pair.expected))
+            )
     for pair in pairs:
         if unit := units.get(pair.call.step, 0.0):
             for row in pair.tensors:

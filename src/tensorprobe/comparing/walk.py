@@ -131,7 +131,7 @@ class Walk:
             keys = [key for key in (content(a), content(e)) if key is not None]
             if any(key in self.taint.bad_contents for key in keys):
                 continue
-            if not (scene.sees_all or self._is_known_leaf(node, row, keys)):
+            if not (scene.sees_all or self._is_known_leaf(row, keys)):
                 continue  # it may be a result of calls that were not recorded
             if node.call.step != scene.first_step and row.role != "input":
                 continue
@@ -149,11 +149,9 @@ class Walk:
             return found
         return None
 
-    def _is_known_leaf(self, node: Node, row: TensorPair, keys: list[Hashable]) -> bool:
+    def _is_known_leaf(self, row: TensorPair, keys: list[Hashable]) -> bool:
         """Whether a tensor without a producer is a parameter, or tokens or a mask."""
         if row.role != "input" or any(key in self.scene.parameter_names for key in keys):
-            return True
-        if self.scene.is_weight(node, row):
             return True
         return pair_roundoff(row) == 0
 
@@ -164,8 +162,7 @@ class Walk:
         names = self.scene.parameter_names
         name = names.get(content(a)) or names.get(content(e))
         is_parameter = row.role in ("parameter", "buffer", "state") or name is not None
-        if is_parameter or self.scene.is_weight(node, row):
-            is_parameter = True
+        if is_parameter:
             word = {"buffer": "buffer", "state": "the optimizer's state"}.get(row.role, "parameter")
             label = name or label_of(node.call, row)
             what = f"{word} {label} differs, and no recorded call made it"

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from tensorprobe.notebooks import html_of
 from tensorprobe.records import Direction
 from tensorprobe.store.frames import users_line
 
@@ -52,6 +53,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         return f"<Finding {self.kind}: {self.name}, step {self.step}, rank {self.rank}>"
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
 
 def write_findings(

@@ -1128,7 +1128,7 @@ struct Sent : torch::autograd::FunctionPostHook {
     return outputs;
   }
 
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+  COMPILED_ARGS(args) {
     pybind11::gil_scoped_acquire gil;
     if (token->observer == nullptr) return;
     Ref hook = token->observer->python_hook(call, *spots, passing);

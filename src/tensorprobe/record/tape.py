@@ -41,9 +41,8 @@ from tensorprobe.follow.hidden_state import (
     may_draw,
     random_state,
     silently_written,
-    writes_in_place,
 )
-from tensorprobe.follow.naming import ApiName, CallNames, Counter
+from tensorprobe.follow.naming import ApiName, CallNames, Counter, writes_in_place
 from tensorprobe.follow.place import Place
 from tensorprobe.follow.plain_arguments import PLAIN_TENSORS, POSITIONS
 from tensorprobe.follow.quiet import Quiet
@@ -74,6 +73,7 @@ from tensorprobe.store.lines import (
 )
 from tensorprobe.store.writer import CaptureWriter
 from tensorprobe.torch_versions import unboxed_work
+from tensorprobe.trouble import OnTrouble, text_of
 
 # While it is entered, tensors are read without any function mode or subclass taking notice. It is
 # all that most calls need; where something is computed, Quiet.
@@ -552,11 +552,9 @@ class Tape:
 
     def gap(self, name: str, reason: BaseException | str) -> None:
         text = reason if isinstance(reason, str) else _error_text(reason)
-        try:
+        with OnTrouble(self.writer.fail):  # no memory is left, say: recording ends here
             self.open_step()
             self.writer.gap(GapLine(name=name, reason=text[:2000]))
-        except Exception as error:  # noqa: BLE001 no memory is left, say: recording ends here
-            self.writer.fail(error)
 
     # After the call
 
@@ -593,21 +591,15 @@ class Tape:
         elif lends(api):
             self._values.lend(args[0])
         elif names := declared_writes(api) | silently_written(api, args, kwargs):
-            try:
-                with Quiet():
-                    self._forget_arguments(names, args, kwargs)
-            except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-                self.gap("forget", error)
+            with OnTrouble(self.gap, "forget"), Quiet():
+                self._forget_arguments(names, args, kwargs)
 
     def forget_written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A call that is not recorded wrote to some of these, perhaps through `.data`."""
         forget = self._values.forget
-        try:
-            with Quiet():
-                for value in (*args, *kwargs.values()):
-                    map_tensors(value, lambda tensor, path: forget(tensor))
-        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            self.gap("forget", error)
+        with OnTrouble(self.gap, "forget"), Quiet():
+            for value in (*args, *kwargs.values()):
+                map_tensors(value, lambda tensor, path: forget(tensor))
 
     def _mutated(self, call: OpenCall) -> list[tuple[torch.Tensor, Path]]:
         """Inputs that the call wrote to."""
@@ -733,14 +725,11 @@ class Tape:
 
     def begin_backward(self, roots: Iterable[Any]) -> None:
         """Backward starts: a loss may come from a custom Function that no other call has used."""
-        try:
-            with Quiet():
-                nodes = [(root, root.grad_fn) for root in roots if isinstance(root, torch.Tensor)]
-                self._record_functions(
-                    [(root, node) for root, node in nodes if isinstance(node, BackwardCFunction)]
-                )
-        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            self.gap("backward", error)
+        with OnTrouble(self.gap, "backward"), Quiet():
+            nodes = [(root, root.grad_fn) for root in roots if isinstance(root, torch.Tensor)]
+            self._record_functions(
+                [(root, node) for root, node in nodes if isinstance(node, BackwardCFunction)]
+            )
 
     def fail_backwards(self, error: BaseException, alone: bool) -> None:
         """An exception comes out of backward: the call it was in has raised, and the modules that
@@ -760,11 +749,8 @@ class Tape:
             if run is None or (run.key[1] not in tasks and not alone):
                 continue
             if run is entered or run.is_inside_module:
-                try:
-                    with Quiet():
-                        run.fail(text)
-                except Exception as trouble:  # noqa: BLE001 recording one call: it becomes a gap
-                    self.gap(run.names.name, trouble)
+                with OnTrouble(self.gap, run.names.name), Quiet():
+                    run.fail(text)
 
     def finish_backwards(self) -> None:
         """Close what backward calls are open: the backward pass has ended."""
@@ -773,10 +759,8 @@ class Tape:
         self.entered.clear()
         with Quiet():
             for run in filter(None, runs):
-                try:
+                with OnTrouble(self.gap, "backward"):
                     run.finish()
-                except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-                    self.gap("backward", error)
 
     def end_step(self) -> None:
         """Close what is open: the step is over, or the recording."""
@@ -792,17 +776,15 @@ class Tape:
 
     def await_work(self, call: OpenCall, result: Any) -> bool:
         """Whether a collective goes on after it returned; it is written down when it is done."""
-        try:
+        with OnTrouble(self.gap, call.names.name):
             works = _works_in(result)
             if not works:
                 return False
             for tensor, _ in call.inputs:
                 self._values.forget(tensor)
             self._pending_work.append((call, works, call.inputs))
-        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            self.gap(call.names.name, error)
-            return False
-        return True
+            return True
+        return False
 
     def _finish_work(self, *, last: bool = False) -> None:
         pending, self._pending_work = self._pending_work, []
@@ -857,10 +839,8 @@ def _works_in(result: Any) -> list[Any]:
 
 
 def _error_text(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 the text of an exception is the program's own code
-        return type(error).__name__
+    kind, text = type(error).__name__, text_of(error)
+    return f"{kind}: {text}" if text is not None else kind
 
 
 def _state_notes(grad: bool) -> list[str]:

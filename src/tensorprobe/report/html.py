@@ -113,16 +113,6 @@ def read_data(path: Path) -> PageData:
     return PageData(index, details)
 
 
-def write_document(folder: Path, title: str, document: Mapping[str, Any]) -> Path:
-    """Write the page of a check, a guard or an incident: its JSON, shown."""
-    from tensorprobe.report.page_data import clean
-
-    path = folder / PAGE_FILE
-    index = clean(document)
-    write(path, page(title, index.get("text", ()), {"index": json_block(index)}))
-    return path
-
-
 def write(path: Path, content: bytes) -> None:
     """Write a file, whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

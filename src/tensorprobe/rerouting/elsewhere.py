@@ -14,9 +14,9 @@ from torch.utils._device import _device_constructors
 
 from tensorprobe.devices import autocast_dtypes, device_layer
 from tensorprobe.devices.autocast_lists import FLOAT32, FLOAT32_BY_DTYPE, LOW
-from tensorprobe.follow.hidden_state import silently_written, writes_in_place
+from tensorprobe.follow.hidden_state import silently_written
 from tensorprobe.follow.mode_stack import function_modes_off
-from tensorprobe.follow.naming import ApiName
+from tensorprobe.follow.naming import ApiName, writes_in_place
 from tensorprobe.follow.warning_filters import warnings_ignored
 from tensorprobe.replay.decompositions import vendor_op_formula
 from tensorprobe.replay.references import find, registered

@@ -522,13 +522,17 @@ def _on_host(device: torch.device, *, stats: bool, digest: bool) -> Backend:
 def _on_cuda(device: torch.device, *, stats: bool, digest: bool) -> Backend:
     if importlib.util.find_spec("triton") is None:
         return TorchBackend(device, stats=stats, digest=digest)
-    from tensorprobe.tensors import launch
-
+    reason = "torch operations instead of Triton kernels: "
+    try:
+        from tensorprobe.tensors import launch
+    except ImportError as error:  # the Triton of an older torch
+        note = f"{reason}{_first_line(error)}"
+        return TorchBackend(device, stats=stats, digest=digest, note=note)
     try:
         return launch.cuda_backend(device, stats=stats, digest=digest)
     except launch.FAILURES as error:
-        reason = f"torch operations instead of Triton kernels: {_first_line(error)}"
-        return TorchBackend(device, stats=stats, digest=digest, note=reason)
+        note = f"{reason}{_first_line(error)}"
+        return TorchBackend(device, stats=stats, digest=digest, note=note)
 
 
 _CHOICES: dict[str, Callable[..., Backend]] = {"cpu": _on_host, "cuda": _on_cuda}

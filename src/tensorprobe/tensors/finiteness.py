@@ -324,8 +324,10 @@ class KernelFlags:
 def _on_cuda(device: torch.device) -> Flags:
     if importlib.util.find_spec("triton") is None:
         return TorchFlags()
-    from tensorprobe.tensors import launch
-
+    try:
+        from tensorprobe.tensors import launch
+    except ImportError:  # the Triton of an older torch
+        return TorchFlags()
     try:
         return KernelFlags(launch.Flagger(device, SLOTS))
     except launch.FAILURES:

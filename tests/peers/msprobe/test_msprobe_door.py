@@ -224,7 +224,7 @@ def test_debug_saves_values_and_their_gradients(tmp_path: Path) -> None:
     (h * h).sum().backward()
     debugger.step()
     saved = data(tmp_path, file="debug.json")
-    assert list(saved) == ["h.0.debug", "nested.0.debug", "h_grad.0.debug"]
+    assert list(saved) == ["h.0.debug", "h_grad.0.debug", "nested.0.debug"]
     assert saved["nested.0.debug"]["b"][:3] == [
         {"type": "int", "value": 1},
         {"type": "float", "value": 2.5},
@@ -312,12 +312,17 @@ def test_custom_apis_need_no_registration(
     debugger.restore_custom_api(F, "relu")
 
 
-def test_a_second_debugger_is_the_first_or_an_error(tmp_path: Path) -> None:
+def test_a_second_debugger_is_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(tmp_path)
     first = PrecisionDebugger(path)
     assert PrecisionDebugger(path) is first
-    with pytest.raises(BadUsage, match="a second one with"):
-        PrecisionDebugger(path, level="L0")
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        assert PrecisionDebugger(path, level="L0") is first
+    assert first.config.level == "L1"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "it stays as it is, and config_path=" in line
+    assert "level='L0' has no effect" in line
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
