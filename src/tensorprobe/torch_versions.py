@@ -189,6 +189,12 @@ is_dynamo_compiling: Callable[[], bool] = (
     if hasattr(torch.compiler, "is_dynamo_compiling")
     else torch._utils.is_compiling
 )
+# What C++ reads of torch.compiler. Where the flag is not False, it asks the function.
+COMPILER: dict[str, Any] = (
+    vars(torch.compiler)
+    if hasattr(torch.compiler, "_is_compiling_flag")
+    else {"_is_compiling_flag": None, "is_compiling": is_compiling}
+)
 
 
 # ---- devices -------------------------------------------------------------------------------------

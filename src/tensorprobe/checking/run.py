@@ -41,7 +41,12 @@ class Checked:
 
     @property
     def passed(self) -> bool:
-        return not (self.counts["fail"] or self.counts["crashed"])
+        return not (self.counts["fail"] or self.counts["crashed"] or self.is_idle)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was checked: every call was skipped."""
+        return self.counts["checked"] == self.counts["skipped"]
 
     @property
     def folder(self) -> Path:

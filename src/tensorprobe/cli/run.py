@@ -21,6 +21,7 @@ from tensorprobe.errors import (
     RecordingStopped,
     TensorprobeError,
     WriteFailed,
+    why_no_torch,
 )
 from tensorprobe.store.outputs import check_folder, check_writable
 from tensorprobe.tensors.json_files import read_json
@@ -603,11 +604,13 @@ class _Session:
 
 def _explain(end: BaseException | None) -> None:
     """Say what to do about a mistake with devices; the program's traceback has been shown."""
-    if not isinstance(end, Exception) or "torch" not in sys.modules:
+    if not isinstance(end, Exception):
         return
-    from tensorprobe.devices import explain
+    advice = why_no_torch(end)
+    if advice is None and "torch" in sys.modules:
+        from tensorprobe.devices import explain
 
-    advice = explain(end)
+        advice = explain(end)
     if advice is not None:
         sys.stderr.write(f"tensorprobe run: {advice}\n")
 

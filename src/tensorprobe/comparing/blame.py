@@ -193,7 +193,8 @@ def settle_containers(scene: Scene) -> None:
         if not explained:
             before = any(at <= max(inside) for at, _ in scene.culprits)
             changed = is_optimizer and node.same_in and not node.same_out
-            if before or not (changed or exceeds(node)):
+            differs = exceeds(node) if is_optimizer else _exceeds_inside(scene, node)
+            if before or not (changed or differs):
                 continue
         reason = f"called with other arguments: {'; '.join(node.differences[:4])}"
         row = max(node.outputs, key=distance, default=None)
@@ -231,6 +232,11 @@ def _is_suspect(scene: Scene, node: Node) -> bool:
         return False
     if not node.call.name.startswith("Module."):
         return False
+    return _exceeds_inside(scene, node)
+
+
+def _exceeds_inside(scene: Scene, node: Node) -> bool:
+    """Whether a module's outputs differ by more than what went in and what is inside explain."""
     inside = [scene.nodes[at] for at in scene.inside(_forward(scene, node))]
     if not exceeds(node, unit_growth(len(inside))):
         return False

@@ -65,6 +65,7 @@ class Boundaries:
         self._before: dict[str, float] = {}  # by label: how far a parameter or buffer was apart
         self._forward = self._backward = 0.0  # the largest difference so far in this step
         self._gradients: list[tuple[float, float]] = []  # of this step: norm, and how far apart
+        self._sums: dict[str, float] = {}  # the size that a gradient's terms add up to
         self._seen: set[str] = set()  # the gradients that this step has had already
         self._of_module: dict[tuple[int, str], list[int]] = {}  # backward calls so far
         self._largest = 0.0  # of all in `_before`
@@ -76,6 +77,7 @@ class Boundaries:
             self._step, self._forward, self._backward = node.call.step, 0.0, 0.0
             self._gradients = []
             self._seen.clear()
+            self._sums.clear()
         if not node.is_paired:
             return None
         return next(filter(None, (self._explain(node, row) for row in node.inputs)), None)
@@ -124,8 +126,11 @@ class Boundaries:
     def _summed(self, node: Node, row: TensorPair) -> float:
         """The size that the terms of a parameter's gradient add up to, if they do not cancel: it
         rounds to the size of those."""
-        found = 0.0
+        key = _gradient_key(label_of(node.call, row))
+        found = self._sums.get(key, 0.0)  # an optimizer is given what its module has shown
         shape = row.expected.shape if row.expected is not None else ()
+        if node.call.name.startswith("Optimizer."):
+            return found
         for at in self._module_backwards(node):
             backward = self._scene.nodes[at]
             forward = self._scene.forward_of(backward)
@@ -138,6 +143,7 @@ class Boundaries:
                     size *= max((rms_size(r.expected) for r in forward.inputs
                                  if r.role == "input" and r.expected), default=1.0)  # fmt: skip
                 found = max(found, size if size < 1e30 else 0.0)
+        self._sums[key] = found
         return found
 
     def _module_backwards(self, node: Node) -> list[int]:
@@ -151,7 +157,10 @@ class Boundaries:
         if row.role == "parameter_grad":
             return self._context_of_gradient(node, row)
         if row.role in _STATES:
-            return self._before.get(label_of(node.call, row), 0.0)
+            before = self._before.get(label_of(node.call, row), 0.0)
+            if row.role == "parameter" and self._gradients and self._is_in_closure(node):
+                return max(before, APART)  # an optimizer divides noise by noise
+            return before
         if node.i in self._scene.in_optimizer:
             return self._largest
         if node.call.direction == "backward":
@@ -171,6 +180,19 @@ class Boundaries:
         nodes = [self._scene.nodes[at] for at in self._module_backwards(node)]
         found = [r for other in nodes for r in (other.r_in, other.r_out) if math.isfinite(r)]
         return max(before, max(found, default=self._backward))
+
+    def has_seen(self, node: Node, row: TensorPair) -> bool:
+        """Whether the program has used a parameter or buffer before."""
+        return label_of(node.call, row) in self._before
+
+    def _is_in_closure(self, node: Node) -> bool:
+        """Whether a call is in the closure of an optimizer that has had gradients: by them it may
+        have stepped already."""
+        parent = node.call.parent
+        while parent and not parent.startswith("Optimizer."):
+            at = self._scene.named(node.call.step, parent)
+            parent = None if at is None else self._scene.nodes[at].call.parent
+        return bool(parent)
 
     def _norm_difference(self) -> float:
         """How far apart the norm of all gradients of this step is, at most."""
@@ -344,7 +366,8 @@ def wired_otherwise(scene: Scene, replays: Replays, node: Node) -> Found:
         ours, theirs = scene.flow.producers(node.i, row.name)
         if ours == theirs:
             continue
-        if node.call.direction == "backward" and None in (ours, theirs):
+        is_gradient = node.call.direction == "backward" or row.role == "parameter_grad"
+        if is_gradient and None in (ours, theirs):
             continue
         known, region = _region(scene, (ours, theirs))
         if any(scene.nodes[at].taint for at in (*known, *region)):

@@ -25,6 +25,7 @@ from tensorprobe.record.encode import encode
 from tensorprobe.record.making import MadeNotes, uncalled_parameters, uses_uncalled
 from tensorprobe.record.tape import Tape, _state_notes
 from tensorprobe.store.lines import CallLine, EndLine
+from tensorprobe.torch_versions import COMPILER
 from tensorprobe.trouble import OnTrouble
 
 _DISABLED = torch._C.DisableTorchFunction  # tensors are read without any mode taking notice
@@ -180,7 +181,7 @@ class ModuleCalls:
             place=tape.place,
             thread=hooks.thread,
             trained=self._trained,
-            compiler=vars(torch.compiler),
+            compiler=COMPILER,
             call_impl=CALL_IMPL,
             entered=hooks.entered,
             left=hooks.left,

@@ -72,7 +72,7 @@ from tensorprobe.store.lines import (
     encode_now,
 )
 from tensorprobe.store.writer import CaptureWriter
-from tensorprobe.torch_versions import unboxed_work
+from tensorprobe.torch_versions import COMPILER, unboxed_work
 from tensorprobe.trouble import OnTrouble, text_of
 
 # While it is entered, tensors are read without any function mode or subclass taking notice. It is
@@ -257,7 +257,7 @@ class Tape:
             stacks=self.stacks if self.config.stacks else None,
             stand_ins=stand_ins,
             handler=HANDLER,
-            compiler=vars(torch.compiler),
+            compiler=COMPILER,
             state_notes=_state_notes,
             encode=encode_now,
             positions=POSITIONS,
