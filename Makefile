@@ -8,7 +8,7 @@ JOBS   ?= 2
 IN_PYTHON := tests/follow tests/record tests/tensors/test_starting.py tests/tensors/test_summarizer.py \
 	tests/overflow/test_short_way.py tests/overflow/test_later.py tests/overflow/test_masks.py tests/overflow/test_overflow.py
 
-.PHONY: help setup demo test test-all test-versions torch-names check wheel clean
+.PHONY: help setup demo test test-all test-versions torch-names check wheel web clean
 
 help:
 	@echo "make demo      the whole story on built-in data"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-all  the full matrix"
 	@echo "make test-versions VERSIONS='2.1.0 2.7.1'  the compatibility set with other versions of torch"
 	@echo "make check     ruff, mypy --strict, import directions"
+	@echo "make web       src/tensorprobe/report/page, built from web/ (Node 20)"
 	@echo "make wheel     dist/tensorprobe-*.whl, with the C library in it"
 
 setup: $(STAMP)
@@ -59,6 +60,9 @@ wheel: setup
 	$(BIN)/python -m hatchling build -t wheel -d dist
 	@case "$$(ls dist/*.whl)" in *-none-any.whl) \
 		echo "the wheel has no C library: it takes a C compiler (CC, or cc)" >&2; exit 1;; esac
+
+web:
+	cd web && npm ci && npm run build
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,27 @@ def test_a_strict_run_ends_with_1_before_a_program_whose_recording_cannot_be_wri
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err == ("tensorprobe run: cannot write to 'empty/out': 'empty' is not writable\n")
+
+
+def test_a_strict_run_ends_with_1_where_its_guard_cannot_write(here: Path) -> None:
+    (here / "train.py").write_text("import torch; torch.ones(2).log()")
+    words = [sys.executable, "-m", "tensorprobe", "run", "--guard", "overflow"]
+    for strict, status in ((["--strict"], 1), ([], 0)):
+        done = subprocess.run(
+            [*words, *strict, "--guard-out", "/proc/nope", "train.py"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == status
+        assert "/proc/nope" in done.stderr
+
+
+def test_a_script_after_two_dashes(here: Path) -> None:
+    (here / "train.py").write_text("import sys, torch; torch.ones(2).log(); print(sys.argv)")
+    words = [sys.executable, "-m", "tensorprobe", "run", "-o", "new", "--", "train.py", "--", "-x"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout == "['train.py', '--', '-x']\n"
 
 
 @pytest.mark.parametrize("place", ["", "/report", "/rank0", "/rank0/step0/deep"])

@@ -382,6 +382,21 @@ def test_a_traced_program_has_the_graph_of_a_bare_one(
         assert re.fullmatch(r"\d+ calls made while it traced are not recorded", gaps.popitem()[1])
 
 
+@every_way
+def test_a_traced_convolution_is_no_constant(way: str, language: str, tmp_path: Path) -> None:
+    def traced() -> Any:
+        return torch.jit.trace(lambda a: F.conv1d(a, a).relu(), (torch.randn(1, 3, 4),))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = traced()
+        with watched(way, tmp_path / "run"):
+            actual = traced()
+    x = torch.randn(1, 3, 4)
+    assert actual.code == expected.code
+    assert torch.equal(actual(x), F.conv1d(x, x).relu())
+
+
 @both_languages
 def test_calls_are_recorded_again_after_a_trace(language: str, tmp_path: Path) -> None:
     for level, name in (("L1", "Tensor.sin.0.forward"), ("L2", "Aten.sin.0.forward")):

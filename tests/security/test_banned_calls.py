@@ -76,14 +76,14 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("guarding/guard.py", "importlib"): (1, "parts of the guard, by names of our own"),
     ("native/__init__.py", "importlib.machinery"): (1, "our own library in C++"),
     ("native/__init__.py", "importlib.util"): (1, "the same"),
+    ("native/attributes.py", "getattr"): (1, "classes that C++ reads, from the table of that file"),
     ("parts.py", "importlib"): (1, "layouts, columns and tables, from tables of our own"),
     ("peers/foreign_records.py", "assert"): (1, "a pattern that matches any text"),
     ("peers/msprobe/msprobe_columns.py", "assert"): (
         2,
         "about its own state, for the type checker",
     ),
-    ("peers/msprobe/msprobe_columns.py", "getattr"): (1, "fields of our own records"),
-    ("peers/msprobe/msprobe_config.py", "assert"): (1, "about its own state, for the type checker"),
+    ("peers/msprobe/msprobe_command.py", "getattr"): (2, "options of our own parser"),
     ("peers/msprobe/msprobe_seeding.py", "getattr"): (
         1,
         "dropout functions, from the table of that file",
@@ -130,10 +130,11 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("store/writer.py", "assert"): (5, "about its own caller and state; it reads nothing"),
     ("tensors/arrays.py", "getattr"): (1, "torch's dtype of a name that numpy_dtype has let pass"),
     ("tensors/backends.py", "importlib.util"): (1, "whether triton is there"),
+    ("tensors/dtypes.py", "getattr"): (1, "dtypes of ml_dtypes, from the list of that file"),
     ("tensors/finiteness.py", "getattr"): (2, "dtypes of torch, from the table of that file"),
     ("tensors/finiteness.py", "importlib.util"): (1, "whether triton is there"),
     ("tensors/memory.py", "getattr"): (
-        4,
+        2,
         "dispatch keys and dtypes of torch, from the tables of that file",
     ),
     ("tensors/stored_pairs.py", "pickle.load"): (
@@ -141,6 +142,7 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
         "what `compare` sends to its worker, on its socket",
     ),
     ("tensors/torch_ops.py", "getattr"): (1, "torch's module of the device of a live tensor"),
+    ("torch_versions.py", "getattr"): (2, "dispatch keys and devices, by names of our own"),
 }
 
 

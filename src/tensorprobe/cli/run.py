@@ -206,6 +206,8 @@ def _add_start(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     words = args.module_words if args.module_words is not None else args.script
+    if args.module_words is None and words[:1] == ["--"]:
+        words = words[1:]
     if not words:
         raise BadUsage("no script given. For example: tensorprobe run -o runs/a train.py")
     if args.script and args.module_words is not None:
@@ -402,7 +404,7 @@ class _Session:
         self._recorder: Recorder | None = None
         self._start: StartState | None = None
         self._problem: TensorprobeError | None = None  # that ends the program
-        self._trouble: TensorprobeError | None = None  # of recording alone
+        self._trouble: TensorprobeError | None = None  # of our own; the program goes on
         self._guard_options: dict[str, Any] | None = None
         self._guard: Guard | None = None
 
@@ -565,8 +567,19 @@ class _Session:
         try:
             self._guard.close(end)
         except GuardStopped as stopped:
-            return end or stopped
+            end = end or stopped
+        self._trouble = self._trouble or self._guard.failed
+        self._write_page(self._guard)
         return end
+
+    def _write_page(self, guard: Guard) -> None:
+        """Beside findings.json; without that, on a full disk say, there is nothing to show."""
+        from tensorprobe.devices.process_rank import current_rank, world_size
+        from tensorprobe.report.documents import write_document
+
+        place = guard.path if world_size() == 1 else guard.path / f"rank{current_rank()}"
+        with contextlib.suppress(TensorprobeError, OSError):
+            write_document("guard", place)
 
     def _close(self) -> None:
         """End the recording; what is wrong with it is said."""

@@ -36,8 +36,10 @@ def content(record: TensorRecord) -> Hashable | None:
     if record.digest is not None:
         return record.digest
     s = record.summary
-    if s is None or s.norm is None:
+    if s is None:
         return None
+    if s.norm is None:  # bools, and what other tools leave out
+        return (s.min, s.max, s.zero_count, record.shape, record.dtype) if s.counted else None
     return (s.min, s.max, s.mean, s.norm, s.zero_count, record.numel, record.dtype)
 
 

@@ -125,9 +125,10 @@ class Replays:
             return Evidence(problem=f"{call.name}: its forward call was not recorded")
         return self._own_error(given, call, noise=noise)
 
-    def matters(self, call: Call, other: Call | None) -> float | None:
-        """How far a call's replay moves with the arguments of another; None: not to be told."""
-        return self._replayer.matters(call, other, seconds=self._seconds_for_one())
+    def matters(self, call: Call, other: Call | None, backward: Call | None = None) -> float | None:
+        """How far a call's replay, or that of its backward, moves with the arguments of another;
+        None: not to be told."""
+        return self._replayer.matters(call, other, backward, seconds=self._seconds_for_one())
 
     def _own_error(
         self, forward: Call, backward: Call | None = None, noise: bool = True
@@ -232,35 +233,67 @@ def _replaced(tree: Any, new: dict[str, TensorRecord]) -> Any:
     return tree
 
 
-def hunt(scene: Scene, replays: Replays, *, faint: bool) -> None:
-    """Accuse every call of the earliest step that has an error of its own.
-
-    With `faint`, those whose error is small; if there is none, those with an error too small for
-    any bound, but that rounding does not make.
-    """
-    for node in _faint_suspects(scene) if faint else _strong_suspects(scene):
+def hunt(scene: Scene, replays: Replays) -> None:
+    """Accuse every call of the earliest step that differs by more than its inputs do, and has an
+    error of its own."""
+    for node in _strong_suspects(scene):
         if scene.culprits and node.call.step > scene.culprits[0][1].step:
             break  # later steps inherit
         if not replays.in_time:
             replays.n_left += 1
             continue
-        found = _own(node, replays, faint)
-        if found is None:
-            continue
-        forward = scene.forward_of(node)
-        if forward is not None:
-            if replays.is_cleared_by_recomputation(node, FAINT if faint else ROUNDING):
-                continue
-            if any(at == forward.i for at, _ in scene.culprits):
-                continue  # its forward call did it: what backward reuses of that is wrong too
-            if earlier := _forward_did_it(forward, found, replays):
-                scene.culprits.append((forward.i, earlier))
-                continue
-        if found.kind != "nonfinite" or not heals(scene, (node.i, found)):
-            scene.culprits.append((node.i, found))
-    if faint and not scene.culprits and replays.is_calibrated:
-        hunt_below(scene, replays)
+        _try(scene, replays, node, faint=False)
     scene.culprits.sort(key=lambda item: item[0])
+
+
+def hunt_all(scene: Scene, replays: Replays) -> None:
+    """Accuse what is left: calls whose error is hidden by that of their inputs, then small errors,
+    then errors too small for any bound, but that rounding does not make."""
+    _hunt_hidden(scene, replays)
+    if scene.culprits:
+        return
+    for node in _faint_suspects(scene):
+        if scene.culprits and node.call.step > scene.culprits[0][1].step:
+            break
+        if not replays.in_time:
+            replays.n_left += 1
+            continue
+        _try(scene, replays, node, faint=True)
+    if not scene.culprits and replays.is_calibrated:
+        hunt_below(scene, replays)
+    scene.culprits.sort(key=lambda item: -item[1].own_error)
+
+
+def _hunt_hidden(scene: Scene, replays: Replays) -> None:
+    """Replay whatever differs: where inputs are far apart, an argmax between equal numbers say,
+    results do not tell which call has an error of its own."""
+    deadline = min(replays.deadline, time.monotonic() + replays.seconds_below)
+    for node in _suspects(scene):
+        if scene.culprits and node.call.step > min(c.step for _, c in scene.culprits):
+            continue
+        if time.monotonic() >= deadline:
+            replays.n_left += 1
+            continue
+        _try(scene, replays, node, faint=False)
+    scene.culprits.sort(key=lambda item: item[0])
+
+
+def _try(scene: Scene, replays: Replays, node: Node, *, faint: bool) -> None:
+    """Accuse a call, or the forward call that it follows from, where a replay shows its error."""
+    found = _own(node, replays, faint)
+    if found is None:
+        return
+    forward = scene.forward_of(node)
+    if forward is not None:
+        if replays.is_cleared_by_recomputation(node, FAINT if faint else ROUNDING):
+            return
+        if any(at == forward.i for at, _ in scene.culprits):
+            return  # its forward call did it: what backward reuses of that is wrong too
+        if earlier := _forward_did_it(forward, found, replays):
+            scene.culprits.append((forward.i, earlier))
+            return
+    if found.kind != "nonfinite" or not heals(scene, (node.i, found)):
+        scene.culprits.append((node.i, found))
 
 
 def _strong_suspects(scene: Scene) -> Iterator[Node]:

@@ -26,7 +26,7 @@ from tensorprobe.comparing.origins import (
 from tensorprobe.comparing.rounding import (
     ROUNDING,
     distance,
-    moved_values,
+    is_moved,
     pair_roundoff,
     same_bits,
 )
@@ -47,7 +47,8 @@ from tensorprobe.comparing.scene import (
 )
 from tensorprobe.comparing.suspects import Replays, score, worst
 from tensorprobe.comparing.verdict import Culprit, CulpritKind
-from tensorprobe.replay.kinds import kind_of
+from tensorprobe.records import Call
+from tensorprobe.replay.kinds import api_of, kind_of
 
 _CUTS = ("chunk", "split", "tensor_split", "split_with_sizes", "unbind")
 # In roundings: what another kernel of the same sums may differ by, as statistics show it.
@@ -134,13 +135,18 @@ class Walk:
                 continue  # it may be a result of calls that were not recorded
             if node.call.step != scene.first_step and row.role != "input":
                 continue
+            if row.role == "parameter" and self._boundaries.has_seen(node, row):
+                continue  # stepped since, in the closure of an optimizer
             if not self._changes_something(node):
                 continue
             if row.role == "input" and (origin := written_through_view(scene, node, row)):
                 node.taint |= origin.taint
                 continue
+            found = node.i, self._leaf_culprit(node, row)
+            if heals(scene, found):
+                continue
             self.taint.bad_contents |= dict.fromkeys(keys, node.i)
-            return node.i, self._leaf_culprit(node, row)
+            return found
         return None
 
     def _is_known_leaf(self, row: TensorPair, keys: list[Hashable]) -> bool:
@@ -250,10 +256,13 @@ class Walk:
 
     def _called_otherwise(self, node: Node) -> Found:
         """Arguments that differ, and by which the values do."""
-        differences = node.differences
+        given = self._given_by(node)
+        if given is None:
+            return None
+        differences = given.differences
         if not differences:
-            differences = self._left_to_default(node)
-        elif not self._arguments_matter(node):
+            differences = self._left_to_default(node, given)
+        elif not self._arguments_matter(node, given):
             return None
         if not differences:
             return None
@@ -264,28 +273,43 @@ class Walk:
         proof = "replayed" if node.evidence else "compared"
         return node.i, accuse(node, "argument", reason, node.d_out, row=row, proof=proof)
 
-    def _left_to_default(self, node: Node) -> list[str]:
+    def _given_by(self, node: Node) -> Node | None:
+        """The call that has the arguments: of a backward call its forward one, which has been asked
+        already whether they change its results."""
+        if node.call.direction == "forward" or node.differences:
+            return node
+        forward = self.scene.forward_of(node)
+        if forward is None or not forward.is_paired or forward.container or forward.is_random:
+            return None
+        if self.taint.is_culprit(forward) or (node.taint and not self.replays.enabled):
+            return None
+        return forward
+
+    def _left_to_default(self, node: Node, given: Node) -> list[str]:
         """Arguments that one side gives and the other leaves out, where that makes a difference."""
-        a, e = node.pair.pair.actual, node.pair.pair.expected
-        if a is None or e is None or node.d_out <= FAINT or node.call.direction != "forward":
+        a, e = given.pair.pair.actual, given.pair.pair.expected
+        if a is None or e is None or node.d_out <= FAINT or node.is_random is not None:
+            return []
+        if node.call.direction != "forward" and given is node:
             return []
         absent = arguments.absences(a, e)
-        if not absent or node.is_random is not None:
+        if not absent:
             return []
         if self.replays.in_time:
-            found = self.replays.matters(a, arguments.transplant(a, node.pair))
+            found = self.replays.matters(a, arguments.transplant(a, given.pair), _back(node))
             if found is not None:
                 return absent if found > FAINT else []
         return absent if not node.taint and exceeds(node) else []
 
-    def _arguments_matter(self, node: Node) -> bool:
-        a, e = node.pair.pair.actual, node.pair.pair.expected
+    def _arguments_matter(self, node: Node, given: Node) -> bool:
+        a, e = given.pair.pair.actual, given.pair.pair.expected
         assert a is not None
         assert e is not None
         if any(arguments.settings(a, e)):  # each side did what its own say: a replay tells nothing
             return not node.taint and exceeds(node)
-        if self.replays.in_time and node.call.direction == "forward" and node.is_random is None:
-            found = self.replays.matters(a, arguments.graft(a, e))
+        is_known = node.call.direction == "forward" or given is not node
+        if self.replays.in_time and is_known and node.is_random is None:
+            found = self.replays.matters(a, arguments.graft(a, e), _back(node))
             if found is not None:
                 return found > FAINT or (not node.taint and wrong_buffer(node) is not None)
         if node.taint:
@@ -344,7 +368,7 @@ class Walk:
             return False
         if a.digest == e.digest or row.metrics is not None:
             return False
-        if a.summary and e.summary and moved_values(a.summary, e.summary):
+        if is_moved(row):
             return True
         if node.call.direction == "forward" and kind_of(node.call) in ("exact", "conversion"):
             return True
@@ -352,6 +376,8 @@ class Walk:
 
     def _reproducible_before(self, node: Node) -> bool:
         """Whether sums have come out bit for bit alike so far: of this op, or of three others."""
+        if not self.scene.same_settings:
+            return False
         alike: set[str] = set()
         for earlier in self.scene.nodes[: node.i]:
             if earlier.container or not earlier.is_paired or not earlier.makes_sums:
@@ -365,8 +391,12 @@ class Walk:
 
 def _cuts_otherwise(node: Node) -> bool:
     """Whether a call cuts the same tensor into other pieces: `chunk(2)` and `chunk(4)`."""
-    name = node.call.op.rpartition(".")[2].partition(".")[0]
-    return name in _CUTS and node.same_in and has_other_shapes(node)
+    return api_of(node.call.op) in _CUTS and node.same_in and has_other_shapes(node)
+
+
+def _back(node: Node) -> Call | None:
+    """The call, if it is a backward one, as the actual side has it."""
+    return node.pair.pair.actual if node.call.direction == "backward" else None
 
 
 def _is_replayable(node: Node) -> bool:

@@ -24,6 +24,24 @@ _DTYPES = {
 }
 
 
+# None for an unknown name only; this one has none in torch._C.DispatchKey
+_TRACER = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("Tracer"))  # type: ignore[arg-type]
+
+
+def make_operator_call(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """Make a call that a dispatch mode was given.
+
+    torch switches torch.jit.trace off inside of a mode. An operator that leaves it to others to be
+    traced, as convolution does, would become a constant of the graph.
+    """
+    if not is_tracing():
+        return _call(func, args, kwargs)
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set() - _TRACER
+    with torch._C._ForceDispatchKeyGuard(include, exclude):
+        return _call(func, args, kwargs)
+
+
 def _call(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """Make a call; a number that is a tensor, as in a traced graph, comes to a mode as a number,
     and few operators take it back."""
@@ -83,22 +101,22 @@ class OperatorMode(TorchDispatchMode):
             kwargs = kwargs or {}
             observer = self._observer
             if not (observer.on and self.on):
-                return _call(func, args, kwargs)
+                return make_operator_call(func, args, kwargs)
             if func not in self._operators:
                 self._operators[func] = _look_up(func)
                 self.saw_scaler |= func._schema.name == f"aten::{SCALER_UPDATE}"
             operator = self._operators[func]
             if operator is None:
-                return _call(func, args, kwargs)
+                return make_operator_call(func, args, kwargs)
             if is_tracing():
                 observer.traced()
-                return _call(func, args, kwargs)
+                return make_operator_call(func, args, kwargs)
             node = torch._C._current_autograd_node()
             call = observer.begin_operator(operator, node, args, kwargs)
             if call is None:
-                return _call(func, args, kwargs)
+                return make_operator_call(func, args, kwargs)
             try:
-                result = _call(func, args, kwargs)
+                result = make_operator_call(func, args, kwargs)
             except BaseException as error:
                 observer.raised(call, error)
                 raise

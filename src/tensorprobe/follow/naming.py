@@ -46,8 +46,16 @@ class CallNames(msgspec.Struct, frozen=True, gc=False):
     wanted: bool = True  # False: only the backward of this call is
 
     def but(self, **changes: Any) -> CallNames:
-        """The same with some of it changed."""
+        """A copy with some fields changed."""
         return msgspec.structs.replace(self, **changes)
+
+
+def writes_in_place(api: ApiName) -> bool:
+    """Whether calls of this API write to a tensor they are given, as its name says."""
+    name = api.api
+    if name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
+    return name.endswith(("_", ".__set__")) or name == "copy"
 
 
 # `a + b` and `a.add(b)` are one op; which of the two names reaches a function mode is decided

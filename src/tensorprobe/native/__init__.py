@@ -21,6 +21,8 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tensorprobe.native import attributes
+
 if TYPE_CHECKING:
     MODULE: Any
 
@@ -53,7 +55,7 @@ def find_torch() -> Torch | None:
 
 
 def _assigned(source: str) -> dict[str, Any]:
-    """The names that a file gives plain values, and these."""
+    """The names that a file assigns plain values to, with these values."""
     found: dict[str, Any] = {}
     for line in ast.parse(source).body:
         if isinstance(line, ast.Assign | ast.AnnAssign) and isinstance(line.value, ast.Constant):
@@ -73,7 +75,7 @@ def places() -> list[Path]:
 
 @functools.cache
 def _file_name(found: Torch) -> str:
-    """Of a module for this torch and this Python, built from these sources."""
+    """The name of the file that is built from these sources for this torch and Python."""
     digest = hashlib.sha256()
     for source in sorted((*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp"))):
         digest.update(source.read_bytes())
@@ -137,17 +139,30 @@ def load_from(path: Path) -> Any:
 
 
 def load() -> Any:
-    """The module, where it was built from these sources for this torch and Python; or None."""
+    """The module, where it was built from these sources for this torch and Python; or None.
+
+    Raises AttributeError if C++ would read an attribute that its class in Python does not have.
+    """
     if os.environ.get(SWITCH) == "0":
         return None
     import torch  # noqa: F401  its libraries have to be there first
 
     for path in filter(is_there, places()):
         try:
-            return load_from(path)
+            module = load_from(path)
         except (ImportError, OSError):  # of a compiler or a C library that do not go with torch's
             continue
+        attributes.check(module, _checked)
+        return module
     return None
+
+
+def check() -> None:
+    """Compare the names that C++ reads with the classes that were imported since the last time."""
+    attributes.check(sys.modules[__name__].MODULE, _checked)
+
+
+_checked: set[str] = set()  # classes that have what C++ reads of them
 
 
 def __getattr__(name: str) -> Any:

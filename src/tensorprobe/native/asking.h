@@ -3,20 +3,30 @@
 
 #include <algorithm>
 
+#include "attributes.h"
 #include "python.h"
 
 namespace tensorprobe {
 
-// A name of Python's, made once.
 template <size_t N>
 struct Text {
   constexpr Text(const char (&from)[N]) { std::copy_n(from, N, text); }
+  constexpr std::string_view view() const { return {text, N - 1}; }
   char text[N];
 };
+
+// A text of Python's, made once: a key of a dict, a role, a keyword.
+template <Text said>
+PyObject* literal() {
+  static PyObject* const made = PyUnicode_InternFromString(said.text);
+  return made;
+}
+
+// The name of an attribute, which the table of attributes.h has.
 template <Text name>
 PyObject* word() {
-  static PyObject* const made = PyUnicode_InternFromString(name.text);
-  return made;
+  static_assert(is_declared(name.view()), "add it to the table in attributes.h");
+  return literal<name>();
 }
 
 template <Text name>

@@ -15,6 +15,7 @@
 #include <optional>
 
 #include "following.h"
+#include "line_text.h"
 #include "lines.h"
 #include "log.h"
 #include "stack.h"
@@ -30,7 +31,7 @@ struct Recording {
   std::optional<StackTable> stacks;  // where they are wanted
   StandIns stand_ins;
   Ref compiler, state_notes, encode, positions, only_path, output_spots, no_aliases;
-  Ref open_call, out, call_names, end_line, raw, one_node, one_way, any_way, node_run;
+  Ref open_call, out, call_names, call_line, end_line, stack_line, raw, one_node, one_way, any_way, node_run;
   bool wants_input = false, wants_output = false;
 };
 
@@ -40,7 +41,11 @@ class Calls : public Follower {
 
   Calls(Recording python, Lines& lines, Log& log, BoxEdges box_edges)
       : python_(std::move(python)), lines_(lines), log_(log), box_edges_(box_edges),
-        spell_(python_.encode), tape_(python_.tape.get()), counter_(python_.counter.get()) {}
+        spell_(python_.encode), tape_(python_.tape.get()), counter_(python_.counter.get()),
+        call_form_(python_.call_line, {"id", "name", "op", "module", "direction", "thread", "parent",
+                                       "stack", "args", "kwargs", "notes"}),
+        end_form_(python_.end_line, {"id", "outputs", "notes"}),
+        stack_form_(python_.stack_line, {"id", "frames"}) {}
 
   // Make a call and record it; the mode itself where Python is to do all of it, and nothing was done.
   // `self` is the object of Python that has this.
@@ -128,13 +133,12 @@ class Calls : public Follower {
   static constexpr int MAX_DEPTH = 4;
   static constexpr size_t MAX_APIS = 20'000;
 
+  // The fields of lines, as the constructor names them.
+  enum CallField { ID, NAME, OP, MODULE, DIRECTION, THREAD, PARENT, STACK, ARGS, KWARGS, NOTES };
+  enum EndField { END_ID, OUTPUTS, END_NOTES };
+  enum StackField { STACK_ID, FRAMES };
+
   // -- Python's objects ----------------------------------------------------------------------
-
-  static PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
-
-  static Ref attribute(const Ref& object, PyObject* name) {
-    return must(PyObject_GetAttr(object.get(), name));
-  }
 
   // Whether asking for its hash, and whether it is equal, runs no Python.
   static bool is_known_kind(PyObject* func) {
@@ -146,7 +150,7 @@ class Calls : public Follower {
   // The ApiName of a function's calls, None where they have none. Worked out here: a function goes
   // the same way from its first call on, and stacks from inside of it have the same frames.
   Ref plan_of(PyObject* mode, PyObject* func) const {
-    static PyObject* const method = name("_plan");
+    PyObject* const method = word<"_plan">();
     Ref found = Ref::borrow(PyDict_GetItemWithError(python_.plans.get(), func));
     if (found || PyErr_Occurred()) return found;
     return Ref::steal(PyObject_CallMethodOneArg(mode, method, func));
@@ -156,14 +160,14 @@ class Calls : public Follower {
 
   bool looks_plain(PyObject* mode, PyObject* found, PyObject* args, PyObject* kwargs, Open& open,
                    Ref& place) {
-    static PyObject* const dispatch_depth = name("dispatch_depth");
-    static PyObject* const recording = name("recording");
-    static PyObject* const only = name("only");
-    static PyObject* const is_open = name("is_open");
-    static PyObject* const pending = name("_pending_work");
-    static PyObject* const step = name("step");
-    static PyObject* const module = name("module");
-    static PyObject* const parent = name("parent");
+    PyObject* const dispatch_depth = word<"dispatch_depth">();
+    PyObject* const recording = word<"recording">();
+    PyObject* const only = word<"only">();
+    PyObject* const is_open = word<"is_open">();
+    PyObject* const pending = word<"_pending_work">();
+    PyObject* const step = word<"step">();
+    PyObject* const module = word<"module">();
+    PyObject* const parent = word<"parent">();
     if (is_compiling() || compiled_may_run() || !at::functorch::getDynamicLayerStack().empty()) {
       return false;
     }
@@ -198,15 +202,15 @@ class Calls : public Follower {
   }
 
   bool is_compiling() const {  // as torch.compiler.is_compiling
-    static PyObject* const flag = name("_is_compiling_flag");
+    PyObject* const flag = word<"_is_compiling_flag">();
     PyObject* found = PyDict_GetItemWithError(python_.compiler.get(), flag);
     if (found == nullptr && PyErr_Occurred()) throw python_error();
     return found != Py_False;
   }
 
   static bool compiled_may_run() {  // as `follow.compiled.may_run`
-    static PyObject* const module = name("torch._dynamo.convert_frame");
-    static PyObject* const counter = name("FRAME_COUNTER");
+    PyObject* const module = literal<"torch._dynamo.convert_frame">();
+    PyObject* const counter = literal<"FRAME_COUNTER">();
     PyObject* found = PyDict_GetItemWithError(PyImport_GetModuleDict(), module);
     if (found == nullptr) {
       if (PyErr_Occurred()) throw python_error();
@@ -236,13 +240,12 @@ class Calls : public Follower {
       }
       if (PySet_GET_SIZE(writes)) api->writes = Ref::borrow(writes);
       api->before = Ref::borrow(before), api->after = Ref::borrow(after);
-      api->text_before = ",\"name\":" + spell_.quoted(before);
+      api->text_before = spell_.quoted(before);
       api->text_before.pop_back();  // the quote: the number follows
-      api->text_after = spell_.quoted(after).substr(1) + ",\"op\":" + spell_.quoted(op);
+      api->text_after = spell_.quoted(after).substr(1);
+      api->text_op = spell_.quoted(op);
       api->is_ascii = PyUnicode_IS_COMPACT_ASCII(before) && PyUnicode_IS_COMPACT_ASCII(after);
-      if (PyUnicode_CompareWithASCIIString(after, ".forward") == 0) {
-        api->text_backward = ".backward\",\"op\":" + spell_.quoted(op);
-      }
+      api->has_backward = PyUnicode_CompareWithASCIIString(after, ".forward") == 0;
       api->is_plain = true;
     }
     if (apis_.size() >= MAX_APIS) apis_.clear();
@@ -316,8 +319,8 @@ class Calls : public Follower {
 
   // As `follow.naming.Counter.next_name`.
   long long next_number(const Api& api) const {
-    static PyObject* const by_api = name("_by_api");
-    static PyObject* const make = name("_new");
+    PyObject* const by_api = word<"_by_api">();
+    PyObject* const make = word<"_new">();
     Ref counts = counter_.get(by_api);  // another with every step
     if (counts.get() != api.counts.get()) {
       Ref known = Ref::borrow(PyDict_GetItemWithError(counts.get(), api.api.get()));
@@ -344,21 +347,19 @@ class Calls : public Follower {
 
   // As `Tape.begin`.
   void begin(Open& open, PyObject* place, PyObject* args, PyObject* kwargs) {
-    static PyObject* const ids = name("ids");
-    static PyObject* const record_functions = name("_record_functions_of");
+    PyObject* const ids = word<"ids">();
+    PyObject* const record_functions = word<"_record_functions_of">();
     open.stack = python_.stacks ? stack_number(place) : Ref::borrow(Py_None);
     const FunctionsOff off;
-    std::string arguments;
-    arguments.reserve(600);
+    LineText line(call_form_, 1000);
     open.inputs.reserve(4);
-    append_arguments(open, args, kwargs, arguments);
+    add_arguments(open, args, kwargs, line);
     note_writes(open, kwargs);
     for (Input& input : open.inputs) input.version = version_in(input.tensor);
-    std::string notes;
     if (has_state_notes()) {
       PyObject* grad = open.grad ? Py_True : Py_False;
       Ref said = must(PyObject_CallOneArg(python_.state_notes.get(), grad));
-      if (PyObject_IsTrue(said.get()) == 1) notes = ",\"notes\":" + spell_.json(said.get());
+      if (PyObject_IsTrue(said.get()) == 1) line.field(NOTES) += spell_.json(said.get());
     }
     if (open.grad) {
       open.own_edges = std::make_unique<Edges>();
@@ -371,34 +372,35 @@ class Calls : public Follower {
       }
     }
     open.id = next_of(tape_.get(ids).get());
-    std::string line;
-    line.reserve(arguments.size() + notes.size() + 400);
-    line += "{\"type\":\"call\",\"id\":";
-    append_number(line, open.id);
-    line += open.api->text_before;
-    append_number(line, open.number);
-    line += open.api->text_after;
-    static PyObject* const main_thread = name("MainThread");
+    append_number(line.field(ID), open.id);
+    add_name(line, *open.api, open.number, open.api->text_after);
     if (PyUnicode_GET_LENGTH(open.module.get())) {
-      line.append(",\"module\":").append(module_text_.of(spell_, open.module));
+      line.field(MODULE) += module_text_.of(spell_, open.module);
     }
-    if (open.thread.get() != main_thread) {  // as msgspec: it is the default itself
-      line.append(",\"thread\":").append(spell_.quoted(open.thread.get()));
+    if (open.parent.get() != Py_None) line.field(PARENT) += parent_text_.of(spell_, open.parent);
+    add_place(line, open.thread, open.stack);
+    if (!log_.call_text(line.finish())) throw python_error();
+  }
+
+  static void add_name(LineText& line, const Api& api, long long number, const std::string& after) {
+    std::string& name = line.field(NAME) += api.text_before;
+    append_number(name, number);
+    name += after;
+    line.field(OP) += api.text_op;
+  }
+
+  void add_place(LineText& line, const Ref& thread, const Ref& stack) const {
+    if (thread.get() != literal<"MainThread">()) {  // as msgspec: it is the default itself
+      line.field(THREAD) += spell_.quoted(thread.get());
     }
-    if (open.parent.get() != Py_None) {
-      line.append(",\"parent\":").append(parent_text_.of(spell_, open.parent));
+    if (stack.get() != Py_None) {
+      append_number(line.field(STACK), PyLong_AsLongLong(stack.get()));
     }
-    if (open.stack.get() != Py_None) {
-      line += ",\"stack\":";
-      append_number(line, PyLong_AsLongLong(open.stack.get()));
-    }
-    line.append(arguments).append(notes).append("}\n");
-    if (!log_.call_text(line)) throw python_error();
   }
 
   // As `Tape._writes_to`.
   void note_writes(Open& open, PyObject* kwargs) const {
-    static PyObject* const out = name("out");
+    PyObject* const out = literal<"out">();
     open.writes = open.api->writes;
     if (kwargs == nullptr) return;
     const int has_out = PyDict_Contains(kwargs, out);
@@ -416,12 +418,6 @@ class Calls : public Follower {
     const int found = PySet_Contains(open.writes.get(), PyTuple_GET_ITEM(input.path.get(), 0));
     if (found < 0) throw python_error();
     return found;
-  }
-
-  static void append_number(std::string& text, long long number) {
-    char digits[24];
-    const auto end = std::to_chars(digits, digits + sizeof digits, number).ptr;
-    text.append(digits, end - digits);
   }
 
   static bool has_state_notes() {  // a little more often than `_state_notes` has any
@@ -450,9 +446,10 @@ class Calls : public Follower {
     if (known != stack_lines_.end()) return known->second;
     Ref line;
     const bool is_made = attempt([&] {
-      std::string text = "{\"type\":\"stack\",\"id\":";
-      append_number(text, id);
-      text.append(",\"frames\":").append(spell_.json(frames.get())).append("}\n");
+      LineText made(stack_form_, 500);
+      append_number(made.field(STACK_ID), id);
+      made.field(FRAMES) += spell_.json(frames.get());
+      const std::string text = made.finish();
       line = must(PyBytes_FromStringAndSize(text.data(), text.size()));
     });
     if (!is_made) {  // a file whose name is not UTF-8
@@ -467,13 +464,16 @@ class Calls : public Follower {
 
   // -- Arguments -----------------------------------------------------------------------------
 
-  void append_arguments(Open& open, PyObject* args, PyObject* kwargs, std::string& text) {
+  void add_arguments(Open& open, PyObject* args, PyObject* kwargs, LineText& line) {
     const Py_ssize_t count = PyTuple_GET_SIZE(args);
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      text += i ? "," : ",\"args\":[";
-      append_value(open, PyTuple_GET_ITEM(args, i), {nullptr, nullptr, i}, text);
+    if (count) {
+      std::string& text = line.field(ARGS);
+      for (Py_ssize_t i = 0; i < count; ++i) {
+        text += i ? "," : "[";
+        append_value(open, PyTuple_GET_ITEM(args, i), {nullptr, nullptr, i}, text);
+      }
+      text += "]";
     }
-    if (count) text += "]";
     if (kwargs == nullptr || !PyDict_GET_SIZE(kwargs)) return;
     std::vector<std::pair<Ref, Ref>> given;  // held: Python may come by the dict meanwhile
     PyObject *key, *value;
@@ -481,9 +481,10 @@ class Calls : public Follower {
     while (PyDict_Next(kwargs, &at, &key, &value)) {
       given.emplace_back(Ref::borrow(key), Ref::borrow(value));
     }
+    std::string& text = line.field(KWARGS);
     for (size_t i = 0; i < given.size(); ++i) {
       const auto& [name, argument] = given[i];
-      text += i ? "," : ",\"kwargs\":{";
+      text += i ? "," : "{";
       text.append(spell_.quoted(name.get())).append(":");
       append_value(open, argument.get(), {nullptr, name.get(), 0}, text);
     }
@@ -515,7 +516,7 @@ class Calls : public Follower {
   }
 
   void append_tensor(Open& open, PyObject* tensor, const Spot& spot, std::string& text) {
-    static PyObject* const input = name("input");
+    PyObject* const input = literal<"input">();
     Ref path = path_of(spot);
     std::string same;
     for (const Input& other : open.inputs) {
@@ -584,13 +585,13 @@ class Calls : public Follower {
       const std::string device = reinterpret_cast<THPDevice*>(value)->device.str();
       text.append("{\"special\":[\"device\",\"").append(device).append("\"]}");
     } else {
-      text += word(value);
+      text += special(value);
     }
     if (PyErr_Occurred()) throw python_error();
   }
 
   // Of a dtype and its like, of which there is one of each kind for ever.
-  const std::string& word(PyObject* value) {
+  const std::string& special(PyObject* value) {
     auto known = words_.find(value);
     if (known != words_.end()) return known->second.second;
     const char* kind = THPDtype_Check(value)    ? "dtype"
@@ -606,7 +607,7 @@ class Calls : public Follower {
 
   // As `Tape.end`. False where there is more to it, and nothing was done.
   bool end(Open& open, PyObject* result) {
-    static PyObject* const output = name("output");
+    PyObject* const output = literal<"output">();
     const FunctionsOff off;
     bool is_mutated = false;
     for (const Input& input : open.inputs) {
@@ -614,43 +615,35 @@ class Calls : public Follower {
       if (input.tensor.get() != result) return false;  // it shows beside what is returned
       is_mutated = true;
     }
-    std::string line;
-    line.reserve(300);
-    line += "{\"type\":\"end\",\"id\":";
-    append_number(line, open.id);
-    const size_t without = line.size();
-    const char* notes = "";
-    bool is_followed = false;
+    LineText line(end_form_, 300);
+    append_number(line.field(END_ID), open.id);
+    bool is_followed = false, is_handed_through = false;
     if (is_own_type(result)) {
       const at::Tensor& tensor = tensor_in(result);
       if (!is_plain(*tensor.unsafeGetTensorImpl())) return false;
       if (open.edges != nullptr && (open.edges->has_leaves() || tensor.requires_grad())) {
         if (open.edges->is_handed_through(result)) {
-          notes = ",\"notes\":[\"output.0 is handed through\"]";
+          is_handed_through = true;
         } else if (tensor.grad_fn()) {
           is_followed = open.edges->find_exits(result);
           if (!is_followed) return false;
         }
       }
       if (is_mutated) lines_.forget(result);
-      line += ",\"outputs\":";
       if (!lines_.append(result, tensor.requires_grad(), output, python_.only_path.get(),
-                         python_.wants_output, python_.keep.get(), nullptr, line)) {
+                         python_.wants_output, python_.keep.get(), nullptr,
+                         line.field(OUTPUTS))) {
         throw python_error();
       }
     } else if (PyBool_Check(result) || PyFloat_CheckExact(result) || is_small(result)) {
-      line += ",\"outputs\":";
-      append_atom(result, line);
+      append_atom(result, line.field(OUTPUTS));
     } else if (result != Py_None) {
       return false;
     }
     if (is_followed) listen(open);
-    const size_t with = line.size();
-    line.append(notes).append("}\n");
-    const bool written = log_.end_text(line, [&] {
-      const size_t start = without + std::strlen(",\"outputs\":");
-      return end_line(open.id, with == without ? "null" : line.substr(start, with - start));
-    });
+    if (is_handed_through) line.field(END_NOTES) += "[\"output.0 is handed through\"]";
+    const auto make_line = [&] { return end_line(open.id, line.value(OUTPUTS)); };
+    const bool written = log_.end_text(line.finish(), make_line);
     if (!written) throw python_error();
     return true;
   }
@@ -658,7 +651,7 @@ class Calls : public Follower {
   // As `Tape._trace`, of what was found by `find_exits`.
   void listen(Open& open) {
     const std::vector<Exit>& exits = open.edges->exits();
-    if (exits.size() == 1 && !open.edges->is_nested() && !open.api->text_backward.empty()) {
+    if (exits.size() == 1 && !open.edges->is_nested() && open.api->has_backward) {
       open.edges->listen(std::make_shared<Followed>(
           Ref::borrow(open.owner), *this, open.api, open.number, open.module, open.stack,
           open.step, exits[0], !open.edges->is_one_node()));
@@ -686,9 +679,9 @@ class Calls : public Follower {
 
   // As `NodeBackward.incoming`.
   bool entered(Followed& call, const variable_list& grads) override {
-    static PyObject* const recording = name("recording");
-    static PyObject* const is_open = name("is_open");
-    static PyObject* const step = name("step");
+    PyObject* const recording = word<"recording">();
+    PyObject* const is_open = word<"is_open">();
+    PyObject* const step = word<"step">();
     if (!python_.tape || tape_.get(recording).get() != Py_True) return true;
     if (call.n_passes || tape_.get(is_open).get() != Py_True) return false;
     Ref now = tape_.get(step);
@@ -702,7 +695,7 @@ class Calls : public Follower {
 
   // As `NodeBackward.outgoing`, and `WayBackward.outgoing`. Not of what was entered in Python.
   bool left(Followed& call, const variable_list& grads) override {
-    static PyObject* const recording = name("recording");
+    PyObject* const recording = word<"recording">();
     if (!python_.tape) return true;
     Ref key = key_of(call);
     Ref run = popped(key);
@@ -734,13 +727,12 @@ class Calls : public Follower {
   }
 
   static PyObject* thread_name() {
-    static PyObject* const thread = name("thread");
+    PyObject* const thread = word<"thread">();
     return thread;
   }
 
   Ref place_dict() const {
-    static PyObject* const dict = name("__dict__");
-    return attribute(python_.place, dict);
+    return attribute<"__dict__">(python_.place);
   }
 
   static Ref thread_ident() {
@@ -753,7 +745,7 @@ class Calls : public Follower {
   }
 
   Ref running() const {
-    static PyObject* const running = name("running");
+    PyObject* const running = word<"running">();
     return tape_.get(running);
   }
 
@@ -767,11 +759,10 @@ class Calls : public Follower {
   }
 
   void enter(Followed& call, const Ref& thread, const variable_list& grads) {
-    static PyObject* const backward = name("backward");
-    static PyObject* const entered = name("entered");
-    static PyObject* const ids = name("ids");
-    static PyObject* const input = name("input");
-    static PyObject* const main_thread = name("MainThread");
+    PyObject* const backward = word<"backward">();
+    PyObject* const entered = word<"entered">();
+    PyObject* const ids = word<"ids">();
+    PyObject* const input = literal<"input">();
     const FunctionsOff off;
     const Api& api = *call.api;
     Ref key = key_of(call), name = backward_name(call);
@@ -786,45 +777,36 @@ class Calls : public Follower {
     if (PyDict_SetItem(tape_.get(entered).get(), thread_ident().get(), run.get()) < 0) {
       throw python_error();
     }
-    std::string line;
-    line.reserve(500);
-    line += "{\"type\":\"call\",\"id\":";
-    append_number(line, PyLong_AsLongLong(number.get()));
-    line += api.text_before;
-    append_number(line, call.number);
-    line += api.text_backward;
+    static const std::string after = ".backward\"";
+    LineText line(call_form_, 500);
+    append_number(line.field(ID), PyLong_AsLongLong(number.get()));
+    add_name(line, api, call.number, after);
     if (PyUnicode_GET_LENGTH(call.module.get())) {
-      line.append(",\"module\":").append(spell_.quoted(call.module.get()));
+      line.field(MODULE) += spell_.quoted(call.module.get());
     }
-    line += ",\"direction\":\"backward\"";
-    if (thread.get() != main_thread) {
-      line.append(",\"thread\":").append(spell_.quoted(thread.get()));
-    }
-    if (call.stack.get() != Py_None) {
-      line += ",\"stack\":";
-      append_number(line, PyLong_AsLongLong(call.stack.get()));
-    }
+    line.field(DIRECTION) += "\"backward\"";
+    add_place(line, thread, call.stack);
     if (!grads.empty()) {
-      line += ",\"args\":[";
-      append_gradient(run, grads[0], input, python_.only_path.get(), python_.wants_input, line);
-      line += "]";
+      std::string& args = line.field(ARGS) += "[";
+      append_gradient(run, grads[0], input, python_.only_path.get(), python_.wants_input, args);
+      args += "]";
     }
-    line += "}\n";
-    if (!log_.call_text(line)) throw python_error();
+    if (!log_.call_text(line.finish())) throw python_error();
   }
 
   void leave(Followed& call, const Ref& run, const variable_list& grads) {
-    static PyObject* const entered = name("entered");
-    static PyObject* const id = name("id");
-    static PyObject* const output = name("output");
+    PyObject* const entered = word<"entered">();
+    PyObject* const output = literal<"output">();
     Ref calls = tape_.get(entered), ident = thread_ident();
     const int is_in = PyDict_Contains(calls.get(), ident.get());
     if (is_in < 0 || (is_in && PyDict_DelItem(calls.get(), ident.get()) < 0)) throw python_error();
     if (!run || run.get() == Py_None) return;
     const FunctionsOff off;
-    Ref number = attribute(run, id);
-    std::string outputs = "{\"dict\":[";
-    outputs.reserve(400);
+    Ref number = attribute<"id">(run);
+    const long long value = PyLong_AsLongLong(number.get());
+    LineText line(end_form_, 500);
+    append_number(line.field(END_ID), value);
+    std::string& outputs = line.field(OUTPUTS) += "{\"dict\":[";
     for (size_t i = 0; i < call.paths.size(); ++i) {
       PyObject* path = call.paths[i].get();
       outputs.append(i ? ",[" : "[").append(spell_.quoted(PyTuple_GET_ITEM(path, 0))).append(",");
@@ -833,11 +815,8 @@ class Calls : public Follower {
       outputs += "]";
     }
     outputs += "]}";
-    std::string line = "{\"type\":\"end\",\"id\":";
-    const long long value = PyLong_AsLongLong(number.get());
-    append_number(line, value);
-    line.append(",\"outputs\":").append(outputs).append("}\n");
-    if (!log_.end_text(line, [&] { return end_line(value, outputs); })) throw python_error();
+    const auto make_line = [&] { return end_line(value, line.value(OUTPUTS)); };
+    if (!log_.end_text(line.finish(), make_line)) throw python_error();
   }
 
   void append_gradient(const Ref& run, const at::Tensor& grad, PyObject* role, PyObject* path,
@@ -860,12 +839,12 @@ class Calls : public Follower {
   }
 
   Ref backward_name(const Followed& call) const {
-    static PyObject* const backward = name(".backward");
+    PyObject* const backward = literal<".backward">();
     return joined(*call.api, call.number, backward);
   }
 
   void gap_of_backward(const Followed& call) const {
-    static PyObject* const method = name("gap");
+    PyObject* const method = word<"gap">();
     if (!PyErr_ExceptionMatches(PyExc_Exception)) throw python_error();
     Ref error = taken();
     Ref name = backward_name(call);
@@ -938,7 +917,7 @@ class Calls : public Follower {
   // What was raised becomes a gap, and the call is made without a record; false where it is no
   // trouble of recording (Ctrl-C), and goes on.
   bool gap(const Open& open) const {
-    static PyObject* const method = name("gap");
+    PyObject* const method = word<"gap">();
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return false;
     Ref error = taken();
     return attempt([&] {
@@ -948,7 +927,7 @@ class Calls : public Follower {
   }
 
   bool end_failed(Open& open) const {
-    static PyObject* const method = name("_end_failed");
+    PyObject* const method = word<"_end_failed">();
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return false;
     Ref error = taken();
     return attempt([&] {
@@ -959,7 +938,7 @@ class Calls : public Follower {
 
   // Write down that the call has raised what is set, which goes on.
   PyObject* raised(Open& open) const {
-    static PyObject* const method = name("raised");
+    PyObject* const method = word<"raised">();
     Ref error = taken();
     const bool written = attempt([&] {
       Ref call = open_call(open);
@@ -976,7 +955,7 @@ class Calls : public Follower {
   }
 
   bool end_in_python(Open& open, PyObject* result) const {
-    static PyObject* const method = name("end");
+    PyObject* const method = word<"end">();
     return attempt([&] {
       Ref call = open_call(open);
       must(PyObject_CallMethodObjArgs(python_.tape.get(), method, call.get(), result, nullptr));
@@ -991,6 +970,7 @@ class Calls : public Follower {
   BoxEdges box_edges_;
   Spell spell_;
   Fields tape_, counter_;
+  const LineForm call_form_, end_form_, stack_form_;
   Spoken module_text_, parent_text_;
   std::unordered_map<PyObject*, std::shared_ptr<const Api>> apis_;
   std::unordered_map<PyObject*, std::pair<Ref, std::string>> words_;

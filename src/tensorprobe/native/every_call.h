@@ -1,4 +1,4 @@
-// Calls under the overflow guard whose results are looked at later: what `overflow.every_call.SightMode`,
+// Calls under the overflow guard whose results are looked at later: what `overflow.every_call`,
 // `overflow.device_calls` and `overflow.pending_calls` do of plain tensors among plain arguments.
 #pragma once
 
@@ -309,11 +309,11 @@ class EveryCall {
     if (PyDict_GetItemWithError(compiler_.get(), word<"_is_compiling_flag">()) != Py_False) {
       return true;
     }
-    PyObject* dynamo = PyDict_GetItemWithError(modules_.get(), word<"torch._dynamo.convert_frame">());
+    PyObject* dynamo = PyDict_GetItemWithError(modules_.get(), literal<"torch._dynamo.convert_frame">());
     if (dynamo != nullptr) {
       const Ref held = Ref::steal(PyObject_GenericGetDict(dynamo, nullptr));
       PyObject* frames =
-          held ? PyDict_GetItemWithError(held.get(), word<"FRAME_COUNTER">()) : nullptr;
+          held ? PyDict_GetItemWithError(held.get(), literal<"FRAME_COUNTER">()) : nullptr;
       // none while another thread imports it
       if (frames != nullptr && PyObject_IsTrue(frames)) return true;
     }
@@ -328,7 +328,7 @@ class EveryCall {
   bool is_short(const Ref& plan, PyObject* kwargs) const {
     if (fields_.is(plan, fields_.is_short)) return true;
     if (!fields_.is(plan, fields_.may_write) || kwargs == nullptr) return false;
-    return PyDict_GetItemWithError(kwargs, word<"inplace">()) == Py_False;
+    return PyDict_GetItemWithError(kwargs, literal<"inplace">()) == Py_False;
   }
 
   // As `Counter.next`.
@@ -385,7 +385,7 @@ class EveryCall {
       const Ref held = hold(result, object, path_of(0), flag);
       noted = noted_call(call);
       const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
-      add(noted.get(), word<"forward">(), memory.get(), tuple_of(held.get()).get(), in_backward);
+      add(noted.get(), literal<"forward">(), memory.get(), tuple_of(held.get()).get(), in_backward);
       look_if_due();
     }
     if (given.needs || given.has_lists || given.has_names) follow(call, result, given, noted);
@@ -512,9 +512,9 @@ class EveryCall {
     const Ref held = tuple_of(path_of(0), key.get(), device_of(result.device()).object.get(),
                               unflagged.get(), numbers_of(impl).dtype.get(), shape.get(), Py_False);
     const Ref given = tuple_of(path_of(0), key.get()), step = attribute<"step">(state_);
-    const Ref noted = tuple_of(call.plan.get(), call.number.get(), word<"">(), step.get(),
+    const Ref noted = tuple_of(call.plan.get(), call.number.get(), literal<"">(), step.get(),
                                nowhere_.get());
-    add(noted.get(), word<"forward">(), tuple_of(given.get()).get(), tuple_of(held.get()).get(),
+    add(noted.get(), literal<"forward">(), tuple_of(given.get()).get(), tuple_of(held.get()).get(),
         false);
   }
 
@@ -591,7 +591,7 @@ class EveryCall {
           continue;
         }
         const Ref held = hold(tensor, object, path, true);
-        add(Py_None, word<"forward">(), must(PyTuple_New(0)).get(), tuple_of(held.get()).get(),
+        add(Py_None, literal<"forward">(), must(PyTuple_New(0)).get(), tuple_of(held.get()).get(),
             false, false);
         if (nbytes_of(impl) < impl.unsafe_storage().nbytes()) {  // as `_doubt_rest`
           put(versions(), key, whole_number(-2));
@@ -677,7 +677,7 @@ class EveryCall {
     static PyObject* const zero = PyLong_FromLong(0);
     const Ref notes = attribute<"_notes">(pending_);
     const Ref note = tuple_of(call, direction, inputs, outputs, zero,
-                              in_backward ? Py_True : Py_False, word<"">());
+                              in_backward ? Py_True : Py_False, literal<"">());
     if (PyList_Append(notes.get(), note.get()) < 0) throw python_error();
     if (counts && look_every_ >= 0 && PyList_GET_SIZE(notes.get()) >= look_every_) {
       set<"is_due">(pending_);

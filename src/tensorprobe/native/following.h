@@ -16,8 +16,9 @@ struct Api {
   bool is_plain = false;
   bool is_ascii = false;
   Ref before, after;                    // around the number, in a call's name
-  std::string text_before, text_after;  // likewise in its line, up to the op
-  std::string text_backward;            // that of its backward
+  std::string text_before, text_after;  // likewise in its line, with quotes
+  std::string text_op;
+  bool has_backward = false;  // it is a forward call
   Ref writes;                           // names of the arguments it writes to; null: of none
   mutable Ref counts, count;            // what gives numbers now, and what it is in
 };

@@ -14,7 +14,7 @@
 #include <typeinfo>
 #include <vector>
 
-#include "python.h"
+#include "asking.h"
 #include "torch_versions.h"
 
 namespace tensorprobe {
@@ -65,13 +65,13 @@ class Listener {
   }
 
   virtual void incoming(const variable_list& grads) {
-    static PyObject* const method = PyUnicode_InternFromString("incoming");
+    PyObject* const method = word<"incoming">();
     static const std::vector<size_t> first{0};
     call(method, grads, grads.empty() ? 0 : 1, first);
   }
 
   virtual void outgoing(const variable_list& grads) {
-    static PyObject* const method = PyUnicode_InternFromString("outgoing");
+    PyObject* const method = word<"outgoing">();
     const size_t count = positions_.empty() ? 0 : positions_.back() + 1;
     call(method, grads, count, positions_);
   }
@@ -79,7 +79,7 @@ class Listener {
   // `backward` may be called as a hook of Python.
   virtual Ref python_hook() {
     Ref hook = Ref::borrow(backward_.get());
-    if (spots_) hook = Ref::steal(PyObject_CallMethod(hook.get(), "hook", "(O)", spots_.get()));
+    if (spots_) hook = method<"hook">(hook, spots_.get());
     if (!hook) throw python_error();
     return hook;
   }

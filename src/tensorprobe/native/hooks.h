@@ -89,85 +89,6 @@ class Hooks {
 
   // -- Python's objects ----------------------------------------------------------------------
 
-  static PyObject* interned(const char* text) {
-    PyObject* name = PyUnicode_InternFromString(text);
-    if (name == nullptr) throw python_error();
-    return name;
-  }
-
-  // The names of attributes and of roles, interned.
-  struct Words {
-    PyObject* arguments = interned("arguments");
-    PyObject* begin = interned("begin");
-    PyObject* buffers = interned("buffers");
-    PyObject* call = interned("call");
-    PyObject* counter = interned("counter");
-    PyObject* draws = interned("draws");
-    PyObject* edges = interned("edges");
-    PyObject* encoded = interned("encoded");
-    PyObject* encoder = interned("encoder");
-    PyObject* end = interned("end");
-    PyObject* entries = interned("entries");
-    PyObject* everything = interned("everything");
-    PyObject* f_locals = interned("f_locals");
-    PyObject* frame = interned("frame");
-    PyObject* gap = interned("gap");
-    PyObject* grad = interned("grad");
-    PyObject* has_functions = interned("has_functions");
-    PyObject* has_leaves = interned("has_leaves");
-    PyObject* id = interned("id");
-    PyObject* ids = interned("ids");
-    PyObject* inputs = interned("inputs");
-    PyObject* is_compiling = interned("is_compiling");
-    PyObject* is_open = interned("is_open");
-    PyObject* keep = interned("keep");
-    PyObject* kwargs = interned("kwargs");
-    PyObject* leaves = interned("leaves");
-    PyObject* listen = interned("listen");
-    PyObject* module = interned("module");
-    PyObject* names = interned("names");
-    PyObject* notes = interned("notes");
-    PyObject* of = interned("of");
-    PyObject* only = interned("only");
-    PyObject* op = interned("op");
-    PyObject* output = interned("output");
-    PyObject* around = interned("around");
-    PyObject* own_buffers = interned("_buffers");
-    PyObject* own_by_api = interned("_by_api");
-    PyObject* own_compiled_call_impl = interned("_compiled_call_impl");
-    PyObject* own_dict = interned("__dict__");
-    PyObject* own_counts = interned("_counts");
-    PyObject* leave = interned("leave");
-    PyObject* own_is_compiling_flag = interned("_is_compiling_flag");
-    PyObject* own_made = interned("_made");
-    PyObject* own_named = interned("_named");
-    PyObject* own_parameters = interned("_parameters");
-    PyObject* own_pending_work = interned("_pending_work");
-    PyObject* owners = interned("owners");
-    PyObject* parameter = interned("parameter");
-    PyObject* parameters = interned("parameters");
-    PyObject* parent = interned("parent");
-    PyObject* place = interned("place");
-    PyObject* random = interned("random");
-    PyObject* recording = interned("recording");
-    PyObject* select = interned("select");
-    PyObject* stack = interned("stack");
-    PyObject* stack_number = interned("stack_number");
-    PyObject* step = interned("step");
-    PyObject* thread = interned("thread");
-    PyObject* training = interned("training");
-    PyObject* versions = interned("versions");
-    PyObject* wanted = interned("wanted");
-    PyObject* writes = interned("writes");
-  };
-  static const Words& word() {
-    static const Words all;
-    return all;
-  }
-
-  static Ref attribute(const Ref& object, PyObject* name) {
-    return must(PyObject_GetAttr(object.get(), name));
-  }
   static void set(const Ref& object, PyObject* name, PyObject* value) {
     if (PyObject_SetAttr(object.get(), name, value) < 0) throw python_error();
   }
@@ -185,11 +106,6 @@ class Hooks {
     PyObject* arguments[] = {given...};
     return must(PyObject_Vectorcall(function.get(), arguments, sizeof...(given), nullptr));
   }
-  template <typename... Given>
-  static Ref called_method(const Ref& object, PyObject* name, Given... given) {
-    PyObject* arguments[] = {object.get(), given...};
-    return must(PyObject_VectorcallMethod(name, arguments, 1 + sizeof...(given), nullptr));
-  }
 
   // What was raised becomes a gap, unless it is no trouble of recording (Ctrl-C): it goes on.
   PyObject* fail(PyObject* module) const {
@@ -204,17 +120,17 @@ class Hooks {
   // False where Python is to do it, and nothing was done.
   bool entered(PyObject* module, PyObject* args, PyObject* torchs_frame) {
     if (is_compiling()) return true;
-    const Ref entries = attribute(python_.thread, word().entries);
+    const Ref entries = attribute<"entries">(python_.thread);
     if (!PyList_CheckExact(entries.get()) || PyList_GET_SIZE(entries.get()) == 0) {
       return false;  // it begins a step, perhaps
     }
     const Ref frame = Ref::borrow(torchs_frame);
     const Ref last =
         Ref::borrow(PyList_GET_ITEM(entries.get(), PyList_GET_SIZE(entries.get()) - 1));
-    if (!is_below(attribute(last, word().frame), frame)) return false;
-    if (attribute(python_.tape, word().recording).get() != Py_True) return true;
-    if (attribute(python_.hooks, word().around).get() != Py_None ||
-        attribute(python_.tape, word().only).get() != Py_None) {
+    if (!is_below(attribute<"frame">(last), frame)) return false;
+    if (attribute<"recording">(python_.tape).get() != Py_True) return true;
+    if (attribute<"around">(python_.hooks).get() != Py_None ||
+        attribute<"only">(python_.tape).get() != Py_None) {
       return false;
     }
     const std::shared_ptr<const Card> card = card_of(module);
@@ -227,20 +143,20 @@ class Hooks {
 
   bool left(PyObject* module, PyObject* result, PyObject* frame) {
     if (is_compiling()) return true;
-    const Ref entries = attribute(python_.thread, word().entries);
+    const Ref entries = attribute<"entries">(python_.thread);
     if (!PyList_CheckExact(entries.get())) return false;
     const Py_ssize_t count = PyList_GET_SIZE(entries.get());
     if (count == 0) return true;
     const Ref entry = Ref::borrow(PyList_GET_ITEM(entries.get(), count - 1));
     // the outermost, one that was entered before the recording began, or that has raised
     if (count == 1 || Py_TYPE(entry.get()) != entry_type() ||
-        attribute(entry, word().module).get() != module || has_raised(frame)) {
+        attribute<"module">(entry).get() != module || has_raised(frame)) {
       return false;
     }
     if (PyList_SetSlice(entries.get(), count - 1, count, nullptr) < 0) throw python_error();
-    const Ref place = attribute(python_.place, word().own_dict);
-    if (PyDict_Update(place.get(), attribute(entry, word().place).get()) < 0) throw python_error();
-    const Ref call = attribute(entry, word().call);
+    const Ref place = attribute<"__dict__">(python_.place);
+    if (PyDict_Update(place.get(), attribute<"place">(entry).get()) < 0) throw python_error();
+    const Ref call = attribute<"call">(entry);
     if (call.get() != Py_None) end(entry, call, module, result);
     return true;
   }
@@ -248,11 +164,11 @@ class Hooks {
   // -- Where we are --------------------------------------------------------------------------
 
   bool is_compiling() const {  // as torch.compiler.is_compiling
-    PyObject* found = PyDict_GetItemWithError(python_.compiler.get(), word().own_is_compiling_flag);
+    PyObject* found = PyDict_GetItemWithError(python_.compiler.get(), word<"_is_compiling_flag">());
     if (found == Py_False) return false;
     if (PyErr_Occurred()) throw python_error();
     const Ref said =
-        must(PyObject_CallNoArgs(item(python_.compiler.get(), word().is_compiling).get()));
+        must(PyObject_CallNoArgs(item(python_.compiler.get(), word<"is_compiling">()).get()));
     return said.get() == Py_True;
   }
 
@@ -272,15 +188,15 @@ class Hooks {
   static Ref kwargs_in(const Ref& frame) {
 #if PY_VERSION_HEX >= 0x030C0000
     Ref found = Ref::steal(PyFrame_GetVar(reinterpret_cast<PyFrameObject*>(frame.get()),
-                                          word().kwargs));
+                                          word<"kwargs">()));
     if (!found) {
       if (!PyErr_ExceptionMatches(PyExc_NameError)) throw python_error();
       PyErr_Clear();
     }
     return found;
 #else
-    const Ref locals = attribute(frame, word().f_locals);
-    return item(locals.get(), word().kwargs);
+    const Ref locals = attribute<"f_locals">(frame);
+    return item(locals.get(), word<"kwargs">());
 #endif
   }
 
@@ -336,11 +252,11 @@ class Hooks {
   }
 
   static bool has_usual(PyObject* held) {
-    for (PyObject* name : {word().own_parameters, word().own_buffers}) {
+    for (PyObject* name : {word<"_parameters">(), word<"_buffers">()}) {
       PyObject* found = PyDict_GetItemWithError(held, name);
       if (found == nullptr || !PyDict_CheckExact(found)) return false;
     }
-    PyObject* compiled = PyDict_GetItemWithError(held, word().own_compiled_call_impl);
+    PyObject* compiled = PyDict_GetItemWithError(held, word<"_compiled_call_impl">());
     return compiled == nullptr || compiled == Py_None;
   }
 
@@ -366,45 +282,45 @@ class Hooks {
   // As `ModuleHooks.entered`, of a module inside of another that is recorded.
   void follow(const Card& card, PyObject* module, PyObject* args, const Ref& entries,
               const Ref& last, const Ref& frame, const Ref& held) {
-    const Ref place = attribute(python_.place, word().own_dict);
+    const Ref place = attribute<"__dict__">(python_.place);
     TORCH_CHECK(PyDict_Check(place.get()), "a place is a dict");
     const Ref before = must(PyDict_Copy(place.get()));
-    const Ref leaves = attribute(last, word().leaves);
+    const Ref leaves = attribute<"leaves">(last);
     const Ref entry =
         called(python_.entry, module, frame.get(), before.get(), leaves.get());
     if (PyList_Append(entries.get(), entry.get()) < 0) throw python_error();
     Ref call;
     if (python_.records) call = begin(card, module, args, entry, place, frame, held);
-    put(place, word().module, card.path.get());
-    if (!python_.stacks || attribute(python_.tape, word().recording).get() != Py_True) return;
+    put(place, word<"module">(), card.path.get());
+    if (!python_.stacks || attribute<"recording">(python_.tape).get() != Py_True) return;
     Ref stack;
     if (call) {
-      stack = attribute(call, word().stack);
+      stack = attribute<"stack">(call);
       if (PyObject_IsTrue(stack.get()) != 1) stack = Ref();
     }
     if (!stack) {
-      stack = called_method(python_.tape, word().stack_number, frame.get());
+      stack = method<"stack_number">(python_.tape, frame.get());
     }
-    put(place, word().stack, stack.get());
-    put(place, word().frame, frame.get());
+    put(place, word<"stack">(), stack.get());
+    put(place, word<"frame">(), frame.get());
   }
 
   // As `ModuleCalls._begin`; what the tape has begun, or none.
   Ref begin(const Card& card, PyObject* module, PyObject* args, const Ref& entry,
             const Ref& place, const Ref& frame, const Ref& held) {
-    const bool everything = attribute(python_.tape, word().everything).get() == Py_True;
+    const bool everything = attribute<"everything">(python_.tape).get() == Py_True;
     const Ref name = next_name(card);
     const Ref names =
         everything ? called(python_.call_names, card.api.get(), name.get(), card.path.get())
-                   : called_method(python_.tape, word().select, card.api.get(), name.get(),
+                   : method<"select">(python_.tape, card.api.get(), name.get(),
                                    card.path.get());
     if (names.get() == Py_None) return Ref();
-    const Ref parameters = present(held.get(), word().own_parameters);
-    const Ref buffers = present(held.get(), word().own_buffers);
+    const Ref parameters = present(held.get(), word<"_parameters">());
+    const Ref buffers = present(held.get(), word<"_buffers">());
     const Ref kwargs = kwargs_in(frame);
     const bool grad =
         c10::GradMode::is_enabled() && at::functorch::getDynamicLayerStack().empty();
-    const bool wanted = everything || attribute(names, word().wanted).get() == Py_True;
+    const bool wanted = everything || attribute<"wanted">(names).get() == Py_True;
     Ref call;
     if (wanted && is_plain_tape(kwargs)) {
       Started started{names, name, grad, parameters, buffers};
@@ -413,18 +329,18 @@ class Hooks {
       if (!done) {
         if (!PyErr_ExceptionMatches(PyExc_Exception)) throw python_error();
         const Ref error = taken();
-        called_method(python_.tape, word().gap, name.get(), error.get());
+        method<"gap">(python_.tape, name.get(), error.get());
         call = Ref();
       }
     } else {
       call = begin_in_python(names, args, kwargs, frame, grad, held, parameters, buffers);
     }
-    if (wanted) put(place, word().parent, name.get());
+    if (wanted) put(place, word<"parent">(), name.get());
     if (!call) return call;
-    set(entry, word().call, call.get());
-    const Ref edges = attribute(call, word().edges);
-    if (edges.get() != Py_None && attribute(edges, word().has_leaves).get() == Py_True) {
-      set(entry, word().leaves, Py_True);
+    set(entry, word<"call">(), call.get());
+    const Ref edges = attribute<"edges">(call);
+    if (edges.get() != Py_None && attribute<"has_leaves">(edges).get() == Py_True) {
+      set(entry, word<"leaves">(), Py_True);
     }
     if (buffers) called(python_.note_buffers, call.get(), buffers.get());
     add_notes(card, module, held, call);
@@ -440,11 +356,11 @@ class Hooks {
 
   // As `follow.naming.Counter.next_name`, and its `_new`: most modules are called once in a step.
   Ref next_name(const Card& card) const {
-    const Ref counter = attribute(python_.tape, word().counter);
-    const Ref by_api = attribute(counter, word().own_by_api);
+    const Ref counter = attribute<"counter">(python_.tape);
+    const Ref by_api = attribute<"_by_api">(counter);
     Ref known = item(by_api.get(), card.api.get());
     if (!known) {
-      const Ref counts = attribute(counter, word().own_counts);
+      const Ref counts = attribute<"_counts">(counter);
       const Ref fresh = must(PyObject_CallNoArgs(python_.count.get()));
       PyObject* stays = PyDict_SetDefault(counts.get(), card.counted_as.get(), fresh.get());
       if (stays == nullptr) throw python_error();
@@ -459,28 +375,28 @@ class Hooks {
   Ref begin_in_python(const Ref& names, PyObject* args, const Ref& kwargs, const Ref& frame,
                       bool grad, const Ref& held, const Ref& parameters, const Ref& buffers) const {
     const Ref given = must(PyDict_New());
-    const Ref training = item(held.get(), word().training);
-    put(given, word().frame, frame.get());
-    put(given, word().grad, grad ? Py_True : Py_False);
-    put(given, word().random, training ? training.get() : Py_False);
-    if (parameters) put(given, word().parameters, parameters.get());
-    if (buffers) put(given, word().buffers, buffers.get());
+    const Ref training = item(held.get(), word<"training">());
+    put(given, word<"frame">(), frame.get());
+    put(given, literal<"grad">(), grad ? Py_True : Py_False);
+    put(given, literal<"random">(), training ? training.get() : Py_False);
+    if (parameters) put(given, word<"parameters">(), parameters.get());
+    if (buffers) put(given, word<"buffers">(), buffers.get());
     const Ref positional =
         must(PyTuple_Pack(3, names.get(), args, kwargs ? kwargs.get() : Py_None));
-    const Ref begin = attribute(python_.tape, word().begin);
+    const Ref begin = attribute<"begin">(python_.tape);
     Ref call = must(PyObject_Call(begin.get(), positional.get(), given.get()));
     return call.get() == Py_None ? Ref() : call;
   }
 
   void add_notes(const Card& card, PyObject* module, const Ref& held, const Ref& call) {
-    const Ref notes = attribute(call, word().notes);
+    const Ref notes = attribute<"notes">(call);
     TORCH_CHECK(PyList_CheckExact(notes.get()), "notes are a list");
     Ref made;
     if (card.made && card.made->holds_for(held.get())) {
       made = Ref::borrow(card.made->notes());
     } else {
-      const Ref known = attribute(python_.calls, word().own_made);
-      made = called_method(known, word().of, module);
+      const Ref known = attribute<"_made">(python_.calls);
+      made = method<"of">(known, module);
       if (card.made || !card.is_noted) new_card(module, true);  // with the notes it has now
     }
     const Py_ssize_t end = PyList_GET_SIZE(notes.get());
@@ -499,8 +415,8 @@ class Hooks {
   bool is_plain_tape(const Ref& kwargs) const {
     if (python_.keep.get() == Py_None) return false;
     if (kwargs && kwargs.get() != Py_None && !PyDict_CheckExact(kwargs.get())) return false;
-    if (attribute(python_.tape, word().is_open).get() != Py_True) return false;
-    const Ref pending = attribute(python_.tape, word().own_pending_work);
+    if (attribute<"is_open">(python_.tape).get() != Py_True) return false;
+    const Ref pending = attribute<"_pending_work">(python_.tape);
     return PyList_CheckExact(pending.get()) && PyList_GET_SIZE(pending.get()) == 0;
   }
 
@@ -508,24 +424,24 @@ class Hooks {
   Ref write_call(const Started& started, const Card& card, PyObject* args, Ref kwargs,
                  const Ref& place, const Ref& frame) {
     if (!kwargs || kwargs.get() == Py_None) kwargs = must(PyDict_New());
-    const Ref step = attribute(python_.tape, word().step);
+    const Ref step = attribute<"step">(python_.tape);
     const Ref call =
         called(python_.open_call, started.names.get(), python_.keep.get(), step.get());
     Ref stack = Ref::borrow(Py_None);
     if (python_.config_stacks) {
       stack = stack_number(place, frame);
-      set(call, word().stack, stack.get());
+      set(call, word<"stack">(), stack.get());
     }
     const FunctionsOff off;
-    const Ref trees = called_method(python_.lines, word().arguments, call.get(), args,
+    const Ref trees = method<"arguments">(python_.lines, call.get(), args,
                                     kwargs.get(), python_.wants_input.get());
     PyObject *positional, *keywords;
     if (!PyArg_ParseTuple(trees.get(), "OO", &positional, &keywords)) throw python_error();
-    const Ref inputs = attribute(call, word().inputs);
-    set(call, word().versions, called(python_.versions, inputs.get()).get());
+    const Ref inputs = attribute<"inputs">(call);
+    set(call, word<"versions">(), called(python_.versions, inputs.get()).get());
     const Ref zero = must(PyLong_FromLong(0));
-    const Ref op = attribute(card.api, word().op);
-    const Ref parent = item(place.get(), word().parent), thread = item(place.get(), word().thread);
+    const Ref op = attribute<"op">(card.api);
+    const Ref parent = item(place.get(), word<"parent">()), thread = item(place.get(), word<"thread">());
     TORCH_CHECK(parent && thread, "nobody knows where this is");
     PyObject* given[] = {zero.get(),       started.name.get(), op.get(),   card.path.get(),
                          thread.get(),     parent.get(),       stack.get(), positional,
@@ -536,29 +452,29 @@ class Hooks {
     const Ref line = must(PyObject_Vectorcall(python_.call_line.get(), given, 0, keys));
     if (has_state_notes()) {
       const Ref notes = called(python_.state_notes, started.grad ? Py_True : Py_False);
-      set(line, word().notes, notes.get());
+      set(line, word<"notes">(), notes.get());
     }
     if (started.parameters) {
       const Ref held = called(python_.named, started.parameters.get(), call.get(),
-                              word().parameter, python_.wants_parameters.get());
-      set(line, word().parameters, held.get());
+                              literal<"parameter">(), python_.wants_parameters.get());
+      set(line, word<"parameters">(), held.get());
     }
     if (started.buffers) {
-      const Ref held = called_method(python_.tape, word().own_named, call.get(), word().buffers,
+      const Ref held = method<"_named">(python_.tape, call.get(), word<"buffers">(),
                                      started.buffers.get());
-      set(line, word().buffers, held.get());
+      set(line, word<"buffers">(), held.get());
     }
     if (started.grad) {
       const Ref edges = called(python_.edges, inputs.get());
-      set(call, word().edges, edges.get());
-      if (python_.sees_functions && attribute(edges, word().has_functions).get() == Py_True) {
+      set(call, word<"edges">(), edges.get());
+      if (python_.sees_functions && attribute<"has_functions">(edges).get() == Py_True) {
         called(python_.functions_of, edges.get());
       }
     }
-    const Ref id = must(PyIter_Next(attribute(python_.tape, word().ids).get()));
-    set(call, word().id, id.get());
-    set(line, word().id, id.get());
-    called_method(python_.writer, word().call, line.get());
+    const Ref id = must(PyIter_Next(attribute<"ids">(python_.tape).get()));
+    set(call, word<"id">(), id.get());
+    set(line, word<"id">(), id.get());
+    method<"call">(python_.writer, line.get());
     return call;
   }
 
@@ -580,7 +496,7 @@ class Hooks {
   // As `ModuleCalls.leave` and `Tape.end`.
   void end(const Ref& entry, const Ref& call, PyObject* module, PyObject* result) {
     const Ref held = must(PyObject_GenericGetDict(module, nullptr));
-    const Ref buffers = item(held.get(), word().own_buffers);
+    const Ref buffers = item(held.get(), word<"_buffers">());
     bool is_written = false;
     if (python_.keep.get() != Py_None && buffers && PyDict_CheckExact(buffers.get()) &&
         PyDict_GET_SIZE(buffers.get()) == 0) {
@@ -593,21 +509,21 @@ class Hooks {
       }
     }
     if (!is_written) {
-      called_method(python_.calls, word().leave, entry.get(), call.get(), result, Py_None);
+      method<"leave">(python_.calls, entry.get(), call.get(), result, Py_None);
     }
   }
 
   // False where there is more to it, and nothing was done.
   bool write_end(const Ref& entry, const Ref& call, PyObject* result) {
     const FunctionsOff off;
-    const Ref id = attribute(call, word().id);
-    const Ref inputs = attribute(call, word().inputs);
+    const Ref id = attribute<"id">(call);
+    const Ref inputs = attribute<"inputs">(call);
     const Ref versions = called(python_.versions, inputs.get());
-    const Ref before = attribute(call, word().versions);
+    const Ref before = attribute<"versions">(call);
     const int same = PyObject_RichCompareBool(versions.get(), before.get(), Py_EQ);
     if (same < 0) throw python_error();
-    if (same == 0 || PyLong_AsLong(id.get()) < 0 || attribute(call, word().draws).get() != Py_None ||
-        PyObject_IsTrue(attribute(call, word().writes).get()) != 0) {
+    if (same == 0 || PyLong_AsLong(id.get()) < 0 || attribute<"draws">(call).get() != Py_None ||
+        PyObject_IsTrue(attribute<"writes">(call).get()) != 0) {
       return false;
     }
     const Ref outputs = must(PyList_New(0));
@@ -615,7 +531,7 @@ class Hooks {
     if (is_own_type(result)) {
       const Ref pair = must(PyTuple_Pack(2, result, python_.only_path.get()));
       if (PyList_Append(outputs.get(), pair.get()) < 0) throw python_error();
-      tree = called_method(python_.lines, word().encoded, result, call.get(), word().output,
+      tree = method<"encoded">(python_.lines, result, call.get(), literal<"output">(),
                            python_.only_path.get(), python_.wants_output.get());
     } else {
       tree = called(python_.results, result, call.get(), python_.wants_output.get(), outputs.get());
@@ -623,28 +539,28 @@ class Hooks {
     if (result != Py_None && tree.get() == Py_None) {  // it is something else
       const Ref seen = must(PyDict_New());
       const Ref encoder =
-          called_method(python_.lines, word().encoder, call.get(), word().output,
+          method<"encoder">(python_.lines, call.get(), literal<"output">(),
                         python_.wants_output.get(), outputs.get(), seen.get());
       tree = called(python_.encode, result, encoder.get());
     }
-    const Ref notes = attribute(call, word().notes);
+    const Ref notes = attribute<"notes">(call);
     PyObject* given[] = {id.get(), tree.get(), notes.get()};
     static PyObject* const keys = Py_BuildValue("(sss)", "id", "outputs", "notes");
     const Ref line = must(PyObject_Vectorcall(python_.end_line.get(), given, 0, keys));
-    const Ref edges = attribute(call, word().edges);
+    const Ref edges = attribute<"edges">(call);
     if (python_.backward && edges.get() != Py_None) trace(entry, call, edges, outputs);
-    called_method(python_.writer, word().end, line.get());
+    method<"end">(python_.writer, line.get());
     return true;
   }
 
   // As `Tape._trace` by `trace_module`.
   void trace(const Ref& entry, const Ref& call, const Ref& edges, const Ref& outputs) {
-    const Ref owners = attribute(python_.thread, word().owners);
-    const Ref leaves = attribute(entry, word().leaves);
+    const Ref owners = attribute<"owners">(python_.thread);
+    const Ref leaves = attribute<"leaves">(entry);
     Ref found = Ref::borrow(Py_None);
     if (is_only(outputs)) {
       PyObject* output = PyTuple_GET_ITEM(PyList_GET_ITEM(outputs.get(), 0), 0);
-      found = called_method(owners, word().only, edges.get(), output, leaves.get(), Py_True);
+      found = method<"only">(owners, edges.get(), output, leaves.get(), Py_True);
       const Py_ssize_t count = PyTuple_CheckExact(found.get()) ? PyTuple_GET_SIZE(found.get()) : 0;
       if (count == 1 || count == 3) {
         listen(call, edges, found.get());
@@ -659,17 +575,17 @@ class Hooks {
   void listen(const Ref& call, const Ref& edges, PyObject* found) const {
     PyObject* tape = python_.tape.get();
     PyObject* first = PyTuple_GET_ITEM(found, 0);
-    const Ref names = attribute(call, word().names), keep = attribute(call, word().keep);
-    const Ref stack = attribute(call, word().stack), step = attribute(call, word().step);
+    const Ref names = attribute<"names">(call), keep = attribute<"keep">(call);
+    const Ref stack = attribute<"stack">(call), step = attribute<"step">(call);
     if (PyTuple_GET_SIZE(found) == 1) {
       const Ref way =
           called(python_.way, tape, names.get(), keep.get(), stack.get(), step.get(), first);
-      called_method(edges, word().listen, way.get());
+      method<"listen">(edges, way.get());
     } else {
       const Ref ways =
           called(python_.ways, tape, names.get(), keep.get(), stack.get(), step.get(), first,
                  PyTuple_GET_ITEM(found, 1), python_.no_aliases.get());
-      called_method(edges, word().listen, ways.get(), python_.output_spots.get());
+      method<"listen">(edges, ways.get(), python_.output_spots.get());
     }
   }
 

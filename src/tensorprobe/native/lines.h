@@ -29,11 +29,7 @@ class Lines {
   Lines(Ref contents_object, Contents& contents, Callbacks callbacks)
       : contents_object_(std::move(contents_object)),
         contents_(contents),
-        python_(std::move(callbacks)),
-        input_(Ref::steal(PyUnicode_InternFromString("input"))),
-        output_(Ref::steal(PyUnicode_InternFromString("output"))),
-        inputs_(Ref::steal(PyUnicode_InternFromString("inputs"))),
-        keep_(Ref::steal(PyUnicode_InternFromString("keep"))) {}
+        python_(std::move(callbacks)) {}
 
   // `{"tensor": line}` ready to be written; `grad` is None where the tensor is to say it.
   PyObject* encoded(PyObject* object, PyObject* call, PyObject* role, PyObject* label,
@@ -43,7 +39,7 @@ class Lines {
     const at::Tensor& tensor = tensor_in(object);
     const at::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
     if (!is_plain(impl)) return slowly(object, call, role, label, wanted, grad);
-    Ref keep = Ref::steal(PyObject_GetAttr(call, keep_.get()));
+    Ref keep = Ref::steal(PyObject_GetAttr(call, word<"keep">()));
     if (!keep) return nullptr;
     const bool has_grad = grad == Py_None ? tensor.requires_grad() : grad == Py_True;
     // Held: what makes a content's number may come back here.
@@ -90,7 +86,7 @@ class Lines {
   // The trees of a call's arguments as (positional, keywords); tensors are added to call.inputs.
   PyObject* arguments(PyObject* call, PyObject* args, PyObject* kwargs, PyObject* wanted) {
     TORCH_CHECK(contents_object_, APART);
-    Ref inputs = Ref::steal(PyObject_GetAttr(call, inputs_.get()));
+    Ref inputs = Ref::steal(PyObject_GetAttr(call, word<"inputs">()));
     Ref given = Ref::steal(PySequence_Fast(args, "arguments"));
     if (!inputs || !given) return nullptr;
     const Py_ssize_t count = PySequence_Fast_GET_SIZE(given.get());
@@ -98,7 +94,7 @@ class Lines {
     Ref positional = Ref::steal(PyList_New(count));
     Ref keywords = Ref::steal(PyDict_New());
     if (!positional || !keywords) return nullptr;
-    Side side{call, input_.get(), wanted, inputs.get(), {}, {}};
+    Side side{call, literal<"input">(), wanted, inputs.get(), {}, {}};
     for (Py_ssize_t i = 0; i < count; ++i) {
       Ref far;
       PyObject* path;
@@ -132,7 +128,7 @@ class Lines {
     if (!is_nest(value, 0)) Py_RETURN_NONE;
     Ref top = Ref::steal(PyTuple_New(0));
     if (!top) return nullptr;
-    Side side{call, output_.get(), wanted, outputs, {}, {}};
+    Side side{call, literal<"output">(), wanted, outputs, {}, {}};
     return nest(side, value, top.get());
   }
 
@@ -255,7 +251,7 @@ class Lines {
 
   // The line of a tensor without the tree around it, `{"tensor":` and `}`.
   Ref out_of_tree(const Ref& part) const {
-    static PyObject* const key = PyUnicode_InternFromString("tensor");
+    PyObject* const key = literal<"tensor">();
     constexpr Py_ssize_t before = 10, after = 1;
     if (reinterpret_cast<PyObject*>(Py_TYPE(part.get())) != python_.raw.get()) {
       return Ref::steal(PyObject_GetItem(part.get(), key));
@@ -371,7 +367,6 @@ class Lines {
   Ref contents_object_;  // keeps `contents_`
   Contents& contents_;
   Callbacks python_;
-  Ref input_, output_, inputs_, keep_;
   std::unordered_map<uint64_t, std::vector<std::shared_ptr<const Head>>> heads_;
   size_t n_heads_ = 0;
   std::vector<int64_t> kind_;

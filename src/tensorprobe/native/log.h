@@ -6,7 +6,7 @@
 #include <cerrno>
 #include <string>
 
-#include "python.h"
+#include "asking.h"
 
 namespace tensorprobe {
 
@@ -20,36 +20,36 @@ class Log {
         encode_(std::move(encode)),
         call_(std::move(call)),
         end_(std::move(end)) {
-    Ref lock = fields_.get(lock_.get());
-    acquire_ = must(PyObject_GetAttrString(lock.get(), "acquire"));
-    release_ = must(PyObject_GetAttrString(lock.get(), "release"));
+    Ref lock = fields_.get(word<"_log_lock">());
+    acquire_ = attribute<"acquire">(lock);
+    release_ = attribute<"release">(lock);
   }
 
   PyObject* call(PyObject* line) {
     TORCH_CHECK(writer_, APART);
-    Ref step = fields_.get(step_.get());
+    Ref step = fields_.get(word<"_step">());
     if (step.get() == Py_None) Py_RETURN_NONE;
     Ref text = encoded(line);
     if (!text || is_unusual(step)) return PyObject_CallOneArg(call_.get(), line);
-    Ref lines = Fields(step.get()).get(lines_.get());
+    Ref lines = Fields(step.get()).get(word<"lines">());
     if (PyList_Append(lines.get(), text.get()) < 0) return nullptr;
     const Held held(acquire_, release_);
-    count(Fields(step.get()), n_calls_, 1);
+    count(Fields(step.get()), word<"n_calls">(), 1);
     if (!write(step, lines)) return nullptr;
     Py_RETURN_NONE;
   }
 
   PyObject* end(PyObject* line) {
     TORCH_CHECK(writer_, APART);
-    Ref step = fields_.get(step_.get());
+    Ref step = fields_.get(word<"_step">());
     if (step.get() == Py_None) Py_RETURN_NONE;
     Ref text = encoded(line);
     if (!text || is_unusual(step)) return PyObject_CallOneArg(end_.get(), line);
-    Ref lines = Fields(step.get()).get(lines_.get());
+    Ref lines = Fields(step.get()).get(word<"lines">());
     if (PyList_Append(lines.get(), text.get()) < 0) return nullptr;
-    Ref asleep = fields_.get(asleep_.get());
+    Ref asleep = fields_.get(word<"_asleep">());
     if (asleep.get() == Py_True) {
-      return PyObject_CallMethodNoArgs(writer_.get(), wake_.get());
+      return PyObject_CallMethodNoArgs(writer_.get(), word<"_wake">());
     }
     Py_RETURN_NONE;
   }
@@ -57,19 +57,19 @@ class Log {
   // The line of a call that is text already, with its newline.
   bool call_text(const std::string& text) {
     TORCH_CHECK(writer_, APART);
-    Ref step = fields_.get(step_.get());
+    Ref step = fields_.get(word<"_step">());
     if (step.get() == Py_None) return true;
     const Held held(acquire_, release_);
     const Fields fields(step.get());
-    count(fields, n_calls_, 1);
-    return write(step, fields.get(lines_.get()), &text);
+    count(fields, word<"n_calls">(), 1);
+    return write(step, fields.get(word<"lines">()), &text);
   }
 
   // The same of the end of a call; `make_line` gives the line itself, for what is not as a rule.
   template <typename MakeLine>
   bool end_text(const std::string& text, MakeLine make_line) {
     TORCH_CHECK(writer_, APART);
-    Ref step = fields_.get(step_.get());
+    Ref step = fields_.get(word<"_step">());
     if (step.get() == Py_None) return true;
     if (is_unusual(step)) {
       Ref line = make_line();
@@ -83,7 +83,7 @@ class Log {
   // Let a line wait for the next write; false where something is not as a rule, and it does not.
   bool wait(const Ref& bytes) {
     TORCH_CHECK(writer_, APART);
-    Ref step = fields_.get(step_.get());
+    Ref step = fields_.get(word<"_step">());
     if (step.get() == Py_None) return true;
     if (is_unusual(step)) return false;
     add(step, bytes);
@@ -102,8 +102,6 @@ class Log {
   }
 
  private:
-  static Ref name(const char* text) { return Ref::steal(PyUnicode_InternFromString(text)); }
-
   // A lock of Python's, held.
   class Held {
    public:
@@ -122,10 +120,10 @@ class Log {
   };
 
   void add(const Ref& step, const Ref& bytes) {
-    Ref lines = Fields(step.get()).get(lines_.get());
+    Ref lines = Fields(step.get()).get(word<"lines">());
     if (PyList_Append(lines.get(), bytes.get()) < 0) throw python_error();
-    if (fields_.get(asleep_.get()).get() == Py_True) {
-      must(PyObject_CallMethodNoArgs(writer_.get(), wake_.get()));
+    if (fields_.get(word<"_asleep">()).get() == Py_True) {
+      must(PyObject_CallMethodNoArgs(writer_.get(), word<"_wake">()));
     }
   }
 
@@ -141,16 +139,16 @@ class Log {
   }
 
   bool is_unusual(const Ref& step) const {
-    return fields_.get(broken_.get()).get() != Py_False ||
-           Fields(step.get()).get(closed_.get()).get() != Py_False;
+    return fields_.get(word<"_log_broken">()).get() != Py_False ||
+           Fields(step.get()).get(word<"closed">()).get() != Py_False;
   }
 
-  static void count(const Fields& fields, const Ref& name, Py_ssize_t more) {
-    Ref before = fields.get(name.get());
+  static void count(const Fields& fields, PyObject* name, Py_ssize_t more) {
+    Ref before = fields.get(name);
     const long long value = PyLong_AsLongLong(before.get());
     if (value == -1 && PyErr_Occurred()) throw python_error();
     Ref after = must(PyLong_FromLongLong(value + more));
-    fields.set(name.get(), after.get());
+    fields.set(name, after.get());
   }
 
   // Writes the lines that wait, and then the `last`. The log's lock is held.
@@ -168,7 +166,7 @@ class Log {
     if (last != nullptr) text += *last;
     if (PyList_SetSlice(lines.get(), 0, PyList_GET_SIZE(lines.get()), nullptr) < 0) return false;
     if (is_unusual(step)) return true;  // while the lock was waited for
-    Ref number = Fields(step.get()).get(log_fd_.get());
+    Ref number = Fields(step.get()).get(word<"log_fd">());
     const long file = PyLong_AsLong(number.get());
     if (file == -1 && PyErr_Occurred()) return false;
     size_t written = 0;
@@ -188,7 +186,7 @@ class Log {
         raised.take();
       }
     }
-    count(fields_, nbytes_written_, static_cast<Py_ssize_t>(written));
+    count(fields_, word<"nbytes_written">(), static_cast<Py_ssize_t>(written));
     return raised.none_left();
   }
 
@@ -217,15 +215,10 @@ class Log {
     PyErr_NormalizeException(&type, &value, &trace);
     Ref held_type = Ref::steal(type), error = Ref::steal(value), held_trace = Ref::steal(trace);
     Ref count = must(PyLong_FromSize_t(written));
-    Ref done = must(PyObject_CallMethodObjArgs(writer_.get(), break_.get(), step.get(),
+    Ref done = must(PyObject_CallMethodObjArgs(writer_.get(), word<"_break_log">(), step.get(),
                                                  error.get(), count.get(), nullptr));
   }
 
-  const Ref step_ = name("_step"), lines_ = name("lines"), lock_ = name("_log_lock"),
-            n_calls_ = name("n_calls"),
-            asleep_ = name("_asleep"), wake_ = name("_wake"), broken_ = name("_log_broken"),
-            closed_ = name("closed"), log_fd_ = name("log_fd"), break_ = name("_break_log"),
-            nbytes_written_ = name("nbytes_written");
   Ref writer_;
   Fields fields_;  // the writer's
   Ref encode_, call_, end_, acquire_, release_;

@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "python.h"
+#include "asking.h"
 
 namespace tensorprobe {
 
@@ -36,9 +36,9 @@ class Made {
 
   // Of a module by its attributes; false also where it cannot be told without Python.
   bool holds_for(PyObject* held) const {
-    static PyObject* const names[] = {PyUnicode_InternFromString("_parameters"),
-                                      PyUnicode_InternFromString("_buffers"),
-                                      PyUnicode_InternFromString("_modules")};
+    static PyObject* const names[] = {word<"_parameters">(),
+                                      word<"_buffers">(),
+                                      word<"_modules">()};
     if (PyDict_GET_SIZE(held) != count_) return false;
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names_); ++i) {
       if (found(held, PyTuple_GET_ITEM(names_, i)) != PyTuple_GET_ITEM(values_, i)) return false;
@@ -104,7 +104,7 @@ class Made {
   }
 
   static bool holds_alike(PyObject* children, PyObject* name, PyObject* kinds) {
-    static PyObject* const modules = PyUnicode_InternFromString("_modules");
+    PyObject* const modules = word<"_modules">();
     const Ref child = Ref::borrow(found(children, name));  // what is made may free it
     if (!child || child.get() == Py_None) return false;
     const Ref held = Ref::steal(PyObject_GenericGetDict(child.get(), nullptr));

@@ -256,7 +256,7 @@ PyObject* starter_forget(PyObject* self, PyObject*) {
 
 PyObject* starter_start(PyObject* self, Arguments args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
-    if (!takes("start", count, 1, 2)) return nullptr;
+    if (!takes("start", count, 1, 3)) return nullptr;
     if (!is_own_type(args[0])) {
       PyErr_SetString(PyExc_TypeError, "a tensor of torch's own type");
       return nullptr;
@@ -497,7 +497,9 @@ PyObject* new_calls(PyTypeObject* type, PyObject*, PyObject* parts) {
     python.open_call = part(parts, "open_call");
     python.out = part(parts, "out", &PyFrozenSet_Type);
     python.call_names = part(parts, "call_names");
+    python.call_line = part(parts, "call_line");
     python.end_line = part(parts, "end_line");
+    python.stack_line = part(parts, "stack_line");
     python.raw = part(parts, "raw");
     python.one_node = part(parts, "one_node");
     python.one_way = part(parts, "one_way");
@@ -781,6 +783,19 @@ bool add_type(PyObject* module, const char* name, PyType_Spec& spec, PyTypeObjec
   return PyModule_AddObjectRef(module, name, type) == 0;
 }
 
+// {class: (names of its attributes)}, for `native.check`.
+PyObject* attribute_table() {
+  return guarded([&]() -> PyObject* {
+    Ref table = must(PyDict_New());
+    for (const Attributes& row : ATTRIBUTES) {
+      const Ref text = must(PyUnicode_FromStringAndSize(row.names.data(), row.names.size()));
+      const Ref names = must(PyUnicode_Split(text.get(), nullptr, -1));
+      if (PyDict_SetItemString(table.get(), row.of, names.get()) < 0) return nullptr;
+    }
+    return table.release();
+  });
+}
+
 }  // namespace
 }  // namespace tensorprobe
 
@@ -788,7 +803,9 @@ PyMODINIT_FUNC PyInit_tensorprobe_native() {
   using namespace tensorprobe;
   PyObject* module = PyModule_Create(&definition);
   if (module == nullptr) return nullptr;
-  if (!add_type(module, "Contents", contents_spec, &contents_type) ||
+  const Ref table = Ref::steal(attribute_table());
+  if (!table || PyModule_AddObjectRef(module, "ATTRIBUTES", table.get()) < 0 ||
+      !add_type(module, "Contents", contents_spec, &contents_type) ||
       !add_type(module, "Lines", lines_spec, &lines_type) ||
       !add_type(module, "Log", log_spec, &log_type) ||
       !add_type(module, "Starter", starter_spec, nullptr) ||

@@ -15,7 +15,7 @@ inline Ref place_in(const Ref& frame) {  // how far its code has come
   auto* object = reinterpret_cast<PyFrameObject*>(frame.get());
   return Ref::steal(PyLong_FromLong(PyFrame_GetLasti(object)));
 #else
-  return Ref::steal(PyObject_GetAttrString(frame.get(), "f_lasti"));
+  return attribute<"f_lasti">(frame);
 #endif
 }
 

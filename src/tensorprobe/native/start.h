@@ -4,7 +4,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "python.h"
+#include "asking.h"
 
 namespace tensorprobe {
 
@@ -67,13 +67,13 @@ class Starter {
     if (!stream) return nullptr;
     if (stream.get() == Py_None || !address || address & 15) Py_RETURN_NONE;
     Ref result = Ref::steal(PyObject_CallNoArgs(new_result_.get()));
-    Ref held = Ref::steal(PyObject_CallMethodNoArgs(queue_.get(), name("acquire")));
+    Ref held = Ref::steal(PyObject_CallMethodNoArgs(queue_.get(), word<"acquire">()));
     if (!result || !held) return nullptr;
     const bool started = launch(*plan, address, stream.get(), result.get());
     // What failed fails again there, and is known for it then. Not of a signal's handler.
     if (!started && !PyErr_ExceptionMatches(PyExc_Exception)) return release_and_raise();
     PyErr_Clear();
-    Ref released = Ref::steal(PyObject_CallMethodNoArgs(queue_.get(), name("release")));
+    Ref released = Ref::steal(PyObject_CallMethodNoArgs(queue_.get(), word<"release">()));
     if (!released) return nullptr;
     return started ? result.release() : otherwise(tensor, form);
   }
@@ -117,14 +117,6 @@ class Starter {
     return false;
   }
 
-  // Interned once; there are few.
-  static PyObject* name(const char* text) {
-    static std::unordered_map<const char*, PyObject*> names;
-    PyObject*& known = names[text];
-    if (known == nullptr) known = PyUnicode_InternFromString(text);
-    return known;
-  }
-
   // None where something is in the way.
   Ref usual_stream() const {
     if (!PyTuple_CheckExact(usual_stream_.get())) {
@@ -147,7 +139,7 @@ class Starter {
   PyObject* release_and_raise() {
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
-    Ref::steal(PyObject_CallMethodNoArgs(queue_.get(), name("release")));
+    Ref::steal(PyObject_CallMethodNoArgs(queue_.get(), word<"release">()));
     PyErr_Restore(type, value, trace);
     return nullptr;
   }
@@ -160,12 +152,12 @@ class Starter {
   // A place in the bank that is being filled, as `Queue.place`, which makes room where none is.
   bool place(const Plan& plan, PyObject* stream, Ref& bank, Ref& tickets, Py_ssize_t& slot,
              int64_t& row) {
-    bank = Ref::steal(PyObject_GetAttr(queue_.get(), name("_filling")));
+    bank = Ref::steal(PyObject_GetAttr(queue_.get(), word<"_filling">()));
     if (!bank) return false;
     if (bank.get() != Py_None) {
-      tickets = Ref::steal(PyObject_GetAttr(bank.get(), name("tickets")));
-      Ref used = Ref::steal(PyObject_GetAttr(bank.get(), name("used_rows")));
-      Ref streams = Ref::steal(PyObject_GetAttr(bank.get(), name("streams")));
+      tickets = Ref::steal(PyObject_GetAttr(bank.get(), word<"tickets">()));
+      Ref used = Ref::steal(PyObject_GetAttr(bank.get(), word<"used_rows">()));
+      Ref streams = Ref::steal(PyObject_GetAttr(bank.get(), word<"streams">()));
       if (!tickets || !used || !streams) return false;
       slot = PyList_GET_SIZE(tickets.get());
       row = PyLong_AsLongLong(used.get());
@@ -174,19 +166,19 @@ class Starter {
       if (known && slot < slots_ && row + plan.programs <= rows_) {
         Ref after = Ref::steal(PyLong_FromLongLong(row + plan.programs));
         return after && PyList_Append(tickets.get(), Py_None) == 0 &&
-               PyObject_SetAttr(bank.get(), name("used_rows"), after.get()) == 0;
+               PyObject_SetAttr(bank.get(), word<"used_rows">(), after.get()) == 0;
       }
     }
     Ref wanted = Ref::steal(PyLong_FromLongLong(plan.programs));
     if (!wanted) return false;
-    Ref found = Ref::steal(PyObject_CallMethodObjArgs(queue_.get(), name("place"), wanted.get(),
+    Ref found = Ref::steal(PyObject_CallMethodObjArgs(queue_.get(), word<"place">(), wanted.get(),
                                                       stream, nullptr));
     if (!found) return false;
     bank = Ref::borrow(PyTuple_GetItem(found.get(), 0));
     slot = PyLong_AsSsize_t(PyTuple_GetItem(found.get(), 1));
     row = PyLong_AsLongLong(PyTuple_GetItem(found.get(), 2));
     if (PyErr_Occurred()) return false;
-    tickets = Ref::steal(PyObject_GetAttr(bank.get(), name("tickets")));
+    tickets = Ref::steal(PyObject_GetAttr(bank.get(), word<"tickets">()));
     return static_cast<bool>(tickets);
   }
 
@@ -212,9 +204,9 @@ class Starter {
         case ADDRESS: value = add(PyLong_FromUnsignedLongLong(address)); break;
         case ROW: value = add(PyLong_FromLongLong(row)); break;
         case SLOT: value = add(PyLong_FromSsize_t(slot)); break;
-        case ROWS_AT: value = add(PyObject_GetAttr(bank.get(), name("rows_at"))); break;
-        case META_AT: value = add(PyObject_GetAttr(bank.get(), name("meta_at"))); break;
-        case DIGESTS_AT: value = add(PyObject_GetAttr(bank.get(), name("digests_at"))); break;
+        case ROWS_AT: value = add(PyObject_GetAttr(bank.get(), word<"rows_at">())); break;
+        case META_AT: value = add(PyObject_GetAttr(bank.get(), word<"meta_at">())); break;
+        case DIGESTS_AT: value = add(PyObject_GetAttr(bank.get(), word<"digests_at">())); break;
       }
       if (value == nullptr) return false;
       arguments.push_back(value);

@@ -76,7 +76,7 @@ class Spell {
 // The last text that was asked for, as it is written: the same comes many times.
 class Spoken {
  public:
-  std::string of(const Spell& spell, const Ref& text) {
+  const std::string& of(const Spell& spell, const Ref& text) {
     if (text.get() != last_.get()) {
       std::string quoted = spell.quoted(text.get());
       last_ = text;

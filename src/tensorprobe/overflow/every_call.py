@@ -254,6 +254,7 @@ class OverflowObserver(Observer):
     def shorten(self, mode: CallMode) -> None:
         """Let the part in C++ make the calls of a mode, where it is built."""
         if native.MODULE is not None:
+            native.check()
             made = native.MODULE.EveryCall(mode, self, mode.plans, mode.stand_ins, _FACTS)
             self.state.pending.native = made
             mode.swift = made.call

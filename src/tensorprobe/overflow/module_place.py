@@ -82,6 +82,7 @@ class ModuleTrails:
         self._hooks = hooks
         self._native = None  # what follows modules inside of others, in C++
         if native.MODULE is not None:
+            native.check()
             parts = (_Stay, torch.fx.GraphModule, sys._getframe)
             self._native = native.MODULE.ModuleTrails(hooks, *parts)
         hooks.hooks = (self._enter, self._leave)

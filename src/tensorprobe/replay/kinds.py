@@ -144,6 +144,16 @@ def overwrites(call: Call) -> tuple[str, ...]:
     return tuple(found)
 
 
+def is_running_statistic(call: Call, name: str) -> bool:
+    """Whether an input of an operator, "input.3" say, is the running mean or variance of a norm."""
+    api = api_of(call.op)
+    if not api.endswith(("batch_norm", "batch_norm_legit", "legit_no_training", "instance_norm")):
+        return False
+    first = 1 if call.op.startswith("torch.nn.functional.") else 3
+    places = {"input.running_mean", "input.running_var", f"input.{first}", f"input.{first + 1}"}
+    return name in places
+
+
 # As which the first argument may be given: torch's own initialisers have it as `tensor`.
 _FIRST = ("input.0", "input.tensor", "input.self", "input.input")
 

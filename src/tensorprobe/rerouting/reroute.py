@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tensorprobe.errors import BadUsage
+from tensorprobe.follow.dispatch_mode import make_operator_call
 from tensorprobe.follow.follower import Follower
 from tensorprobe.follow.hidden_state import written_arguments
 from tensorprobe.follow.made_nodes import MadeNodes
@@ -268,15 +269,15 @@ class _OpMode(TorchDispatchMode):
                 self._operators[func] = _look_up(func)
             operator = self._operators[func]
             if operator is None:
-                return func(*args, **kwargs)
+                return make_operator_call(func, args, kwargs)
             api, writes = operator
             name = call_name(api, self._counter.next(api))
             rule = self._rule(api, name)
             if rule is None or self._ferry.inside.depth:
-                return func(*args, **kwargs)
+                return make_operator_call(func, args, kwargs)
             if func.is_view:
                 rule.stayed[VIEW] = rule.stayed.get(VIEW, 0) + 1
-                return func(*args, **kwargs)
+                return make_operator_call(func, args, kwargs)
             return self._ferry.take(name, rule, Call(api, func, args, kwargs), writes)
         except BaseException as error:
             clean(error)

@@ -48,3 +48,13 @@ def _source(path: str) -> Sequence[str]:
     except (OSError, ValueError, BadArtefact):
         return ()
     return text.decode(errors="replace").split("\n")
+
+
+def source_around(path: str, line: str, most: int) -> tuple[int, list[str]]:
+    """The number of the first of the lines around that one, and the lines; none as above."""
+    lines = _source(path)
+    number = int(line) if line.isdecimal() and len(line) < 10 else 0
+    if not 0 < number <= len(lines):
+        return 0, []
+    first = max(1, number - most)
+    return first, [each.rstrip() for each in lines[first - 1 : number + most]]

@@ -13,7 +13,8 @@ import torch
 
 from tensorprobe import native
 from tensorprobe.tensors import cuda_graphs as captures
-from tensorprobe.tensors import digest, host, memory, rows, tally, torch_ops
+from tensorprobe.tensors import digest, host, memory, tally, torch_ops
+from tensorprobe.tensors import tally_rows as rows
 from tensorprobe.tensors.readback import MAX_AGE_S, ROWS, SLOTS, Bank, Port, Queue, await_arrival
 from tensorprobe.tensors.result import Result
 from tensorprobe.tensors.tally import Reader
@@ -50,10 +51,12 @@ class HostBackend:
         self._digest = digest
         self._readers = _Readers()
 
-    def start(self, tensor: torch.Tensor, form: int | None = None) -> Result | None:
+    def start(
+        self, tensor: torch.Tensor, form: int | None = None, is_there: bool = False
+    ) -> Result | None:
         """Read a tensor as most are; None for one that needs the closer look of `submit`.
 
-        Its type is torch's own, and no function mode is on. `form` as for `Summarizer.submit`.
+        Its type is torch's own, and no function mode is on. The rest as for `Summarizer.submit`.
         """
         readers = self._readers.of
         # Taken out while it reads: a signal's handler may come in between with such a tensor.
@@ -64,7 +67,9 @@ class HostBackend:
                 if reader is None:
                     return None
             address = tensor.data_ptr()
-            if not address or not memory.has_memory(tensor, reader.itemsize, reader.nbytes):
+            if not address:
+                return None
+            if not is_there and not memory.has_memory(tensor, reader.itemsize, reader.nbytes):
                 return None
         except RuntimeError:  # it has no memory of its own: a wrapper of functorch, a sparse tensor
             return None
@@ -160,16 +165,19 @@ class KernelBackend:
         self.start = self._start
         self._starter: Any = None
         if native.MODULE is not None:  # the same in C++, of forms whose plan it knows
+            native.check()
             asks = getattr(port, "asks", port.usual_stream)
             self._starter = native.MODULE.Starter(
                 self._queue, asks, Result, self._start, SLOTS, ROWS
             )
             self.start = self._starter.start
 
-    def _start(self, tensor: torch.Tensor, form: int | None = None) -> Result | None:
+    def _start(
+        self, tensor: torch.Tensor, form: int | None = None, is_there: bool = False
+    ) -> Result | None:
         """Start on a tensor as most are; None for one that needs the closer look of `submit`.
 
-        Its type is torch's own, and no function mode is on. `form` as for `Summarizer.submit`.
+        Its type is torch's own, and no function mode is on. The rest as for `Summarizer.submit`.
         """
         plan = self._plans.get(form)
         try:

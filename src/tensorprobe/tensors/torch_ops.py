@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tensorprobe.tensors import memory, narrow_sums, rows
+from tensorprobe.tensors import memory, narrow_sums
+from tensorprobe.tensors import tally_rows as rows
 from tensorprobe.tensors.digest import (
     CHUNK_WORDS,
     GOLD,

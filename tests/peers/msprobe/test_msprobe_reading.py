@@ -80,6 +80,30 @@ def test_modules_come_before_what_they_call(tmp_path: Path) -> None:
     assert not capture.gaps
 
 
+def test_stacks_by_name_as_they_were_until_2025(tmp_path: Path) -> None:
+    site = "/usr/lib/python3/site-packages"
+    frames = [
+        f"File {site}/msprobe/core/data_dump/api_registry.py, line 95, in api_function, \n x",
+        "File /home/me/resnet.py, line 155, in forward, \n out = self.relu(out)",
+        f"File {site}/msprobe/pytorch/hook_module/hook_module.py, line 48, in __call__, \n y",
+        "File /home/me/msprobe/train.py, line 3, in <module>, \n model(x)",
+    ]
+    record = {"input_args": [], "input_kwargs": {}, "output": []}
+    write_dump(
+        tmp_path,
+        {"Functional.relu.0.forward": record, "Functional.relu.1.forward": record},
+        stack={"Functional.relu.0.forward": frames, "Functional.relu.1.forward": []},
+    )
+    capture = tp.load(tmp_path)
+    assert not capture.gaps
+    first, second = capture.calls
+    assert first.stack == (
+        "/home/me/resnet.py:155 in forward",
+        "/home/me/msprobe/train.py:3 in <module>",
+    )
+    assert second.stack == ()
+
+
 def test_every_kind_of_leaf(tmp_path: Path) -> None:
     args = [
         {"type": "int", "value": 3},

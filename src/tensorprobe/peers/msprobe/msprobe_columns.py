@@ -13,6 +13,7 @@ import msgspec
 from tensorprobe.comparing.comparison import Compared
 from tensorprobe.comparing.measure import CallPair, TensorPair
 from tensorprobe.peers.msprobe import msprobe_rules
+from tensorprobe.peers.msprobe.msprobe_leaves import statistics_of
 from tensorprobe.peers.msprobe.msprobe_rules import Line
 from tensorprobe.peers.peer_names import leaves
 from tensorprobe.records import Call, Fields, Special, TensorRecord
@@ -40,7 +41,6 @@ _MIDDLE = {
 _END = ("Requires_grad Consistent", "Result", "Err_message")
 _ALMOST_ONE = 0.99999  # a cosine beyond this is written with six digits
 _ABSENT = "N/A"
-_STATISTICS = ("max", "min", "mean", "norm")
 
 
 class _Leaf(msgspec.Struct, frozen=True):
@@ -82,7 +82,7 @@ class _Leaf(msgspec.Struct, frozen=True):
         value = self.value
         if isinstance(value, TensorRecord):
             s = value.summary
-            found = [None] * 4 if s is None else [getattr(s, key) for key in _STATISTICS]
+            found = (None,) * 4 if s is None else statistics_of(s)
             return tuple(_statistic(part) for part in found)
         if value is None or isinstance(value, slice):
             return ("None",) * 4
@@ -185,14 +185,18 @@ def _named(call: Call, mode: str) -> Iterator[tuple[str, _Leaf]]:
             yield place, _Leaf(name or leaf.name, leaf.value)
     for role in ("parameter", "output", "parameter_grad"):
         if role == "output":
-            yield from _walk(call, "output", _as_outputs(call.outputs))
+            yield from _walk(call, "output", _as_outputs(call))
             continue
         for record in call.tensors:
             if record.role == role:
                 yield record.name.removeprefix(call.name + "."), _Leaf(record.name, record)
 
 
-def _as_outputs(outputs: Any) -> Any:
+def _as_outputs(call: Call) -> Any:
+    """What a call returned, one value in a list; nothing where it did not return."""
+    outputs = call.outputs
+    if outputs is None and (call.status != "complete" or call.direction == "backward"):
+        return ()
     return outputs if isinstance(outputs, list | tuple | Fields | Mapping) else [outputs]
 
 

@@ -101,7 +101,7 @@ def read_summary(leaf: dict[str, Any]) -> TensorSummary | None:
 
 
 def _read_nonfinite(marks: dict[str, Any]) -> TensorSummary:
-    """The whole summary, which our writer puts beside statistics that JSON has no number for."""
+    """The whole summary, which release 0.1 put beside statistics that strict JSON cannot hold."""
     values = {name: _number(marks.get(name)) for name in ("min", "max", "mean", "norm")}
     counts = {name: marks.get(name) for name in ("nan", "inf", "zero")}
     for name, count in counts.items():
@@ -179,10 +179,8 @@ def write_value(value: Any, write_tensor: Any, path: tuple[str, ...] = (), depth
 
 def write_scalar(value: Any) -> Any:
     """A leaf that is no tensor; null for what msprobe has no leaf for."""
-    if isinstance(value, bool | int | str):
+    if isinstance(value, bool | int | float | str):
         return {"type": type(value).__name__, "value": value}
-    if isinstance(value, float):
-        return _write_float(value)
     if isinstance(value, slice):
         parts = (value.start, value.stop, value.step)
         return {"type": "slice", "value": [p if isinstance(p, int) else None for p in parts]}
@@ -191,12 +189,6 @@ def write_scalar(value: Any) -> Any:
     if isinstance(value, Special):
         return _write_special(value)
     return None
-
-
-def _write_float(value: float) -> dict[str, Any]:
-    if math.isfinite(value):
-        return {"type": "float", "value": value}
-    return {"type": "float", "value": None, "nonfinite": str(value)}
 
 
 def _write_special(value: Special) -> dict[str, Any] | None:
@@ -212,38 +204,31 @@ def _write_special(value: Special) -> dict[str, Any] | None:
 
 
 def write_statistics(record: TensorRecord) -> dict[str, Any]:
-    """The four statistics by msprobe's rules; where they are not finite, null and `nonfinite`."""
+    """The four statistics by msprobe's rules, which are torch's: NaN and infinities show in all."""
     s = record.summary
     if s is None:
         return dict.fromkeys(_STATISTICS)
     kind = record.dtype
-    mean = s.mean if kind.startswith(("float", "bfloat", "complex")) else None
-    norm = s.norm if kind.startswith(("float", "bfloat")) else None
+    high, low, mean, norm = statistics_of(s)
+    if not kind.startswith(("float", "bfloat", "complex")):
+        mean = None
+    if not kind.startswith(("float", "bfloat")):
+        norm = None
     if not record.shape and kind != "bool" and not kind.startswith("complex"):
-        mean = norm = s.max  # of one number all four are that number, signed
-    fields = {"Max": s.max, "Min": s.min, "Mean": mean, "Norm": norm}
-    if s.is_finite and all(_if_finite(value) is value for value in fields.values()):
-        return fields
-    if s.nan_count:  # torch's max and min of a NaN are NaN
-        return {**dict.fromkeys(_STATISTICS), "nonfinite": _write_nonfinite(s)}
-    fields = {name: _if_finite(value) for name, value in fields.items()}
-    return {**fields, "Mean": None, "Norm": None, "nonfinite": _write_nonfinite(s)}
+        mean = norm = high  # of one number all four are that number, signed
+    return {"Max": high, "Min": low, "Mean": mean, "Norm": norm}
 
 
-def _write_nonfinite(s: TensorSummary) -> dict[str, Any]:
-    values = {"min": s.min, "max": s.max, "mean": s.mean, "norm": s.norm}
-    texts = {
-        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in values.items()
-    }
-    marks = {"nan": s.nan_count, "inf": s.inf_count, "zero": s.zero_count, **texts}
-    return marks if s.counted else {**marks, "counted": False}
-
-
-def _if_finite(value: float | int | bool | None) -> float | int | bool | None:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+def statistics_of(s: TensorSummary) -> tuple[Any, Any, Any, Any]:
+    """Max, min, mean and norm as torch computes them; a summary's are of what is not NaN."""
+    if s.nan_count:
+        return (math.nan,) * 4
+    if not s.inf_count:
+        return s.max, s.min, s.mean, s.norm
+    mean = math.inf if s.max == math.inf else -math.inf
+    if s.max == math.inf and s.min == -math.inf:
+        mean = math.nan
+    return s.max, s.min, mean, math.inf
 
 
 def digest_of(text: str | None) -> str | None:

@@ -54,6 +54,8 @@ _MODULE = re.compile(
 )
 _DEBUG = re.compile(r"(?P<name>.+?)(?P<grad>_grad)?\.(?P<number>\d+)\.debug")
 _FRAME = re.compile(r"File (?P<file>.*?), line (?P<line>\d+), in (?P<function>[^,]*)", re.DOTALL)
+# Frames of the tool itself: where a call was recorded, not where it was made.
+_OWN_FRAME = re.compile(r"[/\\](?:msprobe|atat)[/\\](?:core|pytorch|mindspore)[/\\]")
 _HOMES = {
     "Functional": "torch.nn.functional.",
     "Tensor": "torch.Tensor.",
@@ -163,10 +165,14 @@ class _UnitReader:
         yield from sound_items(read_foreign(path, tell, self.unit.root), tell)
 
     def _read_stacks(self, path: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """The stack of each call; until May 2025 under its name, since then one for many names."""
         for key, value in self._items(path):
             try:
+                if isinstance(value, list) and all(isinstance(frame, str) for frame in value):
+                    yield key, _stack(value)
+                    continue
                 names, frames = value
-                stack = tuple([_frame(frame) for frame in frames])
+                stack = _stack(frames)
                 for name in names:
                     yield str(name), stack
             except (TypeError, ValueError):
@@ -194,7 +200,7 @@ class _UnitReader:
         about = _parse_name(name)
         if ".parameters_grad" in name and _MODULE.fullmatch(name):
             self._parameters(record, "parameter_grad", name)
-            return self._make(name, about, (), {}, None)
+            return self._make(name, about, (), {}, ())
         backward = about.direction == "backward"
         given = record.get("input" if backward else "input_args")
         args = self._tree(given or [], f"{name}.input", "input")
@@ -249,14 +255,14 @@ class _UnitReader:
             tree = self._tree(record, f"{name}.input", "input", lone=True)
             named = _fields(tree)
             args = () if named else tuple(tree if isinstance(tree, list) else [tree])
-            return self._make(name, about, args, named, None)
+            return self._make(name, about, args, named, ())
         tree = self._tree(record, f"{name}.output", "output", lone=True)
         return self._make(name, about, (), {}, tree)
 
     def _outputs(self, record: Any, backward: bool) -> Any:
         base = f"{self._name}.output"
-        if record is None:
-            return None
+        if record is None:  # it was not dumped; of a call that returns None it is [null]
+            return ()
         if isinstance(record, list) and len(record) == 1 and _is_plain_dict(record[0]):
             return self._tree(record[0], base, "output")  # one dict, named as if it were alone
         tree = self._tree(record, base, "output")
@@ -366,6 +372,11 @@ def _parse_name(name: str) -> _CallName:
     home = _HOMES.get(prefix, f"{prefix}.")
     op = home + (NATIVE_NAMES.get(api, api) if prefix == "Tensor" else api)
     return _CallName(op, "", "forward" if found["direction"] == "forward" else "backward")
+
+
+def _stack(frames: list[Any]) -> tuple[str, ...]:
+    texts = [_frame(frame) for frame in frames]
+    return tuple([text for text in texts if not _OWN_FRAME.search(text)])
 
 
 def _frame(text: object) -> str:

@@ -1,0 +1,124 @@
+// The answer: what happened, where, how large, which side, and what to type next.
+
+import { command, quote } from "./commands";
+import { Culprit, MoreOfCulprit, Report, Source } from "./data";
+import { h, name, number, whole } from "./dom";
+import { plainTable } from "./table";
+import { has, t, tOf, Word } from "./words";
+
+export function inWords(culprit: Culprit): string {
+  const cause = `cause_${culprit.cause}`;
+  if (has(cause)) return t(cause as Word);
+  return has(`kind_${culprit.kind}`) ? tOf("kind_", culprit.kind) : t("kind_output");
+}
+
+const size = (value: number | string): string => (typeof value === "string" ? (value === "inf" ? "∞" : value) : number(value));
+
+export function verdictSection(report: Report, open: (i: number) => void): HTMLElement {
+  const verdict = report.index.verdict!;
+  const section = h("section", { id: "verdict", class: `verdict ${verdict.verdict}`, "aria-labelledby": "answer" });
+  const sign = { match: "✓", diverged: "✗", incomparable: "?" }[verdict.verdict];
+  const first = verdict.culprits[0];
+  const badge = h("span", { class: "badge" }, h("span", { "aria-hidden": "true" }, `${sign} `), tOf("", verdict.verdict));
+  if (first && verdict.verdict === "diverged") {
+    section.append(h("h1", { id: "answer" }, badge, " ", name(first.name, { class: "name culprit-name" }), ": ", inWords(first)));
+    section.append(culpritCard(report, first, report.index.culprits?.[0] ?? null, open, true));
+    const others = verdict.culprits.slice(1);
+    if (first.follows.length) section.append(folded(t("follows", { n: first.follows.length }), first.follows, report, open));
+    if (others.length) {
+      section.append(h("h2", {}, t("otherCulprits", { n: others.length })));
+      others.slice(0, 20).forEach((each, at) => section.append(foldedCulprit(report, each, report.index.culprits?.[at + 1] ?? null, open)));
+      if (others.length > 20) section.append(h("p", {}, t("andMore", { n: others.length - 20 }), ": verdict.json"));
+    }
+  } else {
+    const words = verdict.verdict === "match" ? t("matchLong") : verdict.reason ?? "";
+    section.append(h("h1", { id: "answer" }, badge, " ", words));
+    section.append(h("p", { class: "sub" }, t("alignedCalls", { n: whole(verdict.counts.aligned) }), " · ", tOf("by_", verdict.mode)));
+  }
+  section.append(beside(report));
+  return section;
+}
+
+function culpritCard(report: Report, culprit: Culprit, more: MoreOfCulprit | null, open: (i: number) => void, isFirst: boolean): HTMLElement {
+  const at = report.find(culprit.name, culprit.step, culprit.rank);
+  const facts = h("div", { class: "facts" },
+    fact(size(culprit.own_error), `${t("ownError")} (${t("roundings")})`, "bad"),
+    fact(size(culprit.inherited_error), `${t("inheritedError")} (${t("roundings")})`),
+    fact(whole(culprit.affected), t("affected")));
+  const left = h("div", { class: "card-left" },
+    h("p", { class: `fault ${culprit.side ?? "none"}` }, t(`sideWrong_${culprit.side ?? "none"}` as Word), " · ",
+      h("span", { class: "sub" }, tOf("proof_", culprit.proof), culprit.weak ? ` · ${t("weak")}` : "")),
+    h("p", { class: "where" }, `${t("inModule")} `, culprit.module ? name(culprit.module) : t("theProgram"), ", ", name(culprit.op),
+      ` · ${t("step")} ${culprit.step}, ${t("rank")} ${culprit.rank}`),
+    h("p", { class: "reason" }, name(culprit.reason, { class: "reason-text" })),
+    facts,
+    at >= 0 ? h("p", {}, h("button", { class: "primary", click: () => open(at) }, t("openCall"))) : null);
+  const right = h("div", { class: "card-right" }, more?.line ? h("p", { class: "line" }, name(more.line)) : null, more?.source ? sourceLines(more.source) : null);
+  const card = h("div", { class: "card" }, h("div", { class: "card-body" }, left, right));
+  if (more) {
+    const verdict = report.index.verdict!;
+    const next = h("div", { class: "next" }, h(isFirst ? "h2" : "h3", {}, t("next")));
+    const found = /tensorprobe (run|repro|show|compare) .*/.exec(more.next);
+    next.append(found && found.index > 0 && !more.next.startsWith("tensorprobe") ? h("p", {}, name(more.next.slice(0, found.index))) : "", command(found ? found[0] : more.next));
+    if (culprit.cause === "result" && culprit.op.startsWith("torch.") && at >= 0)
+      next.append(command(`tensorprobe run --reroute ${quote(culprit.name.replace(/\.(forward|backward)$/, ""))}=cpu train.py`, t("cmd_reroute")));
+    if (isFirst && verdict.mode === "tensors") next.append(command(`tensorprobe show ${quote(verdict.actual)} ${quote(culprit.name)}${culprit.step ? ` --step ${culprit.step}` : ""}`, t("cmd_show")));
+    card.append(next);
+  }
+  return card;
+}
+
+const fact = (value: string, what: string, kind = ""): HTMLElement =>
+  h("div", { class: `fact ${kind}` }, h("span", { class: "fact-value" }, value), h("span", { class: "fact-what" }, what));
+
+export function sourceLines(source: Source): HTMLElement {
+  return h("pre", { class: "source", tabindex: 0, role: "group", "aria-label": t("source") },
+    ...source.lines.map((line, i) => h("span", { class: source.first + i === source.at ? "at" : null },
+      h("span", { class: "number" }, String(source.first + i).padStart(5)), ` ${line}\n`)));
+}
+
+function folded(title: string, culprits: Culprit[], report: Report, open: (i: number) => void): HTMLElement {
+  const rows = culprits.slice(0, 200).map((each) => {
+    const at = report.find(each.name, each.step, each.rank);
+    const label = name(each.name);
+    return [at >= 0 ? h("button", { class: "link", click: () => open(at) }, label) : label, name(each.module), inWords(each), `${each.step}`, `${each.rank}`, size(each.own_error)];
+  });
+  return h("details", { class: "follows" }, h("summary", {}, title),
+    plainTable([t("c_name"), t("c_module"), t("reason"), t("step"), t("rank"), t("ownError")], rows, [3, 4, 5], title));
+}
+
+function foldedCulprit(report: Report, culprit: Culprit, more: MoreOfCulprit | null, open: (i: number) => void): HTMLElement {
+  const body = h("details", { class: "culprit" }, h("summary", {}, name(culprit.name), `: ${inWords(culprit)} · ${t("step")} ${culprit.step}, ${t("rank")} ${culprit.rank}`));
+  body.append(culpritCard(report, culprit, more, open, false));
+  if (culprit.follows.length) body.append(folded(t("follows", { n: culprit.follows.length }), culprit.follows, report, open));
+  return body;
+}
+
+function beside(report: Report): HTMLElement {
+  const { index } = report;
+  const verdict = index.verdict!;
+  const found = h("div", { class: "beside" });
+  const list = (title: string, items: string[], kind: string) => {
+    if (items.length) found.append(h("div", { class: `note ${kind}` }, h("strong", {}, title), h("ul", {}, ...items.map((each) => h("li", {}, name(each, { class: "text" }))))));
+  };
+  list(t("notes"), verdict.notes, "warn");
+  list(t("facts"), verdict.facts, "warn");
+  list(t("structure"), index.structure ?? [], "plain");
+  if (index.gaps.total) {
+    const rows = index.gaps.rows.map(([side, what, why, step, rank]) => [side, name(what), name(why, { class: "text" }), `${step}`, `${rank}`]);
+    found.append(h("details", { class: "note warn" }, h("summary", {}, h("strong", {}, t("gaps")), ": ", t("gapsLong", { n: whole(index.gaps.total) })),
+      plainTable(["", t("c_name"), t("reason"), t("step"), t("rank")], rows, [3, 4], t("gaps"))));
+  } else found.append(h("p", { class: "sub" }, t("noGaps")));
+  return found;
+}
+
+export function environmentsSection(report: Report): HTMLElement {
+  const { index } = report;
+  const two = index.kind === "compare";
+  const paths = two ? [["", name(index.verdict!.actual), name(index.verdict!.expected)]] : [["", name(index.path ?? "")]];
+  const rows = index.environments.map(([key, ours, theirs]) => (two
+    ? [key, name(ours, { class: "text" }), name(theirs, { class: ours === theirs ? "text" : "text other" })]
+    : [key, name(ours, { class: "text" })]));
+  return h("details", { class: "environments", id: "environments" }, h("summary", {}, h("h2", {}, t(two ? "environments" : "run"))),
+    plainTable(two ? ["", t("actual"), t("expected")] : ["", ""], [...paths, ...rows], [], t("environments")));
+}
