@@ -8,7 +8,7 @@ JOBS   ?= 2
 IN_PYTHON := tests/follow tests/record tests/tensors/test_starting.py tests/tensors/test_summarizer.py \
 	tests/overflow/test_short_way.py tests/overflow/test_later.py tests/overflow/test_masks.py tests/overflow/test_overflow.py
 
-.PHONY: help setup demo test test-all check wheel web clean
+.PHONY: help setup demo test test-all check wheel web screenshots clean
 
 help:
 	@echo "make demo      the whole story on built-in data"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-all  the full matrix"
 	@echo "make check     ruff, mypy --strict, import directions"
 	@echo "make web       src/tensorprobe/report/page, built from web/ (Node 20)"
+	@echo "make screenshots  docs/pictures, made anew (Chromium)"
 	@echo "make wheel     dist/tensorprobe-*.whl, with the C library in it"
 
 setup: $(STAMP)
@@ -54,6 +55,9 @@ wheel: setup
 
 web:
 	cd web && npm ci && npm run build
+
+screenshots: setup
+	$(BIN)/python web/screenshots.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
