@@ -11,15 +11,22 @@ import pytest
 SRC = Path(__file__).parents[2] / "src" / "tensorprobe"
 ALIASES = [SRC / "ptdbg_ascend.py", *sorted((SRC / "msprobe").rglob("*.py"))]
 _FUNCTIONS = "tensorprobe.peers.msprobe.msprobe_functions"
+_EXCEPTIONS = "tensorprobe.peers.msprobe.msprobe_exceptions"
 PATHS = {
     "msprobe.pytorch": (
         _FUNCTIONS,
         "PrecisionDebugger compare compare_distributed module_dump module_dump_end seed_all",
     ),
+    "msprobe": ("tensorprobe.msprobe", "__version__"),
+    "msprobe.core.common.exceptions": (_EXCEPTIONS, "FileCheckException MsprobeException"),
+    "msprobe.core.common.utils": (_EXCEPTIONS, "CompareException DumpException"),
     "msprobe.pytorch.common": (_FUNCTIONS, "seed_all"),
     "msprobe.pytorch.common.utils": (_FUNCTIONS, "seed_all"),
     "msprobe.pytorch.compare": (_FUNCTIONS, "compare compare_distributed"),
     "msprobe.pytorch.compare.acc_compare": (_FUNCTIONS, "compare"),
+    "msprobe.pytorch.compare.pt_compare": (_FUNCTIONS, "compare"),
+    "msprobe.pytorch.debugger": (_FUNCTIONS, "PrecisionDebugger"),
+    "msprobe.pytorch.functional.module_dump": (_FUNCTIONS, "module_dump module_dump_end"),
     "msprobe.pytorch.compare.distributed_compare": (_FUNCTIONS, "compare_distributed"),
     "msprobe.pytorch.debugger.precision_debugger": (_FUNCTIONS, "PrecisionDebugger module_dump"),
     "msprobe.pytorch.dump.debugger.precision_debugger": (

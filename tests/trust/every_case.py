@@ -7,6 +7,7 @@ import importlib.util
 from trust import (
     arguments,
     beginnings,
+    conversion,
     decisions,
     dtypes,
     effects,
@@ -15,8 +16,10 @@ from trust import (
     libraries,
     nonfinite,
     optimizers,
+    others_programs,
     rounding,
     scripts,
+    shaped,
     strangers,
     structure,
     units,
@@ -41,6 +44,9 @@ CASES: list[Case] = [
     *frameworks.CASES,
     *scripts.CASES,
     *huggingface.CASES,
+    *shaped.CASES,
+    *conversion.CASES,
+    *others_programs.CASES,
 ]
 _BY_NAME = {case.name: case for case in CASES}
 assert len(_BY_NAME) == len(CASES), "two cases have one name"

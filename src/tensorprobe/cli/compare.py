@@ -31,6 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--mapping", metavar="FILE", help="which calls or modules are the same")
     parser.add_argument(
+        "--at", action="append", default=[], metavar="PLACE",
+        help="chosen places only: outputs, gradients, modules, or a pattern; may be given again",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rows", metavar="HOW",
+        help="with --at: which rows go together: auto, same, inputs, saved, sum, '[:, 1:] = [:]'",
+    )  # fmt: skip
+    parser.add_argument(
+        "--within", type=float, metavar="X",
+        help="with --at: allow errors of this share of a tensor's size",
+    )  # fmt: skip
+    parser.add_argument(
         "--references", metavar="FILE", help="Python file with @tensorprobe.reference functions"
     )
     parser.add_argument(
@@ -86,6 +98,9 @@ def _run(args: argparse.Namespace, workers: Workers | None) -> int:
             args.expected,
             noise=args.noise,
             mapping=args.mapping,
+            at=args.at,
+            rows=args.rows,
+            within=args.within,
             step=args.step,
             rank=args.rank,
             jobs=workers or 1,

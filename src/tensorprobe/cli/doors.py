@@ -67,13 +67,21 @@ class _Door(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         except ModuleNotFoundError as error:
             if not (error.name or "").startswith(self._home):
                 raise
-            raise ModuleNotFoundError(
-                f"No module named '{spec.name}': tensorprobe offers the names that the guide of "
-                f"{self._name} describes, in '{self._name}'",
-                name=spec.name,
-            ) from None
+            raise ModuleNotFoundError(self._why_not(spec.name), name=spec.name) from None
         self._own[spec.name] = module.__spec__
         return module
+
+    def _why_not(self, name: str) -> str:
+        """What to say of a module that the door has not."""
+        inside = name.removeprefix(f"{self._name}.")
+        others = getattr(importlib.import_module(self._home), "NOT_HERE", {})
+        for package, instead in others.items():
+            if f"{inside}.".startswith(f"{package}."):
+                return f"{name} is not supported; use {instead}"
+        return (
+            f"No module named '{name}': tensorprobe offers the names that the guide of "
+            f"{self._name} describes, in '{self._name}'"
+        )
 
     def exec_module(self, module: ModuleType) -> None:
         # It has been run under its own name; the import machinery has put our spec on it.

@@ -18,8 +18,14 @@ from tensorprobe.failures.overwrites import Writes
 from tensorprobe.failures.recent_inputs import STEPPING, TOO_LARGE, Content, Kept, can_be_lost
 from tensorprobe.follow.compiled import NOTE, Run, name_of
 from tensorprobe.follow.gradients import LEAF, Gradients, Path
-from tensorprobe.follow.hidden_state import silently_written, writes_in_place
-from tensorprobe.follow.naming import ApiName, CallNames, Counter, optimizer_name
+from tensorprobe.follow.hidden_state import silently_written
+from tensorprobe.follow.naming import (
+    ApiName,
+    CallNames,
+    Counter,
+    optimizer_name,
+    writes_in_place,
+)
 from tensorprobe.follow.observer import Observer
 from tensorprobe.follow.place import Place
 from tensorprobe.follow.quiet import Quiet
@@ -32,6 +38,7 @@ from tensorprobe.records import HOST, Keep
 from tensorprobe.store.lines import TensorLine
 from tensorprobe.store.writer import CaptureWriter
 from tensorprobe.tensors.summarizer import Summarizer
+from tensorprobe.trouble import OnTrouble
 
 COMPILED = (
     "compiled: the calls inside are not visible. To have the one that failed named, run once more "
@@ -256,7 +263,7 @@ class FollowedCalls(Observer):
 
     def end(self, call: WatchedCall, result: Any) -> None:
         """Follow a call that has returned into backward, if it will be there."""
-        try:
+        with OnTrouble(self.gap, call.names.name):
             if call.start >= 0:
                 with Quiet():
                     self._follow_result(call, result)
@@ -265,10 +272,7 @@ class FollowedCalls(Observer):
             if _wrote(call):
                 with Quiet():
                     self._note_writes(call)
-        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            self.gap(call.names.name, error)
-        finally:
-            call.inputs.clear()
+        call.inputs.clear()
 
     def _note_writes(self, call: WatchedCall) -> None:
         """An in-place call writes to its first argument, or to `out`."""

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from tensorprobe.devices import device_layer
-from tensorprobe.follow.naming import ApiName
+from tensorprobe.follow.naming import ApiName, writes_in_place
 from tensorprobe.torch_versions import default_device
 
 # By the last part of their name. Of these only the calls that move the generator are random: an
@@ -92,14 +92,6 @@ def silently_written(api: ApiName, args: Any, kwargs: Mapping[str, Any]) -> froz
         return names
     training = args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats"))
     return names if training else _NOTHING
-
-
-def writes_in_place(api: ApiName) -> bool:
-    """Whether calls of this API write to a tensor they are given, as its name says."""
-    name = api.api
-    if name.endswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
-    return name.endswith(("_", ".__set__")) or name == "copy"
 
 
 def lends(api: ApiName) -> bool:

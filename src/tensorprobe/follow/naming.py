@@ -46,8 +46,16 @@ class CallNames(msgspec.Struct, frozen=True, gc=False):
     wanted: bool = True  # False: only the backward of this call is
 
     def but(self, **changes: Any) -> CallNames:
-        """The same with some of it changed."""
+        """A copy with some fields changed."""
         return msgspec.structs.replace(self, **changes)
+
+
+def writes_in_place(api: ApiName) -> bool:
+    """Whether calls of this API write to a tensor they are given, as its name says."""
+    name = api.api
+    if name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name != "__invert__")
+    return name.endswith(("_", ".__set__")) or name == "copy"
 
 
 # `a + b` and `a.add(b)` are one op; which of the two names reaches a function mode is decided
@@ -106,6 +114,7 @@ _PRIVATE_HOMES = (
     ("torch.distributed.distributed_c10d.", "torch.distributed.", ""),
     ("torch._tensor.Tensor.", "torch.Tensor.", ""),
     ("torch._C.TensorBase.", "torch.Tensor.", ""),
+    ("torch._C._TensorBase.", "torch.Tensor.", ""),  # its name in torch 2.1
     ("torch._C.", "torch.", ""),
     ("torch._VF.", "torch.", ""),
     ("torch.functional.", "torch.", ""),
@@ -188,7 +197,7 @@ def qualified_name(func: object) -> str:
         return f"torch.Tensor.{getattr(owner, '__name__', '?')}.{name}"
     module = getattr(func, "__module__", None) or type(func).__module__
     qualname = getattr(func, "__qualname__", None) or name
-    if qualname.startswith("TensorBase."):
+    if qualname.startswith(("TensorBase.", "_TensorBase.")):
         return f"torch.Tensor.{name}"
     if qualname.startswith("_VariableFunctionsClass.") or "<locals>" in qualname:
         return f"{module}.{name}"

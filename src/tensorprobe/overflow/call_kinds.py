@@ -5,8 +5,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-from tensorprobe.follow.hidden_state import writes_in_place
-from tensorprobe.follow.naming import ApiName
+from tensorprobe.follow.naming import ApiName, writes_in_place
 
 
 class Kind(enum.Enum):

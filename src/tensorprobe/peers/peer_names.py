@@ -76,13 +76,16 @@ def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def map_tensors(value: Any, change: Callable[[TensorRecord], Any]) -> Any:
     """A tree of arguments with each tensor in it replaced."""
-    if isinstance(value, TensorRecord):
-        return change(value)
+    return map_leaves(value, lambda leaf: change(leaf) if isinstance(leaf, TensorRecord) else leaf)
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A tree of arguments with each value in it replaced."""
     if isinstance(value, list | tuple):
-        items = [map_tensors(item, change) for item in value]
+        items = [map_leaves(item, change) for item in value]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, dict):
-        return {key: map_tensors(item, change) for key, item in value.items()}
+        return {key: map_leaves(item, change) for key, item in value.items()}
     if isinstance(value, Fields):
-        return Fields(value.kind, value.type, map_tensors(value.fields, change))
-    return value
+        return Fields(value.kind, value.type, map_leaves(value.fields, change))
+    return change(value)

@@ -148,6 +148,8 @@ def law_of(forward: Call, backward: Call | None, record: TensorRecord) -> Law | 
     """The law for one result of a call, or of its backward; None for a kernel nobody has seen."""
     if backward is None and kind_of(forward) in ("exact", "conversion"):
         return None if api_of(forward.op) in _LOOSELY_EXACT else Law("exact")
+    if any(map(_is_channels_last, forward.tensors)):
+        return None  # kernels of their own, which were not calibrated
     device = record.device.partition(":")[0]
     key = key_of(forward, backward, record)
     kernel = _known(os.environ.get(OWN_TABLE)).get((device, key))
@@ -156,6 +158,11 @@ def law_of(forward: Call, backward: Call | None, record: TensorRecord) -> Law | 
         # the number is rounded too, which scales or shifts all of the result
         law = msgspec.structs.replace(law, factor=law.factor + 1, offset=law.offset + 1)
     return law
+
+
+def _is_channels_last(record: TensorRecord) -> bool:
+    stride = record.stride
+    return stride is not None and len(stride) > 3 and stride[1] == 1 < record.shape[1]
 
 
 def _shares(call: Call) -> bool:

@@ -125,7 +125,7 @@ def _verdict(path: Path) -> dict[str, Any]:
     return found
 
 
-class Shelf:
+class ServedPaths:
     """The data of items, read when somebody asks for it."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -312,7 +312,7 @@ class Viewer:
     """The server; `address` is what a browser opens."""
 
     def __init__(self, paths: Sequence[Path], port: int = 0) -> None:
-        self.shelf = Shelf(paths)
+        self.library = ServedPaths(paths)
         self._token = secrets.token_urlsafe(24)
         viewer = self
 
@@ -360,7 +360,7 @@ class Viewer:
             if wanted == "":
                 return _send(request, 200, self._page(parse_qs(url.query)), "text/html")
             data = _DATA.fullmatch(wanted)
-            if data is None or int(data[1]) >= len(self.shelf.items):
+            if data is None or int(data[1]) >= len(self.library.items):
                 return _send(request, 404, b"there is no such thing here\n")
             return _send(request, 200, self._data(int(data[1]), data[2], data[3]), _JSON)
         except (TensorprobeError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
@@ -369,13 +369,13 @@ class Viewer:
 
     def _data(self, item: int, what: str, at: str | None) -> bytes:
         if at is None:
-            return self.shelf.index(item)
+            return self.library.index(item)
         if what.startswith("call/"):
-            return self.shelf.call(item, int(at))
-        return self.shelf.pictures(item, int(at))
+            return self.library.call(item, int(at))
+        return self.library.pictures(item, int(at))
 
     def _page(self, query: dict[str, list[str]]) -> bytes:
-        items = self.shelf.items
+        items = self.library.items
         wanted = query.get("open", [""])[0]
         opened = int(wanted) if wanted.isdecimal() and int(wanted) < len(items) else None
         if len(items) == 1 or (opened is None and items[0].kind == "compare" and len(items) <= 3):

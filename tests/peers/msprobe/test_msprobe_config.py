@@ -105,7 +105,6 @@ def test_md5_is_a_digest(tmp_path: Path) -> None:
         ),
         ({"tensor": {"diff_num": 1}}, "unknown field 'diff_num' in 'tensor'"),
         ({"statistics": []}, "statistics=[]: expected an object"),
-        ({"task": "nan_check"}, "task='nan_check' is not supported: it reads an NPU register"),
         ({"task": "acc_check"}, "Allowed: statistics, tensor, structure"),
         ({"task": "tensors"}, "task='tensors': expected one of statistics, tensor, structure"),
         ({"task": ["tensor"]}, "task=['tensor']: expected one of"),
@@ -122,15 +121,10 @@ def test_md5_is_a_digest(tmp_path: Path) -> None:
             "statistics.data_mode=['all', 'forward']: expected 'all' alone",
         ),
         ({"statistics": {"data_mode": ["up"]}}, "expected one of all, forward, backward, input"),
-        ({"statistics": {"summary_mode": "xor"}}, "an xor cannot see two values swapped"),
-        ({"statistics": {"summary_mode": "crc"}}, "expected one of statistics, md5"),
-        (
-            {"statistics": {"slice": [{"dim": 0}]}},
-            "statistics.slice is not supported: tensors are recorded whole",
-        ),
-        ({"statistics": {"request_id": "r1"}}, "statistics.request_id is not supported"),
-        ({"statistics": {"device": "device"}}, "statistics.device='device': expected 'host'"),
-        ({"task": "tensor", "tensor": {"bench_path": "x"}}, "tensor.bench_path is not supported"),
+        ({"statistics": {"summary_mode": "crc"}}, "expected one of statistics, md5, xor"),
+        ({"task": "grad_probe"}, "task='grad_probe' is not supported: record with task 'stat"),
+        ({"task": "run_ut"}, "task='run_ut' is not supported: record with task 'tensor', then"),
+        ({"enable_dataloader": True}, "enable_dataloader is not supported: steps do not end"),
         ({"load": {"path": "x"}}, "load is not supported: feeding a module"),
         ({"dump_enable": False}, "dump_enable=False is not supported"),
         ({"risk_level": "LOW"}, "risk_level='LOW': expected one of ALL, FOCUS, CORE"),
@@ -145,6 +139,34 @@ def test_fields_are_refused_by_name(tmp_path: Path, content: object, text: str) 
         from_msprobe_config(path)
     assert text in str(error.value)
     assert str(error.value).startswith(str(path))
+
+
+@pytest.mark.parametrize(
+    ("content", "keep", "text"),
+    [
+        ({"task": "nan_check"}, "stats", "task nan_check: it reads an NPU register. Statistics of"),
+        ({"task": "diff_check"}, "tensors", "task diff_check: as task tensor"),
+        ({"statistics": {"summary_mode": "xor"}}, "digest", "summary_mode xor: a checksum is kept"),
+        ({"statistics": {"slice": [{"dim": 0}]}}, "stats", "statistics.slice: tensors are record"),
+        ({"statistics": {"request_id": "r1"}}, "stats", "statistics.request_id: tensors are rec"),
+        ({"statistics": {"device": "device"}}, "stats", "statistics.device: it is for MindSpore"),
+        (
+            {"task": "tensor", "tensor": {"bench_path": "old", "diff_nums": 2}},
+            "digest",
+            "bench_path: checksums are kept, not tensors. Then: tensorprobe compare DUMP old",
+        ),
+        ({"task": "tensor", "tensor": {"is_online": True}}, "tensors", "tensor.is_online: nothing"),
+        ({"enable_async_dump": True}, "stats", "async_dump: values always leave the device in"),
+        ({"seed": 7}, "stats", "seed: recording seeds nothing; give run --seed 7"),
+        ({"acl_config": "./acl.json"}, "stats", "acl_config: the dumps of ACL are torch_npu's"),
+    ],
+)
+def test_fields_that_can_be_passed_over_are(
+    tmp_path: Path, content: dict[str, object], keep: str, text: str
+) -> None:
+    config, _, notes = from_msprobe_config(write(tmp_path, content))
+    assert config.keep == keep
+    assert [note for note in notes if note.startswith(text)], notes
 
 
 def test_file_that_is_not_json(tmp_path: Path) -> None:

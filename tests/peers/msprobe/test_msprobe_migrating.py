@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from migrating_tables import replaced
 from msprobe_making import ROOT, SHARED
 
 from tensorprobe.msprobe import pytorch
@@ -15,6 +16,11 @@ from tensorprobe.peers.msprobe.msprobe_functions import REFUSED
 
 PAGE = (ROOT / "docs" / "migrating.md").read_text()
 MSPROBE = PAGE.partition("\n# msprobe\n")[2].partition("\n# ptdbg_ascend\n")[0]
+
+
+def test_the_tables_are_made_of_what_the_door_does() -> None:
+    """To make them anew: python tests/peers/msprobe/migrating_tables.py"""
+    assert replaced(PAGE) == PAGE
 
 
 def test_every_function_and_refused_name_is_there() -> None:
@@ -37,7 +43,7 @@ def test_every_field_of_the_configuration_is_there() -> None:
 
 
 def test_every_verb_is_there() -> None:
-    for verb in (*command._INSTEAD, "compare", "acc_check", "run_ut", "multi_acc_check"):
+    for verb in (*command.INSTEAD, "compare", "acc_check", "run_ut", "multi_acc_check"):
         assert f"`{verb}" in MSPROBE, verb
 
 

@@ -8,38 +8,78 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tensorprobe._version import __version__
 from tensorprobe.errors import BadUsage, TensorprobeError
+from tensorprobe.peers.msprobe.msprobe_packages import VERSION
 from tensorprobe.tensors.json_files import read_json
 from tensorprobe.tensors.opening import open_named
 from tensorprobe.terminal import say, warn
 
 # Verbs without a counterpart under msprobe's name, with what to type.
-_INSTEAD = {
-    "api_precision_compare": "tensorprobe check CAPTURE --device D --against OTHER -o OUT",
+_SHOW = "tensorprobe show DUMP, or tensorprobe compare A B -o OUT"
+INSTEAD = {
+    "api_precision_compare": "tensorprobe check DUMP --device D --against OTHER -o OUT",
     "config_check": "tensorprobe compare A B: it names versions and arguments that differ",
-    "data2db": "tensorprobe show CAPTURE",
-    "graph_visualize": "tensorprobe show CAPTURE, or tensorprobe compare A B -o OUT",
+    "data2db": "tensorprobe show DUMP",
+    "graph": _SHOW,
+    "graph_visualize": _SHOW,
     "install_deps": "nothing: tensorprobe needs no further parts",
     "merge_result": "tensorprobe compare A B -o OUT: all ranks are in one report",
     "offline_dump": "tensorprobe ascend --help",
-    "overflow_check": "tensorprobe run --guard SCRIPT, or task overflow_check while it runs",
-    "parse": "tensorprobe convert CAPTURE --to native, or tensorprobe ascend --help",
+    "op_generate": "tensorprobe repro DUMP CALL -o DIR: a script and its tensors",
+    "parse": "tensorprobe convert DUMP --to native -o OUT, or tensorprobe ascend --help",
 }  # fmt: skip
+# Options of `compare` that have an effect on nothing here, or that another command has.
+NEEDLESS: dict[tuple[str, ...], str] = {
+    ("-fm", "--fuzzy_match"): "always: calls are aligned as a diff does",
+    ("-da", "--diff_analyze"): "always: the verdict names the first culprit",
+    ("-tensor_log", "--is_print_compare_log"): "nothing to print: the table has all of it",
+    ("-s", "--stack_mode"): "always, where the dump has stacks",
+    ("-c", "--compare_only"): "always: the table, and the verdict",
+}
+ELSEWHERE: dict[tuple[str, ...], str] = {
+    ("-am", "--api_mapping"): "it is for MindSpore; calls are aligned by order, or by -dm FILE",
+    ("--config",): "tensors are compared as they are; to multiply them first, load both in Python",
+    ("--consistent_check",): "use -lm FILE; weights that one side has merged have no counterpart",
+    ("--backend",): "use -lm FILE; weights that one side has merged have no counterpart",
+    ("-fr", "--fusion_rule_file"): "use tensorprobe ascend --help",
+    ("-qfr", "--quant_fusion_rule_file"): "use tensorprobe ascend --help",
+    ("-cfr", "--close_fusion_rule_file"): "use tensorprobe ascend --help",
+}
+CHECKS = {
+    "acc_check": "each API of a dump alone: tensorprobe check",
+    "run_ut": "the same by its name of 2024",
+    "multi_acc_check": "the same in several processes: -n",
+    "multi_run_ut": "the same by its name of 2024",
+    "run_overflow_check": "the same: an overflow that the reference has too is no fault",
+}
+OVERFLOWS = {
+    "overflow_check": "the first call of all ranks that made NaN or infinity: tensorprobe ranks",
+    "nan_analyze": "the same by its name of 2025",
+}
+MAPPINGS: dict[tuple[str, ...], str] = {
+    ("-dm", "--data_mapping"): "which tensors are the same on both sides",
+    ("-cm", "--cell_mapping"): "which modules are the same on both sides",
+    ("-lm", "--layer_mapping"): "which layers are the same on both sides",
+}
+
+
+_MAPPING_NAMES = tuple(names[-1].removeprefix("--") for names in MAPPINGS)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; 0, 1, 2 and 3 as for `tensorprobe`."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["-f"]:  # the framework, which earlier releases ask for
+    if words[:1] in (["-f"], ["--framework"]):  # which earlier releases ask for
         if words[1:2] != ["pytorch"]:
             warn("msprobe -f: only pytorch is supported")
             return 2
         words = words[2:]
     verb = words[0] if words else "--help"
-    if verb in _INSTEAD:
-        warn(f"msprobe {verb} is not supported; use {_INSTEAD[verb]}")
+    if verb in INSTEAD:
+        warn(f"msprobe {verb} is not supported; use {INSTEAD[verb]}")
         return 2
-    parser = _parser()
+    parser = command_line()
     args = parser.parse_args(words)
     if args.verb is None:
         parser.print_help()
@@ -55,16 +95,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
+    """The verbs that are here, with their options."""
     parser = argparse.ArgumentParser(
         prog="python -m tensorprobe.msprobe",
         description="msprobe's words for tensorprobe's verbs.",
-        epilog=f"Not here, with what to use: {', '.join(sorted(_INSTEAD))}",
+        epilog=f"Not here, with what to use: {', '.join(sorted(INSTEAD))}",
     )
+    version = f"tensorprobe {__version__}, with the words of msprobe {VERSION}"
+    parser.add_argument("-V", "--version", action="version", version=version)
     verbs = parser.add_subparsers(dest="verb", metavar="VERB")
     _add_compare(verbs.add_parser("compare", help="two dumps, their tables as msprobe writes them"))
-    for name in ("acc_check", "run_ut", "multi_acc_check", "multi_run_ut"):
-        _add_check(verbs.add_parser(name, help="each API of a dump alone: tensorprobe check"))
+    for name, text in CHECKS.items():
+        _add_check(verbs.add_parser(name, help=text))
+    for name, text in OVERFLOWS.items():
+        _add_overflow(verbs.add_parser(name, help=text))
     return parser
 
 
@@ -73,48 +118,90 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     add("-tp", "--target_path", metavar="DUMP", help="the dump in question")
     add("-gp", "--golden_path", metavar="DUMP", help="the dump that is trusted")
     add("-i", "--input_path", metavar="FILE", help="a JSON file with npu_path and bench_path")
-    add("-o", "--output_path", default="./output", metavar="OUT")
+    add("-o", "--output_path", nargs="?", const="./output", default="./output", metavar="OUT",
+        help="folder for the table")  # fmt: skip
     add("--xlsx", action="store_true", help="a workbook, not a csv")
-    for name in ("-dm", "-cm", "-lm"):
-        add(name, nargs="?", const="", metavar="FILE", help="what is the same on both sides")
-    for name in ("-fm", "-s", "-c", "-da", "-tensor_log"):
-        add(name, action="store_true", help="done always, or of no consequence")
+    add(
+        "-m", "--mode", default="auto", metavar="MODE", help="auto; other dumps: tensorprobe ascend"
+    )
+    add("--rank", type=int, metavar="N", help="this rank only")
+    add("--step", type=int, metavar="N", help="this step only")
+    for names, text in MAPPINGS.items():
+        add(*names, nargs="?", const="", metavar="FILE", help=text)
+    for names, text in NEEDLESS.items():
+        add(*names, action="store_true", help=text)
+    for names, text in ELSEWHERE.items():
+        add(*names, nargs="?", const="", metavar="FILE", dest=names[-1], help=f"refused: {text}")
     parser.set_defaults(run=_compare)
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-api_info", "--api_info_file", required=True, metavar="DUMP", help="a dump.json")
-    add("-o", "--out_path", default="./", metavar="OUT")
+    add("-o", "--out_path", default="./", metavar="OUT", help="folder for the tables")
     add("-d", "--device", nargs="*", default=[], metavar="ID", help="the device's number")
     add("-n", "--num_splits", type=int, default=1, metavar="N", help="processes")
     add("-config", "--config_path", metavar="FILE", help="white_list and black_list")
-    add("-csv_path", "--result_csv_path", metavar="FILE", help="go on with an earlier check")
-    for name in ("-save_error_data", "-j", "-f"):
-        add(name, action="store_true", help="done always, or of no consequence")
+    add("-csv_path", "--result_csv_path", metavar="FILE",
+        help="refused: a check goes on by itself with the same -o")  # fmt: skip
+    add("-save_error_data", action="store_true", help="not needed: tensorprobe repro DUMP CALL")
+    add("-j", "--jit_compile", action="store_true", help="of no consequence")
+    add("-f", "--filter_api", action="store_true", help="of no consequence: each API is run once")
     parser.set_defaults(run=_check)
+
+
+def _add_overflow(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("-i", "--input_path", required=True, metavar="DUMP", help="a dump: a run, or a step of it")
+    add("-o", "--output_path", default="./output", metavar="OUT", help="folder for the result")
+    parser.set_defaults(run=_overflow)
 
 
 def _compare(args: argparse.Namespace) -> int:
     from tensorprobe.peers.msprobe.msprobe_compare import compare, compare_distributed
 
+    for names, text in ELSEWHERE.items():
+        if getattr(args, names[-1]) is not None:
+            raise BadUsage(f"{names[-1]} is not supported: {text}")
+    if args.mode != "auto":
+        raise BadUsage(f"-m {args.mode} is not supported: for such dumps use tensorprobe ascend")
     if args.input_path:
         param = _read(args.input_path)
     elif args.target_path and args.golden_path:
         param = {"npu_path": args.target_path, "bench_path": args.golden_path}
     else:
         raise BadUsage("give both dumps: -tp DUMP -gp DUMP")
-    mappings = {"data_mapping": args.dm, "cell_mapping": args.cm, "layer_mapping": args.lm}
-    more = {name: value for name, value in mappings.items() if value}
+    mappings = {name: getattr(args, name) for name in _MAPPING_NAMES}
+    more: dict[str, Any] = {name: value for name, value in mappings.items() if value}
     actual, expected = param.get("npu_path"), param.get("bench_path")
-    if _has_ranks(actual) and _has_ranks(expected):
+    chosen = {"rank": args.rank, "step": args.step}
+    if args.rank is None and _has_ranks(actual) and _has_ranks(expected):
         found = compare_distributed(
-            str(actual), str(expected), args.output_path, xlsx=args.xlsx, **more
+            str(actual), str(expected), args.output_path, xlsx=args.xlsx, step=args.step, **more
         )
     else:
-        found = [compare(param, args.output_path, xlsx=args.xlsx, **more)]
+        found = [compare(param, args.output_path, xlsx=args.xlsx, **chosen, **more)]
     verdicts = {comparison.verdict.verdict for comparison in found}
     return 3 if "diverged" in verdicts else (1 if "incomparable" in verdicts else 0)
+
+
+def _overflow(args: argparse.Namespace) -> int:
+    from tensorprobe.overflow.across_ranks import find_first
+    from tensorprobe.peers.msprobe.msprobe_anomalies import write_anomalies
+    from tensorprobe.report.ranks_file import lines, save
+    from tensorprobe.store.loading import load
+    from tensorprobe.store.outputs import check_output
+
+    output = Path(args.output_path)
+    check_output(output, Path(args.input_path))
+    capture = load(args.input_path)
+    found = find_first(capture)
+    say(*lines(found, capture))
+    if not found.first:
+        return 0
+    paths = save(found, capture, output), write_anomalies(found, capture, output)
+    say("", f"written: {', '.join(str(path) for path in paths)}")
+    return 3
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -149,6 +236,8 @@ def _check(args: argparse.Namespace) -> int:
         peer_tables=True,
     )
     say(*f"{checked}".split("\n"))
+    if checked.is_idle:
+        return 1
     return 0 if checked.passed else 3
 
 

@@ -38,6 +38,8 @@ def compare(
     *,
     suffix: str = "",
     xlsx: bool = False,
+    rank: int | None = None,
+    step: int | None = None,
     **more: Any,
 ) -> Compared:
     """Compare two dumps, files or folders of any depth: writes compare_result_{time}.csv.
@@ -49,7 +51,7 @@ def compare(
     mapping = _mapping(more)
     actual = load(_path(input_param, _ACTUAL))
     expected = load(_path(input_param, _EXPECTED))
-    comparison = compare_captures(actual, expected, mapping=mapping)
+    comparison = compare_captures(actual, expected, mapping=mapping, rank=rank, step=step)
     prefix = "debug_compare_result" if _is_saved(actual) else "compare_result"
     _write(comparison, Path(output_path), f"{prefix}{suffix}", xlsx)
     return comparison
@@ -61,6 +63,7 @@ def compare_distributed(
     output_path: str | Path = "./output",
     *,
     xlsx: bool = False,
+    step: int | None = None,
     **more: Any,
 ) -> list[Compared]:
     """Compare two dumps rank by rank: writes compare_result_rank{N}_{time}.csv for each.
@@ -80,7 +83,7 @@ def compare_distributed(
         )
     comparisons = []
     for rank in both:
-        comparison = compare_captures(actual, expected, rank=rank, mapping=mapping)
+        comparison = compare_captures(actual, expected, rank=rank, step=step, mapping=mapping)
         _write(comparison, Path(output_path), f"compare_result_rank{rank}", xlsx)
         comparisons.append(comparison)
     return comparisons

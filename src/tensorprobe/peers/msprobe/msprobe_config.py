@@ -32,68 +32,96 @@ class DoorConfig(NamedTuple):
 
     `dump_enable` is None where the file does not have it: then it is not looked at again. With
     `overflow_nums` nothing is dumped but what a guard finds, and so many overflows end the program.
+    `seed` is what to seed with, and whether with deterministic algorithms. `content` is all that
+    was asked for, as it stands in the file.
     """
 
     config: RecordConfig
     dump_path: str | None
     notes: tuple[str, ...]
     dump_enable: bool | None
+    content: dict[str, Any]
     overflow_nums: int | None = None
+    seed: tuple[int, bool] | None = None
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """The fields of the chosen task."""
+        found = self.content.get(self.content.get("task", "statistics"))
+        return found if isinstance(found, dict) else {}
 
 
 _DEBUG_LEVEL = "debug"
+_NO_OBJECT = "expected a JSON object with the fields task, dump_path, level..."
+_NATIVE_DIGEST = "summary_mode md5: a position-aware digest is kept, not a CRC-32"
 _SAVED = "Saved."  # what the names of values saved by hand begin with
 _TASKS = {"statistics": "stats", "tensor": "tensors", "structure": "structure"}
+# Tasks that another one does, and what to read in its dump.
+_OTHER_TASKS = {
+    "nan_check": ("statistics", "it reads an NPU register. Statistics of every call are dumped; "
+                  "then: tensorprobe ranks DUMP names the first call that made NaN or infinity"),
+    "diff_check": ("tensor", "as task tensor"),
+}  # fmt: skip
+_CHECK = "record with task 'tensor', then: tensorprobe check DUMP --device DEVICE"
 _REFUSED_TASKS = {
-    "acc_check": "record with task 'tensor', then: tensorprobe check CAPTURE --device DEVICE",
-    "nan_check": "it reads an NPU register; use tp.Guard, which works on every device",
-    "diff_check": "record both runs with keep='digest' and compare them: tensorprobe compare",
-    "exception_dump": "it is for MindSpore; use tp.Guard",
+    "acc_check": _CHECK,
+    "run_ut": _CHECK,
+    "free_benchmark": _CHECK,
+    "grad_probe": "record with task 'statistics' and level 'L0': parameters_grad has the "
+    "statistics of each gradient",
+    "exception_dump": "it is for MindSpore; use: tensorprobe run --guard errors SCRIPT",
     "overflow_check": "use tp.Guard",
-    "free_benchmark": "record with task 'tensor', then: tensorprobe check CAPTURE --device DEVICE",
 }
 _TOP_FIELDS = (
-    "task", "dump_path", "rank", "step", "level", "async_dump", "dump_enable", "extra_info",
-    "precision", "risk_level", "custom_op_namespaces", "load", "seed", "is_deterministic",
-    "enable_dataloader", "acl_config",
+    "task", "dump_path", "rank", "step", "level", "async_dump", "enable_async_dump", "dump_enable",
+    "extra_info", "precision", "risk_level", "custom_op_namespaces", "load", "seed",
+    "is_deterministic", "enable_dataloader", "acl_config",
 )  # fmt: skip
 _FILTER_FIELDS = ("scope", "list", "data_mode", "summary_mode", "slice", "request_id")
 _ONLINE_FIELDS = (
     "online_run_ut", "online_run_ut_recompute", "is_online", "nfs_path", "host", "port",
     "rank_list", "tls_path", "master_ip", "master_port", "is_benchmark_device",
 )  # fmt: skip
+_MINDSPORE_FIELDS = ("device", "stat_cal_mode", "device_stat_precision_mode")
+_CHECK_FIELDS = ("white_list", "black_list", "error_data_path")
+_TENSOR_FIELDS = (
+    *_FILTER_FIELDS, "bench_path", "diff_nums", "file_format", "backward_input", *_ONLINE_FIELDS,
+)  # fmt: skip
 _SECTIONS: dict[str, tuple[str, ...]] = {
-    "statistics": (*_FILTER_FIELDS, "tensor_list", "device"),
-    "tensor": (
-        *_FILTER_FIELDS, "bench_path", "diff_nums", "file_format", "backward_input",
-        *_ONLINE_FIELDS,
-    ),
+    "statistics": (*_FILTER_FIELDS, "tensor_list", *_MINDSPORE_FIELDS),
+    "tensor": _TENSOR_FIELDS,
     "structure": _FILTER_FIELDS,
-    "acc_check": ("white_list", "black_list", "error_data_path"),
-    "nan_check": ("list", "scope", "tensor_list", "data_mode"),
-    # of earlier releases; nothing is read of them
+    "nan_check": (*_FILTER_FIELDS, "tensor_list"),
+    "diff_check": _TENSOR_FIELDS,
+    # nothing is read of these
+    "acc_check": (*_CHECK_FIELDS, *_ONLINE_FIELDS),
+    "run_ut": (*_CHECK_FIELDS, *_ONLINE_FIELDS),
     "overflow_check": ("overflow_nums", "check_mode"),
-    "run_ut": ("white_list", "black_list", "error_data_path", *_ONLINE_FIELDS),
+    "exception_dump": ("scope", "list", "data_mode", "file_format"),
     "free_benchmark": (
         "scope", "list", "fuzz_device", "pert_mode", "handler_type", "fuzz_level", "fuzz_stage",
         "if_preheat", "preheat_step", "max_sample",
     ),
     "grad_probe": ("grad_level", "param_list", "bounds"),
 }  # fmt: skip
-# Fields with no counterpart here, with the reason; fine when empty, as in msprobe's own template.
+# Fields that select nothing here: taken, and said what happens instead.
+_WHOLE = "tensors are recorded whole, whatever request their rows belong to"
+_NOT_SENT = "nothing is sent to another machine; dump with task tensor, then: tensorprobe check"
+_NOTED_FIELDS = {
+    "slice": "tensors are recorded whole, so that a call can be replayed",
+    "request_id": f"{_WHOLE}; with start(scheduled_tokens=...) steps without it are left out",
+    "acl_config": "the dumps of ACL are torch_npu's; level L2 records every ATen operator instead",
+    "backward_input": "no backward is run again while recording; use: tensorprobe repro",
+    "online_run_ut": _NOT_SENT,
+    "is_online": _NOT_SENT,
+    "stat_cal_mode": "it is for MindSpore",
+    "device_stat_precision_mode": "it is for MindSpore",
+}
+# Fields that cannot be passed over; fine when empty, as in msprobe's own templates.
 _REFUSED_FIELDS = {
     "load": "feeding a module the inputs of an earlier dump is not part of recording; to start two "
     "runs equal use: tensorprobe run --save-start / --load-start",
-    "slice": "tensors are recorded whole, so that a call can be replayed; remove it",
-    "request_id": "tensors are recorded whole, whatever request their rows belong to; remove it",
-    "bench_path": "record both runs with summary_mode 'md5' and compare them: tensorprobe compare",
-    "seed": "recording seeds nothing; call seed_all(seed)",
-    "is_deterministic": "recording changes no algorithm; call seed_all(mode=True)",
     "enable_dataloader": "steps do not end with a batch; call start(), stop() and step()",
-    "acl_config": "the dumps of ACL are torch_npu's; level L2 records every ATen operator instead",
-    "backward_input": "a backward is not run again while recording; use: tensorprobe repro",
-    "online_run_ut": "record with task 'tensor', then: tensorprobe check CAPTURE --device DEVICE",
-    "is_online": "record with task 'tensor', then: tensorprobe check CAPTURE --device DEVICE",
 }
 
 
@@ -119,7 +147,7 @@ def from_door_arguments(
     if isinstance(content, dict):
         content = {**content, **(arguments or {})}
     with _naming(path):
-        return _read_door(content)
+        return read_door(content)
 
 
 @contextmanager
@@ -142,23 +170,25 @@ def _read_json(path: str | Path) -> Any:
         raise BadUsage(f"{path} is not JSON: {error}") from None
 
 
-def _read_door(content: object) -> DoorConfig:
-    if isinstance(content, dict) and content.get("task") == "overflow_check":
+def read_door(content: object) -> DoorConfig:
+    """What the content of a config.json asks for, given to msprobe's own debugger."""
+    if not isinstance(content, dict):
+        raise BadUsage(_NO_OBJECT)
+    if content.get("task") == "overflow_check":
         return _read_overflow(content)
-    debug = isinstance(content, dict) and content.get("level") == _DEBUG_LEVEL
-    enable = content.get("dump_enable") if isinstance(content, dict) else None
-    if isinstance(content, dict):
-        content = {**content, **({"level": "L1"} if debug else {})}
-        content.pop("dump_enable", None)
+    debug = content.get("level") == _DEBUG_LEVEL
+    enable = content.get("dump_enable")
     if enable is not None:
         enable = parse_bool("dump_enable", enable)
-    config, dump_path, notes = _read_msprobe(content)
-    assert isinstance(content, dict)
-    section = content.get(content.get("task", "statistics")) or {}
+    seed = _read_seed(content)
+    left = {"dump_enable"} if seed is None else {"dump_enable", "seed", "is_deterministic"}
+    rest = {name: value for name, value in content.items() if name not in left}
+    config, dump_path, notes = _read_msprobe({**rest, **({"level": "L1"} if debug else {})})
+    if seed is not None:
+        notes = (*notes, f"seed: every generator was seeded with {seed[0]}")
     changes: dict[str, Any] = {"operators": "dunder"}
-    if section.get("summary_mode") == "md5":
+    if config.keep == "digest":
         changes["digests"] = "crc32"
-        notes = tuple(note for note in notes if not note.startswith("summary_mode"))
     if debug:
         if config.keep == "structure":
             raise BadUsage("level='debug' saves values: task is statistics or tensor")
@@ -166,37 +196,48 @@ def _read_door(content: object) -> DoorConfig:
     elif config.keep == "structure" and config.level not in ("L0", "mix"):
         changes["level"] = "mix"
         notes = (*notes, f"task structure: level {config.level} has no tree; mix is recorded")
-    return DoorConfig(msgspec.structs.replace(config, **changes), dump_path, notes, enable)
+    notes = tuple(note for note in notes if note != _NATIVE_DIGEST)
+    config = msgspec.structs.replace(config, **changes)
+    return DoorConfig(config, dump_path, notes, enable, content, seed=seed)
+
+
+def _read_seed(content: dict[str, Any]) -> tuple[int, bool] | None:
+    """What releases of 2024 seeded with when the debugger was made."""
+    seed, deterministic = content.get("seed"), content.get("is_deterministic") or False
+    parse_bool("is_deterministic", deterministic)
+    if seed is None:
+        return None
+    if type(seed) is not int or not 0 <= seed < 2**32:
+        refuse("seed", seed, f"a whole number from 0 to {2**32 - 1}")
+    return seed, deterministic
 
 
 def _read_overflow(content: dict[str, Any]) -> DoorConfig:
     """A task of earlier releases: a guard that stops at the n-th overflow."""
     section = content.get("overflow_check") or {}
-    rest = {**content, "task": "statistics"}
-    config, dump_path, notes, enable, _ = _read_door(rest)
+    found = read_door({**content, "task": "statistics"})
     count = section.get("overflow_nums", 1)
     if type(count) is not int or (count < 1 and count != -1):
         refuse("overflow_check.overflow_nums", count, "a number from 1 on, or -1 for never")
     parse_choice(("all", "aicore", "atomic"))("check_mode", section.get("check_mode", "all"))
-    notes = (*notes, "overflow_check: every call is watched, on any device")
-    return DoorConfig(config, dump_path, notes, enable, count)
+    notes = (*found.notes, "overflow_check: every call is watched, on any device")
+    return found._replace(notes=notes, content=content, overflow_nums=count)
 
 
 def _read_msprobe(content: object) -> ConfigFile:
     if not isinstance(content, dict):
-        raise BadUsage("expected a JSON object with the fields task, dump_path, level...")
+        raise BadUsage(_NO_OBJECT)
     _check_fields(content)
-    task = _read_task(content)
-    section: dict[str, Any] = content.get(task) or {}
-    label = f"{task}."
-    keep = _TASKS[task]
     notes: list[str] = []
+    asked, task = _read_task(content, notes)
+    section: dict[str, Any] = content.get(asked) or {}
+    label = f"{asked}."
     arguments: dict[str, Any] = {
         "level": _read_level(content),
         "steps": parse_numbers("step", content.get("step")),
         "ranks": parse_numbers("rank", content.get("rank")),
         "stacks": parse_bool("extra_info", content.get("extra_info", True)),
-        "keep": _read_summary_mode(label, section, keep, notes),
+        "keep": _read_keep(label, section, _TASKS[task], notes),
         "names": parse_names(label + "list", section.get("list")),
         "keep_tensors": parse_names(label + "tensor_list", section.get("tensor_list")),
         "between": parse_between(label + "scope", section.get("scope") or None),
@@ -223,14 +264,19 @@ def _check_fields(content: dict[str, Any]) -> None:
             raise unknown_name("field", name, (*_TOP_FIELDS, *_SECTIONS))
 
 
-def _read_task(content: dict[str, Any]) -> str:
+def _read_task(content: dict[str, Any], notes: list[str]) -> tuple[str, str]:
+    """The task that is asked for, and the one that does it."""
     task = content.get("task", "statistics")
+    if isinstance(task, str) and task in _OTHER_TASKS:
+        instead, why = _OTHER_TASKS[task]
+        notes.append(f"task {task}: {why}")
+        return task, instead
     if isinstance(task, str) and task in _REFUSED_TASKS:
         raise BadUsage(
             f"task='{task}' is not supported: {_REFUSED_TASKS[task]}. Allowed: {', '.join(_TASKS)}"
         )
     chosen: str = parse_choice(tuple(_TASKS))("task", task)
-    return chosen
+    return chosen, chosen
 
 
 def _read_level(content: dict[str, Any]) -> str:
@@ -244,19 +290,26 @@ def _read_level(content: dict[str, Any]) -> str:
     return chosen
 
 
-def _read_summary_mode(label: str, section: dict[str, Any], keep: str, notes: list[str]) -> str:
-    mode = section.get("summary_mode", "statistics")
-    if mode == "xor":
-        raise BadUsage(
-            f"{label}summary_mode='xor' is not supported: an xor cannot see two values swapped. "
-            "Allowed: statistics, md5"
+def _read_keep(label: str, section: dict[str, Any], keep: str, notes: list[str]) -> str:
+    mode = parse_choice(("statistics", "md5", "xor"))(
+        f"{label}summary_mode", section.get("summary_mode", "statistics")
+    )
+    if section.get("bench_path"):
+        notes.append(
+            f"bench_path: checksums are kept, not tensors. Then: tensorprobe compare DUMP "
+            f"{section['bench_path']}, and dump the calls that differ by 'list'"
         )
-    if parse_choice(("statistics", "md5"))(f"{label}summary_mode", mode) == "md5":
-        if keep == "stats":
-            notes.append("summary_mode md5: a position-aware digest is kept, not a CRC-32")
-            return "digest"
-        notes.append(f"summary_mode md5 adds nothing to task '{label[:-1]}'")
-    return keep
+        return "digest"
+    if mode == "statistics":
+        return keep
+    if keep != "stats":
+        notes.append(f"summary_mode {mode} adds nothing to task '{label[:-1]}'")
+        return keep
+    if mode == "xor":
+        notes.append("summary_mode xor: a checksum is kept that sees two values swapped too")
+    else:
+        notes.append(_NATIVE_DIGEST)
+    return "digest"
 
 
 def _read_data_mode(label: str, section: dict[str, Any]) -> dict[str, Any]:
@@ -284,17 +337,24 @@ def _read_rest(
     content: dict[str, Any], section: dict[str, Any], label: str, notes: list[str]
 ) -> None:
     """The fields that select nothing here: checked, then noted or refused."""
-    for name, reason in _REFUSED_FIELDS.items():
-        for fields, prefix in ((content, ""), (section, label)):
+    for fields, prefix in ((content, ""), (section, label)):
+        for name, reason in _REFUSED_FIELDS.items():
             if fields.get(name):
                 raise BadUsage(f"{prefix}{name} is not supported: {reason}")
+        for name, note in _NOTED_FIELDS.items():
+            if fields.get(name):
+                notes.append(f"{prefix}{name}: {note}")
+    if content.get("seed") is not None:
+        notes.append(f"seed: recording seeds nothing; give run --seed {content['seed']}")
+    if content.get("is_deterministic"):
+        notes.append("is_deterministic: recording changes no algorithm; call seed_all(mode=True)")
     if content.get("level") == "L2":
         notes.append("level L2: every ATen operator is recorded, on any device")
     if section.get("device") not in (None, "host"):
-        refuse(label + "device", section["device"], "'host' (the other value is for MindSpore)")
-    if section.get("file_format") not in (None, "npy"):
-        refuse(label + "file_format", section["file_format"], "'npy', or leave it out")
-    if "diff_nums" in section:
+        notes.append(f"{label}device: it is for MindSpore")
+    if section.get("file_format") not in (None, "npy", "pt"):
+        notes.append(f"{label}file_format: tensors are written as .pt")
+    if "diff_nums" in section and not section.get("bench_path"):
         notes.append("diff_nums has no effect without bench_path")
     if "dump_enable" in content:
         if not parse_bool("dump_enable", content["dump_enable"]):
@@ -310,7 +370,8 @@ def _read_rest(
     if "precision" in content:
         parse_choice(("low", "high"))("precision", content["precision"])
         notes.append("precision: mean and norm are always accumulated in float64")
-    if parse_bool("async_dump", content.get("async_dump", False)):
+    asynchronous = content.get("async_dump", content.get("enable_async_dump", False))
+    if parse_bool("async_dump", asynchronous):
         notes.append("async_dump: values always leave the device in the background")
     if "custom_op_namespaces" in content:
         parse_names("custom_op_namespaces", content["custom_op_namespaces"])

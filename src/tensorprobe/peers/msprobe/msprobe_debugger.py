@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 from torch import nn
 
 from tensorprobe.errors import BadUsage
-from tensorprobe.peers.msprobe.msprobe_config import DoorConfig, from_door_arguments
+from tensorprobe.peers.msprobe.msprobe_config import DoorConfig, from_door_arguments, read_door
+from tensorprobe.peers.msprobe.msprobe_seeding import seed_all
+from tensorprobe.peers.msprobe.msprobe_service import ConfigFields, Service
 from tensorprobe.peers.msprobe.msprobe_session import MsprobeSession, OverflowSession
 from tensorprobe.record.recorder import say
 
@@ -26,8 +28,8 @@ class PrecisionDebugger:
         debugger.stop()
         debugger.step()
 
-    Arguments beat the fields of config.json. There is one for a process: made again with the same
-    arguments it is the same one, with others it is an error.
+    Arguments beat the fields of config.json. There is one for a process: one that is made again is
+    the same one, and says so where it was asked for something else.
     """
 
     _instance: ClassVar[PrecisionDebugger | None] = None
@@ -45,7 +47,10 @@ class PrecisionDebugger:
         dump_path: str | Path | None = None,
         level: str | None = None,
         step: Any = None,
+        model: Any = None,
     ) -> None:
+        if _is_model(step):  # releases of 2024 have the model there, and the step after it
+            step, model = model, step
         given = {"task": task, "dump_path": dump_path, "level": level, "step": step}
         arguments = {name: value for name, value in given.items() if value is not None}
         if dump_path is not None:
@@ -53,20 +58,28 @@ class PrecisionDebugger:
         request = (str(config_path) if config_path is not None else None, arguments)
         if PrecisionDebugger._instance is self:
             if request != self._request:
-                raise BadUsage(
-                    f"PrecisionDebugger was made with {_shown(self._request)}; a second one with "
-                    f"{_shown(request)} would change the first. Use the first, or end it: "
+                self._say_once(
+                    f"PrecisionDebugger is there already, made with {_shown(self._request)}: it "
+                    f"stays as it is, and {_shown(request)} has no effect. To end it: "
                     "PrecisionDebugger.close()"
                 )
             return
         self._request = request
+        self._told: set[str] = set()
         self._settings = self._read()
-        self._first_step = 0
         self._looked = (time.monotonic(), self._stamp())
-        self.session = _session(self._settings)
+        self._models = _models(model)
+        if model is not None:
+            self._say_once("PrecisionDebugger(model=...) is of releases before 26: start() uses it")
+        self._folders: set[Path] = set()  # that were told of
+        self.session = _session(self._settings, 0, self._folders)
+        self.config = ConfigFields(self._settings)
+        self.service = Service(self._settings, self._begin_anew)
         self._tokens: _Tokens | None = None
         self._custom: set[str] = set()
         PrecisionDebugger._instance = self
+        if self._settings.seed is not None:
+            seed_all(*self._settings.seed)
 
     # What a script calls; msprobe has them as class methods too
 
@@ -80,21 +93,23 @@ class PrecisionDebugger:
     ) -> None:
         """Record from here on; `token_range` [first, last] counts calls of the model from 0."""
         debugger = cls._get()
-        if scheduled_tokens is not None:
-            raise BadUsage(
-                "scheduled_tokens is not supported: tensors are recorded whole, whatever request "
-                "their rows belong to; remove it"
-            )
         debugger._look_again()
-        models = _models(model)
+        debugger._follow_script()
+        debugger._models = _models(model) or debugger._models
+        debugger._end_tokens()
+        service = debugger.service
+        service.current_iter = debugger.session.step_number
+        service.model, service.first_start = model or service.model, False
+        service.current_rank = rank_id if rank_id is not None else service.current_rank
+        if not debugger._is_scheduled(scheduled_tokens):
+            return
         if token_range is None:
-            debugger.session.start(models, rank_id)
+            debugger.session.start(debugger._models, rank_id)
             return
         first, last = _range(token_range)
-        if len(models) != 1:
+        if not debugger._models:
             raise BadUsage("token_range needs the model whose calls are counted: start(model, ...)")
-        debugger._end_tokens()
-        debugger._tokens = _Tokens(debugger.session, models[0], first, last, rank_id)
+        debugger._tokens = _Tokens(debugger.session, debugger._models, first, last, rank_id)
 
     @classmethod
     def stop(cls) -> None:
@@ -103,6 +118,11 @@ class PrecisionDebugger:
         debugger._end_tokens()
         debugger.session.stop()
         debugger._look_again()
+
+    @classmethod
+    def forward_backward_dump_end(cls) -> None:
+        """What releases before 26 call stop() by."""
+        cls.stop()
 
     @classmethod
     def step(cls) -> None:
@@ -125,9 +145,19 @@ class PrecisionDebugger:
         """The number of the first step."""
         if type(step) is not int or step < 0:
             raise BadUsage(f"set_init_step({step!r}): expected a whole number from 0 on")
-        debugger = cls._get()
-        debugger.session.close()
-        debugger.session = _session(debugger._settings, step)
+        cls._get()._begin_anew(step)
+
+    @classmethod
+    def monitor(cls, model: Any) -> None:
+        """Refused: the task grad_probe of releases before 26."""
+        raise BadUsage(
+            "monitor(model) is not supported: dump with level 'L0', whose parameters_grad has the "
+            "statistics of each gradient"
+        )
+
+    @classmethod
+    def restore_api(cls) -> None:
+        """Nothing was replaced, so nothing is restored."""
 
     @classmethod
     def register_custom_api(cls, module: Any, api: str, api_prefix: str | None = None) -> None:
@@ -166,6 +196,44 @@ class PrecisionDebugger:
     def _read(self) -> DoorConfig:
         return from_door_arguments(*self._request)
 
+    def _say_once(self, text: str) -> None:
+        about = text.partition(":")[0]
+        if about not in self._told:
+            self._told.add(about)
+            say(text)
+
+    def _begin_anew(self, step: int | None = None) -> None:
+        """End what is recorded so far; from the next start() on calls are numbered from 0."""
+        self._end_tokens()
+        step = self.session.step_number if step is None else step
+        self.session.close(goes_on=True)
+        self.session = _session(self._settings, step, self._folders)
+
+    def _follow_script(self) -> None:
+        """What the script has set in service.config is in effect from the next start() on."""
+        content = self.service.changed()
+        if content is None:
+            return
+        try:
+            settings = read_door(content)
+        except BadUsage as error:
+            self._say_once(f"service.config: {error}; recording goes on as before")
+            return
+        self._settings = settings
+        self.service.settle(settings)
+        self._begin_anew()
+
+    def _is_scheduled(self, scheduled_tokens: Any) -> bool:
+        """Whether the request that is asked for is among those of this step."""
+        if scheduled_tokens is None:
+            return True
+        request = self.service.config.request_id
+        self._say_once(
+            "start(scheduled_tokens=...): tensors are recorded whole, rows of requests are not "
+            "told apart"
+        )
+        return not request or request in scheduled_tokens
+
     def _stamp(self) -> tuple[int, int] | None:
         path = self._request[0]
         if path is None:
@@ -196,9 +264,8 @@ class PrecisionDebugger:
         if settings.dump_enable is None:
             settings = settings._replace(dump_enable=self._settings.dump_enable)
         self._settings = settings
-        step = self.session.step_number
-        self.session.close()
-        self.session = _session(settings, step)
+        self.service.settle(settings)
+        self._begin_anew()
         state = "on" if settings.dump_enable else "off"
         say(f"{self._request[0]} has changed: recording is {state}")
 
@@ -208,34 +275,34 @@ class PrecisionDebugger:
             self._tokens = None
 
 
-def _session(settings: DoorConfig, step: int = 0) -> MsprobeSession | OverflowSession:
+def _session(settings: DoorConfig, step: int, told: set[Path]) -> MsprobeSession | OverflowSession:
     if settings.overflow_nums is not None:
         return OverflowSession(settings)
-    return MsprobeSession(settings, step)
+    return MsprobeSession(settings, step, told)
 
 
 class _Tokens:
-    """Counts the calls of a model, and records from one to another, both included."""
+    """Counts the calls of the first model, and records from one to another, both included."""
 
     def __init__(
         self,
         session: MsprobeSession | OverflowSession,
-        model: nn.Module,
+        models: Sequence[nn.Module],
         first: int,
         last: int,
         rank_id: int | None,
     ) -> None:
         self._session = session
-        self._model = model
+        self._models = models
         self._first, self._last = first, last
         self._rank_id = rank_id
         self._count = -1
-        self._handle = model.register_forward_pre_hook(self._called)
+        self._handle = models[0].register_forward_pre_hook(self._called)
 
     def _called(self, model: nn.Module, args: Any) -> None:
         self._count += 1
         if self._count == self._first:
-            self._session.start([self._model], self._rank_id)
+            self._session.start(self._models, self._rank_id)
         elif self._count == self._last + 1:
             self._session.stop()
 
@@ -255,6 +322,11 @@ def module_dump(module: nn.Module, dump_name: str) -> None:
 def module_dump_end() -> None:
     """Dump everything again."""
     PrecisionDebugger._get().session.only(None)
+
+
+def _is_model(value: Any) -> bool:
+    items = value if isinstance(value, list | tuple) and value else [value]
+    return all(isinstance(item, nn.Module) for item in items)
 
 
 def _models(model: nn.Module | Sequence[nn.Module] | None) -> list[nn.Module]:

@@ -33,10 +33,17 @@ _OF_A_RUN = re.compile(rf"{STEP.pattern}|{re.escape(UNFINISHED)}")
 
 
 class MsprobeSession:
-    """Records natively into a private folder, and turns each step into msprobe's files."""
+    """Records natively into a private folder, and turns each step into msprobe's files.
+
+    `told` are the folders that the sessions of one debugger have said they wrote to.
+    """
 
     def __init__(
-        self, settings: DoorConfig, first_step: int = 0, log: Callable[[str], None] = say
+        self,
+        settings: DoorConfig,
+        first_step: int = 0,
+        told: set[Path] | None = None,
+        log: Callable[[str], None] = say,
     ) -> None:
         if settings.dump_path is None:
             raise BadUsage(
@@ -47,6 +54,7 @@ class MsprobeSession:
         self.step_number = first_step
         self._settings = settings
         self._log = log
+        self._told = set() if told is None else told
         self._recorder: Recorder | None = None
         self._rank_id: int | None = None
         self._rank = 0  # of the recording: a process group may come later
@@ -115,14 +123,14 @@ class MsprobeSession:
         else:
             self._waiting.append((module, name))
 
-    def close(self) -> None:
-        """Write what is left, and say where everything is."""
+    def close(self, *, goes_on: bool = False) -> None:
+        """Write what is left, and say where everything is; another session may go on from here."""
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return
         atexit.unregister(self.close)
         recorder.close(tell=False)
-        if isinstance(recorder.failed, NothingRecorded):
+        if isinstance(recorder.failed, NothingRecorded) and not goes_on and not self._told:
             self._log(str(recorder.failed))
         self._write()
         self._forget_step()
@@ -130,7 +138,8 @@ class MsprobeSession:
             self._remove_private()
         if isinstance(recorder.failed, WriteFailed):
             self._log(f"not all was dumped: {recorder.failed}")
-        if self._place is not None:
+        if self._place is not None and self.folder not in self._told:
+            self._told.add(self.folder)
             next_one = f"tensorprobe show {shlex.quote(str(self.folder))}"
             self._log(f"the dump is in {self.folder}. Next: {next_one}")
         for what, count in sum(self._lost.values(), Counter[str]()).items():
@@ -190,6 +199,8 @@ class MsprobeSession:
             return
         capture = native.read(source)
         self._place = self.folder / f"step{self.step_number}" / self._name()
+        if step != self.step_number and self._place.exists():
+            self._log(f"{self._place} was dumped before in this run: it is written anew")
         lost: Counter[str] = Counter()
         unread = Unread(capture.calls)
         write_unit(
@@ -251,7 +262,7 @@ class OverflowSession:
     def only(self, module: nn.Module | None, name: str = "") -> None:
         raise BadUsage("module_dump() needs a dump: task overflow_check makes none")
 
-    def close(self) -> None:
+    def close(self, *, goes_on: bool = False) -> None:
         self._guard.close()
 
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tensorprobe._version import __version__
 from tensorprobe.errors import MissingDependency
 from tensorprobe.peers.foreign_records import file_name
@@ -21,7 +23,7 @@ from tensorprobe.peers.msprobe.msprobe_folders import (
 )
 from tensorprobe.peers.msprobe.msprobe_leaves import digest_of, write_statistics, write_value
 from tensorprobe.peers.msprobe.msprobe_reading import WRITTEN_BY
-from tensorprobe.peers.peer_names import peer_name, renamed
+from tensorprobe.peers.peer_names import map_leaves, map_tensors, peer_name, renamed
 from tensorprobe.records import Call, Capture, Fields, TensorRecord, by_rank_and_step
 from tensorprobe.store.frames import source_line
 from tensorprobe.store.unread import Unread
@@ -89,6 +91,22 @@ def _writable(calls: Sequence[Call], lost: Counter[str]) -> list[Call]:
     return kept
 
 
+def record_of(call: Call) -> dict[str, Any]:
+    """A call as dump.json has it, without the contents of tensors."""
+
+    def without_content(record: TensorRecord) -> TensorRecord:
+        return msgspec.structs.replace(record, blob=None)
+
+    bare = msgspec.structs.replace(
+        call,
+        args=map_tensors(call.args, without_content),
+        kwargs=map_tensors(call.kwargs, without_content),
+        outputs=map_tensors(call.outputs, without_content),
+        tensors=tuple(map(without_content, call.tensors)),
+    )
+    return _UnitWriter(Path(), {}, Counter(), Unread(), keep_files=True).record(bare)
+
+
 class _UnitWriter:
     """Writes the files of one step of one rank."""
 
@@ -115,7 +133,7 @@ class _UnitWriter:
         names = {call.name for call in calls}
         data = {}
         if not self._structure:
-            data = {call.name: self._record(call) for call in _children_first(calls)}
+            data = {call.name: self.record(call) for call in _children_first(calls)}
         self._write_dump(DUMP_FILE, self._level_of(calls), data)
         if self._stacks:
             self._write_json(STACK_FILE, _stacks(calls))
@@ -127,17 +145,27 @@ class _UnitWriter:
     def write_saved(self, calls: Sequence[Call]) -> None:
         """Values given by hand, and their gradients: debug.json."""
         data: dict[str, Any] = {}
+        backward = {call.name: call for call in calls if call.direction == "backward"}
         for call in calls:
             name, _, number = call.name[len("Saved.") :].rpartition(".")[0].rpartition(".")
-            backward = call.direction == "backward"
-            key = f"{name}{'_grad' if backward else ''}.{number}.debug"
-            value = _saved_gradient(call) if backward else call.outputs
-            data[key] = write_value(value, lambda t, path, key=key: self._tensor(t, key, path))
+            gradient = f"{name}_grad.{number}.debug"
+            if call.direction == "backward":
+                if gradient not in data:  # its value was saved in an earlier step
+                    data[gradient] = self._debug(gradient, _saved_gradient(call))
+                continue
+            key = f"{name}.{number}.debug"
+            data[key] = self._debug(key, call.outputs)
+            found = backward.get(_forward_to_backward(call.name) or "")
+            if found is not None or any(record.requires_grad for record in call.tensors):
+                data[gradient] = self._debug(gradient, _gradients_in(call, found))
         self._write_dump(DEBUG_FILE, "debug", data)
+
+    def _debug(self, key: str, value: Any) -> Any:
+        return write_value(value, lambda record, path: self._tensor(record, key, path))
 
     # Records
 
-    def _record(self, call: Call) -> dict[str, Any]:
+    def record(self, call: Call) -> dict[str, Any]:
         self._count_lost(call)
         if ".parameters_grad." in call.name:
             return {
@@ -246,6 +274,21 @@ class _UnitWriter:
         temporary.replace(path)
 
 
+def _gradients_in(call: Call, backward: Call | None) -> Any:
+    """The value that was saved with each tensor's gradient in its place, null where none came."""
+    found: dict[str, TensorRecord] = {}
+    if backward is not None:
+        base = f"{backward.name}.input."
+        found = {record.name.removeprefix(base): record for record in backward.tensors}
+
+    def gradient_of(record: TensorRecord) -> TensorRecord | None:
+        return found.get(record.name.removeprefix(f"{call.name}.output."))
+
+    return map_leaves(
+        call.outputs, lambda leaf: gradient_of(leaf) if isinstance(leaf, TensorRecord) else None
+    )
+
+
 def _saved_gradient(call: Call) -> Any:
     """In the structure of the value, as far as that is known: one tensor, or several."""
     if len(call.args) == 1 and not call.kwargs:
@@ -311,7 +354,7 @@ def _tree(calls: Sequence[Call], names: set[str]) -> dict[str, str | None]:
             continue
         parent = call.parent or None
         if call.direction == "backward":
-            parent = _backward(forward_parents.get(_forward(call.name)))
+            parent = _forward_to_backward(forward_parents.get(_forward(call.name)))
         elif (parent or "").startswith("Optimizer.") or (
             parent is None and any(_OPTIMIZER.search(frame) for frame in call.stack)
         ):
@@ -326,7 +369,7 @@ def _forward(name: str) -> str:
     return re.sub(r"\.backward(?=$|\.\d+$)", ".forward", name)
 
 
-def _backward(name: str | None) -> str | None:
+def _forward_to_backward(name: str | None) -> str | None:
     return None if name is None else re.sub(r"\.forward(?=$|\.\d+$)", ".backward", name)
 
 
@@ -337,12 +380,12 @@ def _stacks(calls: Sequence[Call]) -> dict[str, Any]:
         if call.direction == "forward" and call.stack:
             shared.setdefault(call.stack, []).append(call.name)
     return {
-        str(i): [names, [_frame(frame) for frame in stack]]
+        str(i): [names, [frame_text(frame) for frame in stack]]
         for i, (stack, names) in enumerate(shared.items())
     }
 
 
-def _frame(text: str) -> str:
+def frame_text(text: str) -> str:
     """A frame as msprobe writes it, with its line of source where that can be read."""
     found = _FRAME.fullmatch(text)
     if found is None:

@@ -1,1 +1,5 @@
 """Where earlier releases of msprobe have PrecisionDebugger."""
+
+from tensorprobe.peers.msprobe.msprobe_debugger import PrecisionDebugger
+
+__all__ = ["PrecisionDebugger"]

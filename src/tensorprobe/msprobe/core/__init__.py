@@ -1,0 +1,1 @@
+"""What msprobe has for all frameworks, as far as it is here."""

@@ -1,0 +1,1 @@
+"""Where releases of 2024 have module_dump."""

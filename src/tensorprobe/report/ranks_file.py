@@ -1,0 +1,80 @@
+"""What is asked of the ranks of one run: the answer in lines, and as ranks.json."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tensorprobe.overflow.across_ranks import FirstNonfinite
+from tensorprobe.records import Capture, count
+from tensorprobe.store.frames import users_line
+
+RANKS_FILE = "ranks.json"
+_MOST_RANKS = 8  # that a line names
+
+
+def as_json(found: FirstNonfinite, capture: Capture) -> dict[str, Any]:
+    """The content of ranks.json."""
+    return {
+        "format": 1,
+        "run": str(capture.path),
+        "ranks": list(capture.ranks),
+        "steps": list(capture.steps),
+        "calls": len(capture.calls),
+        "nonfinite": msgspec.to_builtins(found),
+    }
+
+
+def save(found: FirstNonfinite, capture: Capture, folder: Path) -> Path:
+    """Write ranks.json into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / RANKS_FILE
+    text = json.dumps(as_json(found, capture), indent=1, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+    return path
+
+
+def lines(found: FirstNonfinite, capture: Capture) -> Iterator[str]:
+    """The answer for a person."""
+    if not found.first:
+        looked = f"{count(len(capture.calls), 'call')} of {count(len(capture.ranks), 'rank')}"
+        yield f"no call makes NaN or infinity: {looked}, {count(len(capture.steps), 'step')}"
+    for origin in found.first:
+        yield f"first {origin.holds}: {origin.name} (step {origin.step}, rank {origin.rank})"
+        module = f"in {origin.module}" if origin.module else ""
+        parts = (module, origin.op, users_line(origin.stack))
+        yield f"  {', '.join(part for part in parts if part)}"
+        yield f"  {origin.reason}"
+    ways: dict[str, list[int]] = defaultdict(list)
+    for origin in found.received:
+        how = "received it through" if origin.what == "receives" else "have it first in"
+        ways[f"{how} {origin.name} (step {origin.step})"].append(origin.rank)
+    for how, ranks in ways.items():
+        yield f"  {_named(ranks)} {how if len(ranks) > 1 else how.replace('have', 'has')}"
+    if found.later:
+        first_nan = next((origin for origin in found.later if "NaN" in origin.holds), None)
+        seen = any("NaN" in origin.holds for origin in found.first)
+        following = found.later[0] if seen or first_nan is None else first_nan
+        more = "1 more call makes" if len(found.later) == 1 else f"{len(found.later)} more make"
+        word = "the next is" if following is found.later[0] else "the first NaN is in"
+        where = f"(step {following.step}, rank {following.rank}: {following.holds})"
+        yield f"  {more} NaN or infinity; {word} {following.name} {where}"
+    for note in found.notes:
+        yield f"  note: {note}"
+    if found.first and found.first[0].what == "makes":
+        origin = found.first[0]
+        call = f"{shlex.quote(origin.name)} --step {origin.step} --rank {origin.rank}"
+        yield f"  next: tensorprobe show {shlex.quote(str(capture.path))} {call}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    numbers = sorted(ranks)
+    shown = ", ".join(map(str, numbers[:_MOST_RANKS]))
+    more = f" and {len(numbers) - _MOST_RANKS} more" if len(numbers) > _MOST_RANKS else ""
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {shown}{more}"
