@@ -12,9 +12,15 @@ export interface RankLine {
   culprit: string | null;
 }
 
+export interface MeasuredPlace {
+  actual: string; expected: string; tensor: string; kind: string; call: string | null; step: number; rank: number;
+  error: number | string | null; limit: number | string | null; status: string; row: string | null; note: string | null;
+}
+
 export interface Verdict {
   verdict: "match" | "diverged" | "incomparable"; actual: string; expected: string; mode: string; counts: Record<string, number>;
   culprits: Culprit[]; reason: string | null; notes: string[]; facts: string[]; ranks: RankLine[]; imports: string[];
+  at?: string[]; boundaries?: MeasuredPlace[];
 }
 
 export interface Source { first: number; at: number; lines: string[] }
