@@ -35,6 +35,8 @@ demo: setup
 	$(BIN)/python -m tensorprobe demo
 
 test: setup
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
+		echo "no Chromium: the tests of the page in a browser are skipped (apt-get install chromium)"
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "not slow and not gpu"
 	TENSORPROBE_NATIVE=0 $(BIN)/python -m pytest -q -n $(JOBS) -m "not slow and not gpu" $(IN_PYTHON)
 

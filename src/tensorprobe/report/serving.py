@@ -11,6 +11,7 @@ import hmac
 import os
 import re
 import secrets
+import sys
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ import msgspec
 
 from tensorprobe.comparing.align import Pair
 from tensorprobe.comparing.measure import measure, pair_tensors
-from tensorprobe.errors import BadArtefact, BadUsage, TensorprobeError, UnreadableCapture
+from tensorprobe.errors import BadArtefact, BadUsage, TensorprobeError
 from tensorprobe.records import Call, Capture
 from tensorprobe.report.documents import FILES, read_document
 from tensorprobe.report.html import (
@@ -92,12 +93,19 @@ def _items(path: Path, depth: int, seen: list[int]) -> Iterator[Item]:
             layout, _ = find(path)
             yield Item(path, "capture", layout)
             return
-        except (UnreadableCapture, OSError):
-            pass
+        except (TensorprobeError, OSError):
+            pass  # no recording
     if depth and path.is_dir() and not kinds:
-        for child in sorted(path.iterdir()):
+        for child in _children(path):
             if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
                 yield from _items(child, depth - 1, seen)
+
+
+def _children(path: Path) -> list[Path]:
+    try:
+        return sorted(path.iterdir())
+    except OSError:  # a folder of somebody else's
+        return []
 
 
 def _kinds(path: Path) -> Iterator[Item]:
@@ -308,6 +316,15 @@ def _block(text: bytes, name: bytes) -> dict[str, Any]:
     return msgspec.json.decode(text[at + len(start) : end], type=dict[str, Any])
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that has gone away is no error."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 class Viewer:
     """The server; `address` is what a browser opens."""
 
@@ -329,13 +346,12 @@ class Viewer:
                 """Nothing: the terminal is the user's."""
 
         try:
-            self._server = ThreadingHTTPServer((HOST, port), Handler)
+            self._server = _Server((HOST, port), Handler)
         except OSError as error:
             raise TensorprobeError(
                 f"cannot listen on port {port} of {HOST}: {error.strerror}. "
                 "Give another with --port, or leave it out"
             ) from error
-        self._server.daemon_threads = True
         self.port = self._server.server_address[1]
         self.address = f"http://{HOST}:{self.port}/{self._token}/"
 
