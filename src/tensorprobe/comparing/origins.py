@@ -488,8 +488,8 @@ def _one_sided(scene: Scene, node: Node, row: TensorPair, region: list[int], d: 
     if units:
         unit = scene.nodes[min(units)]
         reason = (
-            f"only one side shows its inside, and {row.name} of {node.call.name}, which it leads to, "
-            f"differs {magnitude(d)}"
+            f"only one side shows its inside, and {row.name} of {node.call.name}, which it leads "
+            f"to, differs {magnitude(d)}"
         )
         return unit.i, accuse(unit, "boundary", reason, d, row=row, inherited=unit.d_in)
     mine, other = _by_side(scene, sorted({_forward(scene, at) for at in region}))
