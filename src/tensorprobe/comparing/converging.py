@@ -18,6 +18,8 @@ def converge(scene: Scene, start: Node) -> bool:
         if node.is_paired and not node.container and node.outputs and node.d_out <= FAINT:
             agrees = True
             continue
+        if scene.is_effect(node):
+            return False
         users = _users(scene, node)
         if not users and not _has_twins(scene, node):
             return False

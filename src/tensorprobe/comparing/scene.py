@@ -493,6 +493,7 @@ class Scene:
         self.first_step = min((node.call.step for node in self.nodes), default=0)
         self._recomputed: dict[object, list[Node]] | None = None
         self._users: dict[int, list[int]] | None = None
+        self._effects: set[Hashable] | None = None
         self._names: dict[tuple[int, str], int] | None = None
         self._units: dict[int, float] = {}  # by step
         self.in_optimizer = {
@@ -650,6 +651,24 @@ class Scene:
                         users.append(user)
         return self._users.get(at, [])
 
+    def is_effect(self, node: Node) -> bool:
+        """Whether what a call gives, and differs, is what a model as a whole gives."""
+        if self._effects is None:
+            self._effects = {
+                content(record)
+                for other in self.nodes
+                if other.is_paired and _is_model(other.call)
+                for row in other.outputs
+                if self.distance(other, row) > FAINT
+                for record in (row.actual, row.expected)
+                if record is not None
+            } - {None}
+        return any(
+            record is not None and content(record) in self._effects
+            for row in node.outputs
+            for record in (row.actual, row.expected)
+        )
+
     def is_weight(self, node: Node, row: TensorPair) -> bool:
         """Whether an input that no call made is a weight or a running statistic, where no modules
         are recorded that would say so."""
@@ -767,6 +786,13 @@ class Scene:
                     if record is not None and (key := content(record)) is not None:
                         names.setdefault(key, label)
         return names
+
+
+def _is_model(call: Call) -> bool:
+    """Whether a call is of a module that no other module calls."""
+    if not call.name.startswith("Module.") or call.direction != "forward":
+        return False
+    return not (call.parent or "").startswith("Module.")
 
 
 def sees_operators(pair: CallPair) -> bool:
