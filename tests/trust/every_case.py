@@ -11,6 +11,7 @@ from trust import (
     decisions,
     dtypes,
     effects,
+    everyday,
     frameworks,
     huggingface,
     libraries,
@@ -19,6 +20,7 @@ from trust import (
     others_programs,
     rounding,
     scripts,
+    shaped,
     strangers,
     structure,
     units,
@@ -28,6 +30,7 @@ from trust.harness import Case
 
 CASES: list[Case] = [
     *effects.CASES,
+    *everyday.CASES,
     *optimizers.CASES,
     *beginnings.CASES,
     *arguments.CASES,
@@ -43,8 +46,9 @@ CASES: list[Case] = [
     *frameworks.CASES,
     *scripts.CASES,
     *huggingface.CASES,
-    *others_programs.CASES,
+    *shaped.CASES,
     *conversion.CASES,
+    *others_programs.CASES,
 ]
 _BY_NAME = {case.name: case for case in CASES}
 assert len(_BY_NAME) == len(CASES), "two cases have one name"

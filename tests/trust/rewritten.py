@@ -251,3 +251,54 @@ def split_gpt2(model: nn.Module) -> nn.Module:
     for block in model.transformer.h:
         block.attn.c_attn = Apart(block.attn.c_attn)
     return model
+
+
+class Served(Attention):
+    """Attention over packed tokens, with the keys and values of each request in a list."""
+
+    def __init__(self, config: Any, fault: str) -> None:
+        super().__init__(config, fault)
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def forward(self, x: Tensor, requests: Tensor, at: Tensor) -> Tensor:
+        n = len(x)
+        steps = torch.arange(0, self.size, 2, dtype=torch.float32) / self.size
+        angles = torch.outer(at.float(), 10000.0**-steps)[:, None]
+        q = self.turned(self.wq(x).view(n, self.heads, self.size), angles)
+        k, v = self.wkv(x).view(n, 2, self.groups, self.size).unbind(1)
+        k = self.turned(k, angles)
+        mixed = torch.empty_like(q)
+        for request in requests.unique().tolist():
+            mine = requests == request
+            keys, values = self.kept.get(request, (k[:0], v[:0]))
+            keys, values = torch.cat((keys, k[mine])), torch.cat((values, v[mine]))
+            self.kept[request] = keys, values
+            if self.fault == "slot" and request == 1 and 0 in self.kept:
+                keys, values = (x[: len(keys)] for x in self.kept[0])
+            times = self.heads // self.groups
+            scores = torch.einsum("qhd,khd->hqk", q[mine], keys.repeat_interleave(times, 1))
+            late = torch.arange(len(keys))[None] > at[mine][:, None]
+            scores = (scores * self.size**-0.5).masked_fill(late, -torch.inf).softmax(-1)
+            mixed[mine] = torch.einsum("hqk,khd->qhd", scores, values.repeat_interleave(times, 1))
+        return self.wo(mixed.reshape(n, -1))
+
+
+class Engine(HandLlama):
+    """A serving engine: a call takes tokens of any requests, packed into one row."""
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, fault: str = "") -> None:
+        super().__init__(model.config)
+        self.fault = fault
+        for block in self.blocks:
+            block.attn = Served(model.config, fault)
+        self.load_state_dict(converted(model).state_dict())
+        self.eval()
+
+    def forward(self, tokens: Tensor, requests: Tensor, at: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            places = at - at.min() if self.fault == "positions" else at
+            x = x + block.attn(block.norm1(x), requests, places)
+            x = x + block.mlp(block.norm2(x))
+        return self.out(self.final(x))

@@ -18,7 +18,6 @@ from tensorprobe.comparing.boundaries import (
     WORDS,
     Boundary,
     Chosen,
-    Module,
     Piece,
     Tree,
     choose,
@@ -48,10 +47,10 @@ from tensorprobe.comparing.row_pairs import (
     place_of,
     saved_grids,
 )
-from tensorprobe.comparing.verdict import MeasuredPlace
+from tensorprobe.comparing.verdict import MeasuredPlace, RowCounts
 from tensorprobe.comparing.weights import Pairing, Twins, is_turned, pair_modules
 from tensorprobe.errors import BadUsage, TensorprobeError
-from tensorprobe.records import Capture, TensorRecord, count
+from tensorprobe.records import Capture, TensorRecord
 from tensorprobe.tensors.metrics import measure_pair
 from tensorprobe.tensors.pair_metrics import FRACTION_BITS, equal_metrics
 
@@ -87,6 +86,7 @@ class PlaceResults(NamedTuple):
     trees: tuple[Tree, Tree]
     forks: list[tuple[Fork, FoundPlace, str]]  # with what says that it is no tie, or ""
     notes: list[str]
+    rows: RowCounts
 
 
 def compare_rank(
@@ -118,9 +118,11 @@ class _Rank:
         self._grids: tuple[Grids, Grids] | None = None
         self.found: list[FoundPlace] = []
         self.forks: list[tuple[Fork, FoundPlace, str]] = []
-        self.unread: dict[str, int] = {}  # rows of one side only
+        self.rows_of = RowCounts()
         self.by_label = False
         self.steps = _steps(trees)
+        self.holders = [_holders(tree) for tree in trees]
+        self.gradients = [_gradients(tree) if GRADIENTS in at else {} for tree in trees]
 
     def results(self) -> PlaceResults:
         self._check()
@@ -133,8 +135,9 @@ class _Rank:
         self._calls()
         self.found.sort(key=lambda each: each.time)
         return PlaceResults(
-            self.found, self.pairing, (self.ours, self.theirs), self.forks, list(self._notes())
-        )
+            self.found, self.pairing, (self.ours, self.theirs), self.forks, list(self._notes()),
+            self.rows_of,
+        )  # fmt: skip
 
     # what is chosen
 
@@ -173,8 +176,14 @@ class _Rank:
 
     def _module(self, twins: Twins) -> None:
         ours, theirs = (_outputs(tree, p) for tree, p in self._sides(twins))
-        for a, e in _pair_tensors(ours, theirs):
+        pairs = list(_pair_tensors(ours, theirs))
+        for a, e in pairs:
             self._tensor(twins, "output", a, e, twins.features)
+        paired = {id(pieces) for a, _ in pairs for pieces in a[1]}
+        for chosen in ours:
+            for pieces in _floats(chosen).values():
+                if id(pieces) not in paired:
+                    self._miss(twins, "output", pieces[0], "expected has no such result")
         if MODULES not in self.at and not self._is_named(twins):
             return
         self._parameters(twins)
@@ -234,7 +243,10 @@ class _Rank:
         )
 
     def _gradients(self, twins: Twins) -> None:
-        sides = [[_gradients_of(tree, p) for p in paths] for tree, paths in self._sides(twins)]
+        sides = [
+            [found.get(path, {}) for path in paths]
+            for found, paths in zip(self.gradients, twins[:2], strict=True)
+        ]
         take = (lambda pieces: pieces) if self.rows.how == SUM else last_of_each_step
         for name in sides[0][0] if sides[0] else ():
             groups = [[take(each.get(name, [])) for each in side] for side in sides]
@@ -250,7 +262,7 @@ class _Rank:
             ours, theirs = (list(zip(*group, strict=False)) for group in groups)
             if len(ours) != len(theirs):
                 why = f"of {len(ours)} steps in actual, {len(theirs)} in expected; `rows=sum` adds"
-                self._miss(twins, "gradient", ours[0][0], f"{why} them up")
+                self._miss(twins, "gradient", ours[0][0], f"{why} them up", theirs[0][0])
                 continue
             for a, e in zip(ours, theirs, strict=False):
                 records = [[piece.record for piece in group] for group in (a, e)]
@@ -306,9 +318,8 @@ class _Rank:
             make = None if whole else _joining(a, e, places)
             self._add(twins, kind, _name(a[0]), a[0], e[0], make, self._time(kind, a[0]))
         if len(mine) != len(others):
-            self._miss(
-                twins, kind, ours[0][0], f"{len(mine)} tensors in actual, {len(others)} in expected"
-            )
+            why = f"{len(mine)} tensors in actual, {len(others)} in expected"
+            self._miss(twins, kind, ours[0][0], why, theirs[0][0])
 
     def _slices(
         self,
@@ -383,11 +394,18 @@ class _Rank:
                 time = self._time(kind, piece)
                 self._add(twins, kind, _name(piece), piece, other, make, time, each.labels)
         if kind == "output" and twins is not None and self._is_root(twins):
-            self.unread["actual"] = self.unread.get("actual", 0) + len(both.only_actual)
-            self.unread["expected"] = self.unread.get("expected", 0) + len(both.only_expected)
+            self.rows_of.compared += sum(len(each.labels) for each in both.joins)
+            self.rows_of.only_actual += len(both.only_actual)
+            self.rows_of.only_expected += len(both.only_expected)
             self._find_forks(both, len(both.joins))
         if not any(each.labels for each in both.joins):
-            self._miss(twins, kind, ours[1][0][0], "the sides have read nothing in common")
+            self._miss(
+                twins,
+                kind,
+                ours[1][0][0],
+                "the model was given other data: no row in common",
+                other,
+            )
         return True
 
     def _join(
@@ -478,7 +496,7 @@ class _Rank:
             why = f"{_shapes(a)} here, {_shapes(e)} expected, and no tensors were kept"
         else:
             why = f"{_shapes(a)} here, {_shapes(e)} expected: no rows that have read the same"
-        self._miss(twins, kind, a[0], why)
+        self._miss(twins, kind, a[0], why, e[0])
 
     def _sizes(self, pieces: Sequence[Piece], grids: Grids) -> set[int]:
         found = set()
@@ -536,13 +554,18 @@ class _Rank:
         is_root = twins is not None and self._is_root(twins)
         self.found.append(FoundPlace(time, measured, pair, row, twins, depth, is_own, is_root))
 
-    def _miss(self, twins: Twins | None, kind: str, piece: Piece, why: str) -> None:
+    def _miss(
+        self, twins: Twins | None, kind: str, piece: Piece, why: str, other: Piece | None = None
+    ) -> None:
         """A chosen place that cannot be compared."""
-        row = TensorPair(_name(piece), piece.record, None, problem=why)
+        bare = {"digest": None, "summary": None, "blob": None}
+        ours = msgspec.structs.replace(piece.record, **bare)
+        theirs = msgspec.structs.replace(other.record, **bare) if other is not None else None
+        row = TensorPair(_name(piece), ours, theirs, problem=why)
         measured = self._measured(
             twins, kind, piece, tensor=_name(piece), status="not compared", note=why
         )
-        pair = CallPair(Pair(piece.call, None, "exact"), [row])
+        pair = CallPair(Pair(piece.call, other.call if other else None, "aligned"), [row])
         depth, is_own = self._depth(twins, kind, piece)
         is_root = twins is not None and self._is_root(twins)
         time = self._time(kind, piece)
@@ -550,14 +573,13 @@ class _Rank:
 
     def _depth(self, twins: Twins | None, kind: str, theirs: Piece) -> tuple[int, bool]:
         if twins is None:
-            before = sum(c.index <= theirs.call.index for c in self.theirs.calls)
-            return before, True
+            return theirs.call.index + 1, True
         if kind == "gradient":
             return 2 * len(self.theirs.modules), True
         depth = max(self.theirs.modules[path].n_before for path in twins.expected)
         has_weights = any(
-            any(m.parameters for m in (tree.modules[path], *_below(tree, path)))
-            for tree, paths in self._sides(twins)
+            path in holders
+            for holders, paths in zip(self.holders, twins[:2], strict=True)
             for path in paths
         )
         return depth, has_weights or self._is_named(twins) or self._is_root(twins)
@@ -565,13 +587,17 @@ class _Rank:
     def _notes(self) -> Iterator[str]:
         if self.by_label and self.rows.how != SAVED:
             yield "rows were paired by what the model had read when it came to them"
-        for side, n in self.unread.items():
+        rows = self.rows_of
+        for side, n in (("actual", rows.only_actual), ("expected", rows.only_expected)):
             if n:
-                yield f"{count(n, 'row')} of {side} without a partner in the other run"
+                total = n + rows.compared
+                yield f"{n} of {total} rows that the model gave in {side} have no partner"
 
 
-def _below(tree: Tree, path: str) -> list[Module]:
-    return [m for m in tree.modules.values() if path in tree.above(m.path)]
+def _holders(tree: Tree) -> set[str]:
+    """The modules that hold weights, or call a module that does."""
+    own = [module.path for module in tree.modules.values() if module.parameters]
+    return {path for each in own for path in (each, *tree.above(each))}
 
 
 def _outputs(tree: Tree, paths: Sequence[str]) -> list[Chosen]:
@@ -588,11 +614,12 @@ def _outputs(tree: Tree, paths: Sequence[str]) -> list[Chosen]:
     return found
 
 
-def _gradients_of(tree: Tree, path: str) -> dict[str, list[Piece]]:
-    found: dict[str, list[Piece]] = {}
+def _gradients(tree: Tree) -> dict[str, dict[str, list[Piece]]]:
+    """The gradients of each module, by the names of its parameters."""
+    found: dict[str, dict[str, list[Piece]]] = {}
     for place, pieces in choose(tree, [GRADIENTS]).items():
-        if place.path == path:
-            found[place.tensor.removeprefix("parameters_grad.")] = pieces
+        name = place.tensor.removeprefix("parameters_grad.")
+        found.setdefault(place.path, {})[name] = pieces
     return found
 
 
@@ -623,7 +650,7 @@ def _pair_tensors(ours: list[Chosen], theirs: list[Chosen]) -> Iterator[tuple[Gr
 
 
 def _are_alike(a: TensorRecord, e: TensorRecord) -> bool:
-    return len(a.shape) == len(e.shape) and a.shape[-1:] == e.shape[-1:]
+    return a.shape[-1:] == e.shape[-1:] and bool(a.shape) == bool(e.shape)
 
 
 def _floats(chosen: Chosen) -> Chosen:
@@ -770,7 +797,7 @@ def _relative(row: TensorPair, worst: tuple[float, int] | None) -> float | None:
 
 def _worst_row(mine: Array, others: Array) -> tuple[float, int] | None:
     """The largest rms error of a row, and its number."""
-    if mine.ndim < 2 or not mine.size or mine.dtype.kind in "biu":
+    if mine.ndim < 2 or not mine.size or mine.dtype.kind in "biuc":
         return None
     a, e = (x.reshape(-1, x.shape[-1]) for x in (mine, others))
     step = max(1, _CHUNK // a.shape[1])

@@ -15,7 +15,7 @@ from tensorprobe.comparing.measure import CallPair
 from tensorprobe.comparing.place_limits import UNSURE, Floors, Limits, noise_floors
 from tensorprobe.comparing.rounding import Mode, content_mode, number_text
 from tensorprobe.comparing.row_pairs import AUTO, Fork, Rows, parse_rows
-from tensorprobe.comparing.verdict import Culprit, Place, Verdict, measured_text, percent
+from tensorprobe.comparing.verdict import Culprit, Place, RowCounts, Verdict, measured_text, percent
 from tensorprobe.comparing.weights import Twins, is_quantised
 from tensorprobe.errors import BadUsage, UnreadableCapture
 from tensorprobe.records import Call, Capture, count
@@ -128,11 +128,17 @@ def _settled(
         within=places.within,
         boundaries=[each.measured for each in found],
     )
+    rows = [judged.results.rows for judged in every]
+    verdict.rows = RowCounts(
+        sum(each.compared for each in rows),
+        sum(each.only_actual for each in rows),
+        sum(each.only_expected for each in rows),
+    )
     culprit = _culprit(every)
     if culprit is not None:
         verdict.verdict = "diverged"
         verdict.culprits = [culprit]
-    elif (reason := _why_not(places, every)) is not None:
+    elif (reason := _why_not(places, every) or _too_few(verdict.rows)) is not None:
         verdict.verdict = "incomparable"
         verdict.reason = reason
     verdict.notes = list(_notes(places, every))
@@ -166,10 +172,25 @@ def _culprit(every: Sequence[Judged]) -> Culprit | None:
             own = [each for each in own if _adds_most(each)] or own
         forked = [(fork, each, why) for fork, each, why in results.forks if why]
         if own:
-            return _blame(own[0], len(beyond) - 1, results, limits)
+            drawn = [each for each in beyond if _is_drawn(each) and each.time <= own[0].time]
+            first = (drawn or own)[0]
+            culprit = _blame(first, len(beyond) - 1, results, limits)
+            if drawn:
+                culprit.cause = "seed"
+                culprit.reason = f"random: {culprit.reason}"
+            return culprit
         if forked:
             return _forked(*forked[0])
     return None
+
+
+def _is_drawn(found: FoundPlace) -> bool:
+    """Whether it is the result of a dropout that is given the same on both sides."""
+    return (
+        found.measured.kind == "output"
+        and "Dropout" in found.pair.call.op.rpartition(".")[2]
+        and (found.measured.limit or 0.0) > found.measured.inherited
+    )
 
 
 def _adds_most(found: FoundPlace) -> bool:
@@ -194,7 +215,9 @@ def _blame(found: FoundPlace, affected: int, results: PlaceResults, limits: Limi
         call, other = above or call, _above(results.trees[1], other)
     else:
         reason = f"{measured.tensor} is {size}"
-        if kind == "output" and found.twins is not None:
+        if kind == "output" and any(
+            each.twins is found.twins and each.measured.kind == "input" for each in results.found
+        ):
             given = number_text(measured.inherited)
             reason += f"; what it was given, and what is in it, is off by {given} roundings"
     reason += (where or "") + _missing_weights(found, results) + _layout(call, results)
@@ -316,11 +339,24 @@ def _why_not(places: Wanted, every: Sequence[Judged]) -> str | None:
     return None
 
 
+def _too_few(rows: RowCounts) -> str | None:
+    """As of calls: at least half of what both could have in common."""
+    fewer = min(rows.only_actual, rows.only_expected)
+    if rows.compared >= fewer:
+        return None
+    return (
+        f"only {rows.compared} of {rows.compared + fewer} rows that the model gave have a partner. "
+        "Give both sides the same data, or say how rows go together: `rows`"
+    )
+
+
 def _is_needed(found: FoundPlace, places: Wanted) -> bool:
     """Whether `match` says something of it: results of the model, gradients, what was named."""
-    if found.measured.kind in ("gradient",) or MODULES not in places.at:
-        return found.measured.kind != "input"
-    return found.is_root and found.is_float
+    if found.measured.kind == "gradient":
+        return True
+    if found.measured.kind != "output" or not found.is_float:
+        return False
+    return found.is_root or MODULES not in places.at
 
 
 def _undecided(undecided: Sequence[FoundPlace], every: Sequence[Judged]) -> str:

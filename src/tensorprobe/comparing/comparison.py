@@ -41,15 +41,16 @@ from tensorprobe.config import parse_numbers
 from tensorprobe.errors import BadUsage, UnreadableCapture
 from tensorprobe.garbage import no_garbage
 from tensorprobe.notebooks import html_of
-from tensorprobe.records import LAST_NODE, Call, Capture, count
+from tensorprobe.records import LAST_NODE, Call, Capture, TensorRecord, count
 from tensorprobe.replay.calibration import covers
 from tensorprobe.store.loading import load
-from tensorprobe.store.native import damaged_records
+from tensorprobe.store.native import NOT_WRITTEN, damaged_records
 
 Source = str | os.PathLike[str] | Capture
 # Facts by which a healthy kernel may sum in another order.
 _SUMS_DEPEND_ON = ("torch.", "numerics.", "cuda.", "npu.", "environment.", "packages.torch")
 Units = dict[tuple[int, int], list[Call]]  # by rank and step
+_SIDES: tuple[Side, Side] = ("actual", "expected")
 
 
 class Compared:
@@ -385,11 +386,11 @@ def _tell_what_lacks(verdict: Verdict, lacks: Sequence[Lacking]) -> None:
 def _tell_damage(
     verdict: Verdict, captures: tuple[Capture, Capture], pairs: Sequence[CallPair]
 ) -> None:
-    """Records that cannot be read are no match: what they say may be what differs."""
+    """What cannot be read is no match: it may be what differs."""
     if verdict.verdict != "match":
         return
     units = {(pair.call.rank, pair.call.step) for pair in pairs}
-    for side, capture in zip(("actual", "expected"), captures, strict=True):
+    for side, capture in zip(_SIDES, captures, strict=True):
         found = [gap for gap in damaged_records(capture) if (gap.rank, gap.step) in units]
         if found:
             lines = "1 line" if len(found) == 1 else f"{len(found)} lines"
@@ -400,6 +401,44 @@ def _tell_damage(
                 f"tensorprobe show {quote(str(capture.path))} --gaps"
             )
             return
+    lost = _lost(captures, pairs)
+    if lost:
+        number = f" and {count(len(lost) - 1, 'other')}" if lost[1:] else ""
+        verdict.verdict = "incomparable"
+        verdict.reason = f"{lost[0]}{number}: it could not be compared. All else matches"
+
+
+def _lost(captures: tuple[Capture, Capture], pairs: Sequence[CallPair]) -> list[str]:
+    """What one side has and the other has lost: it was killed, or its files are damaged."""
+    unfinished = [set(capture.facts.get("unfinished") or ()) for capture in captures]
+    found = []
+    for pair in pairs:
+        calls = (pair.pair.actual, pair.pair.expected)
+        where = f"{pair.call.name} of step {pair.call.step}"
+        unit = f"rank{pair.call.rank}/step{pair.call.step}"
+        for side, n in zip(_SIDES, (0, 1), strict=True):
+            mine, other = calls[n], calls[1 - n]
+            if other is None or other.status == "begun":
+                continue
+            if mine is None:
+                if unit in unfinished[n] and unit not in unfinished[1 - n]:
+                    found.append(f"{side} ended before {where}")
+            elif mine.status == "begun":
+                found.append(f"{side} has no end of {where}")
+            else:
+                found += [
+                    f"{side} has no value of {row.name} of {where}"
+                    for row in pair.tensors
+                    if _is_lost((row.actual, row.expected)[n], (row.expected, row.actual)[n])
+                ]
+    return found
+
+
+def _is_lost(mine: TensorRecord | None, other: TensorRecord | None) -> bool:
+    """Whether a value that the other side has was never written."""
+    if mine is None or other is None or mine.gap != NOT_WRITTEN:
+        return False
+    return other.summary is not None or other.digest is not None
 
 
 def _recorded(pairs: list[CallPair], narrow: tuple[bool, bool]) -> list[CallPair]:

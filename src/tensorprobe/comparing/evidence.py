@@ -378,7 +378,7 @@ class _Child:
     """The process and the way to it."""
 
     def __init__(self, code: UserCode) -> None:
-        from tensorprobe.replay.limits import child_command
+        from tensorprobe.replay.child_limits import child_command
 
         ours, theirs = socket.socketpair()
         self._owner = os.getpid()
@@ -468,7 +468,7 @@ def serve(descriptor: int) -> None:
 
 def _prepare(code: UserCode) -> str | None:
     """Import what the user brings, and take no more memory than allowed; what is wrong, if so."""
-    from tensorprobe.replay.limits import limit_memory
+    from tensorprobe.replay.child_limits import limit_memory
     from tensorprobe.replay.references import bring_in, run_file
 
     try:

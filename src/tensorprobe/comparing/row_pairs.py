@@ -146,6 +146,7 @@ class _RowReader:
         self.ends: list[int] = []  # where each row of the last call ended
         self.sources: list[int] = []  # and what an encoder had read before
         self.was_decoder = False
+        self.source: Array | None = None  # the labels of its rows
 
     def grid(self, call: Call) -> Grid | None:
         inputs = _inputs(call)
@@ -159,12 +160,15 @@ class _RowReader:
             mask = _mask(inputs, tokens.shape)
             if decoded is None:
                 self.sources = []
+                self.source, _ = self._read_all(tokens, mask)
                 return Grid(self._read(tokens, mask, self._past(call, inputs, tokens, mask)))
             source, self.sources = self._read_all(tokens, mask)
             self.ends = []
         elif not was_decoder:  # an encoder was called for itself
             self.sources, self.ends = self.ends, []
         assert decoded is not None
+        if source is None and self.source is not None and len(self.source) == len(decoded):
+            source = self.source
         past = self._past(call, inputs, decoded, None)
         return Grid(self._read(decoded, None, past), source)
 
@@ -258,14 +262,13 @@ def _decoded(inputs: dict[str, TensorRecord], has_encoder: bool) -> Array | None
 def _mask(inputs: dict[str, TensorRecord], shape: tuple[int, ...]) -> Array | None:
     """The padding mask: False where a token is padding."""
     for name, record in inputs.items():
-        if (
-            name.endswith("mask")
-            and len(record.shape) == 2
-            and "float" not in record.dtype
-            and record.shape[0] == shape[0]
-            and record.shape[1] >= shape[1]
-        ):
-            found: Array = record.array() != 0
+        is_like = len(record.shape) == 2 and record.shape[0] == shape[0]
+        if not is_like or record.shape[1] < shape[1] or "float" in record.dtype:
+            continue
+        found: Array = record.array() != 0
+        if name.endswith("mask"):
+            return found
+        if name.isdigit() and record.dtype == "bool" and record.shape == shape:  # by position
             return found
     return None
 
@@ -400,4 +403,4 @@ def place_of(label: int, names: Names) -> str:
     n = 0
     while (step := names.step(label)) is not None:
         label, n = step[0], n + 1
-    return f"token {n - 1} of its sequence" if n else f"row {label}"
+    return f"token {n - 1} of its sequence" if n else str(label)

@@ -104,6 +104,14 @@ class MeasuredPlace(msgspec.Struct, kw_only=True):
     note: str | None = None
 
 
+class RowCounts(msgspec.Struct):
+    """Rows of what the model gave, where they were paired: with a partner, and without."""
+
+    compared: int = 0
+    only_actual: int = 0
+    only_expected: int = 0
+
+
 class RankResult(msgspec.Struct):
     """One line of the table of ranks and steps."""
 
@@ -135,6 +143,7 @@ class Verdict(msgspec.Struct, kw_only=True):
     at: list[str] = []  # where the runs were compared, if at chosen places only
     within: float | None = None  # what was stated to be allowed there
     boundaries: list[MeasuredPlace] = []  # what was found there
+    rows: RowCounts | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As plain values; NaN and infinities as text, which strict JSON does not have."""
@@ -242,9 +251,12 @@ def _agreement(verdict: Verdict) -> str:
 def _chosen(verdict: Verdict) -> str:
     """What was compared at chosen places, and the largest error there."""
     found = [each for each in verdict.boundaries if each.error is not None]
-    n_rows = sum(each.rows or 0 for each in found)
-    text = f"{count(len(found), 'tensor')}{f' in {n_rows} rows' if n_rows else ''} at "
-    text += f"{', '.join(verdict.at)}"
+    text = f"{count(len(found), 'tensor')} at {', '.join(verdict.at)}"
+    rows = verdict.rows
+    if rows is not None and rows.compared:
+        fewer = rows.compared + min(rows.only_actual, rows.only_expected)
+        of = f"{rows.compared} of {fewer}" if fewer > rows.compared else str(rows.compared)
+        text += f", in {of} rows of what the model gave,"
     worst = max(found, key=lambda each: (each.error or 0.0) / (each.limit or 1.0), default=None)
     if worst is None or not worst.error:
         return f"{text} are equal ({_basis(verdict)})"
@@ -267,7 +279,7 @@ def measured_text(found: MeasuredPlace, within: float | None = None) -> str:
 
 def percent(share: float) -> str:
     """A share of something for a person to read."""
-    return f"{100 * share:.2g} %" if share < 1e4 else "far more than 100 %"
+    return f"{100 * share:.3g} %" if share < 1e4 else "far more than 100 %"
 
 
 def _basis(verdict: Verdict) -> str:

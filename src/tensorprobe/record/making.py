@@ -58,7 +58,7 @@ class MadeNotes:
         self._known: dict[int, _Known] = {}
 
     def of(self, module: nn.Module) -> list[str]:
-        """As `notes_on` gives them."""
+        """The notes on a module, as `notes_on` gives them."""
         known = self._known.get(id(module))
         if known is not None and known.holds_for(module):
             return known.notes
@@ -127,7 +127,7 @@ class _Known:
             return False
 
     def told(self) -> tuple[Any, ...]:
-        """The notes and all that `holds_for` compares, in the order that native/made.h has."""
+        """The notes and all that `holds_for` compares, in the order that native/making.h has."""
         names, others = self._names
         holders = tuple(self._holders)
         return self.notes, self._n_names, names, self._values, others, self._kinds, holders

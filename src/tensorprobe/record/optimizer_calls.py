@@ -47,7 +47,7 @@ class OptimizerCalls:
     def begin(self, optimizer: Optimizer, frame: FrameType, has_closure: bool) -> OpenCall | None:
         """An optimizer's step begins; `frame` has called it."""
         tape = self._tape
-        try:
+        with OnTrouble(tape.gap, f"Optimizer.{type(optimizer).__name__}.step"):
             left = self._left.pop(id(optimizer), None)
             if not tape.recording:
                 return None
@@ -90,9 +90,7 @@ class OptimizerCalls:
             if call.written:
                 tape.place.parent = names.name
             return call
-        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            tape.gap(f"Optimizer.{type(optimizer).__name__}.step", error)
-            return None
+        return None
 
     def end(self, optimizer: Optimizer, call: OpenCall) -> None:
         """It is over."""
@@ -142,7 +140,7 @@ def _gradients(parameters: NamedTensors) -> NamedTensors:
 
 
 def _perhaps_unseen(tensors: NamedTensors, before: dict[int, int]) -> list[torch.Tensor]:
-    """Those whose version may not tell that they were written to.
+    """The tensors that may have been written to without a new version.
 
     Many optimizers write to `p.data`, and fused kernels move no version. All else that torch's own
     optimizers write has another version, and is known already where the calls inside of the step

@@ -25,7 +25,7 @@ def render(comparison: Compared) -> str:
     parts = [list(describe(verdict))]
     if verdict.culprits:
         parts.append(list(_around(comparison)))
-    if verdict.at and any(each.limit is None or verdict.within for each in verdict.boundaries):
+    if verdict.at and (verdict.within is not None or _is_open(verdict)):
         parts.append(list(_largest(verdict)))
     if len(verdict.culprits) > 1:
         parts.append(list(_culprits(verdict)))
@@ -56,6 +56,11 @@ def _around(comparison: Compared) -> Iterator[str]:
         mark = ">" if pair.call.name == first.name else ""
         rows.append((mark, pair.call.name, pair.call.module, *_errors(pair)))
     yield from _table(rows, right=(3, 4))
+
+
+def _is_open(verdict: Verdict) -> bool:
+    """Whether nobody knows how far some places may be apart."""
+    return any(each.status == "undecided" and each.limit is None for each in verdict.boundaries)
 
 
 def _largest(verdict: Verdict) -> Iterator[str]:

@@ -6,10 +6,12 @@ ask for it by that address, it only reads, and it opens nothing outside of the p
 
 from __future__ import annotations
 
+import functools
 import hmac
 import os
 import re
 import secrets
+import sys
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
@@ -22,10 +24,18 @@ import msgspec
 
 from tensorprobe.comparing.align import Pair
 from tensorprobe.comparing.measure import measure, pair_tensors
-from tensorprobe.errors import BadArtefact, BadUsage, TensorprobeError, UnreadableCapture
+from tensorprobe.errors import BadArtefact, BadUsage, TensorprobeError
 from tensorprobe.records import Call, Capture
 from tensorprobe.report.documents import FILES, read_document
-from tensorprobe.report.html import DATA_FILE, PAGE_FILE, json_block, page, policy, read_data
+from tensorprobe.report.html import (
+    DATA_FILE,
+    PAGE_FILE,
+    json_block,
+    page,
+    policy,
+    read_data,
+    read_index,
+)
 from tensorprobe.report.page_data import (
     N_METRICS,
     N_STATISTICS,
@@ -83,12 +93,19 @@ def _items(path: Path, depth: int, seen: list[int]) -> Iterator[Item]:
             layout, _ = find(path)
             yield Item(path, "capture", layout)
             return
-        except (UnreadableCapture, OSError):
-            pass
+        except (TensorprobeError, OSError):
+            pass  # no recording
     if depth and path.is_dir() and not kinds:
-        for child in sorted(path.iterdir()):
+        for child in _children(path):
             if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
                 yield from _items(child, depth - 1, seen)
+
+
+def _children(path: Path) -> list[Path]:
+    try:
+        return sorted(path.iterdir())
+    except OSError:  # a folder of somebody else's
+        return []
 
 
 def _kinds(path: Path) -> Iterator[Item]:
@@ -185,53 +202,69 @@ class _Opened:
 
     def __init__(self, item: Item) -> None:
         self.captures: tuple[str, str] = ("", "")
-        self.pictures: dict[str, Any] = {}
-        self._details: dict[str, Any] | None = None
+        self._item = item
+        self._data: PageData | None = None
         if item.kind in FILES:
             self.index = json_block(read_document(item.kind, item.path))
             return
-        if item.kind == "capture":
-            data = capture_data(load(item.path))
-        else:
-            data = _comparison(item.path)
+        if item.kind == "compare":
             verdict = _verdict(item.path / "verdict.json")
             self.captures = (str(verdict["actual"]), str(verdict["expected"]))
-        data.index.pop("lacks", None)  # nothing is lacking here
-        self.pictures = data.index["pictures"]
-        self._strings = data.index["strings"]
-        self._columns = {
-            name: unpacked("i", data.index["calls"][name])
-            for name in ("name", "other", "step", "rank")
-        }
-        self._details = data.details
-        if data.details:
-            self._unpack(data.details)
-        self.index = json_block(data.index)
+        beside = item.path / DATA_FILE
+        if item.kind == "compare" and beside.is_file():
+            self.index = read_index(beside)  # as it is: the page can begin at once
+            return
+        self._data = capture_data(load(item.path)) if item.kind == "capture" else _page_data(item)
+        self.index = json_block(self._data.index)
 
-    def _unpack(self, details: dict[str, Any]) -> None:
-        self._calls = {name: unpacked("i", text) for name, text in details["calls"].items()}
-        codes = {"role": "B", "flags": "B", "error": "f"}
-        tensors = details["tensors"].items()
-        self._tensors = {name: unpacked(codes.get(name, "i"), text) for name, text in tensors}
-        self._values = unpacked("d", details["values"])
+    @functools.cached_property
+    def _whole(self) -> PageData:
+        return self._data or read_data(self._item.path / DATA_FILE)
+
+    @property
+    def pictures(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._whole.index["pictures"]
+        return found
+
+    @functools.cached_property
+    def _columns(self) -> dict[str, array[Any]]:
+        calls = self._whole.index["calls"]
+        return {name: unpacked("i", calls[name]) for name in ("name", "other", "step", "rank")}
 
     def place(self, at: int) -> tuple[tuple[str, int, int], tuple[str, int, int]]:
         """The names of a call on both sides, with step and rank."""
-        c = self._columns
+        c, strings = self._columns, self._whole.index["strings"]
         step, rank = c["step"][at], c["rank"][at]
-        return (
-            (self._strings[c["name"][at]], step, rank),
-            (self._strings[c["other"][at]], step, rank),
-        )
+        return (strings[c["name"][at]], step, rank), (strings[c["other"][at]], step, rank)
+
+    @functools.cached_property
+    def _details(self) -> _Details:
+        if not self._whole.details:
+            raise BadArtefact(f"there are no details: {DATA_FILE} is not beside the report")
+        return _Details(self._whole.details)
 
     def call(self, at: int) -> dict[str, Any]:
+        return self._details.of(at)
+
+
+class _Details:
+    """The details of all calls, in columns."""
+
+    def __init__(self, details: dict[str, Any]) -> None:
+        codes = {"role": "B", "flags": "B", "error": "f"}
+        tensors = details["tensors"].items()
+        self._calls = {name: unpacked("i", text) for name, text in details["calls"].items()}
+        self._tensors = {name: unpacked(codes.get(name, "i"), text) for name, text in tensors}
+        self._values = unpacked("d", details["values"])
+        self._strings: list[str] = details["strings"]
+        self._stacks: list[list[int]] = details["stacks"]
+
+    def of(self, at: int) -> dict[str, Any]:
         """The details of one call, in the form of all."""
-        if not self._details:
-            raise BadArtefact(f"there are no details: {DATA_FILE} is not beside the report")
         texts: list[str] = [""]
 
         def text(number: int) -> int:
-            texts.append(self._details["strings"][number] if self._details else "")
+            texts.append(self._strings[number])
             return len(texts) - 1
 
         first, last = self._calls["first"][at], self._calls["first"][at + 1]
@@ -243,13 +276,12 @@ class _Opened:
                 tensors["value"][k] = len(values) // _VALUE - 1
         for name in ("name", "actual", "expected"):
             tensors[name] = array("i", map(text, tensors[name]))
-        stack = self._details["stacks"][self._calls["stack"][at]]
         calls = {"first": array("i", (0, last - first)), "stack": array("i", (0,))}
         for name in ("arguments", "expected", "notes"):
             number = self._calls[name][at]
             calls[name] = array("i", (text(number) if number else 0,))
         return {
-            "stacks": [[text(frame) for frame in stack]],
+            "stacks": [[text(frame) for frame in self._stacks[self._calls["stack"][at]]]],
             "calls": {name: packed(column) for name, column in calls.items()},
             "tensors": {name: packed(column) for name, column in tensors.items()},
             "values": packed(values),
@@ -257,10 +289,9 @@ class _Opened:
         }
 
 
-def _comparison(folder: Path) -> PageData:
-    """The data of a comparison: report.data has all of it, else the page itself."""
-    if (folder / DATA_FILE).is_file():
-        return read_data(folder / DATA_FILE)
+def _page_data(item: Item) -> PageData:
+    """The data of a comparison that is in the page itself."""
+    folder = item.path
     path = folder / PAGE_FILE
     if not path.is_file():
         raise BadArtefact(
@@ -272,6 +303,7 @@ def _comparison(folder: Path) -> PageData:
         index, details = (_block(text, name) for name in (b"index", b"details"))
     except (ValueError, RecursionError) as error:
         raise BadArtefact(f"'{path}' is no page of tensorprobe: {error}") from error
+    index.pop("lacks", None)
     return PageData(index, details)
 
 
@@ -282,6 +314,15 @@ def _block(text: bytes, name: bytes) -> dict[str, Any]:
         return {}
     end = text.index(b"</script>", at)
     return msgspec.json.decode(text[at + len(start) : end], type=dict[str, Any])
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that has gone away is no error."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class Viewer:
@@ -305,13 +346,12 @@ class Viewer:
                 """Nothing: the terminal is the user's."""
 
         try:
-            self._server = ThreadingHTTPServer((HOST, port), Handler)
+            self._server = _Server((HOST, port), Handler)
         except OSError as error:
             raise TensorprobeError(
                 f"cannot listen on port {port} of {HOST}: {error.strerror}. "
                 "Give another with --port, or leave it out"
             ) from error
-        self._server.daemon_threads = True
         self.port = self._server.server_address[1]
         self.address = f"http://{HOST}:{self.port}/{self._token}/"
 

@@ -236,6 +236,8 @@ def _check(args: argparse.Namespace) -> int:
         peer_tables=True,
     )
     say(*f"{checked}".split("\n"))
+    if checked.is_idle:
+        return 1
     return 0 if checked.passed else 3
 
 
