@@ -8,12 +8,13 @@ JOBS   ?= 2
 IN_PYTHON := tests/follow tests/record tests/tensors/test_starting.py tests/tensors/test_summarizer.py \
 	tests/overflow/test_short_way.py tests/overflow/test_later.py tests/overflow/test_masks.py tests/overflow/test_overflow.py
 
-.PHONY: help setup demo test test-all check wheel web clean
+.PHONY: help setup demo test test-all test-versions torch-names check wheel web clean
 
 help:
 	@echo "make demo      the whole story on built-in data"
 	@echo "make test      the fast test set"
 	@echo "make test-all  the full matrix"
+	@echo "make test-versions VERSIONS='2.1.0 2.7.1'  the compatibility set with other versions of torch"
 	@echo "make check     ruff, mypy --strict, import directions"
 	@echo "make web       src/tensorprobe/report/page, built from web/ (Node 20)"
 	@echo "make wheel     dist/tensorprobe-*.whl, with the C library in it"
@@ -39,6 +40,14 @@ test: setup
 test-all: setup
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "not gpu"
 	TENSORPROBE_NATIVE=0 $(BIN)/python -m pytest -q -n $(JOBS) -m "not gpu" $(IN_PYTHON)
+
+# An environment a version, outside of the tree; writes docs/versions.md. Without VERSIONS: all.
+test-versions: setup
+	$(BIN)/python tests/versions/run_versions.py $(VERSIONS)
+
+# Which versions of torch have the names that src touches, from the wheels on the index.
+torch-names: setup
+	$(BIN)/python tests/versions/torch_names.py
 
 check: setup
 	$(BIN)/ruff check .

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tensorprobe.parts import Parts
+from tensorprobe.parts import NamedParts
 
-_PARTS = Parts("notebook", {"html": "tensorprobe.report.notebook_html"})
+_PARTS = NamedParts("notebook", {"html": "tensorprobe.report.notebook_html"})
 
 
 def html_of(thing: Any) -> str:

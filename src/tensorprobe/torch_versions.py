@@ -155,19 +155,18 @@ else:
 
 # ---- memory --------------------------------------------------------------------------------------
 
+
 # 2.1 to 2.3: a storage does not tell whether it can be resized, so all memory of the host is looked
 # at again at each use.
-if hasattr(torch.UntypedStorage, "resizable"):
+def _is_on_device(storage: torch.UntypedStorage) -> bool:
+    return storage.device.type != "cpu"
 
-    def may_be_lent(storage: torch.UntypedStorage) -> bool:
-        """Whether numpy may have this memory, and write to it: it cannot be resized then."""
-        return not storage.resizable()
 
-else:
-
-    def may_be_lent(storage: torch.UntypedStorage) -> bool:
-        """Whether numpy may have this memory, and write to it."""
-        return storage.device.type == "cpu"
+# Whether a storage is torch's own: numpy may have, and write to, what cannot be resized. Not a
+# function of ours if that can be: it is asked for every tensor of a call.
+is_own: Callable[[torch.UntypedStorage], bool] = getattr(
+    torch.UntypedStorage, "resizable", _is_on_device
+)
 
 
 # ---- compilers -----------------------------------------------------------------------------------
@@ -189,6 +188,12 @@ is_dynamo_compiling: Callable[[], bool] = (
     torch.compiler.is_dynamo_compiling
     if hasattr(torch.compiler, "is_dynamo_compiling")
     else torch._utils.is_compiling
+)
+# What C++ reads of torch.compiler. Where the flag is not False, it asks the function.
+COMPILER: dict[str, Any] = (
+    vars(torch.compiler)
+    if hasattr(torch.compiler, "_is_compiling_flag")
+    else {"_is_compiling_flag": None, "is_compiling": is_compiling}
 )
 
 

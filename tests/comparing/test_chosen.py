@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tensorprobe.comparing.rows import Rows, parse_rows
 from torch import Tensor, nn
 
 import tensorprobe as tp
 from tensorprobe.cli.main import main
-from tensorprobe.comparing.rows import Rows, parse_rows
 
 
 class Net(nn.Module):

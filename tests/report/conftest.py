@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -50,17 +52,35 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Made]
 
     def make(model: str, wrong: str) -> Made:
         if (model, wrong) not in known:
-            folder = tmp_path_factory.mktemp(f"{model}-{wrong}")
-            for name, more in (("actual", ["--wrong", wrong]), ("expected", [])):
-                words = ["run", "--keep", "tensors", "-o", name, str(PROGRAM), model, *more]
-                done = type_command(folder, *words)
-                assert done.returncode == 0, done.stderr
-            done = type_command(folder, "compare", "actual", "expected", "-o", "out")
-            assert done.returncode == 3, done.stderr
+            with _once(tmp_path_factory, f"{model}-{wrong}") as folder:
+                if not (folder / "out").exists():
+                    _record_and_compare(folder, model, wrong)
             known[model, wrong] = Made(folder)
         return known[model, wrong]
 
     return make
+
+
+@contextlib.contextmanager
+def _once(tmp_path_factory: pytest.TempPathFactory, name: str) -> Iterator[Path]:
+    """A folder that the processes of one test run share, one at a time."""
+    home = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        home = home.parent
+    folder = home / name
+    folder.mkdir(exist_ok=True)
+    with (home / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
+
+
+def _record_and_compare(folder: Path, model: str, wrong: str) -> None:
+    for name, more in (("actual", ["--wrong", wrong]), ("expected", [])):
+        words = ["run", "--keep", "tensors", "-o", name, str(PROGRAM), model, *more]
+        done = type_command(folder, *words)
+        assert done.returncode == 0, done.stderr
+    done = type_command(folder, "compare", "actual", "expected", "-o", "out")
+    assert done.returncode == 3, done.stderr
 
 
 @pytest.fixture(scope="session")

@@ -87,7 +87,7 @@ def test_any_call_has_pictures_where_the_recordings_are_given(
     monkeypatch.chdir(folder)
     paths = [Path("out"), Path("actual"), Path("expected")] if where == "beside" else [Path()]
     viewer = serve(*paths)
-    number = [each.kind for each in viewer.library.items].index("compare")
+    number = [each.kind for each in viewer.shelf.items].index("compare")
     at = _plain_call(viewer, number)
     status, body = ask(viewer, f"{path_of(viewer)}data/{number}/pictures/{at}")
     assert status == 200

@@ -16,8 +16,8 @@ from tensorprobe.tensors import readback as queue
 from tensorprobe.tensors.backends import KernelBackend
 from tensorprobe.tensors.memory import Unsupported
 from tensorprobe.tensors.readback import Bank
-from tensorprobe.tensors.rows import HIGH, LOW, SQUARE
 from tensorprobe.tensors.summarizer import Summarizer
+from tensorprobe.tensors.tally_rows import HIGH, LOW, SQUARE
 from tensors import at_once
 
 CPU = torch.device("cpu")

@@ -11,11 +11,13 @@ from trust import (
     decisions,
     dtypes,
     effects,
+    everyday,
     frameworks,
     huggingface,
     libraries,
     nonfinite,
     optimizers,
+    others_programs,
     rounding,
     scripts,
     shaped,
@@ -28,6 +30,7 @@ from trust.harness import Case
 
 CASES: list[Case] = [
     *effects.CASES,
+    *everyday.CASES,
     *optimizers.CASES,
     *beginnings.CASES,
     *arguments.CASES,
@@ -45,6 +48,7 @@ CASES: list[Case] = [
     *huggingface.CASES,
     *shaped.CASES,
     *conversion.CASES,
+    *others_programs.CASES,
 ]
 _BY_NAME = {case.name: case for case in CASES}
 assert len(_BY_NAME) == len(CASES), "two cases have one name"

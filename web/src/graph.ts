@@ -8,7 +8,7 @@ import { marksOf } from "./calls";
 import { cut } from "./timeline";
 import { t, tOf } from "./words";
 
-const MOST = 500; // boxes that are laid out
+const MOST = 300; // boxes that are laid out
 const DEEPEST = 40;
 const HIGH = 40;
 const ROOM = 8; // above a module, for its name
@@ -59,8 +59,8 @@ export class GraphView {
     new IntersectionObserver((entries, observer) => {
       if (!entries.some((each) => each.isIntersecting)) return;
       observer.disconnect();
-      this.ready();
-    }, { rootMargin: "300px" }).observe(this.element);
+      setTimeout(() => this.ready(), 50);
+    }).observe(this.element);
   }
 
   private ready(): void {
@@ -69,7 +69,7 @@ export class GraphView {
     const first = this.report.index.verdict?.culprits[0];
     const at = first ? this.report.find(first.name, first.step, first.rank) : -1;
     if (at >= 0) this.choose(at);
-    this.rebuild();
+    this.rebuild(at < 0);
     if (at >= 0) this.jump(false);
   }
 
@@ -78,7 +78,7 @@ export class GraphView {
     this.direction.value = this.report.phase[i] === 2 ? "2" : "1";
   }
 
-  private rebuild(): void {
+  private rebuild(draw = true): void {
     const r = this.report;
     const [rank, step] = this.unit.value.split(",").map(Number);
     const backward = this.direction.value === "2";
@@ -107,7 +107,7 @@ export class GraphView {
     let only = this.root;
     while (only.modules.size === 1 && !only.calls.length) { only = [...only.modules.values()][0]; only.open = true; }
     this.way = new Set();
-    this.draw();
+    if (draw) this.draw();
   }
 
   private closeAll(): void {
@@ -123,7 +123,7 @@ export class GraphView {
   reveal(i: number, focus = true): void {
     this.ready();
     const unit = `${this.report.rank[i]},${this.report.step[i]}`, backward = this.report.phase[i] === 2 ? "2" : "1";
-    if (this.unit.value !== unit || this.direction.value !== backward) { this.choose(i); this.rebuild(); }
+    if (this.unit.value !== unit || this.direction.value !== backward) { this.choose(i); this.rebuild(false); }
     for (let up: Module | null = this.moduleOf.get(i) ?? null; up; up = up.parent) up.open = true;
     this.selected = i;
     this.draw();

@@ -127,7 +127,7 @@ async function start(): Promise<void> {
   if (served !== null && served.open === null) return showFolder(served);
   const source = served === null ? null : new Served(served.open);
   const index = (source === null ? block("index") : await source.get("index")) as Index;
-  if (index.kind === "compare" || index.kind === "capture") showReport(new Report(index, block("details") as Details | null, source));
+  if (index.kind === "compare" || index.kind === "capture") showReport(new Report(index, () => block("details") as Details | null, source));
   else showDocument(index);
   performance.mark("usable");
 }

@@ -12,7 +12,7 @@ from typing import Any
 from tensorprobe.checking.benchmark import hold_against
 from tensorprobe.checking.plan import Planned, plan
 from tensorprobe.checking.pool import Pool, Task
-from tensorprobe.checking.results import Results, benchmark_tensors, ordered
+from tensorprobe.checking.results import CheckResults, benchmark_tensors, ordered
 from tensorprobe.checking.row import TABLES, Row
 from tensorprobe.checking.switches import differing
 from tensorprobe.checking.worker import Setting
@@ -41,7 +41,12 @@ class Checked:
 
     @property
     def passed(self) -> bool:
-        return not (self.counts["fail"] or self.counts["crashed"])
+        return not (self.counts["fail"] or self.counts["crashed"] or self.is_idle)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was checked: every call was skipped."""
+        return self.counts["checked"] == self.counts["skipped"]
 
     @property
     def folder(self) -> Path:
@@ -107,7 +112,7 @@ def check(
         "against": None if against is None else str(against),
         "every": every,
     }
-    results = Results(folder, about, restart=restart)
+    results = CheckResults(folder, about, restart=restart)
     kept = {key: row for key, row in results.rows.items() if _is_done(row, peer_tables)}
     if imports or references is not None:  # they may be what a skipped call lacked
         kept = {key: row for key, row in kept.items() if row.verdict != "skipped"}

@@ -55,6 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--xlsx", action="store_true", help="write comparison.xlsx too")
     parser.add_argument(
+        "--model-explorer", action="store_true",
+        help="write graph and errors for ai-edge-model-explorer too",
+    )  # fmt: skip
+    parser.add_argument(
         "-j", "--jobs", type=int, metavar="N", help="processes (default: one a core)"
     )
     parser.add_argument(
@@ -68,8 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from tensorprobe.comparing.measure import workers_for
 
-    if args.xlsx and args.output is None:
-        raise BadUsage("--xlsx needs a folder to write to: -o OUT")
+    for option, wanted in (("--xlsx", args.xlsx), ("--model-explorer", args.model_explorer)):
+        if wanted and args.output is None:
+            raise BadUsage(f"{option} needs a folder to write to: -o OUT")
     # first of all: the rest is imported, and the captures are read, while they start
     with workers_for((args.actual, args.expected), args.jobs) as workers:
         return _run(args, workers)
@@ -114,7 +119,12 @@ def _run(args: argparse.Namespace, workers: Workers | None) -> int:
     else:
         say(*lines)
     if args.output is not None:
-        paths = comparison.save(args.output, columns=args.columns, xlsx=args.xlsx)
+        paths = comparison.save(
+            args.output,
+            columns=args.columns,
+            xlsx=args.xlsx,
+            model_explorer=args.model_explorer,
+        )
         say("", f"written: {', '.join(str(path) for path in paths)}")
     return _STATUS[comparison.verdict.verdict]
 

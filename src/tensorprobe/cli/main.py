@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TextIO
 
 from tensorprobe._version import __version__
 from tensorprobe.cli.options import as_options, option_names
-from tensorprobe.errors import BadUsage, TensorprobeError
+from tensorprobe.errors import BadUsage, TensorprobeError, why_no_torch
 from tensorprobe.terminal import say, warn
 
 # verb -> one line of help. Each verb is a module here: add_arguments(parser), run(args) -> status.
@@ -78,6 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TensorprobeError as error:
         warn(f"tensorprobe {args.verb}: {as_options(str(error), args.option_names)}")
         return 2 if isinstance(error, BadUsage) else 1
+    except RuntimeError as error:
+        why = why_no_torch(error)
+        if why is None:
+            raise
+        warn(f"tensorprobe {args.verb}: {why}")
+        return 1
     except MemoryError:
         warn(f"tensorprobe {args.verb}: it takes more memory than there is")
         return 1

@@ -28,7 +28,7 @@ from tensorprobe.comparing.boundaries import (
 )
 from tensorprobe.comparing.mapping import Mapping as CallMapping
 from tensorprobe.comparing.measure import CallPair, TensorPair
-from tensorprobe.comparing.rows import (
+from tensorprobe.comparing.row_pairs import (
     AUTO,
     SAME,
     SAVED,
@@ -47,7 +47,7 @@ from tensorprobe.comparing.rows import (
     place_of,
     saved_grids,
 )
-from tensorprobe.comparing.verdict import Measured, RowCounts
+from tensorprobe.comparing.verdict import MeasuredPlace, RowCounts
 from tensorprobe.comparing.weights import Pairing, Twins, is_turned, pair_modules
 from tensorprobe.errors import BadUsage, TensorprobeError
 from tensorprobe.records import Capture, TensorRecord
@@ -60,11 +60,11 @@ _ROW_SHARE = 4.0  # in a healthy pair the worst row is off by up to this much mo
 _CHUNK = 1 << 20
 
 
-class Found(NamedTuple):
+class FoundPlace(NamedTuple):
     """One tensor at a chosen place: what was measured, and where it belongs."""
 
     time: Time
-    measured: Measured
+    measured: MeasuredPlace
     pair: CallPair
     row: TensorPair
     twins: Twins | None
@@ -78,13 +78,13 @@ class Found(NamedTuple):
         return record is not None and record.dtype in FRACTION_BITS
 
 
-class Results(NamedTuple):
+class PlaceResults(NamedTuple):
     """What was found at the chosen places of one rank."""
 
-    found: list[Found]
+    found: list[FoundPlace]
     pairing: Pairing
     trees: tuple[Tree, Tree]
-    forks: list[tuple[Fork, Found, str]]  # with what says that it is no tie, or ""
+    forks: list[tuple[Fork, FoundPlace, str]]  # with what says that it is no tie, or ""
     notes: list[str]
     rows: RowCounts
 
@@ -95,7 +95,7 @@ def compare_rank(
     at: Sequence[str],
     rows: Rows,
     mapping: CallMapping,
-) -> Results:
+) -> PlaceResults:
     """Measure all that is chosen in one rank; nothing is judged yet."""
     return _Rank(captures, trees, at, rows, mapping).results()
 
@@ -116,15 +116,15 @@ class _Rank:
         self.pairing = pair_modules(self.ours, self.theirs, mapping)
         self.names = Names()
         self._grids: tuple[Grids, Grids] | None = None
-        self.found: list[Found] = []
-        self.forks: list[tuple[Fork, Found, str]] = []
+        self.found: list[FoundPlace] = []
+        self.forks: list[tuple[Fork, FoundPlace, str]] = []
         self.rows_of = RowCounts()
         self.by_label = False
         self.steps = _steps(trees)
         self.holders = [_holders(tree) for tree in trees]
         self.gradients = [_gradients(tree) if GRADIENTS in at else {} for tree in trees]
 
-    def results(self) -> Results:
+    def results(self) -> PlaceResults:
         self._check()
         for twins in self.pairing.twins:
             if self._is_chosen(twins):
@@ -134,7 +134,7 @@ class _Rank:
                 self._gradients(twins)
         self._calls()
         self.found.sort(key=lambda each: each.time)
-        return Results(
+        return PlaceResults(
             self.found, self.pairing, (self.ours, self.theirs), self.forks, list(self._notes()),
             self.rows_of,
         )  # fmt: skip
@@ -512,12 +512,12 @@ class _Rank:
             return (piece.call.index, 0)
         return (self.ours.ends.get(key_of(piece.call), piece.call.index), 1, -piece.call.index)
 
-    def _measured(self, twins: Twins | None, kind: str, piece: Piece, **more: Any) -> Measured:
+    def _measured(self, twins: Twins | None, kind: str, piece: Piece, **more: Any) -> MeasuredPlace:
         ours, theirs = ("", "") if twins is None else map(" + ".join, twins[:2])
         if twins is None:
             ours = theirs = piece.call.name
         call = piece.call
-        return Measured(
+        return MeasuredPlace(
             actual=ours, expected=theirs, kind=kind,  # type: ignore[arg-type]
             call=call.name, step=call.step, rank=call.rank, **more,
         )  # fmt: skip
@@ -552,7 +552,7 @@ class _Rank:
         measured.relative = None if row.problem else _relative(row, worst)
         depth, is_own = self._depth(twins, kind, theirs)
         is_root = twins is not None and self._is_root(twins)
-        self.found.append(Found(time, measured, pair, row, twins, depth, is_own, is_root))
+        self.found.append(FoundPlace(time, measured, pair, row, twins, depth, is_own, is_root))
 
     def _miss(
         self, twins: Twins | None, kind: str, piece: Piece, why: str, other: Piece | None = None
@@ -569,7 +569,7 @@ class _Rank:
         depth, is_own = self._depth(twins, kind, piece)
         is_root = twins is not None and self._is_root(twins)
         time = self._time(kind, piece)
-        self.found.append(Found(time, measured, pair, row, twins, depth, is_own, is_root))
+        self.found.append(FoundPlace(time, measured, pair, row, twins, depth, is_own, is_root))
 
     def _depth(self, twins: Twins | None, kind: str, theirs: Piece) -> tuple[int, bool]:
         if twins is None:

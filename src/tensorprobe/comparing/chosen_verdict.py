@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from tensorprobe.comparing.arguments import fact_differences
 from tensorprobe.comparing.boundaries import MODULES, Tree
-from tensorprobe.comparing.chosen import Found, Results, compare_rank
-from tensorprobe.comparing.limits import UNSURE, Floors, Limits, noise_floors
+from tensorprobe.comparing.chosen import FoundPlace, PlaceResults, compare_rank
 from tensorprobe.comparing.mapping import NO_MAPPING, plain_path
 from tensorprobe.comparing.mapping import Mapping as CallMapping
 from tensorprobe.comparing.measure import CallPair
+from tensorprobe.comparing.place_limits import UNSURE, Floors, Limits, noise_floors
 from tensorprobe.comparing.rounding import Mode, content_mode, number_text
-from tensorprobe.comparing.rows import AUTO, Fork, Rows, parse_rows
+from tensorprobe.comparing.row_pairs import AUTO, Fork, Rows, parse_rows
 from tensorprobe.comparing.verdict import Culprit, Place, RowCounts, Verdict, measured_text, percent
 from tensorprobe.comparing.weights import Twins, is_quantised
 from tensorprobe.errors import BadUsage, UnreadableCapture
@@ -78,7 +78,7 @@ def compare_chosen(
 class Judged(NamedTuple):
     """What was found in one rank, with its limits."""
 
-    results: Results
+    results: PlaceResults
     limits: Limits
 
 
@@ -145,7 +145,7 @@ def _settled(
     return pairs, verdict, _proposed(every)
 
 
-def _by_call(found: Sequence[Found]) -> list[CallPair]:
+def _by_call(found: Sequence[FoundPlace]) -> list[CallPair]:
     """The tensors that were measured, as those of one pair of calls each."""
     pairs: dict[tuple[int, int], CallPair] = {}
     for each in found:
@@ -184,7 +184,7 @@ def _culprit(every: Sequence[Judged]) -> Culprit | None:
     return None
 
 
-def _is_drawn(found: Found) -> bool:
+def _is_drawn(found: FoundPlace) -> bool:
     """Whether it is the result of a dropout that is given the same on both sides."""
     return (
         found.measured.kind == "output"
@@ -193,12 +193,12 @@ def _is_drawn(found: Found) -> bool:
     )
 
 
-def _adds_most(found: Found) -> bool:
+def _adds_most(found: FoundPlace) -> bool:
     """Whether most of the error at a place was not there in what the module was given."""
     return (found.measured.error or 0.0) > 2 * found.measured.inherited
 
 
-def _blame(found: Found, affected: int, results: Results, limits: Limits) -> Culprit:
+def _blame(found: FoundPlace, affected: int, results: PlaceResults, limits: Limits) -> Culprit:
     measured = found.measured
     call = found.pair.call
     other = found.pair.pair.expected
@@ -245,7 +245,7 @@ def _above(tree: Tree, call: Call | None) -> Call | None:
     return None if call is None else tree.module_above(call) or call
 
 
-def _fine_before(found: Found, results: Results) -> str:
+def _fine_before(found: FoundPlace, results: PlaceResults) -> str:
     """What was compared last before a bad place."""
     before = [
         each.measured
@@ -259,7 +259,7 @@ def _fine_before(found: Found, results: Results) -> str:
     return f"{before[-1].actual or 'the model'}, before it, is fine"
 
 
-def _missing_weights(found: Found, results: Results) -> str:
+def _missing_weights(found: FoundPlace, results: PlaceResults) -> str:
     """Weights of expected that actual has nowhere, up to the bad place."""
     modules = results.trees[1].modules
     missing = [
@@ -280,7 +280,7 @@ def _missing_weights(found: Found, results: Results) -> str:
     return f"; expected has weights that actual has not: {_some(missing)}" if missing else ""
 
 
-def _layout(call: Call, results: Results) -> str:
+def _layout(call: Call, results: PlaceResults) -> str:
     """What is in which order in the joined weights of a module."""
     path = plain_path(call.module)
     tree = results.trees[0]
@@ -304,7 +304,7 @@ def _in_order(twins: Twins, tree: Tree) -> list[str]:
     return [names[n] for n in runs] if len(runs) <= 2 * len(names) else [*names, "interleaved"]
 
 
-def _forked(fork: Fork, found: Found, why: str) -> Culprit:
+def _forked(fork: Fork, found: FoundPlace, why: str) -> Culprit:
     call = found.pair.call
     return Culprit(
         name=call.name, cause="data", kind="input", direction=call.direction, step=call.step,
@@ -350,7 +350,7 @@ def _too_few(rows: RowCounts) -> str | None:
     )
 
 
-def _is_needed(found: Found, places: Wanted) -> bool:
+def _is_needed(found: FoundPlace, places: Wanted) -> bool:
     """Whether `match` says something of it: results of the model, gradients, what was named."""
     if found.measured.kind == "gradient":
         return True
@@ -359,7 +359,7 @@ def _is_needed(found: Found, places: Wanted) -> bool:
     return found.is_root or MODULES not in places.at
 
 
-def _undecided(undecided: Sequence[Found], every: Sequence[Judged]) -> str:
+def _undecided(undecided: Sequence[FoundPlace], every: Sequence[Judged]) -> str:
     worst = max(undecided, key=lambda each: each.measured.relative or 0.0).measured
     limits = next(judged.limits for judged in every if judged.results.found)
     first = undecided[0].measured
@@ -404,7 +404,7 @@ def _notes(places: Wanted, every: Sequence[Judged]) -> Iterator[str]:
             )
 
 
-def _pairing_notes(results: Results) -> Iterator[str]:
+def _pairing_notes(results: PlaceResults) -> Iterator[str]:
     for how, words in (("weights", "the weights they hold"), ("place", "their place")):
         twins = [t for t in results.pairing.twins if _HOW.get(t.how) == how]
         if twins:

@@ -41,15 +41,16 @@ from tensorprobe.config import parse_numbers
 from tensorprobe.errors import BadUsage, UnreadableCapture
 from tensorprobe.garbage import no_garbage
 from tensorprobe.notebooks import html_of
-from tensorprobe.records import LAST_NODE, Call, Capture, count
+from tensorprobe.records import LAST_NODE, Call, Capture, TensorRecord, count
 from tensorprobe.replay.calibration import covers
 from tensorprobe.store.loading import load
-from tensorprobe.store.native import damaged_records
+from tensorprobe.store.native import NOT_WRITTEN, damaged_records
 
 Source = str | os.PathLike[str] | Capture
 # Facts by which a healthy kernel may sum in another order.
 _SUMS_DEPEND_ON = ("torch.", "numerics.", "cuda.", "npu.", "environment.", "packages.torch")
 Units = dict[tuple[int, int], list[Call]]  # by rank and step
+_SIDES: tuple[Side, Side] = ("actual", "expected")
 
 
 class Compared:
@@ -349,10 +350,16 @@ def _effects_align(pairs: Sequence[CallPair], shorter: int) -> bool:
 
 def _is_beside_model(pair: CallPair) -> bool:
     """Whether a call is a step of an optimizer's, or outside of all modules in forward."""
-    call = pair.call
-    if (call.parent or "").startswith("Optimizer."):
-        return True
+    return (pair.call.parent or "").startswith("Optimizer.") or _is_outside(pair.call)
+
+
+def _is_outside(call: Call) -> bool:
     return call.direction == "forward" and not call.module and not call.name.startswith("Module.")
+
+
+def _is_beside(call: Call) -> bool:
+    """Whether a call is neither the model's nor an optimizer's."""
+    return _is_outside(call) and not call.name.startswith("Optimizer.")
 
 
 def _tell_what_lacks(verdict: Verdict, lacks: Sequence[Lacking]) -> None:
@@ -360,7 +367,10 @@ def _tell_what_lacks(verdict: Verdict, lacks: Sequence[Lacking]) -> None:
     meant = [each for each in lacks if each.is_meant]
     if meant:
         verdict.notes.append(f"{_told(meant)}, as the other was told: not compared")
-    lost = [each for each in lacks if not each.is_meant]
+    beside = [each for each in lacks if not each.is_meant and not each.has_model]
+    if beside:
+        verdict.notes.append(f"{_told(beside)}: it has no call of the model")
+    lost = [each for each in lacks if not each.is_meant and each.has_model]
     if not lost:
         return
     n_calls = sum(each.n_calls for each in lost)
@@ -376,11 +386,11 @@ def _tell_what_lacks(verdict: Verdict, lacks: Sequence[Lacking]) -> None:
 def _tell_damage(
     verdict: Verdict, captures: tuple[Capture, Capture], pairs: Sequence[CallPair]
 ) -> None:
-    """Records that cannot be read are no match: what they say may be what differs."""
+    """What cannot be read is no match: it may be what differs."""
     if verdict.verdict != "match":
         return
     units = {(pair.call.rank, pair.call.step) for pair in pairs}
-    for side, capture in zip(("actual", "expected"), captures, strict=True):
+    for side, capture in zip(_SIDES, captures, strict=True):
         found = [gap for gap in damaged_records(capture) if (gap.rank, gap.step) in units]
         if found:
             lines = "1 line" if len(found) == 1 else f"{len(found)} lines"
@@ -391,6 +401,44 @@ def _tell_damage(
                 f"tensorprobe show {quote(str(capture.path))} --gaps"
             )
             return
+    lost = _lost(captures, pairs)
+    if lost:
+        number = f" and {count(len(lost) - 1, 'other')}" if lost[1:] else ""
+        verdict.verdict = "incomparable"
+        verdict.reason = f"{lost[0]}{number}: it could not be compared. All else matches"
+
+
+def _lost(captures: tuple[Capture, Capture], pairs: Sequence[CallPair]) -> list[str]:
+    """What one side has and the other has lost: it was killed, or its files are damaged."""
+    unfinished = [set(capture.facts.get("unfinished") or ()) for capture in captures]
+    found = []
+    for pair in pairs:
+        calls = (pair.pair.actual, pair.pair.expected)
+        where = f"{pair.call.name} of step {pair.call.step}"
+        unit = f"rank{pair.call.rank}/step{pair.call.step}"
+        for side, n in zip(_SIDES, (0, 1), strict=True):
+            mine, other = calls[n], calls[1 - n]
+            if other is None or other.status == "begun":
+                continue
+            if mine is None:
+                if unit in unfinished[n] and unit not in unfinished[1 - n]:
+                    found.append(f"{side} ended before {where}")
+            elif mine.status == "begun":
+                found.append(f"{side} has no end of {where}")
+            else:
+                found += [
+                    f"{side} has no value of {row.name} of {where}"
+                    for row in pair.tensors
+                    if _is_lost((row.actual, row.expected)[n], (row.expected, row.actual)[n])
+                ]
+    return found
+
+
+def _is_lost(mine: TensorRecord | None, other: TensorRecord | None) -> bool:
+    """Whether a value that the other side has was never written."""
+    if mine is None or other is None or mine.gap != NOT_WRITTEN:
+        return False
+    return other.summary is not None or other.digest is not None
 
 
 def _recorded(pairs: list[CallPair], narrow: tuple[bool, bool]) -> list[CallPair]:
@@ -515,8 +563,8 @@ def _notes(
             )
     if any(found.is_cut for found in findings):
         notes.append(
-            "the model works on pieces of other shapes (micro-batches): the gradients that "
-            "optimizers were given were compared, and what is inside only by replaying it"
+            "the model works on other pieces (micro-batches), or in another order: the gradients "
+            "that optimizers were given were compared, and what is inside only by replaying it"
         )
     grown = next((found.grown for found in findings if found.grown), None)
     if verdict.verdict == "match" and grown:
@@ -572,6 +620,7 @@ class Lacking(NamedTuple):
     n_calls: int
     is_whole_rank: bool  # the other side has no step of it
     is_meant: bool  # the other side was told not to record it
+    has_model: bool  # or a step of an optimizer's; else what a program does before it ends
 
 
 def units(capture: Capture, step: int | None, rank: int | None) -> Units:
@@ -603,7 +652,8 @@ def _only(side: Side, here: Units, there: Units, other: Capture) -> Iterable[Lac
     for (rank, step), calls in sorted(here.items()):
         if (rank, step) not in there:
             is_meant = _was_left_out(other, rank, step)
-            yield Lacking(rank, step, side, len(calls), rank not in ranks, is_meant)
+            has_model = rank not in ranks or not all(map(_is_beside, calls))
+            yield Lacking(rank, step, side, len(calls), rank not in ranks, is_meant, has_model)
 
 
 def is_narrow(capture: Capture) -> bool:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Hashable
 from typing import Any
 
 import msgspec
 
+from tensorprobe.comparing.align import content
+from tensorprobe.comparing.converging import converge
 from tensorprobe.comparing.measure import TensorPair
 from tensorprobe.comparing.rounding import (
     ROUNDING,
@@ -16,7 +20,7 @@ from tensorprobe.comparing.rounding import (
     same_bits,
 )
 from tensorprobe.comparing.scene import (
-    FAINT,
+    AMPLIFIES,
     Node,
     Scene,
     has_other_shapes,
@@ -158,38 +162,25 @@ def heals(scene: Scene, found: tuple[int, Culprit], seen_at: Node | None = None)
     seen_at = seen_at or node
     if any(row.role == "buffer" and not same_bits(row) for row in node.outputs):
         return False  # running statistics are an effect
-    if culprit.kind in ("nonfinite", "argument") and node.call.direction == "forward":
-        return _users_agree(scene, node)
-    if culprit.kind in ("boundary", "structure") and seen_at.call.direction == "backward":
+    if culprit.kind in ("nonfinite", "argument"):
+        is_forward = node.call.direction == "forward"
+        return is_forward and converge(scene, node) and gradients_agree(scene, node)
+    if culprit.kind not in ("boundary", "structure", "input"):
+        return False
+    if seen_at.call.direction == "backward" and _optimizers(scene, seen_at):
         # a GradScaler: what the optimizer is given is unscaled again
-        return bool(_optimizers(scene, seen_at)) and gradients_agree(scene, seen_at)
-    return False
-
-
-def _users_agree(scene: Scene, node: Node) -> bool:
-    """Whether all calls that were given its results, and those after them, come to agree."""
-    todo, seen, healed = [node.i], {node.i}, False
-    while todo:
-        users = scene.users(todo.pop())
-        if not users:
-            return False  # it is an effect itself
-        for user in users:
-            other = scene.nodes[user]
-            if not other.is_paired:
-                return False
-            if other.d_out <= FAINT:
-                healed = True
-            elif user not in seen:
-                seen.add(user)
-                todo.append(user)
-    return healed and gradients_agree(scene, node)
+        return gradients_agree(scene, seen_at)
+    return converge(scene, seen_at) and gradients_agree(scene, seen_at)
 
 
 def gradients_agree(scene: Scene, node: Node) -> bool:
-    """Whether what the optimizers of its step were given agrees, by the coarsest dtype in it."""
+    """Whether what the optimizers of its step were given agrees, by the coarsest dtype in it and by
+    how far its forward is apart."""
     unit = scene.coarsest_unit(node.call.step)
+    inherited = AMPLIFIES * scene.forward_difference(node.call.step)
     return all(
-        relative(row, scene.distance(other, row)) <= ROUNDING * max(unit, pair_roundoff(row))
+        relative(row, scene.distance(other, row))
+        <= ROUNDING * max(unit, pair_roundoff(row)) + inherited
         for other in _optimizers(scene, node)
         for row in other.inputs
         if row.role == "parameter_grad"
@@ -197,8 +188,9 @@ def gradients_agree(scene: Scene, node: Node) -> bool:
 
 
 def is_cut_otherwise(scene: Scene) -> bool:
-    """Whether the model works on other pieces (micro-batches) than on the other side."""
-    return any(
+    """Whether the model works on other pieces (micro-batches) than on the other side, or on the
+    same in another order."""
+    return _is_reordered(scene) or any(
         node.is_paired
         and node.call.direction == "forward"
         and node.call.module
@@ -216,8 +208,8 @@ def unlike_gradients(scene: Scene) -> Found:
         row = max(rows, key=lambda row: scene.distance(node, row))
         d = scene.distance(node, row)
         reason = (
-            f"the model works on pieces of other shapes (micro-batches), and the gradients that "
-            f"this optimizer is given differ, {row.name} {magnitude(d)}"
+            f"the model works on other pieces (micro-batches), or in another order, and the "
+            f"gradients that this optimizer is given differ, {row.name} {magnitude(d)}"
         )
         proof = proof_of(row)
         return node.i, accuse(node, "boundary", reason, d, row=row, proof=proof, inherited=0.0)
@@ -228,6 +220,24 @@ def has_steps(scene: Scene) -> bool:
     """Whether optimizers step, each of them on both sides."""
     steps = [node for node in scene.nodes if node.call.name.startswith("Optimizer.")]
     return bool(steps) and all(node.is_paired for node in steps)
+
+
+def _is_reordered(scene: Scene) -> bool:
+    """Whether some step gives the model the same data in another order."""
+    given: dict[int, tuple[list[Hashable], list[Hashable]]] = {}
+    for node in scene.nodes:
+        call = node.call
+        if not call.name.startswith("Module.") or call.direction != "forward" or call.parent:
+            continue
+        sides = given.setdefault(call.step, ([], []))
+        for row in node.inputs:
+            for side, record in enumerate((row.actual, row.expected)):
+                if record is not None and row.role == "input":
+                    sides[side].append(content(record))
+    return any(
+        ours != theirs and None not in ours and Counter(ours) == Counter(theirs)
+        for ours, theirs in given.values()
+    )
 
 
 def _optimizers(scene: Scene, node: Node) -> list[Node]:

@@ -269,12 +269,15 @@ def _compare(
     square = float(y.flatten() @ y.flatten())
     gain = float(d.flatten() @ y.flatten()) / square if square else 0.0
     sigma = rms_d / (rms_y * math.sqrt(n)) if rms_y else math.inf
+    # a system of equations that is nearly singular moves its whole solution
+    moved = [float(part.flatten() @ y.flatten()) / square for part in noise] if square else []
+    gain_unit = math.hypot(u, *(each / math.sqrt(len(moved)) for each in moved))
     return OwnError(
         name,
         rms_d / scale,
         float((rows_d / row_unit).max()),
-        gain / u if u else 0.0,
-        sigma / u if u else 0.0,
+        gain / gain_unit if u else 0.0,
+        sigma / gain_unit if u else 0.0,
         rms_d / rms_y if rms_y else math.inf,
         exact,
     )
@@ -375,7 +378,7 @@ class _Child:
     """The process and the way to it."""
 
     def __init__(self, code: UserCode) -> None:
-        from tensorprobe.replay.limits import child_command
+        from tensorprobe.replay.child_limits import child_command
 
         ours, theirs = socket.socketpair()
         self._owner = os.getpid()
@@ -465,7 +468,7 @@ def serve(descriptor: int) -> None:
 
 def _prepare(code: UserCode) -> str | None:
     """Import what the user brings, and take no more memory than allowed; what is wrong, if so."""
-    from tensorprobe.replay.limits import limit_memory
+    from tensorprobe.replay.child_limits import limit_memory
     from tensorprobe.replay.references import bring_in, run_file
 
     try:

@@ -25,7 +25,7 @@ _CALL_PREFIXES = (
 )  # fmt: skip
 
 
-class Parts(NamedTuple):
+class WeightParts(NamedTuple):
     """Modules that one side has in one and the other in several, in the order of their weights."""
 
     inside: str  # the class of the module that they are in; "" for any
@@ -41,7 +41,7 @@ class Mapping(NamedTuple):
     calls: dict[str, str]
     modules: dict[str, str]
     layers: dict[str, dict[str, str]]
-    parts: tuple[Parts, ...] = ()
+    parts: tuple[WeightParts, ...] = ()
     ignore: tuple[str, ...] = ()
 
 
@@ -139,7 +139,7 @@ def read_mapping(source: str | os.PathLike[str] | AnyMapping[str, Any]) -> Mappi
     calls: dict[str, str] = {}
     modules: dict[str, str] = {}
     layers: dict[str, dict[str, str]] = {}
-    parts: list[Parts] = []
+    parts: list[WeightParts] = []
     ignore: list[str] = []
     for key, value in tree.items():
         if key == IGNORE and not isinstance(value, AnyMapping):
@@ -148,11 +148,11 @@ def read_mapping(source: str | os.PathLike[str] | AnyMapping[str, Any]) -> Mappi
             scope = TOP_LAYER if key == "Cell" else str(key)  # its name in their older files
             for child, other in value.items():
                 if _is_parts(child, other):
-                    parts.append(Parts(scope, _names(child), _names(other)))
+                    parts.append(WeightParts(scope, _names(child), _names(other)))
                 else:  # they write the class of the other behind it: "attention(SelfAttention)"
                     layers.setdefault(scope, {})[str(child)] = str(other).partition("(")[0]
         elif _is_parts(key, value):
-            parts.append(Parts("", _names(key), _names(value)))
+            parts.append(WeightParts("", _names(key), _names(value)))
         elif _is_call(str(key)):
             ours, theirs = _call(str(key)), _call(str(value))
             calls[ours] = theirs

@@ -65,6 +65,7 @@ class Boundaries:
         self._before: dict[str, float] = {}  # by label: how far a parameter or buffer was apart
         self._forward = self._backward = 0.0  # the largest difference so far in this step
         self._gradients: list[tuple[float, float]] = []  # of this step: norm, and how far apart
+        self._sums: dict[str, float] = {}  # the size that a gradient's terms add up to
         self._seen: set[str] = set()  # the gradients that this step has had already
         self._of_module: dict[tuple[int, str], list[int]] = {}  # backward calls so far
         self._largest = 0.0  # of all in `_before`
@@ -76,6 +77,7 @@ class Boundaries:
             self._step, self._forward, self._backward = node.call.step, 0.0, 0.0
             self._gradients = []
             self._seen.clear()
+            self._sums.clear()
         if not node.is_paired:
             return None
         return next(filter(None, (self._explain(node, row) for row in node.inputs)), None)
@@ -104,6 +106,9 @@ class Boundaries:
             return found
         if found := self._sent_by_one_side(node, row, d):
             return found
+        is_given = row.role == "input" and node.call.direction == "forward"
+        if is_given and (found := written_by_one_side(self._scene, node, row)):
+            return found
         is_guess = is_constant(a) or is_constant(e)  # many calls make the same constant
         if ours is not None and theirs is not None and not is_guess:
             return node.i, from_elsewhere(self._scene, node, row, d)
@@ -124,8 +129,11 @@ class Boundaries:
     def _summed(self, node: Node, row: TensorPair) -> float:
         """The size that the terms of a parameter's gradient add up to, if they do not cancel: it
         rounds to the size of those."""
-        found = 0.0
+        key = _gradient_key(label_of(node.call, row))
+        found = self._sums.get(key, 0.0)  # an optimizer is given what its module has shown
         shape = row.expected.shape if row.expected is not None else ()
+        if node.call.name.startswith("Optimizer."):
+            return found
         for at in self._module_backwards(node):
             backward = self._scene.nodes[at]
             forward = self._scene.forward_of(backward)
@@ -138,6 +146,7 @@ class Boundaries:
                     size *= max((rms_size(r.expected) for r in forward.inputs
                                  if r.role == "input" and r.expected), default=1.0)  # fmt: skip
                 found = max(found, size if size < 1e30 else 0.0)
+        self._sums[key] = found
         return found
 
     def _module_backwards(self, node: Node) -> list[int]:
@@ -151,7 +160,10 @@ class Boundaries:
         if row.role == "parameter_grad":
             return self._context_of_gradient(node, row)
         if row.role in _STATES:
-            return self._before.get(label_of(node.call, row), 0.0)
+            before = self._before.get(label_of(node.call, row), 0.0)
+            if row.role == "parameter" and self._gradients and self._is_in_closure(node):
+                return max(before, APART)  # an optimizer divides noise by noise
+            return before
         if node.i in self._scene.in_optimizer:
             return self._largest
         if node.call.direction == "backward":
@@ -171,6 +183,19 @@ class Boundaries:
         nodes = [self._scene.nodes[at] for at in self._module_backwards(node)]
         found = [r for other in nodes for r in (other.r_in, other.r_out) if math.isfinite(r)]
         return max(before, max(found, default=self._backward))
+
+    def has_seen(self, node: Node, row: TensorPair) -> bool:
+        """Whether the program has used a parameter or buffer before."""
+        return label_of(node.call, row) in self._before
+
+    def _is_in_closure(self, node: Node) -> bool:
+        """Whether a call is in the closure of an optimizer that has had gradients: by them it may
+        have stepped already."""
+        parent = node.call.parent
+        while parent and not parent.startswith("Optimizer."):
+            at = self._scene.named(node.call.step, parent)
+            parent = None if at is None else self._scene.nodes[at].call.parent
+        return bool(parent)
 
     def _norm_difference(self) -> float:
         """How far apart the norm of all gradients of this step is, at most."""
@@ -344,7 +369,8 @@ def wired_otherwise(scene: Scene, replays: Replays, node: Node) -> Found:
         ours, theirs = scene.flow.producers(node.i, row.name)
         if ours == theirs:
             continue
-        if node.call.direction == "backward" and None in (ours, theirs):
+        is_gradient = node.call.direction == "backward" or row.role == "parameter_grad"
+        if is_gradient and None in (ours, theirs):
             continue
         known, region = _region(scene, (ours, theirs))
         if any(scene.nodes[at].taint for at in (*known, *region)):
@@ -490,26 +516,54 @@ def written_through_view(scene: Scene, node: Node, row: TensorPair) -> Node | No
 
     `h[:4].add_(1)` has the slice as its result; `h` as a whole is nobody's.
     """
-    record = row.actual
-    if record is None:
+    found = _writing(scene, node, row.actual, 0)
+    if found is None:
+        return None
+    before, writer = found
+    return writer if _explains(row, before, writer) else None
+
+
+def written_by_one_side(scene: Scene, node: Node, row: TensorPair) -> Found:
+    """A call that writes into part of an input, and that the other side does not make."""
+    for side, record in enumerate((row.actual, row.expected)):
+        found = _writing(scene, node, record, side)
+        if found is None or found[1].is_paired:
+            continue
+        writer = found[1]
+        where = "actual" if side == 0 else "expected"
+        reason = (
+            f"{writer.call.name} only in {where}: it writes into part of {row.name} of "
+            f"{node.call.name}, which differs"
+        )
+        d = scene.distance(node, row)
+        return writer.i, accuse(writer, "structure", reason, d, row=row, inherited=0.0)
+    return None
+
+
+def _writing(
+    scene: Scene, node: Node, whole: TensorRecord | None, side: int
+) -> tuple[Node, Node] | None:
+    """The call that gave a tensor, and the one that has last written into part of it since."""
+    if whole is None:
         return None
     writer: Node | None = None
     for at in range(node.i - 1, max(-1, node.i - _LOOK_BACK), -1):
         earlier = scene.nodes[at]
-        if earlier.container or earlier.pair.pair.actual is None:
+        if earlier.container or earlier.pair.pair[side] is None:
             continue
-        if _writes_part(earlier, record):
+        made = [(row.actual, row.expected)[side] for row in earlier.outputs]
+        if _writes_part(earlier, made, whole):
             writer = writer or earlier
-        elif writer is not None and any(_was(r.actual, record) for r in earlier.outputs):
-            return writer if _explains(row, earlier, writer) else None
+        elif writer is not None and any(_was(record, whole) for record in made):
+            return earlier, writer
     return None
 
 
-def _writes_part(node: Node, whole: TensorRecord) -> bool:
+def _writes_part(node: Node, made: Sequence[TensorRecord | None], whole: TensorRecord) -> bool:
     name = node.call.op.rpartition(".")[2]
     if not name.endswith("_") or name.endswith("__"):
         return False
-    parts = [row.actual for row in node.outputs if row.actual is not None]
+    parts = [record for record in made if record is not None]
     return any(part.dtype == whole.dtype and part.numel < whole.numel for part in parts)
 
 

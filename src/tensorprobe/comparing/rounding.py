@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from tensorprobe.comparing.measure import CallPair, TensorPair
 from tensorprobe.records import Call, TensorRecord, TensorSummary
-from tensorprobe.replay.kinds import kind_of
+from tensorprobe.replay.kinds import api_of, kind_of
 from tensorprobe.tensors.pair_metrics import FRACTION_BITS
 
 Mode = Literal["tensors", "digest", "stats", "structure"]
@@ -213,7 +213,7 @@ def product_unit(facts: Mapping[str, Any], call: Call) -> float:
     switches = _SWITCHES.get(device)
     if switches is None:
         return 0.0
-    is_convolution = "conv" in call.op.rpartition(".")[2].lower()
+    is_convolution = "conv" in api_of(call.op).lower()
     return max((_unit(facts, switch) for switch in switches[is_convolution]), default=0.0)
 
 

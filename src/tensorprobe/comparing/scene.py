@@ -26,7 +26,7 @@ from tensorprobe.comparing.rounding import (
 from tensorprobe.comparing.verdict import Culprit
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import Call, TensorRecord
-from tensorprobe.replay.kinds import Kind, is_running_statistic, kind_of, overwrites
+from tensorprobe.replay.kinds import Kind, api_of, is_running_statistic, kind_of, overwrites
 
 # Between this and ROUNDING an own error is named only in 16-bit and coarser dtypes, and only when
 # nothing worse is found: noise of 1-2 ULP on every kernel of seven models stayed below 4.5.
@@ -39,12 +39,16 @@ APART = 0.1
 # Where the random numbers of a call began: no number of the program's.
 _RANDOM_STATE = "buffers.rng_state"
 _SUMS = ("product", "reduction", "scatter", "general")
-_PLACES = ("exact", "selection", "random", "dropout")  # they make no numbers of their own
 _CANCELS = ("add", "sub", "rsub", "lerp", "addcmul", "addcdiv")
 _INPUTS = ("input", "parameter", "buffer")
 # How many roundings apart the results of a backward are, if what its forward left for it is wrong;
 # below, it is judged as any other call.
 _CHANGED = 1000.0
+_ILL = {
+    *("solve", "solve_triangular", "triangular_solve", "lstsq", "inv", "inverse", "pinv", "det"),
+    *("slogdet", "logdet", "svd", "svdvals", "eig", "eigh", "eigvals", "eigvalsh", "qr"),
+    *("cholesky", "cholesky_solve", "cholesky_inverse", "lu", "lu_factor", "lu_solve", "ldl_solve"),
+}
 _OPERATORS = ("Functional.", "Torch.", "Tensor.")
 
 
@@ -82,6 +86,12 @@ class Node(msgspec.Struct):
         return self.op_kind
 
     @property
+    def is_ill_conditioned(self) -> bool:
+        """Whether a rounding of its inputs may change all of its result."""
+        name = api_of(self.call.op)
+        return name.removeprefix("_").removeprefix("linalg_").removesuffix("_ex") in _ILL
+
+    @property
     def makes_sums(self) -> bool:
         return self.op_kind in _SUMS
 
@@ -114,6 +124,8 @@ def make_node(i: int, pair: CallPair, container: bool) -> Node:
 def exceeds(node: Node, long: float = 1.0) -> bool:
     """Whether a call's outputs differ by more than rounding and its inputs explain."""
     u = node.unit_out
+    if not node.same_in and node.is_ill_conditioned:
+        return False
     if node.unit_size:
         long *= unit_growth(node.unit_size)
     if node.is_apart or math.isinf(node.r_out):
@@ -187,7 +199,7 @@ def _cancelled_size(node: Node) -> float:
     """Sums and differences round to the size of their terms, whatever is left of those."""
     if node.call.direction != "forward" or node.container:
         return 0.0
-    if node.call.op.rpartition(".")[2].rstrip("_") not in _CANCELS:
+    if api_of(node.call.op) not in _CANCELS:
         return 0.0
     sizes = [rms_size(row.expected) for row in node.inputs if row.expected is not None]
     return max((size for size in sizes if size < 1e30), default=0.0)
@@ -305,7 +317,7 @@ def _end_of_closure(pairs: Sequence[CallPair], at: int) -> int:
         if call.step != step.step or not (is_backward or call.parent in inside):
             break
         inside.add(call.name)
-        if is_backward or call.name.startswith("Module."):
+        if is_backward or call.module or call.name.startswith("Module."):
             last = i
     return last
 
@@ -455,6 +467,7 @@ class Scene:
         self.nodes = [make_node(i, p, containers[i]) for i, p in enumerate(pairs)]
         for i, inside in units.items():
             self.nodes[i].unit_size = len(inside)
+        self._children = self._find_children()
         for node in self.nodes:
             self._leave_out_workspaces(node)
         self._settle_places()
@@ -476,9 +489,9 @@ class Scene:
         # at L0 and L2 much of what makes a tensor goes unseen
         self.sees_all = any(map(sees_operators, pairs))
         self.first_step = min((node.call.step for node in self.nodes), default=0)
-        self._children = self._find_children()
         self._recomputed: dict[object, list[Node]] | None = None
         self._users: dict[int, list[int]] | None = None
+        self._names: dict[tuple[int, str], int] | None = None
         self._units: dict[int, float] = {}  # by step
         self.in_optimizer = {
             at
@@ -528,21 +541,22 @@ class Scene:
     def _settle_places(self) -> None:
         """Tell numbers in other places from others that have the same statistics.
 
-        A call that is given other numbers, and computes, makes other numbers: where the norm is
-        that of a few, as after a steep softmax, it does not show the rest.
+        A call that is given other numbers makes other numbers: where the norm is that of a few, as
+        after a steep softmax, it does not show the rest.
         """
         anew: set[Hashable] = set()
         for node in self.nodes:
             for row in node.inputs:
                 row.is_made_anew = _contents(row) in anew
-            if node.op_kind in _PLACES or node.op_kind is None:
-                continue
-            if not any(same_bits(row) is False and not is_moved(row) for row in node.inputs):
-                continue
-            for row in node.outputs:
-                if same_bits(row) is False and is_moved(row):
-                    row.is_made_anew = True
-                    anew.add(_contents(row))
+            if not node.container:
+                anew |= _made_anew(node, node.inputs)
+        for node in self.nodes:
+            if node.container and any(is_moved(row) for row in node.outputs):
+                within = self.inside(self.forward_of(node) or node)
+                anew |= _made_anew(node, [row for at in within for row in self.nodes[at].outputs])
+        for node in self.nodes:
+            for row in (*node.inputs, *node.outputs):
+                row.is_made_anew = _contents(row) in anew
 
     def _measure(self, node: Node) -> None:
         for row in node.inputs:
@@ -632,6 +646,29 @@ class Scene:
             rows = (row for node in nodes for row in node.outputs if row.role == "output")
             self._units[step] = max(map(pair_roundoff, rows), default=0.0)
         return self._units[step]
+
+    def named(self, step: int, name: str) -> int | None:
+        """The pair of this name."""
+        if self._names is None:
+            self._names = {(node.call.step, node.call.name): node.i for node in self.nodes}
+        return self._names.get((step, name))
+
+    def forward_difference(self, step: int) -> float:
+        """How far apart results of the model's calls in a step are at most, where no culprit is
+        behind it, relative to their size."""
+        return max(
+            (
+                node.r_out
+                for node in self.nodes
+                if node.call.step == step
+                and node.call.direction == "forward"
+                and node.is_paired
+                and not (node.container or node.taint or node.i in self.in_optimizer)
+                and math.isfinite(node.r_out)
+                and not has_other_shapes(node)
+            ),
+            default=0.0,
+        )
 
     def belongs_to(self, node: Node) -> Node | None:
         """Of an operator that runs inside backward, seen at L2, the forward one it belongs to."""
@@ -726,6 +763,13 @@ def label_of(call: Call, row: TensorPair) -> str:
     if call.name.startswith("Optimizer.") or not call.module:
         return label
     return f"{call.module}.{label}"
+
+
+def _made_anew(node: Node, given: Sequence[TensorPair]) -> set[Hashable]:
+    """The results with the same statistics that are no permutation: what was given differs."""
+    if not any(same_bits(row) is False and not is_moved(row) for row in given):
+        return set()
+    return {_contents(row) for row in node.outputs if same_bits(row) is False and is_moved(row)}
 
 
 def _contents(row: TensorPair) -> Hashable:

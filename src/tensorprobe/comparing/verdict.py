@@ -81,7 +81,7 @@ class Culprit(msgspec.Struct, kw_only=True):
 Status = Literal["equal", "within", "undecided", "beyond", "not compared"]
 
 
-class Measured(msgspec.Struct, kw_only=True):
+class MeasuredPlace(msgspec.Struct, kw_only=True):
     """How far the sides are apart at a chosen place: a line of `boundaries` in verdict.json.
 
     `error` and `limit` are in roundings; `relative` is the error's share of the tensor's size.
@@ -142,7 +142,7 @@ class Verdict(msgspec.Struct, kw_only=True):
     imports: list[str] = []  # what the user allowed a replay to call
     at: list[str] = []  # where the runs were compared, if at chosen places only
     within: float | None = None  # what was stated to be allowed there
-    boundaries: list[Measured] = []  # what was found there
+    boundaries: list[MeasuredPlace] = []  # what was found there
     rows: RowCounts | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def _chosen(verdict: Verdict) -> str:
     return f"{text} agree; the nearest to its limit is {where}, {size} ({_basis(verdict)})"
 
 
-def measured_text(found: Measured, within: float | None = None) -> str:
+def measured_text(found: MeasuredPlace, within: float | None = None) -> str:
     """An error at a chosen place in words, with what is allowed."""
     share = "" if found.relative is None else f"{percent(found.relative)} of its size"
     if within is not None and share:

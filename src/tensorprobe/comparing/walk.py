@@ -21,6 +21,7 @@ from tensorprobe.comparing.origins import (
     Boundaries,
     reordered,
     wired_otherwise,
+    written_by_one_side,
     written_through_view,
 )
 from tensorprobe.comparing.rounding import (
@@ -48,7 +49,7 @@ from tensorprobe.comparing.scene import (
 from tensorprobe.comparing.suspects import Replays, score, worst
 from tensorprobe.comparing.verdict import Culprit, CulpritKind
 from tensorprobe.records import Call
-from tensorprobe.replay.kinds import kind_of
+from tensorprobe.replay.kinds import api_of, kind_of
 
 _CUTS = ("chunk", "split", "tensor_split", "split_with_sizes", "unbind")
 # In roundings: what another kernel of the same sums may differ by, as statistics show it.
@@ -135,13 +136,20 @@ class Walk:
                 continue  # it may be a result of calls that were not recorded
             if node.call.step != scene.first_step and row.role != "input":
                 continue
+            if row.role == "parameter" and self._boundaries.has_seen(node, row):
+                continue  # stepped since, in the closure of an optimizer
             if not self._changes_something(node):
                 continue
             if row.role == "input" and (origin := written_through_view(scene, node, row)):
                 node.taint |= origin.taint
                 continue
+            if row.role == "input" and (written := written_by_one_side(scene, node, row)):
+                return written
+            found = node.i, self._leaf_culprit(node, row)
+            if heals(scene, found):
+                continue
             self.taint.bad_contents |= dict.fromkeys(keys, node.i)
-            return node.i, self._leaf_culprit(node, row)
+            return found
         return None
 
     def _is_known_leaf(self, row: TensorPair, keys: list[Hashable]) -> bool:
@@ -386,8 +394,7 @@ class Walk:
 
 def _cuts_otherwise(node: Node) -> bool:
     """Whether a call cuts the same tensor into other pieces: `chunk(2)` and `chunk(4)`."""
-    name = node.call.op.rpartition(".")[2].partition(".")[0]
-    return name in _CUTS and node.same_in and has_other_shapes(node)
+    return api_of(node.call.op) in _CUTS and node.same_in and has_other_shapes(node)
 
 
 def _back(node: Node) -> Call | None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from tensorprobe.comparing.boundaries import Module, Tree
-from tensorprobe.comparing.mapping import Layers, Mapping, Parts, plain_path
+from tensorprobe.comparing.mapping import Layers, Mapping, WeightParts, plain_path
 from tensorprobe.errors import BadUsage, UnreadableCapture
 from tensorprobe.records import TensorRecord
 
@@ -92,7 +92,7 @@ class _Pairing:
 
     # what the user says
 
-    def _by_rule(self, rule: Parts) -> None:
+    def _by_rule(self, rule: WeightParts) -> None:
         """Parts of one module, in every module that has them."""
         found = 0
         for path in list(self.left):

@@ -96,7 +96,7 @@ class BackwardWatch:
         return max(recent, key=lambda each: each[0])[1] if recent else None
 
     def _entered_since(self, began: int) -> dict[int, tuple[int, Any]]:
-        """By thread, the last nodes entered, but of others that go backward themselves."""
+        """By thread, the last node it entered; without threads that run a backward of their own."""
         others = self._going() - {threading.get_ident()}
         entered = list(self._entered.items())
         return {k: each for k, each in entered if each[0] > began and k not in others}

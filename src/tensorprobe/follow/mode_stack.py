@@ -184,7 +184,7 @@ def add_below(mode: Any) -> None:
 
 
 def add_dispatch_mode_below(mode: Any) -> None:
-    """The same for dispatch modes."""
+    """Put a dispatch mode below all other dispatch modes of this thread."""
     above = []
     while torch._C._len_torch_dispatch_stack():
         above.append(_python_dispatch._pop_mode())

@@ -46,7 +46,7 @@ class CallNames(msgspec.Struct, frozen=True, gc=False):
     wanted: bool = True  # False: only the backward of this call is
 
     def but(self, **changes: Any) -> CallNames:
-        """The same with some of it changed."""
+        """A copy with some fields changed."""
         return msgspec.structs.replace(self, **changes)
 
 

@@ -1,4 +1,4 @@
-// Calls under the overflow guard whose results are looked at later: what `overflow.every_call.SightMode`,
+// Calls under the overflow guard whose results are looked at later: what `overflow.every_call`,
 // `overflow.device_calls` and `overflow.pending_calls` do of plain tensors among plain arguments.
 #pragma once
 

@@ -1,12 +1,9 @@
 // A line of the log as text: its fields, and their order, are those of a struct in store/lines.py.
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <charconv>
-#include <numeric>
 #include <string>
-#include <vector>
 
 #include "asking.h"
 
@@ -30,18 +27,20 @@ class LineForm {
     TORCH_CHECK(names.size() <= MOST, "too many fields");
     opening = "{\"" + said(attribute<"tag_field">(config)) + "\":\"" +
               said(attribute<"tag">(config)) + "\"";
+    size_t count = 0;
     for (const char* name : names) {
       const Ref text = must(PyUnicode_FromString(name));
       const Py_ssize_t place = PySequence_Index(fields.get(), text.get());
       if (place < 0) throw python_error();
-      places.push_back(place);
-      keys.push_back(",\"" + std::string(name) + "\":");
+      TORCH_CHECK(place < static_cast<Py_ssize_t>(MOST), "too many fields");
+      places[count] = place;
+      keys[count++] = ",\"" + std::string(name) + "\":";
     }
   }
 
   std::string opening;
-  std::vector<Py_ssize_t> places;
-  std::vector<std::string> keys;
+  std::array<size_t, MOST> places{};
+  std::array<std::string, MOST> keys;
 
  private:
   static std::string said(const Ref& text) {
@@ -54,59 +53,56 @@ class LineForm {
 // One line. Its fields may be written in any order, each once and at most.
 class LineText {
  public:
-  LineText(const LineForm& form, size_t expected) : form_(form) { text_.reserve(expected); }
+  LineText(const LineForm& form, size_t expected) : form_(form) {
+    text_.reserve(expected);
+    text_ += form.opening;
+  }
 
   // Begins a field: its value is to be added to the text.
   std::string& field(size_t which) {
-    const Py_ssize_t place = form_.places[which];
-    if (count_ && place < parts_[count_ - 1].place) is_in_order_ = false;
-    parts_[count_++] = {place, text_.size(), text_.size() + form_.keys[which].size()};
+    close();
+    Part* const part = &parts_[form_.places[which]];
+    is_in_order_ &= part > before_;
+    before_ = last_ = part;
+    part->start = text_.size();
     return text_ += form_.keys[which];
   }
 
   // The value of a field; `null` of one that was not begun.
-  std::string value(size_t which) const {
-    for (size_t i = 0; i < count_; ++i) {
-      if (parts_[i].place != form_.places[which]) continue;
-      return text_.substr(parts_[i].value, end_of(i) - parts_[i].value);
-    }
-    return "null";
+  std::string value(size_t which) {
+    close();
+    const Part& part = parts_[form_.places[which]];
+    const size_t start = part.start + form_.keys[which].size();
+    return part.end ? text_.substr(start, part.end - start) : "null";
   }
 
   // With its newline; nothing may be added any more.
-  std::string finish() {
-    std::string line;
-    line.reserve(form_.opening.size() + text_.size() + 2);
-    line += form_.opening;
-    if (is_in_order_) {
-      line += text_;
-    } else {
-      std::array<uint8_t, LineForm::MOST> order;
-      std::iota(order.begin(), order.begin() + count_, 0);
-      std::sort(order.begin(), order.begin() + count_,
-                [&](size_t one, size_t other) { return parts_[one].place < parts_[other].place; });
-      for (size_t i = 0; i < count_; ++i) {
-        const size_t start = parts_[order[i]].start;
-        line.append(text_, start, end_of(order[i]) - start);
-      }
+  const std::string& finish() {
+    close();
+    if (is_in_order_) return text_ += "}\n";
+    sorted_.reserve(text_.size() + 2);
+    sorted_ += form_.opening;
+    for (const Part& part : parts_) {
+      if (part.end) sorted_.append(text_, part.start, part.end - part.start);
     }
-    return line += "}\n";
+    return sorted_ += "}\n";
   }
 
  private:
   struct Part {
-    Py_ssize_t place;
-    size_t start, value;
+    size_t start = 0, end = 0;
   };
 
-  size_t end_of(size_t part) const {
-    return part + 1 < count_ ? parts_[part + 1].start : text_.size();
+  void close() {
+    if (last_ != nullptr) last_->end = text_.size();
+    last_ = nullptr;
   }
 
   const LineForm& form_;
-  std::string text_;
-  std::array<Part, LineForm::MOST> parts_;
-  size_t count_ = 0;
+  std::string text_, sorted_;
+  std::array<Part, LineForm::MOST> parts_;  // in the order of the struct
+  Part* last_ = nullptr;  // the one that is being written
+  Part* before_ = nullptr;
   bool is_in_order_ = true;
 };
 

@@ -256,7 +256,7 @@ PyObject* starter_forget(PyObject* self, PyObject*) {
 
 PyObject* starter_start(PyObject* self, Arguments args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
-    if (!takes("start", count, 1, 2)) return nullptr;
+    if (!takes("start", count, 1, 3)) return nullptr;
     if (!is_own_type(args[0])) {
       PyErr_SetString(PyExc_TypeError, "a tensor of torch's own type");
       return nullptr;

@@ -103,7 +103,7 @@ class CallValues(NamedTuple):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Of its outputs, and of its inputs where they were looked at for it."""
+        """The facts of the outputs, and of the inputs if they were read for this call."""
         inputs = [each for each in self.inputs if each.summary is not None]
         return {each.label: each.facts for each in (*inputs, *self.outputs)}
 

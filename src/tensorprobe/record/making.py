@@ -58,7 +58,7 @@ class MadeNotes:
         self._known: dict[int, _Known] = {}
 
     def of(self, module: nn.Module) -> list[str]:
-        """As `notes_on` gives them."""
+        """The notes on a module, as `notes_on` gives them."""
         known = self._known.get(id(module))
         if known is not None and known.holds_for(module):
             return known.notes

@@ -25,6 +25,7 @@ from tensorprobe.record.encode import encode
 from tensorprobe.record.making import MadeNotes, uncalled_parameters, uses_uncalled
 from tensorprobe.record.tape import Tape, _state_notes
 from tensorprobe.store.lines import CallLine, EndLine
+from tensorprobe.torch_versions import COMPILER
 from tensorprobe.trouble import OnTrouble
 
 _DISABLED = torch._C.DisableTorchFunction  # tensors are read without any mode taking notice
@@ -180,7 +181,7 @@ class ModuleCalls:
             place=tape.place,
             thread=hooks.thread,
             trained=self._trained,
-            compiler=vars(torch.compiler),
+            compiler=COMPILER,
             call_impl=CALL_IMPL,
             entered=hooks.entered,
             left=hooks.left,
@@ -215,7 +216,7 @@ class ModuleCalls:
     def _traced(
         self, call: OpenCall, edges: Any, outputs: Any, owners: Any, leaves: bool, found: Any
     ) -> None:
-        """As `Tape._trace`, of a call that is left in more than one way."""
+        """Follow a call with more than one gradient into backward, as `Tape._trace` does."""
         trace = trace_found(outputs, edges, owners, leaves, found)
         if trace.notes:
             call.notes.extend(trace.notes)

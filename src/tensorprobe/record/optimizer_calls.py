@@ -142,7 +142,7 @@ def _gradients(parameters: NamedTensors) -> NamedTensors:
 
 
 def _perhaps_unseen(tensors: NamedTensors, before: dict[int, int]) -> list[torch.Tensor]:
-    """Those whose version may not tell that they were written to.
+    """The tensors that may have been written to without a new version.
 
     Many optimizers write to `p.data`, and fused kernels move no version. All else that torch's own
     optimizers write has another version, and is known already where the calls inside of the step

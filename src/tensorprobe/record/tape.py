@@ -72,7 +72,7 @@ from tensorprobe.store.lines import (
     encode_now,
 )
 from tensorprobe.store.writer import CaptureWriter
-from tensorprobe.torch_versions import unboxed_work
+from tensorprobe.torch_versions import COMPILER, unboxed_work
 from tensorprobe.trouble import OnTrouble, text_of
 
 # While it is entered, tensors are read without any function mode or subclass taking notice. It is
@@ -90,6 +90,7 @@ _ROLES: dict[str, Role] = {
     "states": "state",
 }
 _NO_KWARGS: dict[str, Any] = {}
+_MAX_SILENT = 4096  # a program may make new operators without end
 _NOTHING: list[tuple[torch.Tensor, Path]] = []
 _autocasts = torch._C._is_any_autocast_enabled
 _graph_task_id = torch._C._current_graph_task_id
@@ -140,6 +141,7 @@ class Tape:
         self._is_opening = False
         self._values = values
         self.ids = itertools.count()
+        self._silent: set[ApiName] = set()  # APIs that write to nothing but `out`
         self.stacks = Stacks(self._write_stack)
         self._early_stacks: list[StackLine] = []  # of modules entered before the first call
         # passes of backward under way; None: not wanted
@@ -255,7 +257,7 @@ class Tape:
             stacks=self.stacks if self.config.stacks else None,
             stand_ins=stand_ins,
             handler=HANDLER,
-            compiler=vars(torch.compiler),
+            compiler=COMPILER,
             state_notes=_state_notes,
             encode=encode_now,
             positions=POSITIONS,
@@ -312,7 +314,8 @@ class Tape:
                 if self._pending_work:
                     self._finish_work()
                 if writes is None:
-                    call.writes = self._writes_to(names.api, args, kwargs)
+                    if names.api not in self._silent or "out" in kwargs:
+                        call.writes = self._writes_to(names.api, args, kwargs)
                 elif writes:
                     call.writes = writes
                     self._forget_arguments(writes, args, kwargs)
@@ -363,9 +366,9 @@ class Tape:
         try:
             outputs: list[tuple[torch.Tensor, Path]] = []
             with _DISABLED():
-                moved = self._versions_of(call.inputs) != call.versions
-                if moved or call.writes or call.names.api.prefix == "Distributed":
-                    mutated = self._mutated(call)  # collectives write without moving the version
+                versions, prefix = self._versions_of(call.inputs), call.names.api.prefix
+                if versions != call.versions or call.writes or prefix == "Distributed":
+                    mutated = self._mutated(call, versions)
                 else:
                     mutated = _NOTHING
                 edges = call.edges if self._backward else None
@@ -414,6 +417,10 @@ class Tape:
     ) -> frozenset[str]:
         """The arguments that a call will write to, whatever their versions say."""
         writes = declared_writes(api)
+        if not writes and api.op not in WRITES_STATISTICS and not lends(api):
+            if len(self._silent) >= _MAX_SILENT:
+                self._silent.clear()
+            self._silent.add(api)
         if "out" in kwargs:
             writes |= OUT
         if api.op in WRITES_STATISTICS and (silent := silently_written(api, args, kwargs)):
@@ -601,13 +608,12 @@ class Tape:
             for value in (*args, *kwargs.values()):
                 map_tensors(value, lambda tensor, path: forget(tensor))
 
-    def _mutated(self, call: OpenCall) -> list[tuple[torch.Tensor, Path]]:
-        """Inputs that the call wrote to."""
-        if call.names.api.prefix == "Distributed":
+    def _mutated(self, call: OpenCall, versions: list[int]) -> list[tuple[torch.Tensor, Path]]:
+        """Inputs that the call wrote to; they have these versions by now."""
+        if call.names.api.prefix == "Distributed":  # which moves no version
             for tensor, _ in call.inputs:
                 self._values.forget(tensor)
             return call.inputs
-        versions = self._versions_of(call.inputs)
         found = [
             item
             for item, before, after in zip(call.inputs, call.versions, versions, strict=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from html import escape
 
-from tensorprobe.comparing.verdict import Measured, Verdict
+from tensorprobe.comparing.verdict import MeasuredPlace, Verdict
 from tensorprobe.terminal import printable
 
 _BAR, _LEFT, _WIDE, _TOP = 16, 330, 560, 46
@@ -50,7 +50,7 @@ def _scale(low: int, high: int, height: int) -> Iterator[str]:
         yield f'<text x="{x:.1f}" y="{_TOP - 10}" text-anchor="middle">1e{power}</text>'
 
 
-def _bar(n: int, found: Measured, low: int, high: int) -> str:
+def _bar(n: int, found: MeasuredPlace, low: int, high: int) -> str:
     y = _TOP + _BAR * n
     end = _x(found.relative, low, high) if found.relative else _LEFT
     colour = _COLOURS.get(found.status, "#2e86c1")

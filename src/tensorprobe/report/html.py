@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tensorprobe.errors import BadArtefact
+from tensorprobe.garbage import no_garbage
 from tensorprobe.report.page_data import PageData, comparison_data, shown, thinned
+from tensorprobe.tensors.opening import open_file
 from tensorprobe.terminal import printable
 
 if TYPE_CHECKING:
@@ -80,7 +83,8 @@ def page(
 
 def write_comparison(folder: Path, comparison: Compared) -> list[Path]:
     """Write report.html, and beside it report.data where the page cannot hold it all."""
-    data = comparison_data(comparison)
+    with no_garbage():
+        data = comparison_data(comparison)
     text = data.index["text"]
     title = f"tensorprobe: {comparison.verdict.verdict}"
     index, details = json_block(data.index), json_block(data.details)
@@ -97,11 +101,14 @@ def write_comparison(folder: Path, comparison: Compared) -> list[Path]:
     return [path, beside]
 
 
+def read_index(path: Path) -> bytes:
+    """What the page needs first, of a report.data."""
+    with open_file(path) as file:
+        return file.readline()
+
+
 def read_data(path: Path) -> PageData:
     """What is in a report.data."""
-    from tensorprobe.errors import BadArtefact
-    from tensorprobe.tensors.opening import open_file
-
     with open_file(path) as file:
         lines = file.read().split(b"\n")
     try:

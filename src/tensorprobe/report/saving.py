@@ -38,10 +38,18 @@ class Comparison(Compared):
 
     @keywords(folder="path")
     def save(
-        self, path: str | os.PathLike[str], *, columns: str = "native", xlsx: bool = False
+        self,
+        path: str | os.PathLike[str],
+        *,
+        columns: str = "native",
+        xlsx: bool = False,
+        model_explorer: bool = False,
     ) -> list[Path]:
-        """Write verdict.json, comparison.csv and report.html, with `xlsx` a workbook too."""
-        return save(self, Path(path), columns=columns, xlsx=xlsx)
+        """Write verdict.json, comparison.csv and report.html into a folder.
+
+        With `xlsx` a workbook too, with `model_explorer` files for Google's Model Explorer.
+        """
+        return save(self, Path(path), columns=columns, xlsx=xlsx, model_explorer=model_explorer)
 
     def plot(self) -> Figure:
         """The error along the run as a matplotlib figure (`pip install 'tensorprobe[plot]'`)."""
@@ -96,7 +104,12 @@ def with_files(compared: Compared) -> Comparison:
 
 
 def save(
-    comparison: Compared, folder: Path, *, columns: str = "native", xlsx: bool = False
+    comparison: Compared,
+    folder: Path,
+    *,
+    columns: str = "native",
+    xlsx: bool = False,
+    model_explorer: bool = False,
 ) -> list[Path]:
     """Write the files and give their paths."""
     rows = table(comparison, columns)  # first: an unknown name must not leave half a report
@@ -118,4 +131,9 @@ def save(
 
         paths.append(folder / XLSX_FILE)
         write_xlsx(paths[-1], comparison, columns)
-    return [*paths, *write_comparison(folder, comparison)]
+    paths += write_comparison(folder, comparison)
+    if model_explorer:
+        from tensorprobe.report.model_explorer import write_model_explorer
+
+        paths += write_model_explorer(folder, comparison)
+    return paths

@@ -6,6 +6,7 @@ ask for it by that address, it only reads, and it opens nothing outside of the p
 
 from __future__ import annotations
 
+import functools
 import hmac
 import os
 import re
@@ -25,7 +26,15 @@ from tensorprobe.comparing.measure import measure, pair_tensors
 from tensorprobe.errors import BadArtefact, BadUsage, TensorprobeError, UnreadableCapture
 from tensorprobe.records import Call, Capture
 from tensorprobe.report.documents import FILES, read_document
-from tensorprobe.report.html import DATA_FILE, PAGE_FILE, json_block, page, policy, read_data
+from tensorprobe.report.html import (
+    DATA_FILE,
+    PAGE_FILE,
+    json_block,
+    page,
+    policy,
+    read_data,
+    read_index,
+)
 from tensorprobe.report.page_data import (
     N_METRICS,
     N_STATISTICS,
@@ -116,7 +125,7 @@ def _verdict(path: Path) -> dict[str, Any]:
     return found
 
 
-class Library:
+class Shelf:
     """The data of items, read when somebody asks for it."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -185,53 +194,69 @@ class _Opened:
 
     def __init__(self, item: Item) -> None:
         self.captures: tuple[str, str] = ("", "")
-        self.pictures: dict[str, Any] = {}
-        self._details: dict[str, Any] | None = None
+        self._item = item
+        self._data: PageData | None = None
         if item.kind in FILES:
             self.index = json_block(read_document(item.kind, item.path))
             return
-        if item.kind == "capture":
-            data = capture_data(load(item.path))
-        else:
-            data = _comparison(item.path)
+        if item.kind == "compare":
             verdict = _verdict(item.path / "verdict.json")
             self.captures = (str(verdict["actual"]), str(verdict["expected"]))
-        data.index.pop("lacks", None)  # nothing is lacking here
-        self.pictures = data.index["pictures"]
-        self._strings = data.index["strings"]
-        self._columns = {
-            name: unpacked("i", data.index["calls"][name])
-            for name in ("name", "other", "step", "rank")
-        }
-        self._details = data.details
-        if data.details:
-            self._unpack(data.details)
-        self.index = json_block(data.index)
+        beside = item.path / DATA_FILE
+        if item.kind == "compare" and beside.is_file():
+            self.index = read_index(beside)  # as it is: the page can begin at once
+            return
+        self._data = capture_data(load(item.path)) if item.kind == "capture" else _page_data(item)
+        self.index = json_block(self._data.index)
 
-    def _unpack(self, details: dict[str, Any]) -> None:
-        self._calls = {name: unpacked("i", text) for name, text in details["calls"].items()}
-        codes = {"role": "B", "flags": "B", "error": "f"}
-        tensors = details["tensors"].items()
-        self._tensors = {name: unpacked(codes.get(name, "i"), text) for name, text in tensors}
-        self._values = unpacked("d", details["values"])
+    @functools.cached_property
+    def _whole(self) -> PageData:
+        return self._data or read_data(self._item.path / DATA_FILE)
+
+    @property
+    def pictures(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._whole.index["pictures"]
+        return found
+
+    @functools.cached_property
+    def _columns(self) -> dict[str, array[Any]]:
+        calls = self._whole.index["calls"]
+        return {name: unpacked("i", calls[name]) for name in ("name", "other", "step", "rank")}
 
     def place(self, at: int) -> tuple[tuple[str, int, int], tuple[str, int, int]]:
         """The names of a call on both sides, with step and rank."""
-        c = self._columns
+        c, strings = self._columns, self._whole.index["strings"]
         step, rank = c["step"][at], c["rank"][at]
-        return (
-            (self._strings[c["name"][at]], step, rank),
-            (self._strings[c["other"][at]], step, rank),
-        )
+        return (strings[c["name"][at]], step, rank), (strings[c["other"][at]], step, rank)
+
+    @functools.cached_property
+    def _details(self) -> _Details:
+        if not self._whole.details:
+            raise BadArtefact(f"there are no details: {DATA_FILE} is not beside the report")
+        return _Details(self._whole.details)
 
     def call(self, at: int) -> dict[str, Any]:
+        return self._details.of(at)
+
+
+class _Details:
+    """The details of all calls, in columns."""
+
+    def __init__(self, details: dict[str, Any]) -> None:
+        codes = {"role": "B", "flags": "B", "error": "f"}
+        tensors = details["tensors"].items()
+        self._calls = {name: unpacked("i", text) for name, text in details["calls"].items()}
+        self._tensors = {name: unpacked(codes.get(name, "i"), text) for name, text in tensors}
+        self._values = unpacked("d", details["values"])
+        self._strings: list[str] = details["strings"]
+        self._stacks: list[list[int]] = details["stacks"]
+
+    def of(self, at: int) -> dict[str, Any]:
         """The details of one call, in the form of all."""
-        if not self._details:
-            raise BadArtefact(f"there are no details: {DATA_FILE} is not beside the report")
         texts: list[str] = [""]
 
         def text(number: int) -> int:
-            texts.append(self._details["strings"][number] if self._details else "")
+            texts.append(self._strings[number])
             return len(texts) - 1
 
         first, last = self._calls["first"][at], self._calls["first"][at + 1]
@@ -243,13 +268,12 @@ class _Opened:
                 tensors["value"][k] = len(values) // _VALUE - 1
         for name in ("name", "actual", "expected"):
             tensors[name] = array("i", map(text, tensors[name]))
-        stack = self._details["stacks"][self._calls["stack"][at]]
         calls = {"first": array("i", (0, last - first)), "stack": array("i", (0,))}
         for name in ("arguments", "expected", "notes"):
             number = self._calls[name][at]
             calls[name] = array("i", (text(number) if number else 0,))
         return {
-            "stacks": [[text(frame) for frame in stack]],
+            "stacks": [[text(frame) for frame in self._stacks[self._calls["stack"][at]]]],
             "calls": {name: packed(column) for name, column in calls.items()},
             "tensors": {name: packed(column) for name, column in tensors.items()},
             "values": packed(values),
@@ -257,10 +281,9 @@ class _Opened:
         }
 
 
-def _comparison(folder: Path) -> PageData:
-    """The data of a comparison: report.data has all of it, else the page itself."""
-    if (folder / DATA_FILE).is_file():
-        return read_data(folder / DATA_FILE)
+def _page_data(item: Item) -> PageData:
+    """The data of a comparison that is in the page itself."""
+    folder = item.path
     path = folder / PAGE_FILE
     if not path.is_file():
         raise BadArtefact(
@@ -272,6 +295,7 @@ def _comparison(folder: Path) -> PageData:
         index, details = (_block(text, name) for name in (b"index", b"details"))
     except (ValueError, RecursionError) as error:
         raise BadArtefact(f"'{path}' is no page of tensorprobe: {error}") from error
+    index.pop("lacks", None)
     return PageData(index, details)
 
 
@@ -288,7 +312,7 @@ class Viewer:
     """The server; `address` is what a browser opens."""
 
     def __init__(self, paths: Sequence[Path], port: int = 0) -> None:
-        self.library = Library(paths)
+        self.shelf = Shelf(paths)
         self._token = secrets.token_urlsafe(24)
         viewer = self
 
@@ -336,7 +360,7 @@ class Viewer:
             if wanted == "":
                 return _send(request, 200, self._page(parse_qs(url.query)), "text/html")
             data = _DATA.fullmatch(wanted)
-            if data is None or int(data[1]) >= len(self.library.items):
+            if data is None or int(data[1]) >= len(self.shelf.items):
                 return _send(request, 404, b"there is no such thing here\n")
             return _send(request, 200, self._data(int(data[1]), data[2], data[3]), _JSON)
         except (TensorprobeError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
@@ -345,13 +369,13 @@ class Viewer:
 
     def _data(self, item: int, what: str, at: str | None) -> bytes:
         if at is None:
-            return self.library.index(item)
+            return self.shelf.index(item)
         if what.startswith("call/"):
-            return self.library.call(item, int(at))
-        return self.library.pictures(item, int(at))
+            return self.shelf.call(item, int(at))
+        return self.shelf.pictures(item, int(at))
 
     def _page(self, query: dict[str, list[str]]) -> bytes:
-        items = self.library.items
+        items = self.shelf.items
         wanted = query.get("open", [""])[0]
         opened = int(wanted) if wanted.isdecimal() and int(wanted) < len(items) else None
         if len(items) == 1 or (opened is None and items[0].kind == "compare" and len(items) <= 3):

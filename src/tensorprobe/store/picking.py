@@ -94,11 +94,11 @@ class Picker(Protocol):
         """
 
     def whole(self, picked: Sequence[Picked]) -> Iterator[Call]:
-        """The same calls with what their tensors hold."""
+        """These calls with the contents of their tensors."""
 
 
 def open_picker(path: str | os.PathLike[str]) -> Picker:
-    """Of a capture at a path, in any layout. One of the peers' is in memory as a whole then."""
+    """Calls of a capture at a path, in any layout. A peer's capture is read as a whole."""
     name, place = find(Path(path))
     return _Native(place) if name == "native" else _Loaded(layout(name).read(place))
 

@@ -69,7 +69,7 @@ class PendingSummary(Protocol):
 
 
 class SummarySource(Protocol):
-    """Where results come from; as `numerics.summary.Summarizer` says."""
+    """What gives the results, such as `tensors.summarizer.Summarizer`."""
 
     def flush(self) -> None: ...
     def poll(self) -> None: ...
@@ -316,7 +316,7 @@ class CaptureWriter:
             self._thread = thread
 
     def _explained(self, error: OSError) -> OSError:
-        """In a folder of our own that was there, nothing is missing unless somebody deleted it."""
+        """The error, or if a file of the capture is missing, that somebody has deleted it."""
         return self._deleted() if isinstance(error, FileNotFoundError) else error
 
     def _deleted(self) -> OSError:
@@ -379,7 +379,11 @@ class CaptureWriter:
         """Write that a call is about to run."""
         step = self._step
         if step is not None:
-            step.lines.append(encode(line))
+            try:  # as `encode`, which would be one frame more
+                text = encode_now([line])
+            except UnicodeEncodeError:
+                text = encode(line)
+            step.lines.append(text)
             with self._log_lock:
                 step.n_calls += 1
                 self._write_log(step)
@@ -582,7 +586,11 @@ class CaptureWriter:
         """Let a line wait for the next write: nothing else of a capture depends on its place."""
         if step.closed:
             raise RuntimeError(_TOO_LATE)
-        step.lines.append(encode(line))
+        try:
+            text = encode_now([line])
+        except UnicodeEncodeError:
+            text = encode(line)
+        step.lines.append(text)
         if self._asleep:
             self._wake()
 

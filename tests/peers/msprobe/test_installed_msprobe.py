@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -180,3 +183,155 @@ def test_two_processes_in_one_folder(tmp_path: Path) -> None:
     capture = tp.load(theirs)
     assert len(capture.gaps) == 2
     assert tp.compare(capture, again).verdict.verdict == "match"
+
+
+# NaN and infinity, in both directions
+
+NONFINITE = """
+import torch
+from torch import nn
+from {package} import PrecisionDebugger
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(4, 3)
+        self.fc2 = nn.Linear(3, 2)
+    def forward(self, x):
+        h = torch.log(self.fc1(x))                                 # NaN
+        y = torch.tensor([1.0, 2.0]) / torch.tensor([0.0, 1.0])    # inf
+        z = torch.neg(y) + y                                       # NaN again
+        m = torch.masked_fill(x, x > 0, float("-inf"))
+        return self.fc2(h) * float("inf")
+
+torch.manual_seed(0)
+model = Net()
+x = torch.randn(2, 4)
+debugger = PrecisionDebugger(dump_path="./dump", task="{task}", level="mix")
+debugger.start(model=model)
+model({x}).sum().backward()
+debugger.stop()
+debugger.step()
+"""
+
+
+def dump_nonfinite(folder: Path, who: str, task: str = "statistics", x: str = "x") -> Path:
+    folder.mkdir(parents=True)
+    package = "msprobe.pytorch" if who == "peer" else "tensorprobe.msprobe.pytorch"
+    (folder / "script.py").write_text(NONFINITE.format(package=package, task=task, x=x))
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    if who != "peer":
+        environment["PYTHONPATH"] = str(ROOT / "src")
+    done = subprocess.run(
+        [PEER if who == "peer" else sys.executable, "script.py"],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return folder / "dump"
+
+
+def peer_says(*words: str) -> str:
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    command = str(Path(PEER).with_name("msprobe"))
+    done = subprocess.run(
+        [command, *words], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def statistics(dump: Path) -> dict[str, str]:
+    """Every statistic of a dump that is not finite, by its place."""
+
+    def walk(value: object, place: str) -> Iterator[tuple[str, str]]:
+        if isinstance(value, dict):
+            for key, part in value.items():
+                yield from walk(part, f"{place}.{key}")
+        elif isinstance(value, list):
+            for i, part in enumerate(value):
+                yield from walk(part, f"{place}.{i}")
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield place, str(value)
+
+    return dict(walk(data(dump), ""))
+
+
+def test_nan_and_infinity_are_written_as_the_peer_writes_them(tmp_path: Path) -> None:
+    ours = dump_nonfinite(tmp_path / "ours", "us")
+    theirs = dump_nonfinite(tmp_path / "theirs", "peer")
+    a, b = statistics(ours), statistics(theirs)
+    same = [place for place in b if not differs_on_purpose(place.removeprefix("."))]
+    assert len(same) > 40
+    assert {place: a.get(place) for place in same} == {place: b[place] for place in same}
+    # to our files and back nothing of that is lost
+    from tensorprobe.cli.main import main
+
+    assert main(["convert", str(theirs), "--to", "native", "-o", str(tmp_path / "n")]) == 0
+    assert main(["convert", str(tmp_path / "n"), "--to", "msprobe", "-o", str(tmp_path / "m")]) == 0
+    assert statistics(tmp_path / "m") == b
+
+
+def test_the_peers_tools_find_what_is_in_our_dumps(tmp_path: Path) -> None:
+    found, levels = {}, {}
+    for who in ("us", "peer"):
+        dump = dump_nonfinite(tmp_path / who, who)
+        out = tmp_path / f"overflow_{who}"
+        peer_says("overflow_check", "-i", str(dump / "step0"), "-o", str(out))
+        (path,) = out.glob("anomaly_analyze_*.json")
+        found[who] = [node["op_name"] for node in json.loads(path.read_text())["rank_0"]]
+        # and ours says the same of both
+        from tensorprobe.overflow.across_ranks import find_first
+
+        assert [origin.name for origin in find_first(tp.load(dump)).first] == found[who]
+        graph = tmp_path / f"graph_{who}"
+        peer_says("graph_visualize", "-tp", str(dump / "step0"), "-o", str(graph), "-oc")
+        (db,) = graph.glob("*.vis.db")
+        with sqlite3.connect(db) as nodes:
+            query = "select node_name from tb_nodes where overflow_level = 'critical'"
+            levels[who] = {name for (name,) in nodes.execute(query)}
+    assert found["us"] == found["peer"] == ["Torch.log.0.forward"]
+    assert levels["peer"] <= levels["us"]
+    assert "Torch.log.0.forward" in levels["us"]
+
+
+@pytest.mark.parametrize("task", ["statistics", "tensor"])
+def test_the_peers_compare_sees_our_nan(tmp_path: Path, task: str) -> None:
+    """NaN on one side only: as many errors for our dumps as for its own."""
+    errors = {}
+    for who in ("us", "peer"):
+        spoilt = dump_nonfinite(tmp_path / who / "a", who, task)
+        sound = dump_nonfinite(tmp_path / who / "b", who, task, x="x.abs() * 0 + float('inf')")
+        rows = peer_compare(spoilt / "step0", sound / "step0", tmp_path / who / "out")
+        errors[who] = {
+            row["NPU Name"]
+            for row in rows
+            if row["Result"] == "error" and not differs_on_purpose(row["NPU Name"])
+        }
+    assert errors["peer"] <= errors["us"]
+
+
+def test_the_stages_of_a_profiler_land_in_the_same_folders(tmp_path: Path) -> None:
+    from usages import USAGES
+
+    found = {}
+    for who in ("us", "peer"):
+        folder = tmp_path / who
+        folder.mkdir()
+        script = USAGES["04 rollout and training of one step, reset in between"].script
+        (folder / "script.py").write_text(script)
+        words = [PEER, "script.py"]
+        if who == "us":
+            words = [sys.executable, "-m", "tensorprobe", "run", "--as", "msprobe", "script.py"]
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        if who == "us":
+            environment["PYTHONPATH"] = str(ROOT / "src")
+        done = subprocess.run(
+            words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found[who] = {
+            str(path.parents[1].relative_to(folder)): sorted(json.loads(path.read_text())["data"])
+            for path in folder.rglob("dump.json")
+        }
+    assert found["us"] == found["peer"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -325,6 +327,123 @@ def test_a_second_debugger_is_the_first(tmp_path: Path, capsys: pytest.CaptureFi
     assert "level='L0' has no effect" in line
 
 
+def test_what_a_script_sets_in_the_service_is_in_effect_from_the_next_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    debugger = PrecisionDebugger(config(tmp_path, level="L1"))
+    assert (debugger.config.task, debugger.config.rank) == ("statistics", [])
+    assert debugger.config.dump_path == str(tmp_path / "dump")
+    model = Net()
+    service = debugger.service
+    run(debugger, model)
+    service.config.level = "L0"
+    service.config.step = [1, 3]
+    run(debugger, model, steps=2)
+    assert service.current_iter == 2
+    service.config.level = "L9"  # which is none: said once, and it goes on
+    service.config.summary_mode = "md5"
+    run(debugger, model)
+    service.config.level = "L0"
+    run(debugger, model)
+    assert debugger.config.level == "L1"  # as it was read
+    assert [p.name for p in sorted((tmp_path / "dump").glob("step*"))] == [
+        "step0",
+        "step1",
+        "step3",
+    ]
+    assert "Functional.linear.0.forward" in data(tmp_path, 0)
+    for step in (1, 3):
+        assert "Module.fc1.Linear.forward.0" in data(tmp_path, step)
+        assert "Functional.linear.0.forward" not in data(tmp_path, step)
+    err = capsys.readouterr().err
+    assert err.count("service.config: level='L9': expected one of") == 1
+    with pytest.raises(AttributeError):
+        _ = debugger.config.no_such_field
+
+
+def test_a_reset_begins_anew_in_the_same_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    debugger = PrecisionDebugger(config(tmp_path, level="L1"))
+    for name in ("first", "second"):
+        debugger.service.config.dump_path = str(tmp_path / "dump" / name)
+        debugger.start()
+        torch.relu(X)
+        debugger.stop()
+        debugger.service.reset_status()
+    for name in ("first", "second"):
+        path = tmp_path / "dump" / name / "step0" / PROC / "dump.json"
+        assert list(json.loads(path.read_text())["data"]) == ["Torch.relu.0.forward"]
+    debugger.start()  # the same step of the same folder once more
+    torch.relu(X), torch.relu(X)
+    debugger.stop()
+    PrecisionDebugger.close()
+    assert len(json.loads(path.read_text())["data"]) == 2
+    err = capsys.readouterr().err
+    assert "was dumped before in this run: it is written anew" in err
+    assert err.count("the dump is in") == 2
+    assert not list(tmp_path.glob("dump/**/.tensorprobe"))
+
+
+def test_a_request_that_is_not_scheduled_is_left_out(tmp_path: Path) -> None:
+    debugger = PrecisionDebugger(config(tmp_path, statistics={"request_id": "b"}))
+    for tokens in ({"a": 1}, {"b": 2}, None):
+        debugger.start(scheduled_tokens=tokens)
+        torch.relu(X)
+        debugger.stop()
+        debugger.step()
+    assert sorted(p.name for p in (tmp_path / "dump").glob("step*")) == ["step1", "step2"]
+
+
+# What msprobe shipped over time, by kind
+TEMPLATES: dict[str, dict[str, Any]] = {
+    "2024-05": {
+        "seed": 1234, "is_deterministic": False, "enable_dataloader": False, "acl_config": "",
+        "tensor": {"scope": [], "list": [], "data_mode": ["all"], "backward_input": [],
+                   "file_format": "npy"},
+        "statistics": {"scope": [], "list": [], "data_mode": ["all"],
+                       "summary_mode": "statistics"},
+        "overflow_check": {"overflow_nums": 1, "check_mode": "all"},
+        "run_ut": {"white_list": [], "black_list": [], "error_data_path": "./"},
+    },
+    "2024-08": {
+        "seed": 1234, "is_deterministic": False, "enable_dataloader": False, "acl_config": "",
+        "tensor": {"scope": [], "list": [], "data_mode": ["all"], "backward_input": [],
+                   "file_format": "npy", "online_run_ut": False, "nfs_path": "", "host": "",
+                   "port": -1},
+        "grad_probe": {"grad_level": "L1", "param_list": [], "bounds": [-1, 0, 1]},
+        "free_benchmark": {"scope": [], "list": [], "fuzz_device": "npu",
+                           "pert_mode": "improve_precision", "handler_type": "check",
+                           "fuzz_level": "L1", "fuzz_stage": "forward", "if_preheat": False,
+                           "preheat_step": 15, "max_sample": 20},
+        "run_ut": {"white_list": [], "black_list": [], "error_data_path": "./",
+                   "is_online": False, "nfs_path": "", "host": "", "port": -1, "rank_list": [0],
+                   "tls_path": "./", "master_ip": "127.0.0.1", "master_port": "2688"},
+    },
+    "2024-12": {"enable_async_dump": False, "tensor": {"online_run_ut_recompute": False},
+                "is_deterministic": True, "seed": 0},
+    "2025-02": {"async_dump": False, "extra_info": True, "precision": "low",
+                "statistics": {"tensor_list": [], "device": "host", "stat_cal_mode": "host"},
+                "exception_dump": {"data_mode": ["all"]},
+                "tensor": {"bench_path": "", "summary_mode": "md5", "diff_nums": 1}},
+    "2025-06": {"risk_level": "FOCUS", "statistics": {"summary_mode": "xor"},
+                "acc_check": {"white_list": [], "black_list": [], "error_data_path": "./"},
+                "nan_check": {"list": [], "scope": []}},
+    "2026": {"load": {}, "dump_enable": True, "custom_op_namespaces": ["_C_ascend"],
+             "statistics": {"slice": [], "request_id": ""}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("year", TEMPLATES)
+def test_templates_of_all_years_are_read(tmp_path: Path, year: str) -> None:
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        run(PrecisionDebugger(config(tmp_path, level="L1", **TEMPLATES[year])), Net())
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+    assert data(tmp_path)
+
+
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     with pytest.raises(BadUsage, match="no PrecisionDebugger yet"):
         PrecisionDebugger.start()
@@ -370,7 +489,49 @@ def test_the_command_line_of_msprobe(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert list((tmp_path / "ut").glob("accuracy_checking_result*.csv"))
     assert main(["graph_visualize", "-tp", a]) == 2
     assert main(["compare", "-tp", a]) == 2
+    known = ["--fuzzy_match", "--diff_analyze", "--is_print_compare_log", "-m", "auto", "-o"]
+    assert main(["compare", "-tp", a, "-gp", b, *known, out, "--rank", "0"]) == 0
+    for wrong, text in (
+        (["-am"], "--api_mapping is not supported: it is for MindSpore"),
+        (["--config", "x.yaml"], "--config is not supported: tensors are compared as they are"),
+        (["-m", "atb"], "-m atb is not supported: for such dumps use tensorprobe ascend"),
+        (["--layer_mapping", "no.yaml"], "no file 'no.yaml'"),
+        (["--rank", "7"], "no call of that step and rank|rank 7"),
+    ):
+        capsys.readouterr()
+        assert main(["compare", "-tp", a, "-gp", b, "-o", out, *wrong]) in (1, 2)
+        assert re.search(text, capsys.readouterr().err)
+    for verb in ("graph", "op_generate", "config_check", "merge_result", "data2db", "parse"):
+        assert main([verb, "-x"]) == 2
+        assert f"msprobe {verb} is not supported; use " in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert "with the words of msprobe 26.2.0" in capsys.readouterr().out
+    assert main(["compare", "-tp", a]) == 2
     assert "give both dumps: -tp DUMP -gp DUMP" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["overflow_check", "nan_analyze"])
+def test_the_first_nan_under_msprobes_words(tmp_path: Path, verb: str) -> None:
+    from tensorprobe.peers.msprobe.msprobe_command import main
+
+    debugger = PrecisionDebugger(config(tmp_path, level="mix"))
+    model = Net()
+    debugger.start(model)
+    torch.log(model(X) - 100).sum().backward()
+    debugger.stop()
+    debugger.step()
+    PrecisionDebugger.close()
+    dump, out = str(tmp_path / "dump" / "step0"), tmp_path / "out"
+    assert main(["-f", "pytorch", verb, "-i", dump, "-o", str(out)]) == 3
+    (path,) = out.glob("anomaly_analyze_*.json")
+    (found,) = json.loads(path.read_text())["rank_0"]
+    assert found["op_name"] == "Torch.log.0.forward"
+    assert math.isnan(found["data_info"]["output"][0]["Max"])
+    assert found["construct_info"] == ["Torch.log.0.forward"]
+    assert __file__ in found["stack_info"][0]
+    assert json.loads((out / "ranks.json").read_text())["nonfinite"]["first"][0]["rank"] == 0
 
 
 def test_an_old_configuration_is_read(tmp_path: Path) -> None:

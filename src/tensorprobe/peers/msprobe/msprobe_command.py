@@ -188,7 +188,7 @@ def _compare(args: argparse.Namespace) -> int:
 def _overflow(args: argparse.Namespace) -> int:
     from tensorprobe.overflow.across_ranks import find_first
     from tensorprobe.peers.msprobe.msprobe_anomalies import write_anomalies
-    from tensorprobe.report.ranks import lines, save
+    from tensorprobe.report.ranks_file import lines, save
     from tensorprobe.store.loading import load
     from tensorprobe.store.outputs import check_output
 
@@ -236,6 +236,8 @@ def _check(args: argparse.Namespace) -> int:
         peer_tables=True,
     )
     say(*f"{checked}".split("\n"))
+    if checked.is_idle:
+        return 1
     return 0 if checked.passed else 3
 
 

@@ -19,6 +19,8 @@ _DIRECTIONS = ("forward", "backward")
 _SIDES = ("input", "output")
 # Names in an api_list that stand for a whole kind of calls, as later releases have it.
 _KINDS = {name.lower(): name for name in ("Distributed", "NPU", "Aten", "VF")}
+# What later releases call an optimizer's step in `scope`.
+_OPTIMIZER_STEP = re.compile(r"optim_(\w+)_step(?:_\d+)?(?:_forward)?")
 _WHOLE = re.compile(
     r"(Tensor|Torch|Functional|VF|NPU|Aten|Distributed|Module|Ops)[._].+[._]\d+"
     r"([._](forward|backward))?"
@@ -130,7 +132,8 @@ def read_switch(
         content,
         stacks,
         is_filtered,
-        only_peers=True,
+        # of an optimizer's step, which is asked for by name, there is nothing else to write
+        only_peers=not any(_OPTIMIZER_STEP.fullmatch(name) for name in names),
         backward_only=frozenset(backward_only),
     )
     prefix = f"{mode}_" if mode == "api_stack" or (release != "2.3" and mode != "all") else ""
@@ -232,6 +235,8 @@ def _selected(mode: str, scope: Sequence[str], apis: Sequence[str]) -> dict[str,
 
 def _part(name: str) -> str:
     """The beginning of a name, as the recorder spells names: "Tensor_permute" is both parts."""
+    if (step := _OPTIMIZER_STEP.fullmatch(name)) is not None:
+        return f"Optimizer.{step[1]}.step."
     found = parse_name(name)
     if found is not None or _WHOLE.fullmatch(name):
         return name

@@ -120,7 +120,7 @@ def grids_by_input(tree: Tree, names: Names, scheme: Scheme) -> Grids:
     them; or, in a sequence that is read as a whole, its place there. Else a row of a batch is its
     content. With a cache a call reads on where the one before it ended, row by row.
     """
-    reader = _Reader(names, scheme, _has_encoder(tree))
+    reader = _RowReader(names, scheme, _has_encoder(tree))
     found: Grids = {}
     for call in tree.model_calls:
         try:
@@ -138,7 +138,7 @@ def _has_encoder(tree: Tree) -> bool:
     return {"encoder", "decoder"} <= ends
 
 
-class _Reader:
+class _RowReader:
     """What the calls of a model have read so far."""
 
     def __init__(self, names: Names, scheme: Scheme, has_encoder: bool) -> None:

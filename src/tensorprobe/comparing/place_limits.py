@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tensorprobe.comparing.boundaries import Tree
-from tensorprobe.comparing.chosen import Found, Results
+from tensorprobe.comparing.chosen import FoundPlace, PlaceResults
 from tensorprobe.comparing.rounding import (
     autocast_unit,
     distance,
@@ -36,7 +36,7 @@ class Limits:
 
     def __init__(
         self,
-        results: Results,
+        results: PlaceResults,
         facts: tuple[Mapping[str, Any], Mapping[str, Any]],
         *,
         within: float | None = None,
@@ -63,7 +63,7 @@ class Limits:
             if found.measured.note is None:
                 self._judge(found)
 
-    def _judge(self, found: Found) -> None:
+    def _judge(self, found: FoundPlace) -> None:
         measured, row = found.measured, found.row
         unit = row.coarse = self._unit(found)
         error = row.distance = self._error(found, unit)
@@ -76,7 +76,7 @@ class Limits:
         if is_fine or (found.is_own and measured.status == "undecided"):
             self._remember(found, error)
 
-    def _unit(self, found: Found) -> float:
+    def _unit(self, found: FoundPlace) -> float:
         own = pair_roundoff(found.row)
         if not own or found.measured.kind == "parameter":
             return own
@@ -88,7 +88,7 @@ class Limits:
         ]
         return max(own, *(units[n - 1] for units, n in zip(self._units, before, strict=True)))
 
-    def _error(self, found: Found, unit: float) -> float:
+    def _error(self, found: FoundPlace, unit: float) -> float:
         relative, metrics = found.measured.relative, found.row.metrics
         if relative is None or not unit or metrics is None:
             found.row.distance = None
@@ -101,7 +101,7 @@ class Limits:
                 found.measured.relative = relative
         return relative / unit
 
-    def _limit(self, found: Found, unit: float) -> float | None:
+    def _limit(self, found: FoundPlace, unit: float) -> float | None:
         measured = found.measured
         if self.within is not None:
             return self.within / unit if unit else 0.0
@@ -114,17 +114,17 @@ class Limits:
         own = factor * math.sqrt(max(found.depth, _LEAST_DEPTH))
         return max(own + _GROWTH * measured.inherited, floor)
 
-    def _floor(self, found: Found) -> float:
+    def _floor(self, found: FoundPlace) -> float:
         measured = found.measured
         key = (measured.expected, measured.kind, measured.tensor)
         n = self._seen[key] = self._seen.get(key, -1) + 1
         return NOISE * (self._floors or {}).get((*key, n), 0.0)
 
-    def is_quantised_at(self, found: Found) -> bool:
+    def is_quantised_at(self, found: FoundPlace) -> bool:
         """Whether something quantised has come before, whose error no rounding bounds."""
         return self.quantised is not None and found.depth >= self.quantised[0]
 
-    def _status(self, found: Found, error: float, limit: float | None, unit: float) -> Status:
+    def _status(self, found: FoundPlace, error: float, limit: float | None, unit: float) -> Status:
         if error == 0:
             return "equal"
         if not unit:
@@ -139,7 +139,7 @@ class Limits:
             return "beyond"
         return "beyond" if error > UNSURE * limit else "undecided"
 
-    def _inherited(self, found: Found) -> float:
+    def _inherited(self, found: FoundPlace) -> float:
         if found.twins is None or found.measured.kind in ("parameter", "gradient"):
             return 0.0
         modules = self._results.trees[0].modules
@@ -152,7 +152,7 @@ class Limits:
             above = path
         return max(self._given.get(above, 0.0), self._inside.get(above, 0.0))
 
-    def _remember(self, found: Found, error: float) -> None:
+    def _remember(self, found: FoundPlace, error: float) -> None:
         if found.twins is None or found.measured.kind not in ("input", "output"):
             return
         path = found.twins.actual[0]
@@ -167,7 +167,7 @@ class Limits:
             self._inside[above] = max(self._inside.get(above, 0.0), error)
 
 
-def noise_floors(runs: Sequence[Results]) -> Floors:
+def noise_floors(runs: Sequence[PlaceResults]) -> Floors:
     """How far further runs of the expected side are from it, at each chosen place."""
     floors: Floors = {}
     for results in runs:
@@ -198,7 +198,7 @@ def _units(tree: Tree, facts: Mapping[str, Any]) -> list[float]:
     return found
 
 
-def _quantised_from(results: Results) -> tuple[int, str] | None:
+def _quantised_from(results: PlaceResults) -> tuple[int, str] | None:
     """The first module that is quantised on one side only: its place, and its name."""
     for twins in results.pairing.twins:
         sides = [
