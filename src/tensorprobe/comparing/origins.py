@@ -27,6 +27,7 @@ from tensorprobe.comparing.rounding import (
 from tensorprobe.comparing.scene import (
     AMPLIFIES,
     APART,
+    CANCELS,
     Node,
     Scene,
     label_of,
@@ -41,7 +42,6 @@ from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import TensorRecord
 
 _STATES = ("parameter", "buffer", "state")
-_CANCELS = 1e-3  # of the size that the terms add up to
 # Of the numbers: a view that leaves fewer of them alone is taken for another tensor.
 _LEFT_ALONE = 0.05
 _LOOK_BACK = 200
@@ -119,7 +119,7 @@ class Boundaries:
         if d and row.role == "parameter_grad":
             summed = self._summed(node, row)
             sizes = [rms_size(record) for record in (row.actual, row.expected) if record]
-            if max(sizes) < _CANCELS * summed:
+            if max(sizes) < CANCELS * summed:
                 return 0.0  # rounding that is left of numbers that cancel: a bias before a norm
             return self._scene.distance(node, row, summed)
         if d and node.call.direction == "backward":
@@ -484,6 +484,14 @@ def _own_error(node: Node, replays: Replays) -> Culprit | None:
 
 
 def _one_sided(scene: Scene, node: Node, row: TensorPair, region: list[int], d: float) -> Found:
+    units = [scene.unit_of[at] for at in region if at in scene.unit_of]
+    if units:
+        unit = scene.nodes[min(units)]
+        reason = (
+            f"only one side shows its inside, and {row.name} of {node.call.name}, which it leads "
+            f"to, differs {magnitude(d)}"
+        )
+        return unit.i, accuse(unit, "boundary", reason, d, row=row, inherited=unit.d_in)
     mine, other = _by_side(scene, sorted({_forward(scene, at) for at in region}))
     if not mine and not other:
         return None
