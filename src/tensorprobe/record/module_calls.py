@@ -133,7 +133,7 @@ class ModuleCalls:
     # What C++ is given, and asks
 
     def attach(self, hooks: ModuleHooks) -> None:
-        """These hooks tell of modules. Let C++ do it where that is built (native/module_hooks.h), for
+        """These hooks tell of modules. Let C++ do it if that is built (native/module_hooks.h), for
         modules inside of others in a step that is recorded. C++ writes calls down itself where
         nothing but statistics is kept."""
         tape = self._tape
