@@ -133,8 +133,8 @@ class ModuleCalls:
     # What C++ is given, and asks
 
     def attach(self, hooks: ModuleHooks) -> None:
-        """These hooks tell of modules. Let C++ do it if that is built (native/module_hooks.h), for
-        modules inside of others in a step that is recorded. C++ writes calls down itself where
+        """These hooks tell of modules. Where C++ is built (native/module_hooks.h) it does so for
+        modules inside of others, in a step that is recorded. It writes the calls down itself where
         nothing but statistics is kept."""
         tape = self._tape
         self._hooks = hooks
