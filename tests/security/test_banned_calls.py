@@ -83,7 +83,6 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
         2,
         "about its own state, for the type checker",
     ),
-    ("peers/msprobe/msprobe_config.py", "assert"): (1, "about its own state, for the type checker"),
     ("peers/msprobe/msprobe_seeding.py", "getattr"): (
         1,
         "dropout functions, from the table of that file",
