@@ -8,14 +8,16 @@ JOBS   ?= 2
 IN_PYTHON := tests/follow tests/record tests/tensors/test_starting.py tests/tensors/test_summarizer.py \
 	tests/overflow/test_short_way.py tests/overflow/test_later.py tests/overflow/test_masks.py tests/overflow/test_overflow.py
 
-.PHONY: help setup demo test test-all check wheel web clean
+.PHONY: help setup demo test test-all test-versions torch-names check wheel web screenshots clean
 
 help:
 	@echo "make demo      the whole story on built-in data"
 	@echo "make test      the fast test set"
 	@echo "make test-all  the full matrix"
+	@echo "make test-versions VERSIONS='2.1.0 2.7.1'  the compatibility set with other versions of torch"
 	@echo "make check     ruff, mypy --strict, import directions"
 	@echo "make web       src/tensorprobe/report/page, built from web/ (Node 20)"
+	@echo "make screenshots  docs/pictures, made anew (Chromium)"
 	@echo "make wheel     dist/tensorprobe-*.whl, with the C library in it"
 
 setup: $(STAMP)
@@ -33,12 +35,22 @@ demo: setup
 	$(BIN)/python -m tensorprobe demo
 
 test: setup
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
+		echo "no Chromium: the tests of the page in a browser are skipped (apt-get install chromium)"
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "not slow and not gpu"
 	TENSORPROBE_NATIVE=0 $(BIN)/python -m pytest -q -n $(JOBS) -m "not slow and not gpu" $(IN_PYTHON)
 
 test-all: setup
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "not gpu"
 	TENSORPROBE_NATIVE=0 $(BIN)/python -m pytest -q -n $(JOBS) -m "not gpu" $(IN_PYTHON)
+
+# An environment a version, outside of the tree; writes docs/versions.md. Without VERSIONS: all.
+test-versions: setup
+	$(BIN)/python tests/versions/run_versions.py $(VERSIONS)
+
+# Which versions of torch have the names that src touches, from the wheels on the index.
+torch-names: setup
+	$(BIN)/python tests/versions/torch_names.py
 
 check: setup
 	$(BIN)/ruff check .
@@ -54,6 +66,9 @@ wheel: setup
 
 web:
 	cd web && npm ci && npm run build
+
+screenshots: setup
+	$(BIN)/python web/screenshots.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

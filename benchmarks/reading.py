@@ -15,7 +15,8 @@ from collections.abc import Callable
 import torch
 import triton
 
-from tensorprobe.tensors import launch, rows
+from tensorprobe.tensors import launch
+from tensorprobe.tensors import tally_rows as rows
 from tensorprobe.tensors import triton_kernels as kernels
 from tensorprobe.tensors.digest import WEIGHTS
 

@@ -51,7 +51,7 @@ def installed() -> dict[str, Any]:
     return {
         "function modes": list(_get_current_function_mode_stack()),
         "dispatch modes": list(_get_current_dispatch_mode_stack()),
-        "module hooks": {name: list(getattr(modules, name)) for name in _GLOBAL_HOOKS},
+        "module hooks": {name: list(getattr(modules, name, ())) for name in _GLOBAL_HOOKS},
         "optimizer hooks": {name: list(getattr(optimizers, name)) for name in _OPTIMIZER_HOOKS},
         "engine": engine_entry(),
         # ours by its text: what tests import adds filters of its own

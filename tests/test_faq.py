@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import tensorprobe as tp
 from default_device import host_only
 from recorded import ROOT, SRC, record, run_script, start_script, stems
+from tensorprobe import torch_versions
 from tensorprobe.checking.one import check_one
 from tensorprobe.devices import device_layer
 from tensorprobe.follow.naming import Namer
@@ -89,9 +90,11 @@ def test_001_U1_source_tree_needs_no_version_file(tmp_path: Path) -> None:
     assert (result.stdout, result.stderr) == (expected, "")
 
 
-@torch.library.custom_op("faq::scaled_masked_softmax", mutates_args=())
-def scaled_masked_softmax(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    return (x * scale).masked_fill(mask, -1e4).softmax(-1)
+if hasattr(torch.library, "custom_op"):  # from torch 2.4 on
+
+    @torch.library.custom_op("faq::scaled_masked_softmax", mutates_args=())
+    def scaled_masked_softmax(x: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+        return (x * scale).masked_fill(mask, -1e4).softmax(-1)
 
 
 def test_001_U2_fused_op_is_recorded_without_a_list(tmp_path: Path) -> None:
@@ -757,14 +760,14 @@ def test_002_2_4_dropout_can_be_judged_from_its_record(tmp_path: Path) -> None:
     assert torch.allclose(output.load()[kept], source[kept] / 0.75)
     # and so is the state of the generator: from there it drops the same values again
     state = call.tensor("buffers.rng_state").load().cpu()
-    device_layer(torch.get_default_device()).set_rng_state(state)
+    device_layer(torch_versions.default_device()).set_rng_state(state)
     assert F.dropout(source, p=0.25).equal(output.load())
     # with one seed the two runs drew alike; recording itself draws nothing
     assert runs[1].call(call.name).tensor("output.0").digest == output.digest
     # where the device draws other numbers, share and scale are judged, and the row says so
     (dropout,) = pair(runs[0].calls(name="*dropout*"))
     row = check_one(dropout, torch.device("cpu"))
-    same_generator = torch.get_default_device().type == "cpu"
+    same_generator = torch_versions.default_device().type == "cpu"
     assert row.verdict == "pass"
     assert row.reference == ("float64" if same_generator else "its distribution")
     without_state = msgspec.structs.replace(
@@ -776,7 +779,7 @@ def test_002_2_4_dropout_can_be_judged_from_its_record(tmp_path: Path) -> None:
 
 
 def test_002_2_5_every_tensor_has_the_dtype_it_had(tmp_path: Path) -> None:
-    layer, device = nn.Linear(4, 4), torch.get_default_device().type
+    layer, device = nn.Linear(4, 4), torch_versions.default_device().type
 
     def program() -> None:
         with torch.autocast(device, torch.bfloat16):

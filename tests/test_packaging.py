@@ -35,7 +35,10 @@ def wheel(folder: Path, compiler: str) -> tuple[Path, str]:
 def test_without_a_compiler_the_wheel_is_plain_python(tmp_path: Path) -> None:
     made, said = wheel(tmp_path, "no-such-compiler")
     assert made.name.endswith("-py3-none-any.whl")
-    assert LIBRARY not in zipfile.ZipFile(made).namelist()
+    names = zipfile.ZipFile(made).namelist()
+    assert LIBRARY not in names
+    for name in ("page.js", "page.css", "LICENSES.txt"):
+        assert f"tensorprobe/report/page/{name}" in names
     reason = "no-such-compiler: No such file or directory"
     assert f"statistics of CPU tensors stay with numpy: {reason}" in said
 
@@ -81,3 +84,31 @@ def test_in_an_empty_environment_the_wheel_passes_the_demo(tmp_path: Path) -> No
     assert parts["C library"]["state"] == "active"
     assert parts["C library"]["why"].startswith(str(tmp_path / "venv"))
     assert parts["torch"]["state"] == "active"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("torch", "numpy"), [("2.1.0", "1.26.4"), ("2.7.1", "2.2.6")])
+def test_installing_replaces_nothing(torch: str, numpy: str, tmp_path: Path) -> None:
+    """pip is asked what it would do in an environment that says it has these."""
+    place = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
+    (packages,) = place.glob("lib/python*/site-packages")
+    for name, version in (("torch", torch), ("numpy", numpy)):
+        about = packages / f"{name}-{version}.dist-info"
+        about.mkdir()
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        (about / "METADATA").write_text(text)
+        (about / "RECORD").write_text("")
+    report = tmp_path / "report.json"
+    options = ["--dry-run", "--quiet", "--no-build-isolation", "--report", str(report)]
+    pip = [sys.executable, "-m", "pip", "--python", str(place / "bin" / "python")]
+    made, _ = wheel(tmp_path, "no-such-compiler")
+    done = subprocess.run(
+        [*pip, "install", *options, f"{made}[torch]"], capture_output=True, text=True, check=False
+    )
+    if "Could not find a version" in done.stderr or "Connection" in done.stderr:
+        pytest.skip("the index cannot be reached")
+    assert done.returncode == 0, done.stderr
+    wanted = {each["metadata"]["name"] for each in json.loads(report.read_text())["install"]}
+    assert "tensorprobe" in wanted
+    assert not wanted & {"torch", "numpy"}

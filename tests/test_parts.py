@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tensorprobe.errors import BadUsage, MissingDependency
-from tensorprobe.parts import Parts
+from tensorprobe.parts import NamedParts
 
 
 def test_a_part_is_imported_when_it_is_asked_for(
@@ -14,7 +14,7 @@ def test_a_part_is_imported_when_it_is_asked_for(
 ) -> None:
     (tmp_path / "colourful_part.py").write_text("COLOUR = 'red'\n")
     monkeypatch.syspath_prepend(tmp_path)
-    parts = Parts("colour", {"plain": "json"})
+    parts = NamedParts("colour", {"plain": "json"})
     parts.register("red", "colourful_part")
     parts.register("red", "colourful_part")  # its package was imported twice
     assert list(parts) == ["plain", "red"]
@@ -23,13 +23,13 @@ def test_a_part_is_imported_when_it_is_asked_for(
 
 
 def test_a_name_belongs_to_one_module() -> None:
-    parts = Parts("colour", {"plain": "json"})
+    parts = NamedParts("colour", {"plain": "json"})
     with pytest.raises(BadUsage, match=r"colour 'plain' is json already: give csv another name"):
         parts.register("plain", "csv")
 
 
 def test_an_unknown_name_is_told_what_is_there() -> None:
-    parts = Parts("colour", {"plain": "json", "red": "csv"})
+    parts = NamedParts("colour", {"plain": "json", "red": "csv"})
     expected = r"colour='plane': expected one of plain, red. Did you mean 'plain'\?"
     with pytest.raises(BadUsage, match=expected):
         parts.module("plane")
@@ -44,7 +44,7 @@ def test_an_unknown_name_is_told_what_is_there() -> None:
 )
 def test_a_missing_part_is_named(module: str, text: str) -> None:
     with pytest.raises(MissingDependency, match=f"colour='red' needs {text}"):
-        Parts("colour", {"red": module}).module("red")
+        NamedParts("colour", {"red": module}).module("red")
 
 
 def test_what_a_part_misses_itself_is_its_own_error(
@@ -53,4 +53,4 @@ def test_what_a_part_misses_itself_is_its_own_error(
     (tmp_path / "hungry_part.py").write_text("import no_such_package\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_package"):
-        Parts("colour", {"red": "hungry_part"}).module("red")
+        NamedParts("colour", {"red": "hungry_part"}).module("red")

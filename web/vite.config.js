@@ -6,7 +6,9 @@ const LIBRARIES = ["uplot", "@dagrejs/dagre"];
 
 const licences = {
   name: "licences",
-  generateBundle() {
+  enforce: "post",
+  generateBundle(_, bundle) {
+    bundle["page.js"].code = `/* with uPlot (c) Leon Sorokin and dagre (c) Chris Pettitt, both MIT: tensorprobe/report/page/LICENSES.txt */\n${bundle["page.js"].code}`;
     const texts = LIBRARIES.map((name) => `${name}\n\n${readFileSync(`node_modules/${name}/LICENSE`, "utf8").trim()}\n`);
     this.emitFile({ type: "asset", fileName: "LICENSES.txt", source: texts.join("\n\n") });
   },
@@ -21,8 +23,5 @@ export default defineConfig({
     cssCodeSplit: false,
     modulePreload: false,
     lib: { entry: "src/main.ts", formats: ["iife"], name: "tensorprobe", fileName: () => "page.js", cssFileName: "page" },
-    rolldownOptions: {
-      output: { banner: "/*! with uPlot (c) Leon Sorokin and dagre (c) Chris Pettitt, both MIT: tensorprobe/report/page/LICENSES.txt */" },
-    },
   },
 });

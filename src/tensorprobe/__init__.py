@@ -149,3 +149,10 @@ def _load(name: str) -> Any:
         from tensorprobe.errors import MissingDependency
 
         raise MissingDependency("torch", f"tensorprobe.{name}", "torch") from None
+    except RuntimeError as error:
+        from tensorprobe.errors import UnsupportedTorch, why_no_torch
+
+        why = why_no_torch(error)
+        if why is None:
+            raise
+        raise UnsupportedTorch(why) from error

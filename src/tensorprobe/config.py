@@ -11,7 +11,7 @@ import msgspec
 
 from tensorprobe.errors import BadUsage
 from tensorprobe.keywords import did_you_mean, unknown_name
-from tensorprobe.parts import Parts
+from tensorprobe.parts import NamedParts
 from tensorprobe.records import Direction, Keep, Level
 
 Side = Literal["input", "output"]
@@ -272,7 +272,7 @@ class ConfigFile(NamedTuple):
 
 
 # The module of each kind of file: `read_config(path)` gives a ConfigFile.
-CONFIG_FILES = Parts("config", {"msprobe": "tensorprobe.peers.msprobe.msprobe_config"})
+CONFIG_FILES = NamedParts("config", {"msprobe": "tensorprobe.peers.msprobe.msprobe_config"})
 
 
 def from_msprobe_config(path: str | Path) -> ConfigFile:

@@ -3,7 +3,7 @@
 TensorprobeError
 ├── BadUsage             an argument, option or configuration field is wrong         (exit 2)
 ├── MissingDependency    an optional package is needed and not installed
-├── UnsupportedTorch     this version of torch is too old
+├── UnsupportedTorch     torch is too old, or cannot be imported
 ├── UnreadableCapture    a path is no capture, or one that cannot be read
 │   └── NoSuchCall       a capture has no call of this name
 ├── BadArtefact          a foreign file (dump, graph, log) is not what it claims to be
@@ -18,6 +18,8 @@ The text of each says what was found, what was expected, and what to type next.
 """
 
 from __future__ import annotations
+
+import re
 
 
 class TensorprobeError(Exception):
@@ -42,7 +44,20 @@ class MissingDependency(TensorprobeError):
 
 
 class UnsupportedTorch(TensorprobeError):
-    """This version of torch is too old."""
+    """Torch is too old, or cannot be imported because of a package that it loads by itself."""
+
+
+def why_no_torch(error: BaseException) -> str | None:
+    """What to do where torch fails because of a package that it loads by itself; else None."""
+    found = re.search(r"Failed to load the backend extension: ([\w.-]+?)\.?(?:\s|$)", str(error))
+    if found is None:
+        return None
+    cause = str(error.__cause__ or error.__context__ or "").strip().splitlines()
+    return (
+        f"torch cannot be imported: it loads {found[1]} by itself, and that fails"
+        f"{': ' + cause[0] if cause else ''}. Mend {found[1]} (the one for this torch, with the "
+        "libraries of its driver), or leave it out: export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+    )
 
 
 class UnreadableCapture(TensorprobeError):

@@ -46,7 +46,7 @@ class RareSearches:
                 gc.set_threshold(*self._ours)
 
     def end(self) -> None:
-        """As before, once nobody watches any more; unless somebody else has set it since."""
+        """Set the collector back when the last watcher ends, unless someone else has set it."""
         with self._lock:
             self._users -= 1
             if self._users == 0 and self._before and gc.get_threshold() == self._ours:

@@ -10,10 +10,10 @@ from tensorprobe.errors import BadUsage, MissingDependency
 from tensorprobe.keywords import did_you_mean
 
 
-class Parts:
+class NamedParts:
     """Modules by name, of which some may not be installed.
 
-    COLUMNS = Parts("columns", {"native": "tensorprobe.report.native_columns"})
+    COLUMNS = NamedParts("columns", {"native": "tensorprobe.report.native_columns"})
     COLUMNS.register("mine", "my_package.my_columns")
     COLUMNS.module("mine")
     """

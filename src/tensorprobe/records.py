@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import msgspec
 
 from tensorprobe.errors import NoSuchCall, UnreadableCapture
+from tensorprobe.notebooks import html_of
 from tensorprobe.tensors.blob import Blob
 from tensorprobe.tensors.summary import TensorSummary as TensorSummary
 
@@ -139,6 +140,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         where = f" in {self.module}" if self.module else ""
         tensors = count(len(self.tensors), "tensor")
         return f"<Call {self.name}{where}: {tensors}, step {self.step}, rank {self.rank}{status}>"
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
 
 class Gap(msgspec.Struct, frozen=True):
@@ -272,6 +276,9 @@ class Capture:
         gaps = f", {count(len(self.gaps), 'gap')}" if self.gaps else ""
         calls, steps = count(len(self.calls), "call"), count(len(self.steps), "step")
         return f"<Capture {self.path}: {calls} in {steps}{ranks}{gaps}>"
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
 
 def no_such_call(capture: Capture, name: str, calls: Calls) -> NoSuchCall:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from tensorprobe.errors import UnsupportedTorch
 
@@ -155,32 +157,45 @@ else:
 
 # ---- memory --------------------------------------------------------------------------------------
 
+
 # 2.1 to 2.3: a storage does not tell whether it can be resized, so all memory of the host is looked
 # at again at each use.
-if hasattr(torch.UntypedStorage, "resizable"):
+def _is_on_device(storage: torch.UntypedStorage) -> bool:
+    return storage.device.type != "cpu"
 
-    def may_be_lent(storage: torch.UntypedStorage) -> bool:
-        """Whether numpy may have this memory, and write to it: it cannot be resized then."""
-        return not storage.resizable()
 
-else:
-
-    def may_be_lent(storage: torch.UntypedStorage) -> bool:
-        """Whether numpy may have this memory, and write to it."""
-        return storage.device.type == "cpu"
+# Whether a storage is torch's own: numpy may have, and write to, what cannot be resized. Not a
+# function of ours if that can be: it is asked for every tensor of a call.
+is_own: Callable[[torch.UntypedStorage], bool] = getattr(
+    torch.UntypedStorage, "resizable", _is_on_device
+)
 
 
 # ---- compilers -----------------------------------------------------------------------------------
 
-# 2.1 and 2.2: is_compiling lies in torch._utils. Dynamo reads it as true, and no other name.
-is_compiling: Callable[[], bool] = (
-    torch.compiler.is_compiling
-    if hasattr(torch.compiler, "is_compiling")
+
+def _is_compiling_in_old() -> bool:
+    # Modes stay on while dynamo compiles, which only its own notes tell.
+    notes = torch._guards
+    return bool(
+        torch._utils.is_compiling() or notes.CompileContext.get() or notes.TracingContext.get()
+    )
+
+
+# 2.1 and 2.2 have no compiler.is_compiling.
+is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", _is_compiling_in_old)
+# True of the code that dynamo reads, never of ours. 2.1 and 2.2 have it under another name, which
+# dynamo knows.
+is_dynamo_compiling: Callable[[], bool] = (
+    torch.compiler.is_dynamo_compiling
+    if hasattr(torch.compiler, "is_dynamo_compiling")
     else torch._utils.is_compiling
 )
-# True of the code that dynamo reads, never of ours.
-is_dynamo_compiling: Callable[[], bool] = getattr(
-    torch.compiler, "is_dynamo_compiling", is_compiling
+# What C++ reads of torch.compiler. Where the flag is not False, it asks the function.
+COMPILER: dict[str, Any] = (
+    vars(torch.compiler)
+    if hasattr(torch.compiler, "_is_compiling_flag")
+    else {"_is_compiling_flag": None, "is_compiling": is_compiling}
 )
 
 
@@ -189,12 +204,11 @@ is_dynamo_compiling: Callable[[], bool] = getattr(
 
 def default_device() -> torch.device:
     """Where a tensor is made that is asked for without a device."""
-    # 2.1 and 2.2 have no get_default_device; its answer is a variable of theirs.
-    if hasattr(torch, "get_default_device"):
-        return torch.get_default_device()
-    from torch.utils import _device
-
-    return torch.device(_device.CURRENT_DEVICE or "cpu")
+    # 2.1 and 2.2 have no get_default_device, and those of 2.3 and 2.4 do not see `with device:`.
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):
+            return torch.device(mode.device)
+    return torch.device("cpu")
 
 
 def accelerator_type() -> str | None:

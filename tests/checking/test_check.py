@@ -17,7 +17,7 @@ import tensorprobe as tp
 from recorded import record
 from tensorprobe.checking import pool
 from tensorprobe.checking.plan import likeness
-from tensorprobe.checking.results import Results
+from tensorprobe.checking.results import CheckResults
 from tensorprobe.checking.row import Row
 from tensorprobe.checking.run import Checked
 from tensorprobe.cli.main import main
@@ -207,7 +207,7 @@ def test_what_is_done_is_kept(capture: Path, healthy: Checked, tmp_path: Path) -
     assert len(done) == 3
     assert verdicts(checked) == verdicts(healthy)
     with pytest.raises(BadUsage, match=r"holds another check \(device differ\)"):
-        Results(out, {**json.loads(lines[0]), "device": "npu"})
+        CheckResults(out, {**json.loads(lines[0]), "device": "npu"})
 
 
 @pytest.mark.slow
@@ -282,6 +282,16 @@ def test_a_capture_of_structure_alone_is_skipped_with_the_reason(tmp_path: Path)
     checked = tp.check(tmp_path / "run", tmp_path / "out", only=["gelu"])
     assert checked.rows[0].verdict == "skipped"
     assert "keep='stats' or 'tensors'" in checked.rows[0].reason
+    assert not checked.passed
+
+
+def test_a_check_that_skips_all_is_no_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path / "run", lambda: torch.ones(2).sum().item(), level="L1", keep="tensors")
+    command = ["check", str(tmp_path / "run"), "-o", str(tmp_path / "out"), "--only", "item"]
+    assert main(command) == 1
+    assert "nothing was checked, every call was skipped" in capsys.readouterr().err
 
 
 def test_a_device_that_is_not_there(capture: Path, tmp_path: Path) -> None:

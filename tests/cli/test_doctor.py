@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import tensorprobe as tp
 from tensorprobe import native
 from tensorprobe._version import __version__
 from tensorprobe.cli.main import main
@@ -43,6 +45,56 @@ def parts(
     told = json.loads(capsys.readouterr().out)
     assert (told["format"], told["version"]) == (1, __version__)
     return {part["name"]: part for part in told["parts"]}
+
+
+def test_a_package_that_torch_loads_by_itself_and_that_is_broken(tmp_path: Path) -> None:
+    """As a torch_npu without the libraries of CANN."""
+    entry = tmp_path / "broken_npu-1.0.dist-info"
+    entry.mkdir()
+    (entry / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-npu\nVersion: 1.0\n")
+    (entry / "entry_points.txt").write_text("[torch.backends]\nbroken_npu = broken_npu:load\n")
+    (tmp_path / "broken_npu.py").write_text(
+        "raise ImportError('libhccl.so: cannot open shared object file')"
+    )
+    source = Path(native.__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{source}"}
+    environment.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    why = (
+        "torch cannot be imported: it loads broken_npu by itself, and that fails: libhccl.so: "
+        "cannot open shared object file. Mend broken_npu (the one for this torch, with the "
+        "libraries of its driver), or leave it out: export TORCH_DEVICE_BACKEND_AUTOLOAD=0"
+    )
+    program = tmp_path / "program.py"
+    program.write_text("import torch")
+    done = run("-m", "tensorprobe", "run", "-o", str(tmp_path / "out"), str(program))
+    assert done.returncode == 1
+    assert f"tensorprobe run: {why}" in done.stderr.splitlines()
+    with tp.Recorder(tmp_path / "capture", keep="tensors", log=lambda text: None):
+        torch.ones(2).exp()
+    words = (str(tmp_path / "capture"), "Tensor.exp.0.forward", "-o", str(tmp_path / "repro"))
+    done = run("-m", "tensorprobe", "repro", *words)
+    assert (done.returncode, done.stderr) == (1, f"tensorprobe repro: {why}\n")
+    assert why in run("-m", "tensorprobe", "doctor").stdout
+    done = run("-c", "import tensorprobe; tensorprobe.Recorder")
+    assert done.stderr.splitlines()[-1] == f"tensorprobe.errors.UnsupportedTorch: {why}"
+
+
+def test_versions_that_were_tried_and_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(version: str) -> str:
+        monkeypatch.setattr(native, "find_torch", lambda: native.Torch(version, ""))
+        main(["doctor"])
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if "  torch  " in line]
+        return line.split("torch", 1)[1].strip()
+
+    assert said("2.1.0+cu121") == "2.1.0+cu121 (tried)"
+    assert said("9.9.0").startswith("9.9.0 (not tried: 2.1, ")
 
 
 def test_what_is_missing_is_told_with_what_it_would_bring(

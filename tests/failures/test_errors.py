@@ -642,19 +642,19 @@ def test_where_a_part_is_compiled_or_runs_backward(tmp_path: Path) -> None:
     assert finding.metrics["alone"] == "not possible"
 
 
-@torch.library.custom_op("guard::failing_backward", mutates_args=())
-def failing_backward(x: Tensor) -> Tensor:
-    return x.clone()
+if hasattr(torch.library, "custom_op"):  # from torch 2.4 on
 
+    @torch.library.custom_op("guard::failing_backward", mutates_args=())
+    def failing_backward(x: Tensor) -> Tensor:
+        return x.clone()
 
-@torch.library.custom_op("guard::no_kernel", mutates_args=())
-def no_kernel(grad: Tensor) -> Tensor:
-    raise RuntimeError("no kernel")
+    @torch.library.custom_op("guard::no_kernel", mutates_args=())
+    def no_kernel(grad: Tensor) -> Tensor:
+        raise RuntimeError("no kernel")
 
-
-failing_backward.register_fake(lambda x: torch.empty_like(x))
-no_kernel.register_fake(lambda grad: torch.empty_like(grad))
-failing_backward.register_autograd(lambda ctx, grad: no_kernel(grad))
+    failing_backward.register_fake(lambda x: torch.empty_like(x))
+    no_kernel.register_fake(lambda grad: torch.empty_like(grad))
+    failing_backward.register_autograd(lambda ctx, grad: no_kernel(grad))
 
 
 def test_inside_torchscript(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from default_device import host_only
 from tensorprobe.devices import device_layer
 from tensorprobe.record import module_calls
 from tensorprobe.records import Capture
+from tensorprobe.torch_versions import default_device
 from tiny_models import MODELS
 
 LEVELS = ("L0", "L1", "L2", "mix")
@@ -50,7 +51,7 @@ def observe(program: Program, step: Callable[[], None] = lambda: None) -> Any:
     np.random.seed(7)
     torch.manual_seed(7)
     result = program(step)
-    states = [device_layer(device).rng_state() for device in ("cpu", torch.get_default_device())]
+    states = [device_layer(device).rng_state() for device in ("cpu", default_device())]
     return result, random.getstate(), np.random.get_state()[1].tolist(), states
 
 
@@ -191,7 +192,7 @@ def autocast(step: Callable[[], None]) -> Any:
     model, loss_of = MODELS["gpt2"]()
 
     def loss(model: nn.Module) -> Tensor:
-        with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
+        with torch.autocast(default_device().type, dtype=torch.bfloat16):
             return loss_of(model)
 
     return trained(model, loss, step)
@@ -201,7 +202,7 @@ def scaled(step: Callable[[], None]) -> Any:
     """The second step overflows: its update is skipped and the scale halved."""
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=8.0)
+    scaler = torch.amp.GradScaler(default_device().type, init_scale=8.0)
     scales = []
     for factor in (1.0, float("inf"), 1.0):
         optimizer.zero_grad()

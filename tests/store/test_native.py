@@ -29,13 +29,12 @@ from tensorprobe.records import Fields, Gap, Special, TensorRecord, TensorSummar
 from tensorprobe.store.claim import claim
 from tensorprobe.store.lines import CallLine, EndLine, GapLine, StackLine, TensorLine
 
-DTYPES = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16,
-    torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu, torch.complex64, torch.complex128, torch.complex32,
-    torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool,
-]  # fmt: skip
+_NAMES = (
+    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz "
+    "float8_e8m0fnu complex64 complex128 complex32 int64 int32 int16 int8 uint64 uint32 uint16 "
+    "uint8 bool"
+)
+DTYPES = [getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name)]
 LOG = "rank0/step0/calls.jsonl"
 SHARD = "rank0/step0/tensors-0.safetensors"
 

@@ -12,15 +12,16 @@ from tensorprobe.records import TensorSummary
 INF, NAN = float("inf"), float("nan")
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-FLOAT8 = [
-    torch.float8_e4m3fn,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2,
-    torch.float8_e5m2fnuz,
-    torch.float8_e8m0fnu,
-]
+
+
+def dtypes_named(names: str) -> list[torch.dtype]:
+    """Those of these dtypes that this torch has."""
+    return [getattr(torch, name) for name in names.split() if hasattr(torch, name)]
+
+
+FLOAT8 = dtypes_named("float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu")
 INTS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
-UNSIGNED = [torch.uint16, torch.uint32, torch.uint64]
+UNSIGNED = dtypes_named("uint16 uint32 uint64")
 COMPLEX = [torch.complex128, torch.complex64, torch.complex32]
 DTYPES = [*FLOATS, *FLOAT8, *INTS, *UNSIGNED, torch.bool, *COMPLEX]
 
@@ -47,7 +48,7 @@ def ordinary(dtype: torch.dtype, count: int, seed: int = 1) -> torch.Tensor:
     if dtype in COMPLEX:
         other = numbers.roll(3) * 0.5
         return torch.complex(numbers, other).to(dtype)
-    if dtype in UNSIGNED or dtype in (torch.uint8, torch.float8_e8m0fnu):
+    if dtype in UNSIGNED or dtype in dtypes_named("uint8 float8_e8m0fnu"):
         numbers = numbers.abs()
     return numbers.to(dtype)
 

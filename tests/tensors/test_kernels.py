@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from tensorprobe.tensors import launch
-from tensorprobe.tensors import rows
+from tensorprobe.tensors import tally_rows as rows
 from tensorprobe.tensors import triton_kernels as kernels
 
 READS = {"bfloat16": "*i16", "float16": "*fp16", "float32": "*fp32"}

@@ -33,7 +33,7 @@ def is_fresh(target: Path) -> bool:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tally.Library:
+def built(tmp_path_factory: pytest.TempPathFactory) -> tally.TallyLibrary:
     """As `make setup` leaves it, else built here."""
     target = build.TARGET
     if not is_fresh(target):
@@ -47,24 +47,28 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tally.Library:
 
 
 @pytest.fixture
-def library(built: tally.Library, monkeypatch: pytest.MonkeyPatch) -> tally.Library:
+def library(built: tally.TallyLibrary, monkeypatch: pytest.MonkeyPatch) -> tally.TallyLibrary:
     monkeypatch.setattr(tally, "LIBRARY", built)
     return built
 
 
 @pytest.fixture(params=[0, 1, 2], ids=["plain", "avx2", "avx512"])
-def on_each_processor(library: tally.Library, request: pytest.FixtureRequest) -> tally.Library:
+def on_each_processor(
+    library: tally.TallyLibrary, request: pytest.FixtureRequest
+) -> tally.TallyLibrary:
     if library.use(request.param) < request.param:
         pytest.skip("this processor has no such instructions")
     return library
 
 
 @pytest.fixture(autouse=True)
-def best_again(built: tally.Library) -> None:
+def best_again(built: tally.TallyLibrary) -> None:
     built.use(2)
 
 
-def read(library: tally.Library, tensor: torch.Tensor, threads: int = 1) -> tally.Outcome | None:
+def read(
+    library: tally.TallyLibrary, tensor: torch.Tensor, threads: int = 1
+) -> tally.Outcome | None:
     name = cases.title(tensor.dtype)
     reader = tally.Reader(library, name, tensor.nbytes, 1, stats=True, digest=True)
     return reader.read(tensor.data_ptr(), threads)
@@ -96,7 +100,7 @@ def assert_same(actual: TensorSummary | None, expected: TensorSummary, count: in
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=cases.title)
-def test_equal_exact_arithmetic(on_each_processor: tally.Library, dtype: torch.dtype) -> None:
+def test_equal_exact_arithmetic(on_each_processor: tally.TallyLibrary, dtype: torch.dtype) -> None:
     summarizer = Summarizer(digest=True)
     for _, tensor in cases.all_cases(dtype):
         result = summarizer.submit(tensor)
@@ -109,7 +113,7 @@ def test_equal_exact_arithmetic(on_each_processor: tally.Library, dtype: torch.d
 @pytest.mark.parametrize("dtype", DTYPES, ids=cases.title)
 @pytest.mark.parametrize("make", [cases.ordinary, cases.random_bits])
 def test_equal_numpy_around_blocks_and_chunks(
-    on_each_processor: tally.Library, dtype: torch.dtype, make: object
+    on_each_processor: tally.TallyLibrary, dtype: torch.dtype, make: object
 ) -> None:
     chunk = CHUNK_NBYTES // dtype.itemsize
     numbers = make(dtype, 2 * chunk + 4099)
@@ -124,7 +128,7 @@ def test_equal_numpy_around_blocks_and_chunks(
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_any_bits_at_any_address(built: tally.Library, data: st.DataObject) -> None:
+def test_any_bits_at_any_address(built: tally.TallyLibrary, data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from(DTYPES))
     content = data.draw(st.binary(min_size=dtype.itemsize, max_size=300))
     content = content[: len(content) // dtype.itemsize * dtype.itemsize]
@@ -144,7 +148,9 @@ def test_any_bits_at_any_address(built: tally.Library, data: st.DataObject) -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=cases.title)
-def test_threads_and_processors_change_no_bit(library: tally.Library, dtype: torch.dtype) -> None:
+def test_threads_and_processors_change_no_bit(
+    library: tally.TallyLibrary, dtype: torch.dtype
+) -> None:
     tensor = cases.ordinary(dtype, (5 << 20) // dtype.itemsize + 777)
     if dtype.is_floating_point:
         tensor[[5, 70_000, -1]] = torch.tensor([math.nan, math.inf, -math.inf], dtype=dtype)
@@ -159,7 +165,7 @@ def test_threads_and_processors_change_no_bit(library: tally.Library, dtype: tor
     assert Summarizer().submit(tensor).summary == plain[0]
 
 
-def test_many_callers_at_once(library: tally.Library) -> None:
+def test_many_callers_at_once(library: tally.TallyLibrary) -> None:
     tensors = [cases.ordinary(torch.float32, 600_000, seed) for seed in range(3)]
     expected = [read(library, tensor) for tensor in tensors]
     found: dict[int, list[object]] = {0: [], 1: [], 2: []}
@@ -205,7 +211,7 @@ print("done")
 
 
 def test_children_have_threads_of_their_own_and_nothing_waits_at_exit(
-    built: tally.Library,
+    built: tally.TallyLibrary,
 ) -> None:
     """Forked while another thread reads, too."""
     done = subprocess.run(
@@ -216,7 +222,7 @@ def test_children_have_threads_of_their_own_and_nothing_waits_at_exit(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=cases.title)
-def test_tensors_of_many_pieces(library: tally.Library, dtype: torch.dtype) -> None:
+def test_tensors_of_many_pieces(library: tally.TallyLibrary, dtype: torch.dtype) -> None:
     """Every other column, some of them repeated: pieces come from a buffer of numpy's."""
     wide = cases.ordinary(dtype, 700 * 400).view(700, 400)
     for tensor in (wide[:, ::2], wide[:, 3:390], wide[:, ::3].unsqueeze(1).expand(700, 2, 134)):
@@ -227,7 +233,7 @@ def test_tensors_of_many_pieces(library: tally.Library, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("large", [1e300, 1e-300, 5e-324, 1.7e308])
-def test_what_left_the_range_is_left_to_numpy(library: tally.Library, large: float) -> None:
+def test_what_left_the_range_is_left_to_numpy(library: tally.TallyLibrary, large: float) -> None:
     for count in (1, 40, 20_000):
         tensor = torch.full((count,), large, dtype=torch.float64)
         tensor[::3] *= -1
@@ -237,14 +243,14 @@ def test_what_left_the_range_is_left_to_numpy(library: tally.Library, large: flo
             assert_same(Summarizer().submit(some).summary, by_numpy(tensor), count)
 
 
-def test_zero_has_no_sign(library: tally.Library) -> None:
+def test_zero_has_no_sign(library: tally.TallyLibrary) -> None:
     for values in ([0.0, -0.0], [-0.0, 0.0], [-0.0], [-0.0, math.nan]):
         for dtype in cases.FLOATS:
             tensor = torch.tensor(values, dtype=dtype)
             assert_same(Summarizer().submit(tensor).summary, by_numpy(tensor), len(values))
 
 
-def test_subnormals_count_where_the_program_flushes_them(library: tally.Library) -> None:
+def test_subnormals_count_where_the_program_flushes_them(library: tally.TallyLibrary) -> None:
     tensor = torch.full((1 << 20,), 1e-40)
     expected = read(library, tensor)
     assert expected is not None
@@ -263,7 +269,7 @@ def test_subnormals_count_where_the_program_flushes_them(library: tally.Library)
     assert (wide[0].min, wide[0].zero_count) == (-1e-310, 0)
 
 
-def test_a_signal_that_reads_the_same_form_changes_nothing(library: tally.Library) -> None:
+def test_a_signal_that_reads_the_same_form_changes_nothing(library: tally.TallyLibrary) -> None:
     summarizer = Summarizer()
     big, other = torch.ones(4 << 20), torch.full((4 << 20,), -5.0)
     inside: list[TensorSummary | None] = []
@@ -281,7 +287,7 @@ def test_a_signal_that_reads_the_same_form_changes_nothing(library: tally.Librar
     assert all(summary is not None and summary.min == -5.0 for summary in inside)
 
 
-def test_digests_of_bytes(library: tally.Library) -> None:
+def test_digests_of_bytes(library: tally.TallyLibrary) -> None:
     content = np.random.default_rng(0).integers(0, 256, 200_003, np.uint8)
     for size in (1, 7, 8, 9, 65535, 65536, 65537, content.size):
         expected = by_definition(content[:size].tobytes())
@@ -293,7 +299,7 @@ def test_digests_of_bytes(library: tally.Library) -> None:
 
 
 def test_without_the_library_numpy_does_the_same(
-    library: tally.Library, monkeypatch: pytest.MonkeyPatch
+    library: tally.TallyLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = [tensor for dtype in DTYPES for _, tensor in cases.all_cases(dtype)]
     with_it = [Summarizer(digest=True).submit(tensor) for tensor in tensors]

@@ -7,16 +7,20 @@ import importlib.util
 from trust import (
     arguments,
     beginnings,
+    conversion,
     decisions,
     dtypes,
     effects,
+    everyday,
     frameworks,
     huggingface,
     libraries,
     nonfinite,
     optimizers,
+    others_programs,
     rounding,
     scripts,
+    shaped,
     strangers,
     structure,
     units,
@@ -26,6 +30,7 @@ from trust.harness import Case
 
 CASES: list[Case] = [
     *effects.CASES,
+    *everyday.CASES,
     *optimizers.CASES,
     *beginnings.CASES,
     *arguments.CASES,
@@ -41,6 +46,9 @@ CASES: list[Case] = [
     *frameworks.CASES,
     *scripts.CASES,
     *huggingface.CASES,
+    *shaped.CASES,
+    *conversion.CASES,
+    *others_programs.CASES,
 ]
 _BY_NAME = {case.name: case for case in CASES}
 assert len(_BY_NAME) == len(CASES), "two cases have one name"

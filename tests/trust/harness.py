@@ -103,6 +103,8 @@ class Case:
     culprits: int = 1
     quick: bool = False
     needs: str = ""  # a package without which the case is skipped
+    options: tuple[str, ...] = ()  # of compare
+    mapping: str = ""  # the text of a mapping file
 
     def __post_init__(self) -> None:
         assert bool(self.at) == bool(self.cause), self.name
@@ -145,7 +147,7 @@ def judge(case: Case, run: str, folder: Path) -> Outcome:
         for side in ("actual", "expected"):
             sides.append(str(folder / side))
             _record(case.program, side == "actual", folder / side, keep, level)
-        status, text, found = _compare(*sides, folder / "report")
+        status, text, found = _compare(*sides, folder / "report", _options(case, folder))
         if case.at == PLANTED:
             case = dataclasses.replace(case, at=_planted(case, level, folder))
     except Exception:  # noqa: BLE001 - one case that dies must not end the table of all
@@ -199,10 +201,20 @@ def _digests(call: tp.Call, outputs: bool) -> list[str | None]:
     return [t.digest for t in call.tensors if (t.role == "output") == outputs]
 
 
-def _compare(actual: str, expected: str, report: Path) -> tuple[int, str, dict[str, Any]]:
+def _options(case: Case, folder: Path) -> list[str]:
+    if not case.mapping:
+        return list(case.options)
+    file = folder / "mapping.yaml"
+    file.write_text(case.mapping)
+    return [*case.options, "--mapping", str(file)]
+
+
+def _compare(
+    actual: str, expected: str, report: Path, options: list[str]
+) -> tuple[int, str, dict[str, Any]]:
     out, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-        status = main(["compare", actual, expected, "-o", str(report), "-j", "1"])
+        status = main(["compare", actual, expected, "-o", str(report), "-j", "1", *options])
     file = report / "verdict.json"
     if not file.exists():
         raise RuntimeError(f"compare ended with {status}: {errors.getvalue()[-1500:]}")

@@ -271,8 +271,13 @@ UNIT_CASES = [
     Case(
         "fault-in-recomputation",
         UNITS,
-        training({"steps": 2}, net=Wrapped, inside=lambda: wrong_kernel("gelu", gain(1.01), nth=1)),
-        at="Functional.gelu.1.*|Functional.gelu.0.*",
+        training(
+            {"steps": 2},
+            net=Wrapped,
+            # not gelu's: recomputation stops before the kernel of the last call
+            inside=lambda: wrong_kernel("native_layer_norm", gain(1.01), nth=1),
+        ),
+        at="Functional.layer_norm.1.*|Functional.gelu.0.backward",
         cause="result|structure",
         step=0,
     ),
@@ -560,6 +565,18 @@ SHAPE_CASES = [
         at="Functional.gelu.0.*",
         cause="result",
         step=0,
+        runs=("tensors mix",),
+    ),
+    Case(
+        "accumulated-2-or-1-with-a-wrong-gelu-unseen",  # without tensors only its effect shows
+        SHAPES,
+        _accumulating(
+            {"parts": 2, "inside": lambda: wrong_kernel("gelu", gain(1.1))}, {"parts": 1}
+        ),
+        at="Functional.gelu.0.*|Optimizer.AdamW.step.0|Module.*parameters_grad*",
+        cause="result|boundary",
+        step=0,
+        runs=("stats mix", "digest mix"),
     ),
     Case(
         "cache-and-a-wrong-linear",

@@ -228,7 +228,7 @@ def _bound(body: list[ast.stmt]) -> dict[str, ast.AST | None]:
 
 
 @cache
-def _links() -> dict[str, str]:
+def links() -> dict[str, str]:
     with urllib.request.urlopen(_INDEX, timeout=120) as answer:
         page, base = answer.read().decode(), answer.url
     urls = (urljoin(base, link).partition("#")[0] for link in re.findall(r'href="([^"]+)"', page))
@@ -238,8 +238,8 @@ def _links() -> dict[str, str]:
 def wheel(version: str) -> Wheel | None:
     """A wheel of this version for Linux; None if the index has none."""
     pattern = rf"torch-{re.escape(version)}-cp3(10|11|12)-.*linux.*x86_64\.whl"
-    found = sorted(name for name in _links() if re.fullmatch(pattern, name))
-    return Wheel(_links()[found[0]]) if found else None
+    found = sorted(name for name in links() if re.fullmatch(pattern, name))
+    return Wheel(links()[found[0]]) if found else None
 
 
 # ---- the list ------------------------------------------------------------------------------------

@@ -12,9 +12,15 @@ export interface RankLine {
   culprit: string | null;
 }
 
+export interface MeasuredPlace {
+  actual: string; expected: string; tensor: string; kind: string; call: string | null; step: number; rank: number;
+  error: number | string | null; limit: number | string | null; status: string; row: string | null; note: string | null;
+}
+
 export interface Verdict {
   verdict: "match" | "diverged" | "incomparable"; actual: string; expected: string; mode: string; counts: Record<string, number>;
   culprits: Culprit[]; reason: string | null; notes: string[]; facts: string[]; ranks: RankLine[]; imports: string[];
+  at?: string[]; boundaries?: MeasuredPlace[];
 }
 
 export interface Source { first: number; at: number; lines: string[] }
@@ -33,7 +39,7 @@ export interface Index {
   format: number; kind: string; tool: string; verdict?: Verdict; text?: string[]; path?: string; culprits?: MoreOfCulprit[];
   structure?: string[]; environments: string[][]; gaps: { total: number; rows: [string, string, string, number, number][] };
   kept: string[]; calls: Record<string, string>; n: number; strings: string[]; edges: Record<string, string>;
-  pictures: Record<string, Picture[]>; lacks?: boolean; of?: number;
+  pictures: Record<string, Picture[]>; lacks?: boolean; of?: number; out?: string;
 }
 
 export interface Details {
@@ -85,9 +91,9 @@ export class Report {
   readonly severity: Uint8Array; // places in SEVERITIES
   readonly isComparison: boolean;
   private names: Map<string, number[]> | null = null;
-  private source: DetailSource | null;
+  private source: DetailSource | null | undefined; // read when a call is opened
 
-  constructor(readonly index: Index, details: Details | null, private readonly served: Served | null) {
+  constructor(readonly index: Index, private readonly readDetails: () => Details | null, private readonly served: Served | null) {
     const c = index.calls;
     this.n = index.n;
     this.strings = index.strings;
@@ -96,7 +102,6 @@ export class Report {
     this.step = i32(c.step); this.rank = i32(c.rank); this.phase = bytes(c.phase); this.side = bytes(c.side); this.flags = u16(c.flags);
     this.errorIn = f32(c.error_in); this.errorOut = f32(c.error_out);
     this.edgeSource = i32(index.edges.source); this.edgeTarget = i32(index.edges.target); this.edgeSide = bytes(index.edges.side);
-    this.source = details === null ? null : new DetailSource(details);
     for (const cause of index.verdict?.culprits ?? [])
       for (const culprit of [cause, ...cause.follows]) {
         const at = this.find(culprit.name, culprit.step, culprit.rank);
@@ -137,6 +142,10 @@ export class Report {
 
   /** What is known of one call; null where neither the page nor a server has it. */
   async details(i: number): Promise<CallDetails | null> {
+    if (this.source === undefined) {
+      const details = this.readDetails();
+      this.source = details === null ? null : new DetailSource(details);
+    }
     if (this.source !== null) return this.source.get(i);
     if (this.served !== null) return new DetailSource(await this.served.get(`call/${i}`) as Details).get(0);
     return null;

@@ -7,8 +7,8 @@ import { t, tOf, Word } from "./words";
 
 type Row = Record<string, any>;
 
-const title = (badge: string, sign: string, kind: string, ...words: (Node | string)[]): HTMLElement[] => [
-  h("h1", { id: "answer" }, h("span", { class: "badge" }, h("span", { "aria-hidden": "true" }, `${sign} `), badge), " ", ...words)].map((each) => { each.classList.add(kind); return each; });
+const title = (badge: string, sign: string, words: string): HTMLElement =>
+  h("h1", { id: "answer" }, h("span", { class: "badge" }, h("span", { "aria-hidden": "true" }, `${sign} `), badge), " ", words);
 
 const text = (value: unknown): HTMLElement => name(value === null || value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value), { class: "text" });
 const list = (word: Word, items: unknown[]): HTMLElement | null =>
@@ -20,12 +20,15 @@ export function checkPage(index: Row): HTMLElement[] {
   const counts = index.counts as Record<string, number>;
   const rows = index.calls as Row[];
   const bad = counts.fail + counts.crashed;
-  const section = h("section", { class: `verdict ${bad ? "diverged" : "match"}`, id: "verdict" },
-    ...title(bad ? t("fail") : t("pass"), bad ? "✗" : "✓", "", bad ? t("check_bad", { n: whole(bad) }) : t("check_ok")),
+  const wrong = rows.filter((row) => row.recorded).length;
+  const words = bad ? t("check_bad", { n: whole(bad) }) : wrong ? t("check_recorded", { n: whole(wrong) }) : counts.pass ? t("check_ok") : t("check_none");
+  const isWell = !bad && !wrong && counts.pass > 0;
+  const section = h("section", { class: `verdict ${isWell ? "match" : bad || wrong ? "diverged" : "incomparable"}`, id: "verdict" },
+    title(isWell ? t("pass") : bad || wrong ? t("fail") : t("skipped"), isWell ? "✓" : bad || wrong ? "✗" : "?", words),
     h("p", { class: "sub" }, t("checkHelp")),
-    h("div", { class: "facts" }, ...(["pass", "fail", "crashed", "skipped"] as const).map((key) => h("div", { class: `fact ${key === "fail" || key === "crashed" ? "bad" : ""}` }, h("span", { class: "fact-value" }, whole(counts[key])), h("span", { class: "fact-what" }, t(key))))));
-  const first = rows.find((row) => row.verdict === "fail" || row.verdict === "crashed");
-  if (first) section.append(h("p", {}, name(first.name), ": ", text(first.reason)), first.repro ? h("div", { class: "next" }, h("h2", {}, t("next")), command(first.repro)) : "");
+    h("div", { class: "facts" }, ...(["pass", "fail", "crashed", "skipped"] as const).map((key) => h("div", { class: `fact ${(key === "fail" || key === "crashed") && counts[key] ? "bad" : ""}` }, h("span", { class: "fact-value" }, whole(counts[key])), h("span", { class: "fact-what" }, t(key))))));
+  const first = rows.find((row) => row.verdict === "fail" || row.verdict === "crashed") ?? rows.find((row) => row.recorded);
+  if (first) section.append(h("p", {}, name(first.name), ": ", text(first.recorded || first.reason)), first.repro ? h("div", { class: "next" }, h("h2", {}, t("next")), command(first.repro)) : "");
   const notes = list("notes", index.notes ?? []);
   if (notes) section.append(notes);
   return [section, byOperator(rows), callRows(rows)];
@@ -84,7 +87,7 @@ function callRows(rows: Row[]): HTMLElement {
 
 export function guardPage(index: Row): HTMLElement[] {
   const findings = index.findings as Row[];
-  if (!findings.length) return [h("section", { class: "verdict match", id: "verdict" }, ...title(t("pass"), "✓", "", t("guard_ok"))), ...warningsOf(index)];
+  if (!findings.length) return [h("section", { class: "verdict match", id: "verdict" }, title(t("pass"), "✓", t("guard_ok"))), ...warningsOf(index)];
   return [...findings.map((each, at) => finding(each, at === 0)), ...warningsOf(index)];
 }
 
@@ -109,15 +112,22 @@ function finding(each: Row, isFirst: boolean): HTMLElement {
   }
   if (each.stack?.length) section.append(h("h3", {}, t("stack")), h("ol", { class: "stack" }, ...each.stack.map((frame: string) => h("li", {}, name(frame)))));
   const metrics = Object.entries(each.metrics ?? {});
-  if (metrics.length) section.append(h("h3", {}, t("statistics")), plainTable(["", ""], metrics.map(([key, value]) => [name(key), text(value)]), [], t("statistics")));
+  if (metrics.length) section.append(h("h3", {}, t("statistics")), metricsTable(metrics));
   return section;
+}
+
+function metricsTable(metrics: [string, unknown][]): HTMLElement {
+  const isTree = metrics.every(([, value]) => value !== null && typeof value === "object" && !Array.isArray(value));
+  if (!isTree) return plainTable(["", ""], metrics.map(([key, value]) => [name(key), text(value)]), [], t("statistics"));
+  const head = [...new Set(metrics.flatMap(([, value]) => Object.keys(value as Row)))];
+  return plainTable(["", ...head], metrics.map(([key, value]) => [name(key), ...head.map((column) => text((value as Row)[column]))]), [], t("statistics"));
 }
 
 // --- incident
 
 export function incidentPage(index: Row): HTMLElement[] {
   const incidents = index.incidents as Row[];
-  if (!incidents.length) return [h("section", { class: "verdict match", id: "verdict" }, ...title(t("pass"), "✓", "", t("incident_none")))];
+  if (!incidents.length) return [h("section", { class: "verdict match", id: "verdict" }, title(t("pass"), "✓", t("incident_none")))];
   return incidents.map((each, at) => {
     const section = h("section", { class: "verdict diverged", id: at === 0 ? "verdict" : null },
       h(at === 0 ? "h1" : "h2", {}, h("span", { class: "badge" }, h("span", { "aria-hidden": "true" }, "✗ "), "AI Core"), " ", name(each.node ?? each.kernel ?? "?", { class: "name culprit-name" }), each.op_type ? ` (${each.op_type})` : ""),

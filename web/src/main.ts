@@ -33,7 +33,7 @@ interface Shown { timeline?: Timeline; graph?: GraphView; panel?: CallPanel; tab
 let shown: Shown = {};
 
 function header(index: { kind: string; tool?: string; lacks?: boolean; of?: number; n?: number }, links: [string, Word][], again: () => void): HTMLElement {
-  return h("header", {}, h("a", { class: "skip", href: "#calls" }, t("skip")),
+  return h("header", {}, links.length ? h("a", { class: "skip", href: "#calls" }, t("skip")) : null,
     h("span", { class: "brand" }, "tensorprobe", index.tool ? h("span", { class: "sub" }, ` ${index.tool}`) : null),
     h("nav", { "aria-label": "tensorprobe" }, ...links.map(([id, word]) => h("a", { href: `#${id}`, click: (event: Event) => { event.preventDefault(); document.getElementById(id)?.scrollIntoView(); } }, t(word)))),
     h("span", { class: "buttons" },
@@ -127,7 +127,7 @@ async function start(): Promise<void> {
   if (served !== null && served.open === null) return showFolder(served);
   const source = served === null ? null : new Served(served.open);
   const index = (source === null ? block("index") : await source.get("index")) as Index;
-  if (index.kind === "compare" || index.kind === "capture") showReport(new Report(index, block("details") as Details | null, source));
+  if (index.kind === "compare" || index.kind === "capture") showReport(new Report(index, () => block("details") as Details | null, source));
   else showDocument(index);
   performance.mark("usable");
 }

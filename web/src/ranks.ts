@@ -24,7 +24,7 @@ export function ranksSection(report: Report, open: (i: number) => void): HTMLEle
     return h("td", { class: `cell ${kind}`, title: words }, culprit >= 0 ? h("button", { class: "link", "aria-label": words, click: () => open(culprit) }, sign) : sign);
   };
   return h("section", { id: "ranks", "aria-labelledby": "ranks-title" }, h("h2", { id: "ranks-title" }, t("ranks")), h("p", { class: "sub" }, t("ranksHelp")),
-    h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": t("ranks") }, h("table", { class: "matrix" },
+    h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": t("ranks") }, h("table", { class: "matrix" },
       h("thead", {}, h("tr", {}, h("td", {}), ...columns.map((step) => h("th", { scope: "col" }, `${t("step")} ${step}`)))),
       h("tbody", {}, ...ranks.map((rank) => h("tr", {}, h("th", { scope: "row" }, `${t("rank")} ${rank}`), ...columns.map((step) => cell(rank, step))))))));
 }

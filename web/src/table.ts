@@ -24,8 +24,8 @@ export class VirtualTable {
 
   constructor(private readonly columns: Column[], label: string, private readonly open: (row: number) => void, private readonly rowClass: (row: number) => string, height = 420) {
     this.head = h("div", { class: "vt-row vt-head", role: "row", "aria-rowindex": 1 });
-    this.spacer = h("div", { class: "vt-spacer", role: "rowgroup" });
-    this.body = h("div", { class: "vt-body", tabindex: 0, role: "presentation" }, this.spacer);
+    this.spacer = h("div", { class: "vt-spacer", role: "none" });
+    this.body = h("div", { class: "vt-body", tabindex: 0, role: "rowgroup", "aria-label": label }, this.spacer);
     this.body.style.maxHeight = `${height}px`;
     this.element = h("div", { class: "vt", role: "grid", "aria-label": label, "aria-colcount": columns.length },
       h("div", { role: "rowgroup", class: "vt-headgroup" }, this.head), this.body);
@@ -142,8 +142,11 @@ export class VirtualTable {
 
 /** A short table with all its rows. */
 export function plainTable(head: string[], rows: (Node | string)[][], right: number[] = [], label = ""): HTMLElement {
-  const cell = (tag: "th" | "td", content: Node | string, at: number) => h(tag, { class: right.includes(at) ? "right" : null, scope: tag === "th" ? "col" : null }, content);
-  return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label || head.join(", ") },
+  const cell = (kind: "th" | "td", content: Node | string, at: number) => {
+    const tag = kind === "th" && content === "" ? "td" : kind;
+    return h(tag, { class: right.includes(at) ? "right" : null, scope: tag === "th" ? "col" : null }, content);
+  };
+  return h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": label || head.join(", ") },
     h("table", {},
       h("thead", {}, h("tr", {}, ...head.map((title, at) => cell("th", title, at)))),
       h("tbody", {}, ...rows.map((row) => h("tr", {}, ...row.map((content, at) => cell("td", content, at)))))));

@@ -331,8 +331,11 @@ export class Timeline {
       this.pending = false;
       const start = performance.now();
       this.plot?.setData(this.data(this.plot.width), true);
-      this.frames.push(performance.now() - start);
-      if (this.frames.length > 500) this.frames.shift();
+      // uPlot draws in a microtask of its own, which is before this one
+      queueMicrotask(() => {
+        this.frames.push(performance.now() - start);
+        if (this.frames.length > 500) this.frames.shift();
+      });
       clearTimeout(this.telling);
       this.telling = window.setTimeout(() => this.tell(), 120);
     });

@@ -314,7 +314,7 @@ def _is_int(array: Array) -> bool:
 
 
 def _abs_max(finite: Array) -> Any:
-    """Of the smallest integer too, whose magnitude its own type cannot hold."""
+    """The largest magnitude, also of the smallest integer, whose own type cannot hold it."""
     if _is_int(finite):
         return max(abs(int(finite.min())), abs(int(finite.max())))
     return np.abs(finite).max()

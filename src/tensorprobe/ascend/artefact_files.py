@@ -19,7 +19,7 @@ _KINDS = {
 }
 
 
-class Found(NamedTuple):
+class FoundFile(NamedTuple):
     """A file of a folder, and why it must not be read where it must not."""
 
     path: Path
@@ -70,7 +70,7 @@ def found_below(
     *,
     links: bool = False,
     skip: Path | None = None,
-) -> Iterator[Found]:
+) -> Iterator[FoundFile]:
     """The files below a folder whose names are wanted, in order; nothing of the folder `skip`.
 
     Links to folders are not followed, those to files only with `links`. Links that lead out of
@@ -86,9 +86,9 @@ def found_below(
                 continue
             problem = _problem(path, home)
             if problem is not None:
-                yield Found(path, problem)
+                yield FoundFile(path, problem)
             elif name not in linked and path.is_file() and (links or not path.is_symlink()):
-                yield Found(path)
+                yield FoundFile(path)
 
 
 def _target(path: Path) -> Path:

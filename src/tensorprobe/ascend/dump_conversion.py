@@ -310,7 +310,7 @@ def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 
 def _content_nbytes(tensor: DumpTensor) -> int:
-    """Those of whole elements that the shape asks for: blocks are padded, or cut."""
+    """The bytes of the elements that the shape asks for: blocks may be padded, or cut off."""
     return -(-math.prod(_npy_shape(tensor)) * kind_of(tensor.dtype).bits // 8)
 
 

@@ -99,7 +99,7 @@ class Op(msgspec.Struct, frozen=True):
 
     @property
     def own_attributes(self) -> dict[str, Any]:
-        """Those of the operator itself, without what the compiler noted down."""
+        """The attributes of the operator itself, without those that the compiler added."""
         return {key: value for key, value in self.attributes.items() if _is_own(key, self.name)}
 
 

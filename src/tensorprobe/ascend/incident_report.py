@@ -11,6 +11,7 @@ from tensorprobe.ascend.decision import TensorReport
 from tensorprobe.ascend.errorcodes import decode_code, decode_register
 from tensorprobe.ascend.incident import Incident
 from tensorprobe.ascend.log import CoreError, LogFacts
+from tensorprobe.nests import strict_json
 from tensorprobe.terminal import printable
 
 _MOST_CORES = 4
@@ -37,7 +38,7 @@ def _json(incident: Incident, case: Path | None) -> dict[str, Any]:
         "error_codes": list(dict.fromkeys(error.code_text for error in fault.core_errors)),
         "inputs": [tensor.described() for tensor in incident.inputs],
         "outputs": [tensor.described() for tensor in incident.outputs],
-        "attributes": plain_json(incident.attributes),
+        "attributes": strict_json(incident.attributes),
         "conclusion": incident.conclusion,
         "warnings": list(incident.warnings),
         "case": None if case is None else str(case),
@@ -91,17 +92,6 @@ def _path(path: Path | None) -> str | None:
 def _number(value: float | int | None) -> float | int | None:
     """JSON has no NaN and no infinity."""
     return value if value is None or abs(value) < float("inf") else None
-
-
-def plain_json(value: Any) -> Any:
-    """Attributes of a graph as JSON can hold them: NaN and infinities by their names."""
-    if isinstance(value, float) and not abs(value) < float("inf"):
-        return str(value)
-    if isinstance(value, list | tuple):
-        return [plain_json(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): plain_json(item) for key, item in value.items()}
-    return value
 
 
 def _core_json(error: CoreError) -> dict[str, Any]:

@@ -151,7 +151,7 @@ class LogFacts(msgspec.Struct):
 def read_logs(paths: Sequence[Path]) -> LogFacts:
     """Search log files, and directories of them, for AI Core errors."""
     files = list(_log_files(paths))
-    reader = _Reader()
+    reader = _LogReader()
     for file in files:
         reader.read(file)
     return reader.facts(files)
@@ -332,7 +332,7 @@ def _wanted_lines(block: bytes) -> list[tuple[int, int]]:
     return sorted(lines.items())
 
 
-class _Reader:
+class _LogReader:
     def __init__(self) -> None:
         self.faults: list[Fault] = []
         self.states: dict[int | None, _State] = {}
@@ -672,7 +672,7 @@ def _identity(error: CoreError) -> tuple[Any, ...]:
 
 
 def _distinct(errors: list[CoreError]) -> list[CoreError]:
-    """Each once: the screen and the log print the same cores, one with fewer details."""
+    """The errors without repetitions: the screen and the log print the same cores."""
     kept: dict[tuple[Any, ...], CoreError] = {}
     known: set[tuple[Any, ...]] = set()
     for error in sorted(errors, key=lambda e: -len(e.registers)):

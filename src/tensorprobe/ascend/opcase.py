@@ -43,7 +43,7 @@ class CaseTensor(msgspec.Struct, frozen=True):
         return any(size < 0 for size in self.shape)
 
     def described(self) -> dict[str, Any]:
-        """As incident.json has it."""
+        """The tensor as incident.json has it."""
         described: dict[str, Any] = {
             "shape": list(self.shape), "dtype": self.dtype, "format": self.format
         }  # fmt: skip

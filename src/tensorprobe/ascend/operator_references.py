@@ -336,7 +336,7 @@ def _compare(index: int, actual: Array, expected: Array, dtype: str) -> Referenc
     flat, wanted = actual.reshape(-1), expected.reshape(-1)
 
     def parts() -> Iterator[tuple[int, Array, Array, Array, Array]]:
-        """In pieces, so that no copy is as large as the tensor."""
+        """Read in pieces, so that no copy is as large as the tensor."""
         for at in range(0, flat.size, _CHUNK):
             have = _exact(flat[at : at + _CHUNK])
             want = _as_dtype(wanted[at : at + _CHUNK], dtype)

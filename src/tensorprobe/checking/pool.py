@@ -16,7 +16,7 @@ import msgspec
 from tensorprobe.checking.row import Row, row_for
 from tensorprobe.checking.worker import Setting
 from tensorprobe.errors import BadUsage, DeviceUnusable
-from tensorprobe.replay.limits import child_command
+from tensorprobe.replay.child_limits import child_command
 from tensorprobe.replay.pairing import ForwardBackward
 
 _START_S = 120.0  # importing torch on a busy machine, and waking a device

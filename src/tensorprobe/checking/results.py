@@ -27,7 +27,7 @@ def _decoded(line: bytes) -> dict[str, Any]:
         return {}
 
 
-class Results:
+class CheckResults:
     """The output folder of a check; what an earlier one of the same kind left in it is kept."""
 
     def __init__(self, folder: Path, about: Mapping[str, Any], *, restart: bool = False) -> None:

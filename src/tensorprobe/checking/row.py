@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from tensorprobe.parts import Parts
+from tensorprobe.parts import NamedParts
 from tensorprobe.records import Call
 from tensorprobe.replay.kinds import kind_of
 
 Verdict = Literal["pass", "fail", "skipped", "crashed"]
 # Tables of other tools: `peer_metrics` of each result is kept in its row, `write_tables` writes.
-TABLES = Parts("tables", {"peers": "tensorprobe.peers.check_tables"})
+TABLES = NamedParts("tables", {"peers": "tensorprobe.peers.check_tables"})
 
 
 class Judgement(msgspec.Struct, kw_only=True):

@@ -12,12 +12,13 @@ from typing import Any
 from tensorprobe.checking.benchmark import hold_against
 from tensorprobe.checking.plan import Planned, plan
 from tensorprobe.checking.pool import Pool, Task
-from tensorprobe.checking.results import Results, benchmark_tensors, ordered
+from tensorprobe.checking.results import CheckResults, benchmark_tensors, ordered
 from tensorprobe.checking.row import TABLES, Row
 from tensorprobe.checking.switches import differing
 from tensorprobe.checking.worker import Setting
 from tensorprobe.errors import BadUsage
 from tensorprobe.keywords import keywords
+from tensorprobe.notebooks import html_of
 from tensorprobe.records import Capture, count
 from tensorprobe.replay.pairing import ForwardBackward, pair
 from tensorprobe.store.loading import load
@@ -40,7 +41,12 @@ class Checked:
 
     @property
     def passed(self) -> bool:
-        return not (self.counts["fail"] or self.counts["crashed"])
+        return not (self.counts["fail"] or self.counts["crashed"] or self.is_idle)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was checked: every call was skipped."""
+        return self.counts["checked"] == self.counts["skipped"]
 
     @property
     def folder(self) -> Path:
@@ -52,6 +58,9 @@ class Checked:
         shown = ", ".join(f"{self.counts[each]} {each}" for each in verdicts if self.counts[each])
         calls = count(self.counts["calls"], "call")
         return f"<Checked {self.path}: {calls}, {shown or 'none checked'}>"
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
 
 @keywords(output="path", timeout_s="timeout")
@@ -103,7 +112,7 @@ def check(
         "against": None if against is None else str(against),
         "every": every,
     }
-    results = Results(folder, about, restart=restart)
+    results = CheckResults(folder, about, restart=restart)
     kept = {key: row for key, row in results.rows.items() if _is_done(row, peer_tables)}
     if imports or references is not None:  # they may be what a skipped call lacked
         kept = {key: row for key, row in kept.items() if row.verdict != "skipped"}

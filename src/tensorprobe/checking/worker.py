@@ -85,7 +85,7 @@ def _ready(setting: Setting) -> tuple[Any, Any]:
 
     from tensorprobe.checking.one import check_one
     from tensorprobe.checking.target import find_device
-    from tensorprobe.replay.limits import limit_memory
+    from tensorprobe.replay.child_limits import limit_memory
 
     device = find_device(setting.device)
     limit_memory(setting.processes)

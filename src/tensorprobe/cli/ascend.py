@@ -16,7 +16,7 @@ from tensorprobe.terminal import say, warn
 
 if TYPE_CHECKING:
     from tensorprobe.ascend.abnormal_values import Statistics
-    from tensorprobe.ascend.artefact_files import Found
+    from tensorprobe.ascend.artefact_files import FoundFile
     from tensorprobe.ascend.graph import Edge, Op, TensorDesc
 
 
@@ -146,15 +146,15 @@ def _inspect(args: argparse.Namespace) -> int:
     return 1 if failed else 3 if alarmed else 0
 
 
-def _inspectable(paths: list[Path]) -> Iterator[Found]:
-    from tensorprobe.ascend.artefact_files import Found, found_below
+def _inspectable(paths: list[Path]) -> Iterator[FoundFile]:
+    from tensorprobe.ascend.artefact_files import FoundFile, found_below
     from tensorprobe.ascend.dump_conversion import is_candidate
 
     for path in paths:
         if path.is_dir():
             yield from found_below(path, lambda f: f.suffix == ".npy" or is_candidate(f))
         elif path.exists():
-            yield Found(path)
+            yield FoundFile(path)
         else:
             raise BadUsage(f"{path}: no such file or directory")
 
@@ -275,7 +275,7 @@ def _op_lines(op: Op, everything: bool) -> list[str]:
 
 
 def _op_json(op: Op, everything: bool) -> dict[str, object]:
-    from tensorprobe.ascend.incident_report import plain_json
+    from tensorprobe.nests import strict_json
 
     return {
         "name": op.name,
@@ -291,7 +291,7 @@ def _op_json(op: Op, everything: bool) -> dict[str, object]:
         ],
         "outputs": [_desc_json(desc) for desc in op.outputs],
         "after": list(op.controls),
-        "attributes": plain_json(op.attributes if everything else op.own_attributes),
+        "attributes": strict_json(op.attributes if everything else op.own_attributes),
     }
 
 
@@ -337,6 +337,7 @@ def _incident(args: argparse.Namespace) -> int:
     from tensorprobe.ascend.incident_report import incidents_json, render
     from tensorprobe.ascend.opcase import case_warnings, write_case
     from tensorprobe.ascend.writing import folder_inside, write_text
+    from tensorprobe.report.documents import write_document
 
     reproduced = None if args.reproduced is None else args.reproduced == "yes"
     if args.case_log is not None:
@@ -365,6 +366,7 @@ def _incident(args: argparse.Namespace) -> int:
     write_text(args.out / "report.txt", text)
     content = json.dumps(incidents_json(incidents, cases), indent=2, default=str)
     write_text(args.out / "incident.json", content + "\n")
+    write_document("incident", args.out)
     for line in text.removesuffix("\n").split("\n"):
         say(line)
     return 3 if incidents else 0

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from tensorprobe.cli.options import as_options, former_name
 from tensorprobe.errors import BadUsage
 from tensorprobe.report.columns import COLUMNS
-from tensorprobe.terminal import say
+from tensorprobe.terminal import printable, say
 
 if TYPE_CHECKING:
     from tensorprobe.comparing.measure import Workers
+    from tensorprobe.report.saving import Comparison
 
 _STATUS = {"match": 0, "diverged": 3, "incomparable": 1}
 
@@ -30,6 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--mapping", metavar="FILE", help="which calls or modules are the same")
     parser.add_argument(
+        "--at", action="append", default=[], metavar="PLACE",
+        help="chosen places only: outputs, gradients, modules, or a pattern; may be given again",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rows", metavar="HOW",
+        help="with --at: which rows go together: auto, same, inputs, saved, sum, '[:, 1:] = [:]'",
+    )  # fmt: skip
+    parser.add_argument(
+        "--within", type=float, metavar="X",
+        help="with --at: allow errors of this share of a tensor's size",
+    )  # fmt: skip
+    parser.add_argument(
         "--references", metavar="FILE", help="Python file with @tensorprobe.reference functions"
     )
     parser.add_argument(
@@ -41,6 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="columns of comparison.csv",
     )  # fmt: skip
     parser.add_argument("--xlsx", action="store_true", help="write comparison.xlsx too")
+    parser.add_argument(
+        "--model-explorer", action="store_true",
+        help="write graph and errors for ai-edge-model-explorer too",
+    )  # fmt: skip
     parser.add_argument(
         "-j", "--jobs", type=int, metavar="N", help="processes (default: one a core)"
     )
@@ -55,8 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from tensorprobe.comparing.measure import workers_for
 
-    if args.xlsx and args.output is None:
-        raise BadUsage("--xlsx needs a folder to write to: -o OUT")
+    for option, wanted in (("--xlsx", args.xlsx), ("--model-explorer", args.model_explorer)):
+        if wanted and args.output is None:
+            raise BadUsage(f"{option} needs a folder to write to: -o OUT")
     # first of all: the rest is imported, and the captures are read, while they start
     with workers_for((args.actual, args.expected), args.jobs) as workers:
         return _run(args, workers)
@@ -80,6 +98,9 @@ def _run(args: argparse.Namespace, workers: Workers | None) -> int:
             args.expected,
             noise=args.noise,
             mapping=args.mapping,
+            at=args.at,
+            rows=args.rows,
+            within=args.within,
             step=args.step,
             rank=args.rank,
             jobs=workers or 1,
@@ -92,8 +113,37 @@ def _run(args: argparse.Namespace, workers: Workers | None) -> int:
         if progress is not None:
             progress.stop()
     comparison = with_files(compared)
-    say(*as_options(render(comparison), args.option_names).split("\n"))
+    lines = as_options(render(comparison), args.option_names).split("\n")
+    if sys.stdout.isatty():
+        _say_in_colour(comparison, lines)
+    else:
+        say(*lines)
     if args.output is not None:
-        paths = comparison.save(args.output, columns=args.columns, xlsx=args.xlsx)
+        paths = comparison.save(
+            args.output,
+            columns=args.columns,
+            xlsx=args.xlsx,
+            model_explorer=args.model_explorer,
+        )
         say("", f"written: {', '.join(str(path) for path in paths)}")
     return _STATUS[comparison.verdict.verdict]
+
+
+_STYLES = {"match": "bold green", "diverged": "bold red", "incomparable": "bold yellow"}
+
+
+def _say_in_colour(comparison: Comparison, lines: list[str]) -> None:
+    """The lines on a terminal, with the error along the run below the verdict."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from tensorprobe.report.along import sparkline
+
+    console = Console(highlight=False, soft_wrap=True)
+    first, *rest = map(printable, lines)
+    console.print(Text(first, _STYLES[comparison.verdict.verdict]))
+    if bars := sparkline(comparison, max(10, min(console.width - 8, 100))):
+        console.print(Text(f"  error {bars}", "cyan"))
+    for line in rest:
+        is_culprit, is_next = line.startswith(">  "), line.startswith("  next: ")
+        console.print(Text(line, "red" if is_culprit else "bold" if is_next else ""))

@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 from tensorprobe import native
 from tensorprobe._version import __version__
+from tensorprobe.errors import UnsupportedTorch, why_no_torch
 from tensorprobe.native import background, build, builder
 from tensorprobe.terminal import say, warn
 
-# The C++ parts were built and tested with these versions of torch.
-TRIED = ("2.11", "2.13")
+# What make test-versions found with each version of torch; docs/versions.md is made from it.
+TRIED = Path(__file__).parents[1] / "tried_versions.json"
 
 
 class Part(NamedTuple):
@@ -67,8 +68,12 @@ def _import_torch() -> str:
     """Why torch cannot be imported; nothing where it can."""
     try:
         import torch  # noqa: F401
+
+        import tensorprobe.torch_versions  # noqa: F401  it refuses one that is too old
+    except UnsupportedTorch as error:
+        return str(error)
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        lines = str(error).splitlines()
+        lines = (why_no_torch(error) or str(error)).splitlines()
         return lines[0] if lines else type(error).__name__
     return ""
 
@@ -102,9 +107,22 @@ def _torch(broken: str) -> Part:
             "torch", "missing", reason, "recording; captures are read, shown and compared without",
             "install the torch of your vendor, or: pip install 'tensorprobe[torch]'",
         )  # fmt: skip
-    tried = ".".join(found.version.split(".")[:2]) in TRIED
-    said = "tried" if tried else f"not tried: {' and '.join(TRIED)} were"
-    return Part("torch", "active", f"{found.version} ({said})")
+    return Part("torch", "active", f"{found.version} ({_was_tried(found.version)})")
+
+
+def _was_tried(version: str) -> str:
+    """What the compatibility tests said of this minor version of torch."""
+    rows = [row for row in json.loads(TRIED.read_text())["rows"] if "passed" in row]
+    same = [row for row in rows if _minor(row["torch"]) == _minor(version)]
+    if not same:
+        tried = dict.fromkeys(_minor(row["torch"]) for row in rows)
+        return f"not tried: {', '.join(tried)} were, see docs/versions.md"
+    failed = sum(len(row["failed"]) for row in same)
+    return "tried" if not failed else f"tried: {failed} tests failed, see docs/versions.md"
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
 
 
 def _native(broken: str) -> Part:

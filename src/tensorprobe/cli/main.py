@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TextIO
 
 from tensorprobe._version import __version__
 from tensorprobe.cli.options import as_options, option_names
-from tensorprobe.errors import BadUsage, TensorprobeError
+from tensorprobe.errors import BadUsage, TensorprobeError, why_no_torch
 from tensorprobe.terminal import say, warn
 
 # verb -> one line of help. Each verb is a module here: add_arguments(parser), run(args) -> status.
@@ -28,6 +28,7 @@ VERBS: dict[str, str] = {
     "check": "each recorded call alone against a high-precision reference",
     "repro": "a script and its tensors that show one call alone",
     "bisect": "the smallest set of ops which, run elsewhere, cures it",
+    "view": "reports and recordings in a browser",
     "convert": "a capture in another layout: native, msprobe, ptdbg",
     "doctor": "what makes recording quick here, what is missing, and why",
     "ascend": "Ascend artefacts: dumps, graphs, AI Core errors, OpUT cases",
@@ -77,6 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TensorprobeError as error:
         warn(f"tensorprobe {args.verb}: {as_options(str(error), args.option_names)}")
         return 2 if isinstance(error, BadUsage) else 1
+    except RuntimeError as error:
+        why = why_no_torch(error)
+        if why is None:
+            raise
+        warn(f"tensorprobe {args.verb}: {why}")
+        return 1
     except MemoryError:
         warn(f"tensorprobe {args.verb}: it takes more memory than there is")
         return 1

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tensorprobe.overflow.across_ranks import find_first
-    from tensorprobe.report.rank_answers import as_json, lines, save
+    from tensorprobe.report.ranks_file import as_json, lines, save
     from tensorprobe.store.loading import load
     from tensorprobe.store.outputs import check_output
 

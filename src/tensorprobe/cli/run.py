@@ -21,6 +21,7 @@ from tensorprobe.errors import (
     RecordingStopped,
     TensorprobeError,
     WriteFailed,
+    why_no_torch,
 )
 from tensorprobe.store.outputs import check_folder, check_writable
 from tensorprobe.tensors.json_files import read_json
@@ -568,7 +569,17 @@ class _Session:
         except GuardStopped as stopped:
             end = end or stopped
         self._trouble = self._trouble or self._guard.failed
+        self._write_page(self._guard)
         return end
+
+    def _write_page(self, guard: Guard) -> None:
+        """Beside findings.json; without that, on a full disk say, there is nothing to show."""
+        from tensorprobe.devices.process_rank import current_rank, world_size
+        from tensorprobe.report.documents import write_document
+
+        place = guard.path if world_size() == 1 else guard.path / f"rank{current_rank()}"
+        with contextlib.suppress(TensorprobeError, OSError):
+            write_document("guard", place)
 
     def _close(self) -> None:
         """End the recording; what is wrong with it is said."""
@@ -593,11 +604,13 @@ class _Session:
 
 def _explain(end: BaseException | None) -> None:
     """Say what to do about a mistake with devices; the program's traceback has been shown."""
-    if not isinstance(end, Exception) or "torch" not in sys.modules:
+    if not isinstance(end, Exception):
         return
-    from tensorprobe.devices import explain
+    advice = why_no_torch(end)
+    if advice is None and "torch" in sys.modules:
+        from tensorprobe.devices import explain
 
-    advice = explain(end)
+        advice = explain(end)
     if advice is not None:
         sys.stderr.write(f"tensorprobe run: {advice}\n")
 

@@ -10,15 +10,17 @@ import msgspec
 from tensorprobe.comparing.culprit import (
     Found,
     accuse,
+    has_steps,
     is_cut_otherwise,
     kind_by_direction,
     magnitude,
     proof_of,
+    unlike_gradients,
 )
 from tensorprobe.comparing.evidence import Replayer
 from tensorprobe.comparing.measure import CallPair, TensorPair
 from tensorprobe.comparing.rounding import ROUNDING, distance, number_text, roundoff
-from tensorprobe.comparing.scene import Node, Scene, exceeds
+from tensorprobe.comparing.scene import AMPLIFIES, Node, Scene, exceeds, unit_growth
 from tensorprobe.comparing.suspects import Replays, hunt, hunt_all
 from tensorprobe.comparing.verdict import Culprit
 from tensorprobe.comparing.walk import Taint, Walk
@@ -32,6 +34,7 @@ _SHIFT = 4.0
 _PER_SHIFT_IN = 8.0
 _ENOUGH = 256  # numbers, for rounding to average out
 _COARSE = 2.0**-11
+_GRADIENTS = ".parameters_grad."
 
 
 class Findings(msgspec.Struct):
@@ -55,9 +58,14 @@ def blame(
     floors: Mapping[str, float] | None = None,
     replay: bool = True,
     is_calibrated: bool = True,
+    same_settings: bool = True,
 ) -> Findings:
-    """All culprits among the paired calls of one rank, the earliest first."""
-    scene = Scene(pairs, floors)
+    """All culprits among the paired calls of one rank, the earliest first.
+
+    Without `same_settings` other bits are no proof: other libraries, switches or numbers of threads
+    sum in another order.
+    """
+    scene = Scene(pairs, floors, same_settings)
     replays = Replays(
         scene, replayer=replayer, seconds=seconds, enabled=replay, is_calibrated=is_calibrated
     )
@@ -73,16 +81,19 @@ def blame(
     if not scene.culprits and walk.hazards:
         scene.culprits.append(walk.hazards[0])
     settle_containers(scene)
-    is_cut = is_cut_otherwise(scene)
-    if is_cut:
+    is_cut = is_cut_otherwise(scene) and has_steps(scene)
+    unlike = unlike_gradients(scene) if is_cut else None
+    if is_cut and unlike is None:
         scene.culprits = [item for item in scene.culprits if item[1].proof == "replayed"]
+    elif unlike is not None and all(c.step > unlike[1].step for _, c in scene.culprits):
+        scene.culprits = [unlike]
     elif not scene.culprits and walk.cuts:
         scene.culprits.append(walk.cuts[0])
     if not scene.culprits and not scene.sees_all and not is_cut:
         blame_module(scene)
     taint.spread()
     findings = _findings(scene, replays)
-    findings.is_cut = is_cut
+    findings.is_cut = is_cut and unlike is None
     return findings
 
 
@@ -125,6 +136,10 @@ def _explains(scene: Scene, cause: Culprit, bit: int, at: int, culprit: Culprit)
             return True  # other weights are one cause, however many of them differ
         if cause.cause == "argument" and (cause.op, cause.reason) == (culprit.op, culprit.reason):
             return True
+        if cause.cause == "argument" and cause.stack[:1] == culprit.stack[:1] != ():
+            return True  # one line: `average.mul_(decay).add_(new, alpha=1 - decay)`
+    if _GRADIENTS in cause.name and _GRADIENTS in culprit.name:
+        return True  # what the engine has added up
     if at in scene.in_optimizer and culprit.kind in ("boundary", "structure"):
         return True  # an optimizer steps by what it is given
     first = next(n.i for n in scene.nodes if n.call.name == cause.name)
@@ -183,7 +198,8 @@ def settle_containers(scene: Scene) -> None:
         if not explained:
             before = any(at <= max(inside) for at, _ in scene.culprits)
             changed = is_optimizer and node.same_in and not node.same_out
-            if before or not (changed or exceeds(node)):
+            differs = exceeds(node) if is_optimizer else _exceeds_inside(scene, node)
+            if before or not (changed or differs):
                 continue
         reason = f"called with other arguments: {'; '.join(node.differences[:4])}"
         row = max(node.outputs, key=distance, default=None)
@@ -221,8 +237,17 @@ def _is_suspect(scene: Scene, node: Node) -> bool:
         return False
     if not node.call.name.startswith("Module."):
         return False
-    n = len(scene.inside(_forward(scene, node)))
-    return exceeds(node, 4 * math.sqrt(1 + n))
+    return _exceeds_inside(scene, node)
+
+
+def _exceeds_inside(scene: Scene, node: Node) -> bool:
+    """Whether a module's outputs differ by more than what went in and what is inside explain."""
+    inside = [scene.nodes[at] for at in scene.inside(_forward(scene, node))]
+    if not exceeds(node, unit_growth(len(inside))):
+        return False
+    # weights that have drifted apart are given to the modules inside
+    within = [r for other in inside for r in (other.r_in, other.r_out) if math.isfinite(r)]
+    return node.r_out > ROUNDING * AMPLIFIES * max(within, default=0.0)
 
 
 def _forward(scene: Scene, node: Node) -> Node:

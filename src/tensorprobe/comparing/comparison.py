@@ -26,6 +26,7 @@ from tensorprobe.comparing.measure import (
     pair_tensors,
     workers_for,
 )
+from tensorprobe.comparing.opaque import opaque_modules
 from tensorprobe.comparing.rounding import (
     Mode,
     coarsen,
@@ -37,15 +38,19 @@ from tensorprobe.comparing.rounding import (
 from tensorprobe.comparing.scene import place, sees_operators
 from tensorprobe.comparing.verdict import Culprit, Outcome, RankResult, Side, Verdict, in_short
 from tensorprobe.config import parse_numbers
-from tensorprobe.errors import UnreadableCapture
+from tensorprobe.errors import BadUsage, UnreadableCapture
 from tensorprobe.garbage import no_garbage
-from tensorprobe.records import LAST_NODE, Call, Capture, count
+from tensorprobe.notebooks import html_of
+from tensorprobe.records import LAST_NODE, Call, Capture, TensorRecord, count
 from tensorprobe.replay.calibration import covers
 from tensorprobe.store.loading import load
-from tensorprobe.store.native import damaged_records
+from tensorprobe.store.native import NOT_WRITTEN, damaged_records
 
 Source = str | os.PathLike[str] | Capture
+# Facts by which a healthy kernel may sum in another order.
+_SUMS_DEPEND_ON = ("torch.", "numerics.", "cuda.", "npu.", "environment.", "packages.torch")
 Units = dict[tuple[int, int], list[Call]]  # by rank and step
+_SIDES: tuple[Side, Side] = ("actual", "expected")
 
 
 class Compared:
@@ -58,12 +63,14 @@ class Compared:
         pairs: Sequence[CallPair],
         verdict: Verdict,
         structure: Sequence[str] = (),
+        proposed: Mapping[str, str | list[str]] | None = None,
     ) -> None:
         self.actual = actual
         self.expected = expected
         self.pairs = pairs
         self.verdict = verdict
         self.structure = structure  # differences that changed no values
+        self.proposed = proposed or {}  # a mapping of modules that were paired by their weights
 
     @property
     def rows(self) -> Iterator[tuple[CallPair, TensorPair]]:
@@ -86,6 +93,9 @@ class Compared:
     def __repr__(self) -> str:
         return f"<Comparison {in_short(self.verdict)}>"
 
+    def _repr_html_(self) -> str:
+        return html_of(self)
+
 
 def compare_captures(
     actual: Source,
@@ -93,6 +103,9 @@ def compare_captures(
     *,
     noise: Sequence[Source] = (),
     mapping: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    at: str | Sequence[str] = (),
+    rows: str | None = None,
+    within: float | None = None,
     step: int | None = None,
     rank: int | None = None,
     jobs: int | Workers | None = None,
@@ -103,10 +116,15 @@ def compare_captures(
     progress: Progress | None = None,
 ) -> Compared:
     """What tp.compare does, without its files; `jobs` may also be processes that run already."""
+    known = NO_MAPPING if mapping is None else read_mapping(mapping)
+    places = (at,) if isinstance(at, str) else tuple(at)
+    if places:
+        sides = _opened(actual), _opened(expected)
+        return _chosen(sides, noise, step, rank, at=places, rows=rows, within=within, known=known)
+    _check_unchosen(rows, within, known)
     replayer = replayer_for(_user_code(references, imports))
     if references is not None or imports:
         replayer.start()  # what is wrong with a user's code is told before the work, not after it
-    known = NO_MAPPING if mapping is None else read_mapping(mapping)
     with workers_for(map(_path, (actual, expected)), jobs) as workers:
         ours, theirs = _opened(actual), _opened(expected)
         with no_garbage():
@@ -121,6 +139,41 @@ def compare_captures(
         comparison = _judge(ours, theirs, pairs, lacks, floors, wanted, timeout)
     comparison.verdict.imports = [str(each) for each in imports]
     return comparison
+
+
+def _chosen(
+    sides: tuple[Capture, Capture],
+    noise: Sequence[Source],
+    step: int | None,
+    rank: int | None,
+    *,
+    at: tuple[str, ...],
+    rows: str | None,
+    within: float | None,
+    known: CallMapping,
+) -> Compared:
+    # here: it takes numpy, which is not needed where other processes measure
+    from tensorprobe.comparing.chosen_verdict import compare_chosen, wanted
+
+    actual, expected = sides
+    runs = [_opened(source) for source in noise]
+    with no_garbage():
+        places = wanted(at, rows, within, known)
+        pairs, verdict, proposed = compare_chosen(actual, expected, places, runs, step, rank)
+    verdict.notes += _general_notes(verdict, actual, expected)
+    _tell_damage(verdict, (actual, expected), pairs)
+    return Compared(actual, expected, pairs, verdict, proposed=proposed)
+
+
+def _check_unchosen(rows: str | None, within: float | None, mapping: CallMapping) -> None:
+    """Some things are for chosen places only."""
+    wrong = (
+        "`rows`" if rows is not None else "`within`" if within is not None
+        else "a list of modules in `mapping`" if mapping.parts
+        else "ignore in `mapping`" if mapping.ignore else None
+    )  # fmt: skip
+    if wrong is not None:
+        raise BadUsage(f"{wrong} goes with chosen places, such as `at=modules`")
 
 
 def _user_code(
@@ -235,6 +288,7 @@ def _judge(
             seconds=timeout / len(ranks),
             floors=floors,
             is_calibrated=covers(actual.facts) and covers(expected.facts),
+            same_settings=not any(fact.startswith(_SUMS_DEPEND_ON) for fact in verdict.facts),
         )
         findings.append(found)
         structure += found.structure
@@ -252,27 +306,60 @@ def _judge(
 def _are_one_program(pairs: Sequence[CallPair], narrow: tuple[bool, bool]) -> bool:
     """Whether at least half of the model's calls align, in the ranks and steps of both sides.
 
-    Optimizers step in several ways, and set-up is no part of the model: they do not count. Where
-    one side was told to record some calls only, those are what could align.
+    Optimizers step in several ways, and set-up is no part of the model: they do not count, nor what
+    only one side shows inside of a module. Where one side was told to record some calls only, or
+    makes more calls than the other with the same effects, those of the other are what could align.
     """
-    counted = [pair for pair in pairs if not _is_beside_model(pair)] or pairs
+    units = opaque_modules(pairs)
+    within = {at for inside in units.values() for at in inside}
+    outside = [pair for i, pair in enumerate(pairs) if i not in within]
+    counted = [pair for pair in outside if not _is_beside_model(pair)] or pairs
     counts: dict[tuple[int, int], list[int]] = {}
     for pair in counted:
         unit = counts.setdefault((pair.call.rank, pair.call.step), [0, 0, 0])
         unit[0] += pair.pair.actual is not None
         unit[1] += pair.pair.expected is not None
         unit[2] += pair.is_paired
-    common = [unit for unit in counts.values() if unit[0] and unit[1]] or list(counts.values())
-    ours, theirs, aligned = (sum(unit[n] for unit in common) for n in range(3))
-    return aligned * 2 >= (min(ours, theirs) if any(narrow) else max(ours, theirs))
+    common = {key: unit for key, unit in counts.items() if unit[0] and unit[1]} or counts
+    ours, theirs, aligned = (sum(unit[n] for unit in common.values()) for n in range(3))
+    if aligned * 2 >= max(ours, theirs):
+        return True
+    shorter = 0 if ours < theirs else 1
+    mine = [pair for pair in outside if (pair.call.rank, pair.call.step) in common]
+    return aligned * 2 >= min(ours, theirs) and (any(narrow) or _effects_align(mine, shorter))
+
+
+def _effects_align(pairs: Sequence[CallPair], shorter: int) -> bool:
+    """Whether both sides have the same effects, and the longer one only more calls: it evaluates
+    the model in between, say, or does the same in smaller steps."""
+    if not any(pair.call.name.startswith(("Module.", "Optimizer.")) for pair in pairs):
+        last = [next((p for p in reversed(pairs) if p.pair[side] is not None), None)
+                for side in (0, 1)]  # fmt: skip
+        return last[0] is not None and last[0] is last[1]
+    for pair in pairs:
+        if pair.is_paired:
+            continue
+        call = pair.call
+        is_root = call.name.startswith("Module.") and call.parent is None
+        if call.name.startswith("Optimizer.") or ".parameters_grad." in call.name:
+            return False
+        if is_root and call.direction == "forward" and pair.pair[shorter] is not None:
+            return False
+    return True
 
 
 def _is_beside_model(pair: CallPair) -> bool:
     """Whether a call is a step of an optimizer's, or outside of all modules in forward."""
-    call = pair.call
-    if (call.parent or "").startswith("Optimizer."):
-        return True
+    return (pair.call.parent or "").startswith("Optimizer.") or _is_outside(pair.call)
+
+
+def _is_outside(call: Call) -> bool:
     return call.direction == "forward" and not call.module and not call.name.startswith("Module.")
+
+
+def _is_beside(call: Call) -> bool:
+    """Whether a call is neither the model's nor an optimizer's."""
+    return _is_outside(call) and not call.name.startswith("Optimizer.")
 
 
 def _tell_what_lacks(verdict: Verdict, lacks: Sequence[Lacking]) -> None:
@@ -280,7 +367,10 @@ def _tell_what_lacks(verdict: Verdict, lacks: Sequence[Lacking]) -> None:
     meant = [each for each in lacks if each.is_meant]
     if meant:
         verdict.notes.append(f"{_told(meant)}, as the other was told: not compared")
-    lost = [each for each in lacks if not each.is_meant]
+    beside = [each for each in lacks if not each.is_meant and not each.has_model]
+    if beside:
+        verdict.notes.append(f"{_told(beside)}: it has no call of the model")
+    lost = [each for each in lacks if not each.is_meant and each.has_model]
     if not lost:
         return
     n_calls = sum(each.n_calls for each in lost)
@@ -296,11 +386,11 @@ def _tell_what_lacks(verdict: Verdict, lacks: Sequence[Lacking]) -> None:
 def _tell_damage(
     verdict: Verdict, captures: tuple[Capture, Capture], pairs: Sequence[CallPair]
 ) -> None:
-    """Records that cannot be read are no match: what they say may be what differs."""
+    """What cannot be read is no match: it may be what differs."""
     if verdict.verdict != "match":
         return
     units = {(pair.call.rank, pair.call.step) for pair in pairs}
-    for side, capture in zip(("actual", "expected"), captures, strict=True):
+    for side, capture in zip(_SIDES, captures, strict=True):
         found = [gap for gap in damaged_records(capture) if (gap.rank, gap.step) in units]
         if found:
             lines = "1 line" if len(found) == 1 else f"{len(found)} lines"
@@ -311,6 +401,44 @@ def _tell_damage(
                 f"tensorprobe show {quote(str(capture.path))} --gaps"
             )
             return
+    lost = _lost(captures, pairs)
+    if lost:
+        number = f" and {count(len(lost) - 1, 'other')}" if lost[1:] else ""
+        verdict.verdict = "incomparable"
+        verdict.reason = f"{lost[0]}{number}: it could not be compared. All else matches"
+
+
+def _lost(captures: tuple[Capture, Capture], pairs: Sequence[CallPair]) -> list[str]:
+    """What one side has and the other has lost: it was killed, or its files are damaged."""
+    unfinished = [set(capture.facts.get("unfinished") or ()) for capture in captures]
+    found = []
+    for pair in pairs:
+        calls = (pair.pair.actual, pair.pair.expected)
+        where = f"{pair.call.name} of step {pair.call.step}"
+        unit = f"rank{pair.call.rank}/step{pair.call.step}"
+        for side, n in zip(_SIDES, (0, 1), strict=True):
+            mine, other = calls[n], calls[1 - n]
+            if other is None or other.status == "begun":
+                continue
+            if mine is None:
+                if unit in unfinished[n] and unit not in unfinished[1 - n]:
+                    found.append(f"{side} ended before {where}")
+            elif mine.status == "begun":
+                found.append(f"{side} has no end of {where}")
+            else:
+                found += [
+                    f"{side} has no value of {row.name} of {where}"
+                    for row in pair.tensors
+                    if _is_lost((row.actual, row.expected)[n], (row.expected, row.actual)[n])
+                ]
+    return found
+
+
+def _is_lost(mine: TensorRecord | None, other: TensorRecord | None) -> bool:
+    """Whether a value that the other side has was never written."""
+    if mine is None or other is None or mine.gap != NOT_WRITTEN:
+        return False
+    return other.summary is not None or other.digest is not None
 
 
 def _recorded(pairs: list[CallPair], narrow: tuple[bool, bool]) -> list[CallPair]:
@@ -416,8 +544,6 @@ def _notes(
     verdict: Verdict, findings: Sequence[Findings], actual: Capture, expected: Capture
 ) -> list[str]:
     notes = [*verdict.notes, *_different_makes(actual, expected)]
-    if actual.path.resolve() == expected.path.resolve():
-        notes.append("both sides are one capture: it was compared with itself")
     if verdict.mode in ("stats", "digest") and verdict.culprits:
         notes.append("only statistics were kept: the verdict is weaker than one from tensors")
     if verdict.mode == "structure":
@@ -437,8 +563,8 @@ def _notes(
             )
     if any(found.is_cut for found in findings):
         notes.append(
-            "the model works on pieces of other shapes (micro-batches): the gradients that "
-            "optimizers were given were compared, and what is inside only by replaying it"
+            "the model works on other pieces (micro-batches), or in another order: the gradients "
+            "that optimizers were given were compared, and what is inside only by replaying it"
         )
     grown = next((found.grown for found in findings if found.grown), None)
     if verdict.verdict == "match" and grown:
@@ -446,14 +572,18 @@ def _notes(
             f"results are more than 10 % apart from {grown} on: rounding has grown, and every "
             "call is within rounding of its own inputs"
         )
+    return [*notes, *_general_notes(verdict, actual, expected)]
+
+
+def _general_notes(verdict: Verdict, actual: Capture, expected: Capture) -> Iterator[str]:
+    """What is to be said of the recordings, whatever was compared."""
+    if actual.path.resolve() == expected.path.resolve():
+        yield "both sides are one capture: it was compared with itself"
     for side, capture in (("actual", actual), ("expected", expected)):
         if is_narrow(capture):
-            notes.append(f"{side} has a selection of its calls: the others were not compared")
+            yield f"{side} has a selection of its calls: the others were not compared"
     if verdict.counts["gaps"]:
-        notes.append(
-            f"{verdict.counts['gaps']} gaps in the recordings: tensorprobe show RUN --gaps"
-        )
-    return notes
+        yield f"{verdict.counts['gaps']} gaps in the recordings: tensorprobe show RUN --gaps"
 
 
 def _different_makes(actual: Capture, expected: Capture) -> Iterator[str]:
@@ -490,6 +620,7 @@ class Lacking(NamedTuple):
     n_calls: int
     is_whole_rank: bool  # the other side has no step of it
     is_meant: bool  # the other side was told not to record it
+    has_model: bool  # or a step of an optimizer's; else what a program does before it ends
 
 
 def units(capture: Capture, step: int | None, rank: int | None) -> Units:
@@ -521,7 +652,8 @@ def _only(side: Side, here: Units, there: Units, other: Capture) -> Iterable[Lac
     for (rank, step), calls in sorted(here.items()):
         if (rank, step) not in there:
             is_meant = _was_left_out(other, rank, step)
-            yield Lacking(rank, step, side, len(calls), rank not in ranks, is_meant)
+            has_model = rank not in ranks or not all(map(_is_beside, calls))
+            yield Lacking(rank, step, side, len(calls), rank not in ranks, is_meant, has_model)
 
 
 def is_narrow(capture: Capture) -> bool:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Hashable
 from typing import Any
 
 import msgspec
 
+from tensorprobe.comparing.align import content
+from tensorprobe.comparing.converging import converge
 from tensorprobe.comparing.measure import TensorPair
 from tensorprobe.comparing.rounding import (
     ROUNDING,
-    moved_values,
+    is_moved,
     number_text,
     pair_roundoff,
     same_bits,
 )
 from tensorprobe.comparing.scene import (
-    FAINT,
+    AMPLIFIES,
     Node,
     Scene,
-    has_other_shapes,
     nonfinite_counts,
     relative,
 )
@@ -112,10 +115,7 @@ def proof_of(row: TensorPair) -> str:
 
 def digest_reason(row: TensorPair) -> str:
     """Why other bits are blamed on a call, where only digests and statistics are known."""
-    a, e = row.actual, row.expected
-    assert a is not None
-    assert e is not None
-    if a.summary and e.summary and moved_values(a.summary, e.summary):
+    if is_moved(row):
         return f"its inputs are equal bit for bit; {row.name} has the same numbers in other places"
     return f"its inputs are equal bit for bit; {row.name} is not"
 
@@ -161,38 +161,25 @@ def heals(scene: Scene, found: tuple[int, Culprit], seen_at: Node | None = None)
     seen_at = seen_at or node
     if any(row.role == "buffer" and not same_bits(row) for row in node.outputs):
         return False  # running statistics are an effect
-    if culprit.kind in ("nonfinite", "argument") and node.call.direction == "forward":
-        return _users_agree(scene, node)
-    if culprit.kind in ("boundary", "structure") and seen_at.call.direction == "backward":
+    if culprit.kind in ("nonfinite", "argument"):
+        is_forward = node.call.direction == "forward"
+        return is_forward and converge(scene, node) and gradients_agree(scene, node)
+    if culprit.kind not in ("boundary", "structure", "input"):
+        return False
+    if seen_at.call.direction == "backward" and _optimizers(scene, seen_at):
         # a GradScaler: what the optimizer is given is unscaled again
-        return bool(_optimizers(scene, seen_at)) and gradients_agree(scene, seen_at)
-    return False
-
-
-def _users_agree(scene: Scene, node: Node) -> bool:
-    """Whether all calls that were given its results, and those after them, come to agree."""
-    todo, seen, healed = [node.i], {node.i}, False
-    while todo:
-        users = scene.users(todo.pop())
-        if not users:
-            return False  # it is an effect itself
-        for user in users:
-            other = scene.nodes[user]
-            if not other.is_paired:
-                return False
-            if other.d_out <= FAINT:
-                healed = True
-            elif user not in seen:
-                seen.add(user)
-                todo.append(user)
-    return healed and gradients_agree(scene, node)
+        return gradients_agree(scene, seen_at)
+    return converge(scene, seen_at) and gradients_agree(scene, seen_at)
 
 
 def gradients_agree(scene: Scene, node: Node) -> bool:
-    """Whether what the optimizers of its step were given agrees, by the coarsest dtype in it."""
+    """Whether what the optimizers of its step were given agrees, by the coarsest dtype in it and by
+    how far its forward is apart."""
     unit = scene.coarsest_unit(node.call.step)
+    inherited = AMPLIFIES * scene.forward_difference(node.call.step)
     return all(
-        relative(row, scene.distance(other, row)) <= ROUNDING * max(unit, pair_roundoff(row))
+        relative(row, scene.gradient_distance(other, row))
+        <= ROUNDING * max(unit, pair_roundoff(row)) + inherited
         for other in _optimizers(scene, node)
         for row in other.inputs
         if row.role == "parameter_grad"
@@ -200,17 +187,63 @@ def gradients_agree(scene: Scene, node: Node) -> bool:
 
 
 def is_cut_otherwise(scene: Scene) -> bool:
-    """Whether the model works on other pieces (micro-batches), and every optimizer is given the
-    same gradients all the same."""
-    models = [
-        node
-        for node in scene.nodes
-        if node.is_paired and node.call.direction == "forward" and node.call.module
-    ]
-    if not any(map(has_other_shapes, models)):
-        return False
+    """Whether the model works on other pieces (micro-batches) than on the other side, or on the
+    same in another order."""
+    forward = [node for node in scene.nodes if node.is_paired and node.call.direction == "forward"]
+    modules = [node for node in forward if node.call.name.startswith("Module.")]
+    given = modules or [node for node in forward if node.call.module]
+    return _is_reordered(scene) or any(map(_is_given_other_shapes, given))
+
+
+def _is_given_other_shapes(node: Node) -> bool:
+    return any(
+        row.actual is not None
+        and row.expected is not None
+        and row.actual.shape != row.expected.shape
+        for row in node.inputs
+        if row.role == "input"
+    )
+
+
+def unlike_gradients(scene: Scene) -> Found:
+    """The first optimizer that is given other gradients than on the other side."""
+    for node in scene.nodes:
+        if not node.call.name.startswith("Optimizer.") or gradients_agree(scene, node):
+            continue
+        rows = [row for row in node.inputs if row.role == "parameter_grad"]
+        row = max(rows, key=lambda row: scene.gradient_distance(node, row))
+        d = scene.gradient_distance(node, row)
+        reason = (
+            f"the model works on other pieces (micro-batches), or in another order, and the "
+            f"gradients that this optimizer is given differ, {row.name} {magnitude(d)}"
+        )
+        proof = proof_of(row)
+        return node.i, accuse(node, "boundary", reason, d, row=row, proof=proof, inherited=0.0)
+    return None
+
+
+def has_steps(scene: Scene) -> bool:
+    """Whether optimizers step, each of them on both sides."""
     steps = [node for node in scene.nodes if node.call.name.startswith("Optimizer.")]
-    return bool(steps) and all(node.is_paired and gradients_agree(scene, node) for node in steps)
+    return bool(steps) and all(node.is_paired for node in steps)
+
+
+def _is_reordered(scene: Scene) -> bool:
+    """Whether some step gives the model the same data in another order."""
+    given: dict[int, tuple[list[Hashable], list[Hashable]]] = {}
+    for node in scene.nodes:
+        call = node.call
+        if not call.name.startswith("Module.") or call.direction != "forward" or call.parent:
+            continue
+        sides = given.setdefault(call.step, ([], []))
+        for row in node.inputs:
+            for side, record in enumerate((row.actual, row.expected)):
+                if record is not None and row.role == "input":
+                    sides[side].append(content(record))
+    return any(
+        ours != theirs and None not in ours and Counter(ours) == Counter(theirs)
+        for ours, theirs in given.values()
+    )
 
 
 def _optimizers(scene: Scene, node: Node) -> list[Node]:

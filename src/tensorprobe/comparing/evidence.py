@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 HUGE = 1e30
 _SHAKES = 2  # replays on inputs moved by a rounding, for what rounding explains
 _ROW = 64  # numbers in a row where the last dimension is too short to average over
+# Their backward computes with their result: near 1 little is left of 1 - tanh(x)^2.
+_SAVE_RESULTS = {"tanh", "sigmoid", "softmax", "_softmax", "log_softmax", "_log_softmax"}
 _START_S = 120.0  # importing torch on a busy machine
 
 
@@ -79,6 +81,7 @@ def own_error(forward: Call, backward: Call | None = None, *, noise: bool = True
 
 def _own_error(forward: Call, backward: Call | None, noise: bool) -> Evidence:
     from tensorprobe.replay.calibration import law_of
+    from tensorprobe.replay.kinds import api_of
     from tensorprobe.replay.reference import replay
     from tensorprobe.replay.shaking import differences, shaken
 
@@ -112,7 +115,16 @@ def _own_error(forward: Call, backward: Call | None, noise: bool) -> Evidence:
         moved_by = [outputs[name] - reference for outputs in moved if name in outputs]
         exact = replayed.kind in ("exact", "conversion") and backward is None
         given = _incoming(backward, record) if backward is not None else None
-        error = _compare(name, found, reference, replayed.roundoff, moved_by, given, exact)
+        error = _compare(
+            name,
+            found,
+            reference,
+            replayed.roundoff,
+            moved_by,
+            given,
+            exact,
+            saves_result=backward is not None and api_of(forward.op).lower() in _SAVE_RESULTS,
+        )
         law = law_of(forward, backward, record)
         if law is not None and blind is None:
             held = _hold(law, forward, backward, record, found, reference, moves(name))
@@ -215,6 +227,7 @@ def _compare(
     shaken: list[torch.Tensor],
     given: torch.Tensor | None,
     exact: bool,
+    saves_result: bool,
 ) -> OwnError:
     import torch
 
@@ -242,25 +255,29 @@ def _compare(
     tiny = float(torch.finfo(found.dtype).smallest_normal) * float(torch.finfo(found.dtype).eps)
     noise = [torch.where(usable, part.to(torch.float64), 0.0) for part in shaken]
     square_noise = sum((float(part.norm()) ** 2 for part in noise), 0.0) / max(len(noise), 1) / n
-    scale = max(math.hypot(u * rms_y, math.sqrt(square_noise)), tiny)
+    # what backward saved of the result was rounded too, which no shaking of inputs shows
+    saved = u * float(given.norm()) / math.sqrt(n) if saves_result and given is not None else 0.0
+    scale = max(math.hypot(u * rms_y, math.sqrt(square_noise), saved), tiny)
     rows_d, rows_y = _row_rms(d), _row_rms(y)
     row_unit = (u * rows_y).square()
     for part in noise:
         row_unit = row_unit + _row_rms(part).square() / len(noise)
     if given is not None:
-        # what backward saved of the result was rounded too, which no shaking of inputs shows
         row_unit = row_unit + (u * _row_rms(given)).square()
     # a row far smaller than the whole is what cancellation leaves of it
     row_unit = torch.clamp(row_unit.sqrt(), min=scale / 2)
     square = float(y.flatten() @ y.flatten())
     gain = float(d.flatten() @ y.flatten()) / square if square else 0.0
     sigma = rms_d / (rms_y * math.sqrt(n)) if rms_y else math.inf
+    # a system of equations that is nearly singular moves its whole solution
+    moved = [float(part.flatten() @ y.flatten()) / square for part in noise] if square else []
+    gain_unit = math.hypot(u, *(each / math.sqrt(len(moved)) for each in moved))
     return OwnError(
         name,
         rms_d / scale,
         float((rows_d / row_unit).max()),
-        gain / u if u else 0.0,
-        sigma / u if u else 0.0,
+        gain / gain_unit if u else 0.0,
+        sigma / gain_unit if u else 0.0,
         rms_d / rms_y if rms_y else math.inf,
         exact,
     )
@@ -361,7 +378,7 @@ class _Child:
     """The process and the way to it."""
 
     def __init__(self, code: UserCode) -> None:
-        from tensorprobe.replay.limits import child_command
+        from tensorprobe.replay.child_limits import child_command
 
         ours, theirs = socket.socketpair()
         self._owner = os.getpid()
@@ -451,7 +468,7 @@ def serve(descriptor: int) -> None:
 
 def _prepare(code: UserCode) -> str | None:
     """Import what the user brings, and take no more memory than allowed; what is wrong, if so."""
-    from tensorprobe.replay.limits import limit_memory
+    from tensorprobe.replay.child_limits import limit_memory
     from tensorprobe.replay.references import bring_in, run_file
 
     try:

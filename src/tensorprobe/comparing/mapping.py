@@ -25,16 +25,28 @@ _CALL_PREFIXES = (
 )  # fmt: skip
 
 
+class WeightParts(NamedTuple):
+    """Modules that one side has in one and the other in several, in the order of their weights."""
+
+    inside: str  # the class of the module that they are in; "" for any
+    actual: tuple[str, ...]
+    expected: tuple[str, ...]
+
+
 class Mapping(NamedTuple):
     """What the user says is the same: names of calls, prefixes of module paths, and `layers`,
-    children of modules by the class they are in (or `TopLayer`, the model)."""
+    children of modules by the class they are in (or `TopLayer`, the model). `parts` and `ignore`
+    are for comparing at chosen places."""
 
     calls: dict[str, str]
     modules: dict[str, str]
     layers: dict[str, dict[str, str]]
+    parts: tuple[WeightParts, ...] = ()
+    ignore: tuple[str, ...] = ()
 
 
 NO_MAPPING = Mapping({}, {}, {})
+IGNORE = "ignore"
 TOP_LAYER = "TopLayer"
 
 
@@ -120,24 +132,44 @@ def read_mapping(source: str | os.PathLike[str] | AnyMapping[str, Any]) -> Mappi
 
     Flat, `actual: expected`: names of calls, or of their tensors, and module paths may be mixed.
     Nested, `Class: {child: other child}`: children of the modules of a class of actual, or of the
-    model (`TopLayer`); a child may be a path of several parts.
+    model (`TopLayer`); a child may be a path of several parts. `wkv: [k, v]` and `q + k + v: qkv`
+    are modules that one side has in one; `ignore: [pattern]` leaves modules out.
     """
     tree = source if isinstance(source, AnyMapping) else _read(Path(source))
     calls: dict[str, str] = {}
     modules: dict[str, str] = {}
     layers: dict[str, dict[str, str]] = {}
+    parts: list[WeightParts] = []
+    ignore: list[str] = []
     for key, value in tree.items():
-        if isinstance(value, AnyMapping):
+        if key == IGNORE and not isinstance(value, AnyMapping):
+            ignore += _names(value)
+        elif isinstance(value, AnyMapping):
             scope = TOP_LAYER if key == "Cell" else str(key)  # its name in their older files
-            # they write the class of the other behind it: "attention(SelfAttention)"
-            children = {str(child): str(v).partition("(")[0] for child, v in value.items()}
-            layers.setdefault(scope, {}).update(children)
+            for child, other in value.items():
+                if _is_parts(child, other):
+                    parts.append(WeightParts(scope, _names(child), _names(other)))
+                else:  # they write the class of the other behind it: "attention(SelfAttention)"
+                    layers.setdefault(scope, {})[str(child)] = str(other).partition("(")[0]
+        elif _is_parts(key, value):
+            parts.append(WeightParts("", _names(key), _names(value)))
         elif _is_call(str(key)):
             ours, theirs = _call(str(key)), _call(str(value))
             calls[ours] = theirs
         else:
             modules[str(key)] = str(value)
-    return Mapping(calls, modules, layers)
+    return Mapping(calls, modules, layers, tuple(parts), tuple(ignore))
+
+
+def _is_parts(key: Any, value: Any) -> bool:
+    return isinstance(value, list | tuple) or " + " in str(key) or " + " in str(value)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    """The names in a list, or in a text: k + v."""
+    if isinstance(value, list | tuple):
+        return tuple(map(str, value))
+    return tuple(part.strip() for part in str(value).split(" + "))
 
 
 def _read(path: Path) -> dict[str, Any]:

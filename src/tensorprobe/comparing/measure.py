@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from tensorprobe.comparing.align import Pair
+from tensorprobe.comparing.mapping import plain_path
 from tensorprobe.errors import BadUsage
 from tensorprobe.records import LAST_NODE, Call, TensorRecord, TensorSummary
 from tensorprobe.tensors.blob import Blob
@@ -71,6 +72,7 @@ class TensorPair(msgspec.Struct, gc=False):
     problem: str | None = None  # why there are no metrics where there could be some
     distance: float | None = None  # rounding.distance's, kept once it is known
     coarse: float = 0.0  # the unit roundoff of the arithmetic, where that is coarser than the dtype
+    is_made_anew: bool = False  # computed of other numbers: equal statistics are no permutation
 
     @property
     def role(self) -> str:
@@ -101,6 +103,8 @@ def pair_tensors(pair: Pair) -> CallPair:
     keyword on the other, by order and shape."""
     ours = _by_suffix(pair.actual)
     theirs = _by_suffix(pair.expected)
+    if ours.keys() != theirs.keys() and ours and theirs:
+        ours, theirs = _without_wrappers(ours), _without_wrappers(theirs)
     if _last_node(pair.actual) != _last_node(pair.expected) and ours and theirs:
         ours, theirs = _without_outputs(ours), _without_outputs(theirs)
     if ours.keys() == theirs.keys() or not ours or not theirs:
@@ -119,6 +123,12 @@ def pair_tensors(pair: Pair) -> CallPair:
     prefix = pair.expected.name + "." if pair.expected else ""
     rows += [TensorPair(record.name.removeprefix(prefix), None, record) for record in free]
     return CallPair(pair, rows)
+
+
+def _without_wrappers(records: dict[str, TensorRecord]) -> dict[str, TensorRecord]:
+    """Parameters of a compiled or wrapped model by the names that they have without it."""
+    plain = {plain_path(name): record for name, record in records.items()}
+    return plain if len(plain) == len(records) else records
 
 
 def _last_node(call: Call | None) -> bool:

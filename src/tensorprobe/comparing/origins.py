@@ -24,14 +24,24 @@ from tensorprobe.comparing.rounding import (
     rms_size,
     same_bits,
 )
-from tensorprobe.comparing.scene import AMPLIFIES, Node, Scene, label_of, relative, summed_size
+from tensorprobe.comparing.scene import (
+    AMPLIFIES,
+    APART,
+    CANCELS,
+    Node,
+    Scene,
+    label_of,
+    nonfinite_differs,
+    relative,
+    summed_size,
+    unit_growth,
+)
 from tensorprobe.comparing.suspects import Replays, score, worst
 from tensorprobe.comparing.verdict import Culprit, CulpritKind, Side, name_some
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import TensorRecord
 
 _STATES = ("parameter", "buffer", "state")
-_CANCELS = 1e-3  # of the size that the terms add up to
 # Of the numbers: a view that leaves fewer of them alone is taken for another tensor.
 _LEFT_ALONE = 0.05
 _LOOK_BACK = 200
@@ -55,6 +65,8 @@ class Boundaries:
         self._before: dict[str, float] = {}  # by label: how far a parameter or buffer was apart
         self._forward = self._backward = 0.0  # the largest difference so far in this step
         self._gradients: list[tuple[float, float]] = []  # of this step: norm, and how far apart
+        self._sums: dict[str, float] = {}  # the size that a gradient's terms add up to
+        self._seen: set[str] = set()  # the gradients that this step has had already
         self._of_module: dict[tuple[int, str], list[int]] = {}  # backward calls so far
         self._largest = 0.0  # of all in `_before`
         self._step: int | None = None
@@ -64,6 +76,8 @@ class Boundaries:
         if node.call.step != self._step:
             self._step, self._forward, self._backward = node.call.step, 0.0, 0.0
             self._gradients = []
+            self._seen.clear()
+            self._sums.clear()
         if not node.is_paired:
             return None
         return next(filter(None, (self._explain(node, row) for row in node.inputs)), None)
@@ -79,11 +93,21 @@ class Boundaries:
         ours, theirs = self._scene.flow.producers(node.i, row.name)
         if ours is not None and ours == theirs:
             return None
-        inherited = AMPLIFIES * self._context(node, row)
+        context = self._context(node, row)
+        if context >= APART and not nonfinite_differs(row):
+            return None
+        inherited = AMPLIFIES * context
         unit = max(pair_roundoff(row), one_sided_unit(self._scene, node, row))
+        if row.role == "parameter_grad" and (size := self._scene.largest_unit):
+            unit *= unit_growth(size)
         if relative(row, d) <= ROUNDING * (unit + inherited):
             return None
         if found := one_sided_before(self._scene, node, row, d):
+            return found
+        if found := self._sent_by_one_side(node, row, d):
+            return found
+        is_given = row.role == "input" and node.call.direction == "forward"
+        if is_given and (found := written_by_one_side(self._scene, node, row)):
             return found
         is_guess = is_constant(a) or is_constant(e)  # many calls make the same constant
         if ours is not None and theirs is not None and not is_guess:
@@ -95,7 +119,7 @@ class Boundaries:
         if d and row.role == "parameter_grad":
             summed = self._summed(node, row)
             sizes = [rms_size(record) for record in (row.actual, row.expected) if record]
-            if max(sizes) < _CANCELS * summed:
+            if max(sizes) < CANCELS * summed:
                 return 0.0  # rounding that is left of numbers that cancel: a bias before a norm
             return self._scene.distance(node, row, summed)
         if d and node.call.direction == "backward":
@@ -105,8 +129,11 @@ class Boundaries:
     def _summed(self, node: Node, row: TensorPair) -> float:
         """The size that the terms of a parameter's gradient add up to, if they do not cancel: it
         rounds to the size of those."""
-        found = 0.0
+        key = _gradient_key(label_of(node.call, row))
+        found = self._sums.get(key, 0.0)  # an optimizer is given what its module has shown
         shape = row.expected.shape if row.expected is not None else ()
+        if node.call.name.startswith("Optimizer."):
+            return found
         for at in self._module_backwards(node):
             backward = self._scene.nodes[at]
             forward = self._scene.forward_of(backward)
@@ -119,6 +146,7 @@ class Boundaries:
                     size *= max((rms_size(r.expected) for r in forward.inputs
                                  if r.role == "input" and r.expected), default=1.0)  # fmt: skip
                 found = max(found, size if size < 1e30 else 0.0)
+        self._sums[key] = found
         return found
 
     def _module_backwards(self, node: Node) -> list[int]:
@@ -132,7 +160,10 @@ class Boundaries:
         if row.role == "parameter_grad":
             return self._context_of_gradient(node, row)
         if row.role in _STATES:
-            return self._before.get(label_of(node.call, row), 0.0)
+            before = self._before.get(label_of(node.call, row), 0.0)
+            if row.role == "parameter" and self._gradients and self._is_in_closure(node):
+                return max(before, APART)  # an optimizer divides noise by noise
+            return before
         if node.i in self._scene.in_optimizer:
             return self._largest
         if node.call.direction == "backward":
@@ -143,14 +174,28 @@ class Boundaries:
 
     def _context_of_gradient(self, node: Node, row: TensorPair) -> float:
         sent = self._sent_to_parameter(node, row)
-        before = self._before.get(_gradient_key(label_of(node.call, row)))
-        if before is not None:  # it may have been clipped since, by the norm of all of them
+        key = _gradient_key(label_of(node.call, row))
+        before = self._before.get(key, 0.0)
+        if key in self._seen:  # it may have been clipped since, by the norm of all of them
             return max(sent, before, self._norm_difference())
         if sent:
-            return sent
+            return max(sent, before)
         nodes = [self._scene.nodes[at] for at in self._module_backwards(node)]
         found = [r for other in nodes for r in (other.r_in, other.r_out) if math.isfinite(r)]
-        return max(found, default=self._backward)
+        return max(before, max(found, default=self._backward))
+
+    def has_seen(self, node: Node, row: TensorPair) -> bool:
+        """Whether the program has used a parameter or buffer before."""
+        return label_of(node.call, row) in self._before
+
+    def _is_in_closure(self, node: Node) -> bool:
+        """Whether a call is in the closure of an optimizer that has had gradients: by them it may
+        have stepped already."""
+        parent = node.call.parent
+        while parent and not parent.startswith("Optimizer."):
+            at = self._scene.named(node.call.step, parent)
+            parent = None if at is None else self._scene.nodes[at].call.parent
+        return bool(parent)
 
     def _norm_difference(self) -> float:
         """How far apart the norm of all gradients of this step is, at most."""
@@ -168,6 +213,22 @@ class Boundaries:
         key = label_of(node.call, row)
         value = self._scene.parameters.get((node.call.step, key))
         return self._sent_back(value) if value is not None else 0.0
+
+    def _sent_by_one_side(self, node: Node, row: TensorPair, d: float) -> Found:
+        """The calls that send a gradient to a result on one side only: a `detach` on the other."""
+        forward = self._scene.forward_of(node)
+        name = row.name.replace("input", "output", 1)
+        made = next((r for r in forward.outputs if r.name == name), None) if forward else None
+        if made is None:
+            return None
+        users = {
+            at
+            for record in (made.actual, made.expected)
+            if record is not None and (key := content(record)) is not None
+            for at, _ in self._uses.get((self._step, key), ())
+        }
+        sent = {back for at in users for back in self._backwards.get(at, ())}
+        return _one_sided(self._scene, node, row, _region(self._scene, sorted(sent))[1], d)
 
     def _sent_back(self, made: TensorPair) -> float:
         """How far apart the gradients are that were sent to a tensor, the largest."""
@@ -195,6 +256,7 @@ class Boundaries:
                 key = label_of(node.call, row)
                 if row.role == "parameter_grad":
                     key = _gradient_key(key)
+                    self._seen.add(key)
                     if node.call.direction == "backward" and row.expected.summary is not None:
                         self._gradients.append((row.expected.summary.norm or 0.0, r))
                 self._before[key] = max(self._before.get(key, 0.0), r)
@@ -240,7 +302,10 @@ class Boundaries:
             f"{node.call.name}, and no recorded call made it"
         )
         kind: CulpritKind = "boundary"
-        if self._is_data(node, row):
+        if self._is_data(node, row) and self._scene.is_weight(node, row):
+            kind = "parameter"
+            reason = f"{what} is a weight or a buffer; it differs, and no recorded call made it"
+        elif self._is_data(node, row):
             kind = "input"
             reason = f"{what}, which no recorded call made, differs: the runs were given other data"
         return accuse(node, kind, reason, d, row=row, proof=proof_of(row), inherited=0.0)
@@ -304,7 +369,8 @@ def wired_otherwise(scene: Scene, replays: Replays, node: Node) -> Found:
         ours, theirs = scene.flow.producers(node.i, row.name)
         if ours == theirs:
             continue
-        if node.call.direction == "backward" and None in (ours, theirs):
+        is_gradient = node.call.direction == "backward" or row.role == "parameter_grad"
+        if is_gradient and None in (ours, theirs):
             continue
         known, region = _region(scene, (ours, theirs))
         if any(scene.nodes[at].taint for at in (*known, *region)):
@@ -418,6 +484,14 @@ def _own_error(node: Node, replays: Replays) -> Culprit | None:
 
 
 def _one_sided(scene: Scene, node: Node, row: TensorPair, region: list[int], d: float) -> Found:
+    units = [scene.unit_of[at] for at in region if at in scene.unit_of]
+    if units:
+        unit = scene.nodes[min(units)]
+        reason = (
+            f"only one side shows its inside, and {row.name} of {node.call.name}, which it leads "
+            f"to, differs {magnitude(d)}"
+        )
+        return unit.i, accuse(unit, "boundary", reason, d, row=row, inherited=unit.d_in)
     mine, other = _by_side(scene, sorted({_forward(scene, at) for at in region}))
     if not mine and not other:
         return None
@@ -450,26 +524,54 @@ def written_through_view(scene: Scene, node: Node, row: TensorPair) -> Node | No
 
     `h[:4].add_(1)` has the slice as its result; `h` as a whole is nobody's.
     """
-    record = row.actual
-    if record is None:
+    found = _writing(scene, node, row.actual, 0)
+    if found is None:
+        return None
+    before, writer = found
+    return writer if _explains(row, before, writer) else None
+
+
+def written_by_one_side(scene: Scene, node: Node, row: TensorPair) -> Found:
+    """A call that writes into part of an input, and that the other side does not make."""
+    for side, record in enumerate((row.actual, row.expected)):
+        found = _writing(scene, node, record, side)
+        if found is None or found[1].is_paired:
+            continue
+        writer = found[1]
+        where = "actual" if side == 0 else "expected"
+        reason = (
+            f"{writer.call.name} only in {where}: it writes into part of {row.name} of "
+            f"{node.call.name}, which differs"
+        )
+        d = scene.distance(node, row)
+        return writer.i, accuse(writer, "structure", reason, d, row=row, inherited=0.0)
+    return None
+
+
+def _writing(
+    scene: Scene, node: Node, whole: TensorRecord | None, side: int
+) -> tuple[Node, Node] | None:
+    """The call that gave a tensor, and the one that has last written into part of it since."""
+    if whole is None:
         return None
     writer: Node | None = None
     for at in range(node.i - 1, max(-1, node.i - _LOOK_BACK), -1):
         earlier = scene.nodes[at]
-        if earlier.container or earlier.pair.pair.actual is None:
+        if earlier.container or earlier.pair.pair[side] is None:
             continue
-        if _writes_part(earlier, record):
+        made = [(row.actual, row.expected)[side] for row in earlier.outputs]
+        if _writes_part(earlier, made, whole):
             writer = writer or earlier
-        elif writer is not None and any(_was(r.actual, record) for r in earlier.outputs):
-            return writer if _explains(row, earlier, writer) else None
+        elif writer is not None and any(_was(record, whole) for record in made):
+            return earlier, writer
     return None
 
 
-def _writes_part(node: Node, whole: TensorRecord) -> bool:
+def _writes_part(node: Node, made: Sequence[TensorRecord | None], whole: TensorRecord) -> bool:
     name = node.call.op.rpartition(".")[2]
     if not name.endswith("_") or name.endswith("__"):
         return False
-    parts = [row.actual for row in node.outputs if row.actual is not None]
+    parts = [record for record in made if record is not None]
     return any(part.dtype == whole.dtype and part.numel < whole.numel for part in parts)
 
 

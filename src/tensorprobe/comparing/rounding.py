@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from tensorprobe.comparing.measure import CallPair, TensorPair
 from tensorprobe.records import Call, TensorRecord, TensorSummary
-from tensorprobe.replay.kinds import kind_of
+from tensorprobe.replay.kinds import api_of, kind_of
 from tensorprobe.tensors.pair_metrics import FRACTION_BITS
 
 Mode = Literal["tensors", "digest", "stats", "structure"]
 _ENOUGH = 8  # numbers: of fewer, rounding may leave statistics as they are
+_SAME_SUM = 1e-13  # relative: sums of the same numbers in another order
 # A healthy kernel stays below 3 units of own error, whatever its dtype; see docs/compare.md.
 ROUNDING = 16.0
 _TF32, _BF16 = 2.0**-11, 2.0**-9  # unit roundoffs
@@ -64,13 +65,17 @@ def same_bits(pair: TensorPair) -> bool | None:
     a, e = pair.actual, pair.expected
     if a is None or e is None:
         return None
-    if a.digest is not None and e.digest is not None and a.dtype == e.dtype:
+    if a.dtype != e.dtype:
+        return False
+    if a.digest is not None and e.digest is not None:
         return a.digest == e.digest and a.shape == e.shape
     if pair.metrics is not None:
-        return pair.metrics.is_equal and a.dtype == e.dtype
+        return pair.metrics.is_equal
     if a.summary is not None and e.summary is not None and a.summary != e.summary:
+        if a.stride != e.stride and moved_values(a.summary, e.summary):
+            return None  # in another order in memory, sums of the same numbers are others
         # another tool's mean and norm of the same bits are others
-        return False if a.dtype == e.dtype and a.summary.counted else None
+        return False if a.summary.counted else None
     return None
 
 
@@ -103,10 +108,11 @@ def _distance(pair: TensorPair, floor: float) -> float:
         return _ratio(m.rms_error, u * max(m.rms_expected, floor))
     if a.summary is None or e.summary is None:
         return 0.0
-    if same_bits(pair) is False and moved_values(a.summary, e.summary) and e.numel >= _ENOUGH:
-        return math.inf if not u else 1 / u  # the same numbers in other places
+    other_bits = a.dtype == e.dtype and same_bits(pair) is False
+    if other_bits and is_moved(pair):
+        return math.inf if not u else 1 / u
     if a.summary == e.summary:
-        return math.inf if not u and same_bits(pair) is False else 0.0
+        return math.inf if not u and other_bits else 0.0
     relative = summary_distance(a, e, floor)
     return _ratio(relative, u) if u else (math.inf if relative else 0.0)
 
@@ -137,11 +143,23 @@ def summary_distance(a: TensorRecord, e: TensorRecord, floor: float = 0.0) -> fl
 
 def moved_values(a: TensorSummary, e: TensorSummary) -> bool:
     """Whether two summaries are those of the same numbers: with other bits, they are in other
-    places. Rounding changes the norm in its last digits; a permutation does not."""
-    if a.norm is None or e.norm is None or not a.norm:
+    places. Rounding changes norm and mean in their last digits; a permutation does not."""
+    if a.norm is None or e.norm is None or a.mean is None or e.mean is None or not a.norm:
         return False
-    same = (a.min, a.max, a.zero_count) == (e.min, e.max, e.zero_count)
-    return same and math.isclose(a.norm, e.norm, rel_tol=1e-13)
+    if (a.min, a.max, a.zero_count) != (e.min, e.max, e.zero_count):
+        return False
+    peak = max(_size(a.min), _size(a.max))
+    return (
+        math.isclose(a.norm, e.norm, rel_tol=_SAME_SUM) and abs(a.mean - e.mean) <= _SAME_SUM * peak
+    )
+
+
+def is_moved(pair: TensorPair) -> bool:
+    """Whether a tensor whose bits differ has the same numbers in other places."""
+    a, e = pair.actual, pair.expected
+    if pair.is_made_anew or a is None or e is None or a.summary is None or e.summary is None:
+        return False
+    return e.numel >= _ENOUGH and moved_values(a.summary, e.summary)
 
 
 def reduction(n_in: int, n_out: int) -> float:
@@ -195,7 +213,7 @@ def product_unit(facts: Mapping[str, Any], call: Call) -> float:
     switches = _SWITCHES.get(device)
     if switches is None:
         return 0.0
-    is_convolution = "conv" in call.op.rpartition(".")[2].lower()
+    is_convolution = "conv" in api_of(call.op).lower()
     return max((_unit(facts, switch) for switch in switches[is_convolution]), default=0.0)
 
 
@@ -208,13 +226,13 @@ def _unit(facts: Mapping[str, Any], switch: str) -> float:
     return _WORDS.get(value, 0.0) if isinstance(value, str) else 0.0
 
 
-def _autocast_unit(pair: CallPair) -> float:
-    """The unit roundoff of the dtype that autocast gives to a call, on the coarser side."""
+def autocast_unit(calls: Iterable[Call | None]) -> float:
+    """The coarsest unit roundoff of the dtypes that autocast gives to some calls."""
     return max(
         (
             roundoff(note.rpartition(".")[2].rpartition(" ")[2])
-            for call in pair.pair[:2]
-            if isinstance(call, Call)
+            for call in calls
+            if call is not None
             for note in call.notes
             if note.startswith("autocast ")
         ),
@@ -229,7 +247,9 @@ def coarsen_modules(pairs: Sequence[CallPair]) -> None:
     for pair in pairs:
         if pair.call.name.startswith("Module."):
             step = pair.call.step
-            units[step] = max(units.get(step, 0.0), _autocast_unit(pair))
+            units[step] = max(
+                units.get(step, 0.0), autocast_unit((pair.pair.actual, pair.pair.expected))
+            )
     for pair in pairs:
         if unit := units.get(pair.call.step, 0.0):
             for row in pair.tensors:

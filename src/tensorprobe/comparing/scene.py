@@ -13,9 +13,11 @@ from tensorprobe.comparing import arguments
 from tensorprobe.comparing.align import content, forward_of, is_constant
 from tensorprobe.comparing.evidence import Evidence
 from tensorprobe.comparing.measure import CallPair, TensorPair
+from tensorprobe.comparing.opaque import opaque_modules
 from tensorprobe.comparing.rounding import (
     ROUNDING,
     distance,
+    is_moved,
     pair_roundoff,
     reduction,
     rms_size,
@@ -24,13 +26,17 @@ from tensorprobe.comparing.rounding import (
 from tensorprobe.comparing.verdict import Culprit
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import Call, TensorRecord
-from tensorprobe.replay.kinds import Kind, is_running_statistic, kind_of, overwrites
+from tensorprobe.replay.kinds import Kind, api_of, is_running_statistic, kind_of, overwrites
 
 # Between this and ROUNDING an own error is named only in 16-bit and coarser dtypes, and only when
 # nothing worse is found: noise of 1-2 ULP on every kernel of seven models stayed below 4.5.
 FAINT = 4.8
 # What may come out of a call that is not replayed, per unit that went in: it may amplify.
 AMPLIFIES = 4.0
+CANCELS = 1e-3  # of the size that the terms add up to: less is what rounding leaves of them
+# Of its size: inputs that are this far apart explain any result. Statistics of what is made of them
+# may agree all the same: numbers that saturate have the same bounds and norm.
+APART = 0.1
 # Where the random numbers of a call began: no number of the program's.
 _RANDOM_STATE = "buffers.rng_state"
 _SUMS = ("product", "reduction", "scatter", "general")
@@ -39,6 +45,11 @@ _INPUTS = ("input", "parameter", "buffer")
 # How many roundings apart the results of a backward are, if what its forward left for it is wrong;
 # below, it is judged as any other call.
 _CHANGED = 1000.0
+_ILL = {
+    *("solve", "solve_triangular", "triangular_solve", "lstsq", "inv", "inverse", "pinv", "det"),
+    *("slogdet", "logdet", "svd", "svdvals", "eig", "eigh", "eigvals", "eigvalsh", "qr"),
+    *("cholesky", "cholesky_solve", "cholesky_inverse", "lu", "lu_factor", "lu_solve", "ldl_solve"),
+}
 _OPERATORS = ("Functional.", "Torch.", "Tensor.")
 
 
@@ -58,6 +69,8 @@ class Node(msgspec.Struct):
     taint: int = 0  # one bit a culprit
     same_in: bool = True
     same_out: bool = True
+    is_apart: bool = False  # what it was given is another thing on each side, though healthy
+    unit_size: int = 0  # of a module that is one unit: how many calls one side shows inside
     differences: list[str] = []
     evidence: tuple[Evidence, Evidence] | None = None
     op_kind: Kind | None = None  # None: a module
@@ -72,6 +85,12 @@ class Node(msgspec.Struct):
         if self.container or self.op_kind not in ("random", "dropout"):
             return None
         return self.op_kind
+
+    @property
+    def is_ill_conditioned(self) -> bool:
+        """Whether a rounding of its inputs may change all of its result."""
+        name = api_of(self.call.op)
+        return name.removeprefix("_").removeprefix("linalg_").removesuffix("_ex") in _ILL
 
     @property
     def makes_sums(self) -> bool:
@@ -106,12 +125,21 @@ def make_node(i: int, pair: CallPair, container: bool) -> Node:
 def exceeds(node: Node, long: float = 1.0) -> bool:
     """Whether a call's outputs differ by more than rounding and its inputs explain."""
     u = node.unit_out
-    if math.isinf(node.r_out):
-        return not math.isinf(node.r_in)
+    if not node.same_in and node.is_ill_conditioned:
+        return False
+    if node.unit_size:
+        long *= unit_growth(node.unit_size)
+    if node.is_apart or math.isinf(node.r_out):
+        return not node.is_apart
     if node.same_in and node.d_in == 0:
         # nothing was inherited: in 16 bit less than 16 roundings can be told from noise
         return node.d_out > (FAINT if u >= 2.0**-11 else ROUNDING) * long
     return node.r_out > ROUNDING * (u * long + AMPLIFIES * node.r_in)
+
+
+def unit_growth(n_calls: int) -> float:
+    """How much more error so many calls may have, one after the other, than one has."""
+    return 4 * math.sqrt(1 + n_calls)
 
 
 def has_other_shapes(node: Node) -> bool:
@@ -172,7 +200,7 @@ def _cancelled_size(node: Node) -> float:
     """Sums and differences round to the size of their terms, whatever is left of those."""
     if node.call.direction != "forward" or node.container:
         return 0.0
-    if node.call.op.rpartition(".")[2].rstrip("_") not in _CANCELS:
+    if api_of(node.call.op) not in _CANCELS:
         return 0.0
     sizes = [rms_size(row.expected) for row in node.inputs if row.expected is not None]
     return max((size for size in sizes if size < 1e30), default=0.0)
@@ -290,7 +318,7 @@ def _end_of_closure(pairs: Sequence[CallPair], at: int) -> int:
         if call.step != step.step or not (is_backward or call.parent in inside):
             break
         inside.add(call.name)
-        if is_backward or call.name.startswith("Module."):
+        if is_backward or call.module or call.name.startswith("Module."):
             last = i
     return last
 
@@ -417,24 +445,39 @@ def same_content(row: TensorPair, other: TensorPair) -> bool:
 class Scene:
     """What is known of the calls of one rank, in execution order, and who has been accused.
 
-    `floors` gives, for a tensor, how far repeated runs of the expected side are apart.
+    `floors` gives, for a tensor, how far repeated runs of the expected side are apart;
+    `same_settings` says that no version, switch or number of threads differs.
     """
 
     def __init__(
-        self, pairs: Sequence[CallPair], floors: Mapping[str, float] | None = None
+        self,
+        pairs: Sequence[CallPair],
+        floors: Mapping[str, float] | None = None,
+        same_settings: bool = True,
     ) -> None:
         self.floors = floors or {}
+        self.same_settings = same_settings
         self.culprits: list[tuple[int, Culprit]] = []  # with the node each is at
         pairs = steps_after_closures(pairs)
         containers = find_containers(pairs)
+        units = opaque_modules(pairs)
+        for i in units:
+            containers[i] = False
+        self.unit_of = {at: i for i, inside in reversed(units.items()) for at in inside}
+        self.largest_unit = max(map(len, units.values()), default=0)
         self.flow = Dataflow(pairs, containers)
         self.nodes = [make_node(i, p, containers[i]) for i, p in enumerate(pairs)]
+        for i, inside in units.items():
+            self.nodes[i].unit_size = len(inside)
+        self._children = self._find_children()
         for node in self.nodes:
             self._leave_out_workspaces(node)
+        self._settle_places()
         for node in self.nodes:
             self._measure(node)
         for node in self.nodes:
             self._inherit(node)
+            self._part(node)
         self.has_tensors = any(
             row.metrics is not None for node in self.nodes for row in node.pair.tensors
         )
@@ -448,9 +491,9 @@ class Scene:
         # at L0 and L2 much of what makes a tensor goes unseen
         self.sees_all = any(map(sees_operators, pairs))
         self.first_step = min((node.call.step for node in self.nodes), default=0)
-        self._children = self._find_children()
         self._recomputed: dict[object, list[Node]] | None = None
         self._users: dict[int, list[int]] | None = None
+        self._names: dict[tuple[int, str], int] | None = None
         self._units: dict[int, float] = {}  # by step
         self.in_optimizer = {
             at
@@ -497,6 +540,26 @@ class Scene:
                 return True
         return False
 
+    def _settle_places(self) -> None:
+        """Tell numbers in other places from others that have the same statistics.
+
+        A call that is given other numbers makes other numbers: where the norm is that of a few, as
+        after a steep softmax, it does not show the rest.
+        """
+        anew: set[Hashable] = set()
+        for node in self.nodes:
+            for row in node.inputs:
+                row.is_made_anew = _contents(row) in anew
+            if not node.container:
+                anew |= _made_anew(node, node.inputs)
+        for node in self.nodes:
+            if node.container and any(is_moved(row) for row in node.outputs):
+                within = self.inside(self.forward_of(node) or node)
+                anew |= _made_anew(node, [row for at in within for row in self.nodes[at].outputs])
+        for node in self.nodes:
+            for row in (*node.inputs, *node.outputs):
+                row.is_made_anew = _contents(row) in anew
+
     def _measure(self, node: Node) -> None:
         for row in node.inputs:
             d = self.distance(node, row)
@@ -526,6 +589,20 @@ class Scene:
             node.r_in = max(node.r_in, forward.r_in, forward.r_out)
             node.same_in = node.same_in and forward.same_in and forward.same_out
 
+    def _part(self, node: Node) -> None:
+        """Whether a call was given things that are far apart, or were made of such in forward."""
+        if node.r_in >= APART:
+            node.is_apart = True
+        elif node.call.direction == "forward" and not node.container:
+            makers = [
+                self.nodes[at]
+                for row in node.inputs
+                if not same_bits(row)
+                for at in self.flow.producers(node.i, row.name)
+                if at is not None
+            ]
+            node.is_apart = any(m.is_apart and m.call.direction == "forward" for m in makers)
+
     def distance(self, node: Node, row: TensorPair, floor: float = 0.0) -> float:
         """How far a tensor is from its partner, less where repeated runs are as far apart."""
         found = distance(row, floor)
@@ -533,6 +610,23 @@ class Scene:
             noise = self.floors.get(place(node.call, row.expected), 0.0)
             if found <= 3 * noise:
                 return min(found, 1.0)
+        return found
+
+    def gradient_distance(self, node: Node, row: TensorPair) -> float:
+        """How far a gradient that an optimizer is given is from its partner.
+
+        Where it is far smaller than others of its module, what is left of terms that cancel (the
+        bias of keys, before a softmax), it rounds to the size of those.
+        """
+        found = self.distance(node, row)
+        module = row.name.rpartition(".")[0]
+        alike = [
+            r for r in node.inputs if r.role == row.role and r.name.rpartition(".")[0] == module
+        ]
+        size = max((rms_size(r.expected) for r in alike if r.expected), default=0.0)
+        own = [rms_size(record) for record in (row.actual, row.expected) if record]
+        if found and max(own, default=0.0) < CANCELS * size:
+            return self.distance(node, row, size)
         return found
 
     def furthest(self, node: Node) -> TensorPair | None:
@@ -571,6 +665,29 @@ class Scene:
             rows = (row for node in nodes for row in node.outputs if row.role == "output")
             self._units[step] = max(map(pair_roundoff, rows), default=0.0)
         return self._units[step]
+
+    def named(self, step: int, name: str) -> int | None:
+        """The pair of this name."""
+        if self._names is None:
+            self._names = {(node.call.step, node.call.name): node.i for node in self.nodes}
+        return self._names.get((step, name))
+
+    def forward_difference(self, step: int) -> float:
+        """How far apart results of the model's calls in a step are at most, where no culprit is
+        behind it, relative to their size."""
+        return max(
+            (
+                node.r_out
+                for node in self.nodes
+                if node.call.step == step
+                and node.call.direction == "forward"
+                and node.is_paired
+                and not (node.container or node.taint or node.i in self.in_optimizer)
+                and math.isfinite(node.r_out)
+                and not has_other_shapes(node)
+            ),
+            default=0.0,
+        )
 
     def belongs_to(self, node: Node) -> Node | None:
         """Of an operator that runs inside backward, seen at L2, the forward one it belongs to."""
@@ -665,6 +782,18 @@ def label_of(call: Call, row: TensorPair) -> str:
     if call.name.startswith("Optimizer.") or not call.module:
         return label
     return f"{call.module}.{label}"
+
+
+def _made_anew(node: Node, given: Sequence[TensorPair]) -> set[Hashable]:
+    """The results with the same statistics that are no permutation: what was given differs."""
+    if not any(same_bits(row) is False and not is_moved(row) for row in given):
+        return set()
+    return {_contents(row) for row in node.outputs if same_bits(row) is False and is_moved(row)}
+
+
+def _contents(row: TensorPair) -> Hashable:
+    a, e = row.actual, row.expected
+    return content(a) if a is not None else None, content(e) if e is not None else None
 
 
 def _likeness(node: Node) -> object:

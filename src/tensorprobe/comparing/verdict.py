@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from tensorprobe.comparing.rounding import Mode, number_text
+from tensorprobe.notebooks import html_of
 from tensorprobe.records import Call, count
 from tensorprobe.store.frames import users_line
 from tensorprobe.terminal import printable
@@ -77,6 +78,40 @@ class Culprit(msgspec.Struct, kw_only=True):
         return f"<Culprit {self.name}, step {self.step}, rank {self.rank}: {self.reason}>"
 
 
+Status = Literal["equal", "within", "undecided", "beyond", "not compared"]
+
+
+class MeasuredPlace(msgspec.Struct, kw_only=True):
+    """How far the sides are apart at a chosen place: a line of `boundaries` in verdict.json.
+
+    `error` and `limit` are in roundings; `relative` is the error's share of the tensor's size.
+    """
+
+    actual: str  # modules, several as "k_proj + v_proj"; or the name of a call without its number
+    expected: str
+    tensor: str
+    kind: Literal["output", "input", "parameter", "gradient"]
+    call: str | None = None  # of actual
+    step: int = 0
+    rank: int = 0
+    error: float | None = None
+    relative: float | None = None
+    limit: float | None = None
+    inherited: float = 0.0
+    rows: int | None = None  # how many were compared, where rows were paired
+    row: str | None = None  # the worst of them
+    status: Status
+    note: str | None = None
+
+
+class RowCounts(msgspec.Struct):
+    """Rows of what the model gave, where they were paired: with a partner, and without."""
+
+    compared: int = 0
+    only_actual: int = 0
+    only_expected: int = 0
+
+
 class RankResult(msgspec.Struct):
     """One line of the table of ranks and steps."""
 
@@ -105,6 +140,10 @@ class Verdict(msgspec.Struct, kw_only=True):
     facts: list[str] = []  # versions and numeric switches that differ
     ranks: list[RankResult] = []
     imports: list[str] = []  # what the user allowed a replay to call
+    at: list[str] = []  # where the runs were compared, if at chosen places only
+    within: float | None = None  # what was stated to be allowed there
+    boundaries: list[MeasuredPlace] = []  # what was found there
+    rows: RowCounts | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As plain values; NaN and infinities as text, which strict JSON does not have."""
@@ -117,6 +156,9 @@ class Verdict(msgspec.Struct, kw_only=True):
 
     def __repr__(self) -> str:
         return f"<Verdict {in_short(self)}>"
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
 
 def in_short(verdict: Verdict) -> str:
@@ -198,10 +240,46 @@ def _sides(verdict: Verdict) -> Iterator[str]:
 
 
 def _agreement(verdict: Verdict) -> str:
+    if verdict.at:
+        return _chosen(verdict)
     return (
         f"{verdict.counts['aligned']} calls aligned, no call differs by more than rounding "
         f"explains ({_basis(verdict)})"
     )
+
+
+def _chosen(verdict: Verdict) -> str:
+    """What was compared at chosen places, and the largest error there."""
+    found = [each for each in verdict.boundaries if each.error is not None]
+    text = f"{count(len(found), 'tensor')} at {', '.join(verdict.at)}"
+    rows = verdict.rows
+    if rows is not None and rows.compared:
+        fewer = rows.compared + min(rows.only_actual, rows.only_expected)
+        of = f"{rows.compared} of {fewer}" if fewer > rows.compared else str(rows.compared)
+        text += f", in {of} rows of what the model gave,"
+    worst = max(found, key=lambda each: (each.error or 0.0) / (each.limit or 1.0), default=None)
+    if worst is None or not worst.error:
+        return f"{text} are equal ({_basis(verdict)})"
+    where = f"{worst.actual or 'the model'} {worst.tensor}"
+    size = measured_text(worst, verdict.within)
+    return f"{text} agree; the nearest to its limit is {where}, {size} ({_basis(verdict)})"
+
+
+def measured_text(found: MeasuredPlace, within: float | None = None) -> str:
+    """An error at a chosen place in words, with what is allowed."""
+    share = "" if found.relative is None else f"{percent(found.relative)} of its size"
+    if within is not None and share:
+        return f"off by {share}; {percent(within)} is allowed"
+    text = f"off by {number_text(found.error or 0.0)} roundings"
+    text += f" ({share})" if share else ""
+    if found.limit is None:
+        return text
+    return f"{text}; {number_text(found.limit)} are explained by rounding"
+
+
+def percent(share: float) -> str:
+    """A share of something for a person to read."""
+    return f"{100 * share:.3g} %" if share < 1e4 else "far more than 100 %"
 
 
 def _basis(verdict: Verdict) -> str:
@@ -221,10 +299,14 @@ def _fault(culprit: Culprit) -> str:
 
 def next_command(verdict: Verdict, culprit: Culprit) -> str:
     """What settles it, or shows it alone."""
-    if verdict.mode in ("stats", "digest") and culprit.cause in ("result", "dtype"):
+    if (
+        verdict.mode in ("stats", "digest")
+        and culprit.cause in ("result", "dtype")
+        and not verdict.at
+    ):
         options = f"--keep tensors --calls {quote(culprit.name)} --steps {culprit.step}"
         return f"record both sides again with: tensorprobe run {options} ..., and compare"
-    if culprit.cause == "result":
+    if culprit.cause == "result" and not verdict.at:
         capture, place = verdict.actual, _which(culprit)
         if culprit.side == "expected" and culprit.expected is not None:
             capture, place = verdict.expected, _which(culprit.expected)

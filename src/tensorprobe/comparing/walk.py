@@ -21,12 +21,13 @@ from tensorprobe.comparing.origins import (
     Boundaries,
     reordered,
     wired_otherwise,
+    written_by_one_side,
     written_through_view,
 )
 from tensorprobe.comparing.rounding import (
     ROUNDING,
     distance,
-    moved_values,
+    is_moved,
     pair_roundoff,
     same_bits,
 )
@@ -48,7 +49,7 @@ from tensorprobe.comparing.scene import (
 from tensorprobe.comparing.suspects import Replays, score, worst
 from tensorprobe.comparing.verdict import Culprit, CulpritKind
 from tensorprobe.records import Call
-from tensorprobe.replay.kinds import kind_of
+from tensorprobe.replay.kinds import api_of, kind_of
 
 _CUTS = ("chunk", "split", "tensor_split", "split_with_sizes", "unbind")
 # In roundings: what another kernel of the same sums may differ by, as statistics show it.
@@ -131,24 +132,29 @@ class Walk:
             keys = [key for key in (content(a), content(e)) if key is not None]
             if any(key in self.taint.bad_contents for key in keys):
                 continue
-            if not (scene.sees_all or self._is_known_leaf(node, row, keys)):
+            if not (scene.sees_all or self._is_known_leaf(row, keys)):
                 continue  # it may be a result of calls that were not recorded
             if node.call.step != scene.first_step and row.role != "input":
                 continue
+            if row.role == "parameter" and self._boundaries.has_seen(node, row):
+                continue  # stepped since, in the closure of an optimizer
             if not self._changes_something(node):
                 continue
             if row.role == "input" and (origin := written_through_view(scene, node, row)):
                 node.taint |= origin.taint
                 continue
+            if row.role == "input" and (written := written_by_one_side(scene, node, row)):
+                return written
+            found = node.i, self._leaf_culprit(node, row)
+            if heals(scene, found):
+                continue
             self.taint.bad_contents |= dict.fromkeys(keys, node.i)
-            return node.i, self._leaf_culprit(node, row)
+            return found
         return None
 
-    def _is_known_leaf(self, node: Node, row: TensorPair, keys: list[Hashable]) -> bool:
+    def _is_known_leaf(self, row: TensorPair, keys: list[Hashable]) -> bool:
         """Whether a tensor without a producer is a parameter, or tokens or a mask."""
         if row.role != "input" or any(key in self.scene.parameter_names for key in keys):
-            return True
-        if self.scene.is_weight(node, row):
             return True
         return pair_roundoff(row) == 0
 
@@ -159,8 +165,7 @@ class Walk:
         names = self.scene.parameter_names
         name = names.get(content(a)) or names.get(content(e))
         is_parameter = row.role in ("parameter", "buffer", "state") or name is not None
-        if is_parameter or self.scene.is_weight(node, row):
-            is_parameter = True
+        if is_parameter:
             word = {"buffer": "buffer", "state": "the optimizer's state"}.get(row.role, "parameter")
             label = name or label_of(node.call, row)
             what = f"{word} {label} differs, and no recorded call made it"
@@ -366,7 +371,7 @@ class Walk:
             return False
         if a.digest == e.digest or row.metrics is not None:
             return False
-        if a.summary and e.summary and moved_values(a.summary, e.summary):
+        if is_moved(row):
             return True
         if node.call.direction == "forward" and kind_of(node.call) in ("exact", "conversion"):
             return True
@@ -374,6 +379,8 @@ class Walk:
 
     def _reproducible_before(self, node: Node) -> bool:
         """Whether sums have come out bit for bit alike so far: of this op, or of three others."""
+        if not self.scene.same_settings:
+            return False
         alike: set[str] = set()
         for earlier in self.scene.nodes[: node.i]:
             if earlier.container or not earlier.is_paired or not earlier.makes_sums:
@@ -387,8 +394,7 @@ class Walk:
 
 def _cuts_otherwise(node: Node) -> bool:
     """Whether a call cuts the same tensor into other pieces: `chunk(2)` and `chunk(4)`."""
-    name = node.call.op.rpartition(".")[2].partition(".")[0]
-    return name in _CUTS and node.same_in and has_other_shapes(node)
+    return api_of(node.call.op) in _CUTS and node.same_in and has_other_shapes(node)
 
 
 def _back(node: Node) -> Call | None:

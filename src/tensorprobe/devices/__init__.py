@@ -15,7 +15,7 @@ from tensorprobe.devices.device_table import (
     rows,
 )
 from tensorprobe.devices.mistakes import check_environment, check_kernel_dump, explain
-from tensorprobe.devices.ranks import current_rank, local_rank, world_size
+from tensorprobe.devices.process_rank import current_rank, local_rank, world_size
 
 __all__ = [
     "Device",

@@ -13,7 +13,7 @@ from importlib import metadata
 import torch
 
 from tensorprobe.devices.device_table import Device, device_layer, rows
-from tensorprobe.devices.ranks import local_rank
+from tensorprobe.devices.process_rank import local_rank
 
 
 @dataclass(frozen=True)

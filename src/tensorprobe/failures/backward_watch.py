@@ -14,6 +14,7 @@ import torch
 from tensorprobe.failures.followed_calls import FollowedCalls, Stamp, WatchedCall
 from tensorprobe.follow.gradients import LEAF, Gradients
 from tensorprobe.follow.quiet import Quiet
+from tensorprobe.trouble import OnTrouble
 
 
 class BackwardWatch:
@@ -85,20 +86,17 @@ class BackwardWatch:
     def begins(self, roots: Any) -> None:
         """A loss may come from a custom Function that no other call has used."""
         calls = self._calls
-        try:
-            with Quiet():
-                nodes = [(root, root.grad_fn) for root in roots if isinstance(root, torch.Tensor)]
-                kind = torch.autograd.function.BackwardCFunction
-                calls.note_functions([each for each in nodes if isinstance(each[1], kind)])
-        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            calls.gap("backward", error)
+        with OnTrouble(calls.gap, "backward"), Quiet():
+            nodes = [(root, root.grad_fn) for root in roots if isinstance(root, torch.Tensor)]
+            kind = torch.autograd.function.BackwardCFunction
+            calls.note_functions([each for each in nodes if isinstance(each[1], kind)])
 
     def _last_entered(self, began: int) -> Any:
         recent = self._entered_since(began).values()
         return max(recent, key=lambda each: each[0])[1] if recent else None
 
     def _entered_since(self, began: int) -> dict[int, tuple[int, Any]]:
-        """By thread, the last nodes entered, but of others that go backward themselves."""
+        """By thread, the last node it entered; without threads that run a backward of their own."""
         others = self._going() - {threading.get_ident()}
         entered = list(self._entered.items())
         return {k: each for k, each in entered if each[0] > began and k not in others}
@@ -111,28 +109,25 @@ class BackwardWatch:
         leaves: list[Any] = []
         if _is_traced():
             return leaves
-        try:
-            with Quiet():
-                todo = [node for node in map(_node_of, roots) if node is not None]
-                seen_leaves = set()
-                while todo:
-                    node = todo.pop()
-                    if node._sequence_nr() == LEAF:
-                        if node not in seen_leaves:
-                            seen_leaves.add(node)
-                            leaves.append(node.register_prehook(self._enter))
-                    elif self._mark not in node.metadata:
-                        node.metadata[self._mark] = True
-                        node.register_prehook(self._enter)
-                        todo += [after for after, _ in node.next_functions if after is not None]
-        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            self._calls.gap("backward", error)
+        with OnTrouble(self._calls.gap, "backward"), Quiet():
+            todo = [node for node in map(_node_of, roots) if node is not None]
+            seen_leaves = set()
+            while todo:
+                node = todo.pop()
+                if node._sequence_nr() == LEAF:
+                    if node not in seen_leaves:
+                        seen_leaves.add(node)
+                        leaves.append(node.register_prehook(self._enter))
+                elif self._mark not in node.metadata:
+                    node.metadata[self._mark] = True
+                    node.register_prehook(self._enter)
+                    todo += [after for after, _ in node.next_functions if after is not None]
         return leaves
 
     def _enter(self, grads: Gradients) -> None:
         if not self.on:  # the guard is over, the graph is not
             return
-        try:
+        with OnTrouble(self._calls.gap, "backward"):
             node: Any = torch._C._current_autograd_node()
             if node is None:
                 return
@@ -146,8 +141,6 @@ class BackwardWatch:
                 self._made.setdefault(ident, []).append((number, stamp.call))
             with Quiet():
                 self._calls.receive(stamp, grads)
-        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            self._calls.gap("backward", error)
 
 
 def _node_of(root: Any) -> Any:

@@ -38,6 +38,7 @@ from tensorprobe.records import HOST, Keep
 from tensorprobe.store.lines import TensorLine
 from tensorprobe.store.writer import CaptureWriter
 from tensorprobe.tensors.summarizer import Summarizer
+from tensorprobe.trouble import OnTrouble
 
 COMPILED = (
     "compiled: the calls inside are not visible. To have the one that failed named, run once more "
@@ -225,7 +226,7 @@ class FollowedCalls(Observer):
         frame: FrameType | None,
     ) -> WatchedCall | None:
         """Note a call before it runs."""
-        try:
+        with OnTrouble(self.gap, names.name):
             call = WatchedCall(names, "tensors", self._step, thread=self.place.thread)
             call.frames = self._frames_here(frame)
             writes_over = self._writes_over(names.api, args, kwargs)
@@ -238,9 +239,7 @@ class FollowedCalls(Observer):
             if torch.is_grad_enabled():
                 call.start = torch._C._autograd._get_sequence_nr()
             return call
-        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            self.gap(names.name, error)
-            return None
+        return None
 
     def take(self, call: WatchedCall, tensor: torch.Tensor, copy: bool) -> Content:
         """The content of a tensor that `call` is given."""
@@ -262,7 +261,7 @@ class FollowedCalls(Observer):
 
     def end(self, call: WatchedCall, result: Any) -> None:
         """Follow a call that has returned into backward, if it will be there."""
-        try:
+        with OnTrouble(self.gap, call.names.name):
             if call.start >= 0:
                 with Quiet():
                     self._follow_result(call, result)
@@ -271,10 +270,7 @@ class FollowedCalls(Observer):
             if _wrote(call):
                 with Quiet():
                     self._note_writes(call)
-        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            self.gap(call.names.name, error)
-        finally:
-            call.inputs.clear()
+        call.inputs.clear()
 
     def _note_writes(self, call: WatchedCall) -> None:
         """An in-place call writes to its first argument, or to `out`."""

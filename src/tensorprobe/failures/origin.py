@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tensorprobe.follow.tracebacks import is_stand_in
+from tensorprobe.trouble import text_of
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FUNCTION = os.path.join(_TORCH, "autograd", "function.py")
@@ -72,11 +73,7 @@ def user_frames(error: BaseException) -> list[str]:
 
 def words(error: BaseException) -> tuple[str, str]:
     """The name of its class and its text, which is the program's own code and may fail."""
-    kind = type(error).__name__
-    try:
-        return kind, str(error)
-    except Exception:  # noqa: BLE001 recording one call: an exception without a text
-        return kind, ""
+    return type(error).__name__, text_of(error) or ""
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:

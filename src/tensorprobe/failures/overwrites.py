@@ -67,7 +67,7 @@ class Writes:
     def _inputs(
         self, given: Iterable[tuple[torch.Tensor, int]], sizes: list[int], saved: int, now: int
     ) -> set[int]:
-        """Of the call's inputs those that the error may mean, written to through whatever view."""
+        """The inputs that the error may be about: those written to, through any view of them."""
         return {
             tensor.untyped_storage()._cdata
             for tensor, version in given

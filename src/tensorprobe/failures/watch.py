@@ -46,6 +46,7 @@ from tensorprobe.garbage import rare_searches
 from tensorprobe.guarding.guard_options import check_budget
 from tensorprobe.record.recorder import say
 from tensorprobe.records import Direction
+from tensorprobe.trouble import OnTrouble
 
 _MAX_KNOWN = 1000
 
@@ -60,10 +61,8 @@ def _shielded(
 
     @functools.wraps(method)
     def shielded(watch: ErrorWatch, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> None:
-        try:
+        with OnTrouble(watch.not_looked_at):
             method(watch, *args, **kwargs)
-        except Exception as problem:  # noqa: BLE001 recording one call: the program's own goes first
-            watch.log(f"an error could not be looked at: {type(problem).__name__}: {problem}")
 
     return shielded
 
@@ -120,6 +119,10 @@ class ErrorWatch:
         _stop_in_children(self._calls)
 
     # What the guard calls
+
+    def not_looked_at(self, problem: Exception) -> None:
+        """Say that something went wrong while an error was looked at."""
+        self.log(f"an error could not be looked at: {type(problem).__name__}: {problem}")
 
     def enter(self) -> None:
         """Watch from here on."""

@@ -82,6 +82,7 @@ class CallMode(InBackward, TorchFunctionMode):
         # What the observer has planned for a function; None where its calls have no name, False
         # where torch never warns of them either.
         self.plans: dict[Any, Any] = {}
+        self._operators: set[Any] = set()  # those of ATen, among the functions that have plans
         self._scaler: Any = None  # the function by which a GradScaler ends its round
         self._runs = compiled.Runs()
         self.stand_ins = StandIns()
@@ -130,7 +131,7 @@ class CallMode(InBackward, TorchFunctionMode):
             if is_tracing():
                 self._observer.traced()
                 return self.stand_ins.make(func, args, kwargs, frame)
-            if plan and not (plan.is_operator and below_backward(frame)):
+            if plan and not (func in self._operators and below_backward(frame)):
                 return self._called(plan, func, args, kwargs, frame)
             try:
                 return self.stand_ins.make(func, args, kwargs, frame)
@@ -146,6 +147,7 @@ class CallMode(InBackward, TorchFunctionMode):
     def _called(
         self, plan: Any, func: Any, args: tuple[Any, ...], kwargs: Any, frame: FrameType | None
     ) -> Any:
+        """Make a call that has a plan, while nothing is traced, and tell the observer."""
         observer = self._observer
         if not observer.on:
             call = None
@@ -154,18 +156,18 @@ class CallMode(InBackward, TorchFunctionMode):
         elif compiled.in_backward():
             call = observer.begin_hidden(plan, args, kwargs)
         elif self._is_compiled(frame):
-            return self.stand_ins.make(func, args, kwargs, frame)
+            return self.stand_ins.make_untraced(func, args, kwargs, frame)
         else:
             call = observer.begin(plan, func, args, kwargs, frame)
         if call is None:
-            result = self.stand_ins.make(func, args, kwargs, frame)
+            result = self.stand_ins.make_untraced(func, args, kwargs, frame)
         else:
             try:
                 if observer.makes_calls:
-                    make = partial(self.stand_ins.make, frame=frame)
+                    make = partial(self.stand_ins.make_untraced, frame=frame)
                     result = observer.make(call, func, args, kwargs, make)
                 else:
-                    result = self.stand_ins.make(func, args, kwargs, frame)
+                    result = self.stand_ins.make_untraced(func, args, kwargs, frame)
             except BaseException as error:
                 observer.raised(call, error)
                 raise
@@ -190,6 +192,8 @@ class CallMode(InBackward, TorchFunctionMode):
             plan: Any = False if never_warns(api) else None
         else:
             plan = self._observer.plan(api)
+            if api.is_operator:
+                self._operators.add(func)
             if api.api == SCALER_UPDATE:
                 self._scaler = func
         self.plans[func] = plan

@@ -58,7 +58,7 @@ class InputEdges:
 
     @classmethod
     def noted(cls, start: int, notes: Iterable[_Note]) -> InputEdges:
-        """Of what the short form in C++ noted before the call (`native`)."""
+        """Make these from what C++ noted before the call (`native`)."""
         self = cls()
         self.start = start
         for tensor, path, needs_gradient, node, number, is_view, version in notes:

@@ -29,7 +29,7 @@ class MadeNodes(Generic[T]):
         self._notes.clear()
 
     def note(self, number: int, note: T) -> None:
-        """Of the node that this thread has made last; the first note stays."""
+        """Note something about the last node that this thread made. The first note stays."""
         thread = self._thread()
         notes = self._notes.get(thread)
         if notes is None:

@@ -59,7 +59,7 @@ def remove_mode(mode: Any) -> bool:
 
 def stand_aside(mode: Any, file: str) -> None:
     """Take `mode` off this thread's stack until the innermost frame of `file` is left."""
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename != file:
         frame = frame.f_back
     if frame is not None and _take_off(mode):
@@ -144,7 +144,7 @@ def _flags(mode: Any) -> dict[str, Any]:
 def _restoring(mode: Any) -> FrameType | None:
     """The innermost call of torch, in this thread, that will put the stack of `mode` back as it
     was: one that goes backward, or one that has `mode` off the stack meanwhile."""
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         code = frame.f_code
         if code in ENGINE_FRAMES or (code is _HANDLER and frame.f_locals.get("mode") is mode):
@@ -184,7 +184,7 @@ def add_below(mode: Any) -> None:
 
 
 def add_dispatch_mode_below(mode: Any) -> None:
-    """The same for dispatch modes."""
+    """Put a dispatch mode below all other dispatch modes of this thread."""
     above = []
     while torch._C._len_torch_dispatch_stack():
         above.append(_python_dispatch._pop_mode())

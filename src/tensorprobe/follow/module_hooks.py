@@ -344,9 +344,7 @@ class ModuleHooks:
             entry = entries.pop()
             entry.go_back(self.place)
             if entry.call is not None:
-                # torch calls this hook from another function when the module has raised
-                raised = frame.f_code is CALL_IMPL
-                error = sys.exc_info()[1] if raised else None
+                error = _caught_by(frame)
                 self._observer.leave(entry, entry.call, result, error)
             if not entries:
                 self._leave_root()
@@ -378,3 +376,15 @@ def is_constructing(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _caught_by(frame: FrameType) -> BaseException | None:
+    """The exception that the module has raised, if torch calls our hook because of it.
+
+    The program may be handling another one. From torch 2.2 on a module that has not raised calls
+    its hooks in another function; in 2.1 in the same.
+    """
+    error = sys.exc_info()[1] if frame.f_code is CALL_IMPL else None
+    if error is None or error.__traceback__ is None:
+        return error
+    return error if error.__traceback__.tb_frame is frame else None

@@ -46,7 +46,7 @@ class CallNames(msgspec.Struct, frozen=True, gc=False):
     wanted: bool = True  # False: only the backward of this call is
 
     def but(self, **changes: Any) -> CallNames:
-        """The same with some of it changed."""
+        """A copy with some fields changed."""
         return msgspec.structs.replace(self, **changes)
 
 
@@ -114,9 +114,11 @@ _PRIVATE_HOMES = (
     ("torch.distributed.distributed_c10d.", "torch.distributed.", ""),
     ("torch._tensor.Tensor.", "torch.Tensor.", ""),
     ("torch._C.TensorBase.", "torch.Tensor.", ""),
+    ("torch._C._TensorBase.", "torch.Tensor.", ""),  # its name in torch 2.1
     ("torch._C.", "torch.", ""),
     ("torch._VF.", "torch.", ""),
     ("torch.functional.", "torch.", ""),
+    ("torch.utils.backend_registration.", "torch.Tensor.", ""),  # x.npu(), made for its device
 )
 
 
@@ -196,7 +198,7 @@ def qualified_name(func: object) -> str:
         return f"torch.Tensor.{getattr(owner, '__name__', '?')}.{name}"
     module = getattr(func, "__module__", None) or type(func).__module__
     qualname = getattr(func, "__qualname__", None) or name
-    if qualname.startswith("TensorBase."):
+    if qualname.startswith(("TensorBase.", "_TensorBase.")):
         return f"torch.Tensor.{name}"
     if qualname.startswith("_VariableFunctionsClass.") or "<locals>" in qualname:
         return f"{module}.{name}"
@@ -279,9 +281,11 @@ _NOISE_GROUPS = {
         Torch.q_scale Torch.q_zero_point Torch.q_per_channel_axis""",
     "questions about dtypes, devices and sizes": """
         Torch.can_cast Torch.result_type Torch.promote_types Torch.get_default_dtype Torch.device
-        Torch.broadcast_shapes Torch.set_default_device Functional._sym_int""",
+        Torch.broadcast_shapes Torch.set_default_device Functional._sym_int
+        Functional._parse_to""",
     "text for people; the values shown are read inside, where no mode sees it": """
-        Tensor.__repr__ Tensor.__format__ Tensor.__hash__ Tensor.__dir__""",
+        Tensor.__repr__ Tensor.__format__ Tensor.__hash__ Tensor.__dir__
+        NPU._npu_private_format_repr""",
     "bookkeeping of autograd; backward shows as the backward calls it runs": """
         Tensor.requires_grad_ Tensor.register_hook Tensor.register_post_accumulate_grad_hook
         Tensor.retain_grad Tensor.backward Torch.autograd.backward Torch.autograd.grad

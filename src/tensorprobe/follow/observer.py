@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tensorprobe.follow.naming import ApiName
 
@@ -36,8 +36,7 @@ class Observer:
     # Calls of torch, and operators below them
 
     def plan(self, api: ApiName) -> Any:
-        """What `begin` is given of the calls of this API; it is asked once and has `is_operator`,
-        as the name itself has."""
+        """What `begin` is given for calls of this API. Asked once for each function."""
         return api
 
     def begin(
@@ -158,18 +157,18 @@ class Several(Observer):
         """Whether one of them is on; those that are not are told nothing."""
         return any(each.on for each in self._observers)
 
-    def plan(self, api: ApiName) -> _Plans:
-        return _Plans(api.is_operator, [each.plan(api) for each in self._observers])
+    def plan(self, api: ApiName) -> list[Any]:
+        return [each.plan(api) for each in self._observers]
 
     def begin(
         self,
-        plan: _Plans,
+        plan: list[Any],
         func: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         frame: FrameType | None,
     ) -> list[Any] | None:
-        told = zip(self._observers, plan.each, strict=True)
+        told = zip(self._observers, plan, strict=True)
         return _calls(
             each.begin(its, func, args, kwargs, frame) if each.on else None for each, its in told
         )
@@ -183,9 +182,9 @@ class Several(Observer):
         )
 
     def begin_hidden(
-        self, plan: _Plans, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, plan: list[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Any] | None:
-        told = zip(self._observers, plan.each, strict=True)
+        told = zip(self._observers, plan, strict=True)
         return _calls(
             each.begin_hidden(its, args, kwargs) if each.on else None for each, its in told
         )
@@ -276,11 +275,6 @@ class Several(Observer):
     def optimizers_left(self) -> None:
         for each in self._observers:
             each.optimizers_left()
-
-
-class _Plans(NamedTuple):
-    is_operator: bool
-    each: list[Any]
 
 
 def _calls(calls: Iterable[Any]) -> list[Any] | None:

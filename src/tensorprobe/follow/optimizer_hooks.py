@@ -59,13 +59,14 @@ class OptimizerHooks:
         self._thread = _Thread()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._on or _is_inside(optimizer, sys._getframe(1)):
+        wrapper = sys._getframe(1)  # torch's, around `step`
+        if not self._on or _is_inside(optimizer, wrapper):
             return
         ident = threading.get_ident()
         self._inside.add(ident)
         try:
-            self.forget_raised(sys._getframe(1))
-            frame = sys._getframe(2)  # above torch's wrapper of `step`
+            self.forget_raised(wrapper)
+            frame = wrapper.f_back or wrapper
             closure = args[1] if len(args) > 1 else kwargs.get("closure")
             call = self._observer.optimizer_begins(optimizer, frame, closure is not None)
             self._thread.open.append((weakref.ref(optimizer), call))

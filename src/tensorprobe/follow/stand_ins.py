@@ -35,11 +35,25 @@ class StandIns:
 
     def make(self, func: Any, args: tuple[Any, ...], kwargs: Any, frame: FrameType | None) -> Any:
         """Make the call that a mode was given; `frame` has called the mode."""
+        if _tracing_state() is None:
+            return self.make_untraced(func, args, kwargs, frame)
         frame = _caller(frame, func)
+        if frame is None:
+            return func(*args, **kwargs)
+        return _make_traced(frame, func, args, kwargs)
+
+    def make_untraced(
+        self, func: Any, args: tuple[Any, ...], kwargs: Any, frame: FrameType | None
+    ) -> Any:
+        """Make it while torch.jit.trace is known not to be at work, which takes long to ask."""
+        if frame is not None and frame.f_code is HANDLER:
+            frame = _caller(frame, func)
         if frame is None:  # a thread of a device, which has no line of the program
             return func(*args, **kwargs)
-        if _tracing_state() is not None:
-            return _make_traced(frame, func, args, kwargs)
+        # as `at`, which would be one frame more
+        known = self._known.get((id(frame.f_code), frame.f_lasti))
+        if known is not None and known[1].__globals__ is frame.f_globals:
+            return known[1](func, args, kwargs)
         return self.at(frame)(func, args, kwargs)
 
     def at(self, frame: FrameType) -> FunctionType:
@@ -67,7 +81,7 @@ def _caller(frame: FrameType | None, func: Any) -> FrameType | None:
     A function of torch that is written in Python calls itself once more through the handler.
     """
     if frame is None or frame.f_code is not HANDLER:
-        return frame
+        return frame  # which is the program's
     code = getattr(func, "__code__", None)
     outer = first = frame.f_back
     for _ in range(_NEAR):

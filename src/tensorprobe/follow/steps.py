@@ -135,8 +135,8 @@ def optimizers_in_round(frame: FrameType | None) -> list[int]:
 
 def _scaler_steps() -> bool:
     """Whether the optimizer that now steps is called by a GradScaler."""
-    frame = sys._getframe(1).f_back
-    for _ in range(12):
+    frame: FrameType | None = sys._getframe()
+    for _ in range(14):
         if frame is None:
             break
         if frame.f_code.co_name == "_maybe_opt_step":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Iterable, Mapping
@@ -11,6 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from tensorprobe.nests import strict_json
+from tensorprobe.notebooks import html_of
 from tensorprobe.records import Direction
 from tensorprobe.store.frames import users_line
 
@@ -53,6 +54,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         return f"<Finding {self.kind}: {self.name}, step {self.step}, rank {self.rank}>"
 
+    def _repr_html_(self) -> str:
+        return html_of(self)
+
 
 def write_findings(
     folder: str | os.PathLike[str],
@@ -66,7 +70,7 @@ def write_findings(
     path = Path(folder) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"format": FORMAT, "findings": list(findings), **(more or {})}
-    text = msgspec.json.encode(_strict(msgspec.to_builtins(content)))
+    text = msgspec.json.encode(strict_json(msgspec.to_builtins(content)))
     temporary = path.with_name(f".{FILE}.{os.getpid()}.{threading.get_ident()}")
     temporary.write_bytes(msgspec.json.format(text, indent=1) + b"\n")
     os.replace(temporary, path)
@@ -92,14 +96,3 @@ def describe(finding: Finding) -> str:
     if finding.next:
         lines.append(f"next: {finding.next}")
     return "\n  ".join(lines)
-
-
-def _strict(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become "nan", "inf" and "-inf"."""
-    if isinstance(value, dict):
-        return {str(key): _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value

@@ -18,6 +18,7 @@ from tensorprobe.guarding.findings import FILE, Finding, describe, write_finding
 from tensorprobe.guarding.guard_options import check_numbers, check_timeout, check_watches
 from tensorprobe.keywords import keywords
 from tensorprobe.native import background
+from tensorprobe.notebooks import html_of
 from tensorprobe.record.recorder import Recorder, say
 from tensorprobe.records import count
 from tensorprobe.store.outputs import check_writable
@@ -177,6 +178,9 @@ class Guard:
             self._write()
             self._close_recorder()
         self._log(self._summary())
+
+    def _repr_html_(self) -> str:
+        return html_of(self)
 
     def __enter__(self) -> Guard:
         return self.start()

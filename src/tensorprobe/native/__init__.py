@@ -55,7 +55,7 @@ def find_torch() -> Torch | None:
 
 
 def _assigned(source: str) -> dict[str, Any]:
-    """The names that a file gives plain values, and these."""
+    """The names that a file assigns plain values to, with these values."""
     found: dict[str, Any] = {}
     for line in ast.parse(source).body:
         if isinstance(line, ast.Assign | ast.AnnAssign) and isinstance(line.value, ast.Constant):
@@ -74,14 +74,14 @@ def places() -> list[Path]:
 
 
 @functools.cache
-def _file_name(torch: Torch) -> str:
-    """Of a module for this torch and this Python, built from these sources."""
+def _file_name(found: Torch) -> str:
+    """The name of the file that is built from these sources for this torch and Python."""
     digest = hashlib.sha256()
     for source in sorted((*FOLDER.glob("*.h"), *FOLDER.glob("*.cpp"))):
         digest.update(source.read_bytes())
-    digest.update(f"{torch.version} {torch.git_version}".encode())
+    digest.update(f"{found.version} {found.git_version}".encode())
     soabi = sysconfig.get_config_var("SOABI")
-    return f"{NAME}-{torch.version}-{digest.hexdigest()[:12]}.{soabi}.so"
+    return f"{NAME}-{found.version}-{digest.hexdigest()[:12]}.{soabi}.so"
 
 
 def cache_folder() -> Path | None:

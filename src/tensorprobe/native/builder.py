@@ -60,7 +60,7 @@ def take_lock() -> socket.socket | None:
 
 
 def failure_file(target: str) -> str:
-    """Where the reason is kept why the module could not be built."""
+    """The file that says why the module could not be built."""
     return target.removesuffix(".so") + ".failed"
 
 

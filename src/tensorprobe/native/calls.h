@@ -14,13 +14,14 @@
 #include <charconv>
 #include <optional>
 
-#include "following.h"
-#include "line_text.h"
+#include "backward.h"
 #include "lines.h"
-#include "log.h"
-#include "stack.h"
+#include "tensor_lines.h"
+#include "writer.h"
+#include "stacks.h"
 #include "stand_ins.h"
 #include "text.h"
+#include "torch_versions.h"
 
 namespace tensorprobe {
 
@@ -143,7 +144,7 @@ class Calls : public Follower {
   static bool is_known_kind(PyObject* func) {
     const PyTypeObject* type = Py_TYPE(func);
     return type == &PyCFunction_Type || type == &PyMethodDescr_Type || type == &PyFunction_Type ||
-           type == &_PyMethodWrapper_Type || type == &PyWrapperDescr_Type;
+           type == method_wrapper_type() || type == &PyWrapperDescr_Type;
   }
 
   // The ApiName of a function's calls, None where they have none. Worked out here: a function goes

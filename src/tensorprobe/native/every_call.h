@@ -1,4 +1,4 @@
-// Calls under the overflow guard whose results are looked at later: what `overflow.every_call.SightMode`,
+// Calls under the overflow guard whose results are looked at later: what `overflow.every_call`,
 // `overflow.device_calls` and `overflow.pending_calls` do of plain tensors among plain arguments.
 #pragma once
 
@@ -14,9 +14,9 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "graph.h"
+#include "gradients.h"
 #include "stand_ins.h"
-#include "module_trails.h"
+#include "module_place.h"
 
 namespace tensorprobe {
 
@@ -1128,7 +1128,7 @@ struct Sent : torch::autograd::FunctionPostHook {
     return outputs;
   }
 
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+  COMPILED_ARGS(args) {
     pybind11::gil_scoped_acquire gil;
     if (token->observer == nullptr) return;
     Ref hook = token->observer->python_hook(call, *spots, passing);

@@ -5,14 +5,14 @@
 #include <memory>
 
 #include "calls.h"
-#include "contents.h"
-#include "hooks.h"
-#include "lines.h"
-#include "log.h"
+#include "values.h"
+#include "module_hooks.h"
+#include "tensor_lines.h"
+#include "writer.h"
 #include "regions.h"
 #include "every_call.h"
-#include "stack.h"
-#include "start.h"
+#include "stacks.h"
+#include "backends.h"
 
 namespace tensorprobe {
 namespace {
@@ -256,7 +256,7 @@ PyObject* starter_forget(PyObject* self, PyObject*) {
 
 PyObject* starter_start(PyObject* self, Arguments args, Py_ssize_t count) {
   return guarded([&]() -> PyObject* {
-    if (!takes("start", count, 1, 2)) return nullptr;
+    if (!takes("start", count, 1, 3)) return nullptr;
     if (!is_own_type(args[0])) {
       PyErr_SetString(PyExc_TypeError, "a tensor of torch's own type");
       return nullptr;

@@ -15,6 +15,8 @@
 #include <utility>
 #include <vector>
 
+#include "torch_versions.h"
+
 namespace tensorprobe {
 
 // While it watches, notes what is written to, as the schemas of operators say. A write through
@@ -63,7 +65,7 @@ class Writes {
   using Storages = c10::SmallVector<const c10::StorageImpl*, 4>;
 
   static std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& function) {
-    if (!may_write(function.name(), function.overload_name())) return nullptr;
+    if (!may_write(function)) return nullptr;
     const auto name = function.operator_name();
     if (!name) return nullptr;  // no operator
     const auto found = c10::Dispatcher::singleton().findSchema(*name);
@@ -110,8 +112,9 @@ class Writes {
   }
 
   // Of torch's own most that write end in `_`, or have an overload with `out`.
-  static bool may_write(const std::string_view name, const char* overload) {
-    if (name.ends_with('_') || std::strstr(overload, "out")) return true;
+  static bool may_write(const at::RecordFunction& function) {
+    const std::string_view name = function.name();
+    if (name.ends_with('_') || overload_has(function, "out")) return true;
     return !name.starts_with("aten::") || all().others.count(name);
   }
 

@@ -11,14 +11,7 @@ import msgspec
 
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.overflow.call_kinds import Kind
-from tensorprobe.overflow.recorded_calls import (
-    NonfiniteCall,
-    RankReader,
-    What,
-    api_of,
-    kind_of,
-    words,
-)
+from tensorprobe.overflow.recorded_calls import BadCall, RankReader, What, api_of, kind_of, words
 from tensorprobe.records import Call, Capture, Direction, by_rank_and_step, count
 
 # Collectives in which each member hears of each other one.
@@ -73,7 +66,7 @@ def find_first(capture: Capture) -> FirstNonfinite:
     """
     units = by_rank_and_step(capture.calls)
     notes = _unseen(capture)
-    events: dict[int, dict[int, list[NonfiniteCall]]] = defaultdict(dict)
+    events: dict[int, dict[int, list[BadCall]]] = defaultdict(dict)
     for rank in capture.ranks:
         reader = RankReader()
         for step in capture.steps:
@@ -106,7 +99,7 @@ def find_first(capture: Capture) -> FirstNonfinite:
     )
 
 
-def _origins(ranks: dict[int, list[NonfiniteCall]]) -> list[NonfiniteCall]:
+def _origins(ranks: dict[int, list[BadCall]]) -> list[BadCall]:
     """The first event of each rank in which it begins there."""
     own = (What.MAKES, What.READS)
     found = [
@@ -115,7 +108,7 @@ def _origins(ranks: dict[int, list[NonfiniteCall]]) -> list[NonfiniteCall]:
     return [event for event in found if event is not None]
 
 
-def _told(event: NonfiniteCall) -> Origin:
+def _told(event: BadCall) -> Origin:
     call = event.call
     return Origin(
         call.name, event.what.value, words(event.bits), call.direction, call.step, call.rank,

@@ -115,10 +115,10 @@ class BackwardCalls:
             self._listen(trace, call, Remembered(watched), leaves)
 
     def watch_backward_later(self, watched: RunningCall, outputs: Tensors) -> list[Spot] | None:
-        """The same for a call whose gradients are all looked at later: it needs far less.
+        """Follow a call into backward whose gradients are all looked at later, at less cost.
 
-        Where it leads to, if it made but one node: of such a call that depends on what was called,
-        and on which inputs require a gradient.
+        Gives the spots of its inputs if it made one node. They are the same whenever the same is
+        called with the same inputs requiring a gradient.
         """
         made = _sequence_number() - watched.start
         if not made:
@@ -151,9 +151,9 @@ class BackwardCalls:
     def watch_layer_later(
         self, watched: RunningCall, outputs: Tensors, key: tuple[Any, ...]
     ) -> None:
-        """The same for a linear layer, whose some four nodes hang together whenever it is called.
+        """Follow a linear layer into backward, and remember how its nodes hang together.
 
-        By `key` it is known again: what was called and on what, how many nodes it made.
+        They do so alike for an equal `key`: what was called, on what, and how many nodes it made.
         """
         boundary = self.watch_nodes_later(watched, outputs)
         met = sorted(path for spots in boundary.values() for _, path, _ in spots)
@@ -232,10 +232,8 @@ class BackwardCalls:
         listener = _Listener(self, call, forward, leaves)
         boundary = trace.boundary
         for node, spots in trace.outputs.items():
-            if node not in boundary:
-                listener.waits = True
-                if node._sequence_nr() != LEAF:
-                    node.register_prehook(_Incoming(listener, spots))
+            if node not in boundary and node._sequence_nr() != LEAF:
+                node.register_prehook(_Incoming(listener, spots))
         listener.nodes = len(boundary)
         for node, spots in boundary.items():
             node.register_hook(_Outgoing(listener, spots, trace.outputs.get(node)))
@@ -323,7 +321,7 @@ class BackwardCalls:
 class _Listener:
     """Follows one call into backward; it holds no node of the graph."""
 
-    __slots__ = ("call", "calls", "forward", "leaves", "left", "nodes", "received", "waits")
+    __slots__ = ("call", "calls", "forward", "leaves", "left", "nodes", "received")
 
     def __init__(
         self,
@@ -334,7 +332,6 @@ class _Listener:
     ) -> None:
         self.calls, self.call, self.forward = calls, call, forward
         self.leaves = leaves  # inputs that are parameters, or other leaves
-        self.waits = False  # for gradients that come in at another node than they leave from
         self.received: dict[Path, torch.Tensor] = {}
         self.nodes = self.left = 0
 
@@ -397,7 +394,7 @@ def send_later(
     grads: Gradients,
     incoming: Gradients,
 ) -> None:
-    """The same where gradients are flagged, and looked at later."""
+    """Note the gradients that leave a call; a device flags them, and they are looked at later."""
     if not calls.state.on:
         return
     try:

@@ -162,7 +162,7 @@ class OpenCases:
         self._uninitialised[storage._cdata] = StorageWeakRef(storage)
 
     def origin(self, seen: SeenTensor) -> str:
-        """Where NaN comes from that is of no case of this step."""
+        """The origin of a NaN that no case of this step explains."""
         if (found := self._spoiled_before.get(seen.storage)) is not None:
             return f", left by {found[1].name} in step {found[1].call.step}"
         if seen.storage in self._uninitialised:

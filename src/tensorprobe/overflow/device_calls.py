@@ -156,7 +156,7 @@ class DeviceCalls:
         self, plan: Plan, number: int, call: NotedCall, start: int, made: int,
         args: tuple[Any, ...], kwargs: Any, result: torch.Tensor,
     ) -> list[Spot] | Layout | None:  # fmt: skip
-        """The same for a call that C++ has noted, and cannot follow."""
+        """Follow a call that C++ has noted, but cannot follow into backward itself."""
         with MODES_OFF():
             plain = self._plain_arguments(args, kwargs, self._state.looks_later)
             assert plain is not None

@@ -53,8 +53,8 @@ from tensorprobe.overflow.watched_call import (
 )
 from tensorprobe.record.tape import Tape
 from tensorprobe.tensors.finiteness import LIMITS, extent_now, readable
+from tensorprobe.torch_versions import COMPILER
 
-_compiler = torch.compiler
 _is_grad_enabled = torch.is_grad_enabled
 _function_modes = torch._C._len_torch_function_stack
 _sequence_number = torch._C._autograd._get_sequence_nr
@@ -63,7 +63,7 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 _FACTS = {  # for C++
     "atoms": ATOMS,
     "casts": Kind.CASTS,
-    "compiler": vars(_compiler),
+    "compiler": COMPILER,
     "copied": Passing.COPIED,
     "fields": Plan._fields,
     "getframe": sys._getframe,

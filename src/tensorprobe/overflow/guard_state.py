@@ -81,7 +81,7 @@ class GuardState:
         return call
 
     def noted_at(self, plan: Plan, number: int, frame: FrameType | None) -> NotedCall:
-        """The same of a call that `frame` has made."""
+        """What a later report needs to know of a call that `frame` has made."""
         module, base, rest = self.program.place.here
         return plan, number, module, self.step, trail_from(frame, base, rest)
 

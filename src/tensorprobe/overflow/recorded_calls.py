@@ -35,7 +35,7 @@ class What(Enum):
     APPEARS = "appears"  # in a gradient, between recorded calls
 
 
-class NonfiniteCall(NamedTuple):
+class BadCall(NamedTuple):
     """A call in which NaN or infinity turns up in a rank."""
 
     what: What
@@ -115,7 +115,7 @@ class RankReader:
     def __init__(self) -> None:
         self._spoilt = False
 
-    def events(self, calls: Sequence[Call]) -> Iterator[NonfiniteCall]:
+    def events(self, calls: Sequence[Call]) -> Iterator[BadCall]:
         """Of the calls of one step, in execution order; a module is judged when it has ended."""
         forward: dict[str, Call] = {}
         parents = _parents(calls)
@@ -132,25 +132,25 @@ class RankReader:
             blamed |= _around(call, parents, calls)
             yield event
 
-    def _event(self, call: Call, forward: Call | None) -> NonfiniteCall | None:
+    def _event(self, call: Call, forward: Call | None) -> BadCall | None:
         inputs, outputs = _sides(call)
         found = _bits(outputs)
         if not found:
             return None
         worst = next(record for record in outputs if bits_of(record) & found)
         if ".parameters_grad" in call.name:
-            return NonfiniteCall(What.APPEARS, call, found, worst, ())
+            return BadCall(What.APPEARS, call, found, worst, ())
         given, told = _bits(inputs), _told((*call.args, *call.kwargs.values()))
         kind = kind_of(call)
         if kind is Kind.MAKES or call.name.startswith("Saved."):
             return None
         if kind is Kind.COMMUNICATES:
             spoke = _bits(_spoken(call, inputs))
-            return None if spoke else NonfiniteCall(What.RECEIVES, call, found, worst, inputs)
+            return None if spoke else BadCall(What.RECEIVES, call, found, worst, inputs)
         if given & NAN:
             reads = found & NAN and kind is not Kind.PASSES
             first = next(record for record in inputs if bits_of(record) & NAN)
-            return NonfiniteCall(What.READS, call, NAN, first, inputs) if reads else None
+            return BadCall(What.READS, call, NAN, first, inputs) if reads else None
         if call.direction == "backward":
             made = _made_in_backward(found, given, forward)
         else:
@@ -158,7 +158,7 @@ class RankReader:
         if not made:
             return None
         worst = next(record for record in outputs if bits_of(record) & made)
-        return NonfiniteCall(What.MAKES, call, made, worst, inputs)
+        return BadCall(What.MAKES, call, made, worst, inputs)
 
 
 def _made(

@@ -22,6 +22,7 @@ from tensorprobe.overflow.guard_state import GuardState
 from tensorprobe.overflow.module_place import ModuleTrails
 from tensorprobe.overflow.saved_calls import make_tape, write_repro
 from tensorprobe.record.tape import Tape
+from tensorprobe.trouble import OnTrouble
 
 PATIENCE = 500  # calls that may go by after the last overflow to stop at, to see where it goes
 SAVED = 20  # findings whose tensors are written
@@ -229,10 +230,8 @@ class OverflowWatch:
     def backward_begins(self, roots: Any) -> None:
         """Backward starts from these tensors."""
         self._follower.optimizers.forget_raised(sys._getframe())
-        try:
+        with OnTrouble(self.trouble, "loss"):
             self._observer.backward.look_at_roots(roots)
-        except Exception as error:  # noqa: BLE001 recording a loss: it becomes a gap
-            self.trouble("loss", error)
         self._stop_if_due()
 
     def optimizer_begins(self, optimizer: Any) -> None:

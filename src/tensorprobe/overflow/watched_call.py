@@ -11,6 +11,7 @@ import torch
 
 from tensorprobe.follow.gradients import InputEdges, Path
 from tensorprobe.follow.plain_arguments import PLAIN_TENSORS
+from tensorprobe.nests import change_leaves
 from tensorprobe.overflow.call_kinds import Plan
 from tensorprobe.overflow.call_site import render
 from tensorprobe.overflow.cases import NamedCall, NotedCall
@@ -105,36 +106,38 @@ def live_tensors(watched: RunningCall) -> Tensors:
 
 def copied(value: Any, storages: set[int] | None = None) -> Any:
     """A copy of the tensors in an argument; of those in these storages, where some are given."""
-    if isinstance(value, torch.Tensor):
+
+    def copy(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
         if storages is not None:
-            content = readable(value)
+            content = readable(leaf)
             if content is None or content.untyped_storage()._cdata not in storages:
-                return value
-        return value.detach().clone()
-    if type(value) in (list, tuple):
-        return type(value)(copied(item, storages) for item in value)
-    return value
+                return leaf
+        return leaf.detach().clone()
+
+    return change_leaves(value, copy)
 
 
 def weaken(value: Any) -> Any:
     """The argument with weak references in place of its tensors."""
-    if isinstance(value, torch.Tensor):
-        return weakref.ref(value)
-    if type(value) in (list, tuple):
-        return type(value)(weaken(item) for item in value)
-    return value
+    return change_leaves(
+        value, lambda leaf: weakref.ref(leaf) if isinstance(leaf, torch.Tensor) else leaf
+    )
 
 
 def recover(value: Any) -> Any:
     """The argument that was weakened; LookupError where a tensor of it is gone."""
-    if isinstance(value, weakref.ref):
-        tensor = value()
-        if tensor is None:
-            raise LookupError("a tensor is gone")
-        return tensor
-    if type(value) in (list, tuple):
-        return type(value)(recover(item) for item in value)
-    return value
+    return change_leaves(value, _recovered)
+
+
+def _recovered(leaf: Any) -> Any:
+    if not isinstance(leaf, weakref.ref):
+        return leaf
+    tensor = leaf()
+    if tensor is None:
+        raise LookupError("a tensor is gone")
+    return tensor
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -21,7 +21,7 @@ def check_before(config: RecordConfig) -> None:
 
 
 def check_meanwhile() -> None:
-    """The same at the end of a step."""
+    """Check at the end of a step that enough address space is left."""
     _check(_LEFT_NBYTES, "recording goes on with no less than")
 
 

@@ -146,7 +146,7 @@ class NodeBackward(_Followed):
 
 
 class WayBackward(NodeBackward):
-    """Of a call that is entered at one node, and left at another."""
+    """Records the backward of a call that backward enters at one node and leaves at another."""
 
     def outgoing(self, grads: Gradients) -> None:
         """Backward leaves the node at the inputs' edges."""
@@ -156,7 +156,7 @@ class WayBackward(NodeBackward):
 
 
 class ModuleBackward(WayBackward):
-    """Of a module that returned one tensor and sends one gradient to one input, as most do."""
+    """Records the backward of a module with one output tensor and one input gradient."""
 
     def incoming(self, grads: Gradients) -> None:
         """Backward has come to the node of the output."""
@@ -172,7 +172,7 @@ class ModuleBackward(WayBackward):
 
 
 class Backward(_Followed):
-    """Of any call."""
+    """Records the backward of any call."""
 
     contributions: dict[Path, int]
     n_nodes: int

@@ -79,7 +79,7 @@ def nest(leaves: Mapping[tuple[str, ...], Any]) -> Any:
 
 
 def nest_gradients(leaves: Mapping[tuple[str, ...], Any]) -> Any:
-    """The same tree, also where there is no leaf; most gradients belong to plain arguments."""
+    """The tree of `nest`, quicker for gradients of plain arguments; an empty dict for none."""
     pairs = []
     for path, leaf in leaves.items():
         if len(path) != 1:

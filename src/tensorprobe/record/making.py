@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from tensorprobe.follow.quiet import Quiet
+from tensorprobe.trouble import OnTrouble
 
 _OPAQUE = object()
 _LONGEST = 200  # characters of one attribute
@@ -36,13 +37,13 @@ _CONSTANT = _ATOMS | {tuple, type, FunctionType, BuiltinFunctionType}
 
 def notes_on(module: nn.Module) -> list[str]:
     """`made as` for torch.nn's own without children, `made with` for all others; and `eval`."""
-    try:
-        with Quiet():
-            if module._modules or not type(module).__module__.startswith("torch.nn.modules."):
-                note = _made_with(module)
-            else:
-                note = _made_as(module)
-    except Exception:  # noqa: BLE001 recording a call: a user's repr must not become its gap
+    note = None
+    with OnTrouble(lambda error: None), Quiet():  # a user's repr that raises is no gap of the call
+        if module._modules or not type(module).__module__.startswith("torch.nn.modules."):
+            note = _made_with(module)
+        else:
+            note = _made_as(module)
+    if note is None:
         return []
     notes = [note] if len(note) <= _MOST else []
     return notes if module.training else [*notes, "eval"]
@@ -57,7 +58,7 @@ class MadeNotes:
         self._known: dict[int, _Known] = {}
 
     def of(self, module: nn.Module) -> list[str]:
-        """As `notes_on` gives them."""
+        """The notes on a module, as `notes_on` gives them."""
         known = self._known.get(id(module))
         if known is not None and known.holds_for(module):
             return known.notes
@@ -126,7 +127,7 @@ class _Known:
             return False
 
     def told(self) -> tuple[Any, ...]:
-        """The notes and all that `holds_for` compares, in the order that native/made.h has."""
+        """The notes and all that `holds_for` compares, in the order that native/making.h has."""
         names, others = self._names
         holders = tuple(self._holders)
         return self.notes, self._n_names, names, self._values, others, self._kinds, holders

@@ -25,6 +25,8 @@ from tensorprobe.record.encode import encode
 from tensorprobe.record.making import MadeNotes, uncalled_parameters, uses_uncalled
 from tensorprobe.record.tape import Tape, _state_notes
 from tensorprobe.store.lines import CallLine, EndLine
+from tensorprobe.torch_versions import COMPILER
+from tensorprobe.trouble import OnTrouble
 
 _DISABLED = torch._C.DisableTorchFunction  # tensors are read without any mode taking notice
 _is_grad_enabled = torch.is_grad_enabled
@@ -131,9 +133,9 @@ class ModuleCalls:
     # What C++ is given, and asks
 
     def attach(self, hooks: ModuleHooks) -> None:
-        """These hooks tell of modules. Let them call `enter` and `leave` in C++ (native/hooks.h),
-        where that is built, for modules inside of others in a step that is recorded. C++ writes
-        calls down itself where nothing but statistics is kept."""
+        """These hooks tell of modules. Where C++ is built (native/module_hooks.h) it does so for
+        modules inside of others, in a step that is recorded. It writes the calls down itself where
+        nothing but statistics is kept."""
         tape = self._tape
         self._hooks = hooks
         if native.MODULE is None:
@@ -179,7 +181,7 @@ class ModuleCalls:
             place=tape.place,
             thread=hooks.thread,
             trained=self._trained,
-            compiler=vars(torch.compiler),
+            compiler=COMPILER,
             call_impl=CALL_IMPL,
             entered=hooks.entered,
             left=hooks.left,
@@ -214,7 +216,7 @@ class ModuleCalls:
     def _traced(
         self, call: OpenCall, edges: Any, outputs: Any, owners: Any, leaves: bool, found: Any
     ) -> None:
-        """As `Tape._trace`, of a call that is left in more than one way."""
+        """Follow a call with more than one gradient into backward, as `Tape._trace` does."""
         trace = trace_found(outputs, edges, owners, leaves, found)
         if trace.notes:
             call.notes.extend(trace.notes)
@@ -234,14 +236,12 @@ class ModuleCalls:
         tape = self._tape
         stack = None
         for api, path, gradients in self._all_fresh_gradients(going, last):
-            try:
+            with OnTrouble(tape.gap, api.stem):
                 names = CallNames(api, f"{api.stem}.{tape.counter.next(api)}", path, "backward")
                 if tape.wants(names):
                     if stack is None and tape.config.stacks:
                         stack = tape.stack_number(sys._getframe())
                     tape.found(names, gradients, stack)
-            except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-                tape.gap(api.stem, error)
 
     def _all_fresh_gradients(self, going: Set[int], last: bool) -> list[_Gradients]:
         found: list[_Gradients] = []
@@ -265,11 +265,9 @@ class ModuleCalls:
                 if module is None or not is_own(path, thread):
                     continue
                 api = self._api(path, type(module), ".parameters_grad")
-                try:
+                with OnTrouble(self._tape.gap, api.stem):
                     if fresh := self._fresh_gradients(module):
                         found.append((api, path, fresh))
-                except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-                    self._tape.gap(api.stem, error)
             if last:
                 for ident in set(passed) - going:
                     passed.pop(ident, None)

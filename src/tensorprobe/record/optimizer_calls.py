@@ -15,6 +15,7 @@ from tensorprobe.follow.quiet import Quiet
 from tensorprobe.record.calls import OpenCall
 from tensorprobe.record.optimizer_state import LeftState, NamedTensors, state_of
 from tensorprobe.record.tape import Tape
+from tensorprobe.trouble import OnTrouble
 
 
 class _Thread(threading.local):
@@ -46,7 +47,7 @@ class OptimizerCalls:
     def begin(self, optimizer: Optimizer, frame: FrameType, has_closure: bool) -> OpenCall | None:
         """An optimizer's step begins; `frame` has called it."""
         tape = self._tape
-        try:
+        with OnTrouble(tape.gap, f"Optimizer.{type(optimizer).__name__}.step"):
             left = self._left.pop(id(optimizer), None)
             if not tape.recording:
                 return None
@@ -89,13 +90,11 @@ class OptimizerCalls:
             if call.written:
                 tape.place.parent = names.name
             return call
-        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            tape.gap(f"Optimizer.{type(optimizer).__name__}.step", error)
-            return None
+        return None
 
     def end(self, optimizer: Optimizer, call: OpenCall) -> None:
         """It is over."""
-        try:
+        with OnTrouble(self._tape.gap, call.names.name):
             if self._thread.around:
                 self._tape.place.parent = self._thread.around.pop()
             parameters = self._parameters(optimizer)
@@ -110,8 +109,6 @@ class OptimizerCalls:
                 states=[(f"{name}.after", tensor) for name, tensor in state],
             )
             self._left[id(optimizer)] = LeftState(optimizer, state)
-        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            self._tape.gap(call.names.name, error)
 
     def left(self) -> None:
         """No step is under way in this thread: those that began have ended, or raised."""
@@ -143,7 +140,7 @@ def _gradients(parameters: NamedTensors) -> NamedTensors:
 
 
 def _perhaps_unseen(tensors: NamedTensors, before: dict[int, int]) -> list[torch.Tensor]:
-    """Those whose version may not tell that they were written to.
+    """The tensors that may have been written to without a new version.
 
     Many optimizers write to `p.data`, and fused kernels move no version. All else that torch's own
     optimizers write has another version, and is known already where the calls inside of the step

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 from tensorprobe.follow.quiet import Quiet
 from tensorprobe.record.encode import map_tensors
 from tensorprobe.record.values import digest_of_memory
-from tensorprobe.torch_versions import may_be_lent
+from tensorprobe.torch_versions import is_own
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 _INT_BOUND = 1 << 63
@@ -72,7 +72,7 @@ def _mark(tensor: torch.Tensor) -> float | str | None:
     if _is_number(tensor):
         return tensor.item()
     with contextlib.suppress(NotImplementedError, RuntimeError):  # no storage
-        if may_be_lent(tensor.untyped_storage()):
+        if not is_own(tensor.untyped_storage()):
             return digest_of_memory(tensor)
     return -1 if tensor.is_inference() else tensor._version
 

@@ -61,7 +61,6 @@ class Selection:
             self._calls or self._range or self._apis or self._modules or self._names
         )
         self._step: int | None = None
-        self._matched = 0
         self._asked = 0
         self._seen: dict[str, None] = {}
         self._seen_steps: dict[int, None] = {}
@@ -102,7 +101,7 @@ class Selection:
             self._seen[names.name] = None
         # The range comes first: it has to see every call, whatever else decides.
         wanted = self._range is None or self._range.decide(names)
-        wanted = (
+        return (
             wanted
             and (not self._calls or names.name in self._calls)
             and (self._apis is None or self._apis.decide(names.api))
@@ -110,8 +109,6 @@ class Selection:
             and (self._names is None or self._names.decide(names))
             and (self._forward if names.direction == "forward" else self._backward)
         )
-        self._matched += wanted
-        return wanted
 
     def may_want_backward(self, names: CallNames) -> bool:
         """Whether the backward of this forward call could be wanted, so that it must be watched.
@@ -153,17 +150,6 @@ class Selection:
         return not (self._only_float and _NOT_FLOAT.fullmatch(dtype_name))
 
     # The end.
-
-    @property
-    def matched_anything(self) -> bool:
-        """Whether `decide` ever said yes. (Not asked where `everything` is true.)"""
-        return self._matched > 0
-
-    def note_seen(self, name: str) -> None:
-        """Remember that a call went by, for `explain_nothing`; `decide` does it by itself."""
-        self._asked += 1
-        if len(self._seen) < _SEEN_LIMIT:
-            self._seen[name] = None
 
     def explain_nothing(self, begun: int | None = None) -> str:
         """Why nothing was recorded: what was asked, what was there, what may have been meant.

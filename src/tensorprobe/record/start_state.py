@@ -51,6 +51,7 @@ from tensorprobe.store.claim import run_identity
 from tensorprobe.store.loading import load
 from tensorprobe.store.writer import CaptureWriter
 from tensorprobe.tensors.summarizer import Summarizer
+from tensorprobe.trouble import OnTrouble
 
 _WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module"}
 _WRAPPERS["OptimizedModule"] = "_orig_mod"  # what torch.compile makes
@@ -95,7 +96,7 @@ class StartState(abc.ABC):
 
     @abc.abstractmethod
     def _first_call(self) -> None:
-        """Nothing has been computed by a module yet."""
+        """Called before the first module of the program computes anything."""
 
     @abc.abstractmethod
     def _over(self) -> bool:
@@ -281,19 +282,19 @@ class SaveStart(StartState):
         if self.failed is not None:
             self.close()
             return None
-        try:
+        with OnTrouble(self._stop):
             return super()._enter_root(module, args, kwargs)
-        except Exception as error:  # noqa: BLE001 the program goes on, its start is not saved
-            self._fail(RecordingStopped(f"{type(error).__name__}: {error}"))
-            return None
+        return None
 
     def call_met(self, api: ApiName, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Data | None:
         """A torch call of the program, made outside of modules; nothing of it is changed."""
-        try:
+        with OnTrouble(self._stop):
             super().call_met(api, args, kwargs)
-        except Exception as error:  # noqa: BLE001 the program goes on, its start is not saved
-            self._fail(RecordingStopped(f"{type(error).__name__}: {error}"))
         return None
+
+    def _stop(self, error: Exception) -> None:
+        """The program goes on, and its start is not saved."""
+        self._fail(RecordingStopped(f"{type(error).__name__}: {error}"))
 
     def _fail(self, problem: TensorprobeError) -> None:
         """The start cannot be saved: say so, once."""

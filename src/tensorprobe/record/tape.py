@@ -72,7 +72,8 @@ from tensorprobe.store.lines import (
     encode_now,
 )
 from tensorprobe.store.writer import CaptureWriter
-from tensorprobe.torch_versions import unboxed_work
+from tensorprobe.torch_versions import COMPILER, unboxed_work
+from tensorprobe.trouble import OnTrouble, text_of
 
 # While it is entered, tensors are read without any function mode or subclass taking notice. It is
 # all that most calls need; where something is computed, Quiet.
@@ -89,6 +90,7 @@ _ROLES: dict[str, Role] = {
     "states": "state",
 }
 _NO_KWARGS: dict[str, Any] = {}
+_MAX_SILENT = 4096  # a program may make new operators without end
 _NOTHING: list[tuple[torch.Tensor, Path]] = []
 _autocasts = torch._C._is_any_autocast_enabled
 _graph_task_id = torch._C._current_graph_task_id
@@ -139,6 +141,7 @@ class Tape:
         self._is_opening = False
         self._values = values
         self.ids = itertools.count()
+        self._silent: set[ApiName] = set()  # APIs that write to nothing but `out`
         self.stacks = Stacks(self._write_stack)
         self._early_stacks: list[StackLine] = []  # of modules entered before the first call
         # passes of backward under way; None: not wanted
@@ -254,7 +257,7 @@ class Tape:
             stacks=self.stacks if self.config.stacks else None,
             stand_ins=stand_ins,
             handler=HANDLER,
-            compiler=vars(torch.compiler),
+            compiler=COMPILER,
             state_notes=_state_notes,
             encode=encode_now,
             positions=POSITIONS,
@@ -311,7 +314,8 @@ class Tape:
                 if self._pending_work:
                     self._finish_work()
                 if writes is None:
-                    call.writes = self._writes_to(names.api, args, kwargs)
+                    if names.api not in self._silent or "out" in kwargs:
+                        call.writes = self._writes_to(names.api, args, kwargs)
                 elif writes:
                     call.writes = writes
                     self._forget_arguments(writes, args, kwargs)
@@ -362,9 +366,9 @@ class Tape:
         try:
             outputs: list[tuple[torch.Tensor, Path]] = []
             with _DISABLED():
-                moved = self._versions_of(call.inputs) != call.versions
-                if moved or call.writes or call.names.api.prefix == "Distributed":
-                    mutated = self._mutated(call)  # collectives write without moving the version
+                versions, prefix = self._versions_of(call.inputs), call.names.api.prefix
+                if versions != call.versions or call.writes or prefix == "Distributed":
+                    mutated = self._mutated(call, versions)
                 else:
                     mutated = _NOTHING
                 edges = call.edges if self._backward else None
@@ -413,6 +417,10 @@ class Tape:
     ) -> frozenset[str]:
         """The arguments that a call will write to, whatever their versions say."""
         writes = declared_writes(api)
+        if not writes and api.op not in WRITES_STATISTICS and not lends(api):
+            if len(self._silent) >= _MAX_SILENT:
+                self._silent.clear()
+            self._silent.add(api)
         if "out" in kwargs:
             writes |= OUT
         if api.op in WRITES_STATISTICS and (silent := silently_written(api, args, kwargs)):
@@ -551,11 +559,9 @@ class Tape:
 
     def gap(self, name: str, reason: BaseException | str) -> None:
         text = reason if isinstance(reason, str) else _error_text(reason)
-        try:
+        with OnTrouble(self.writer.fail):  # no memory is left, say: recording ends here
             self.open_step()
             self.writer.gap(GapLine(name=name, reason=text[:2000]))
-        except Exception as error:  # noqa: BLE001 no memory is left, say: recording ends here
-            self.writer.fail(error)
 
     # After the call
 
@@ -592,29 +598,22 @@ class Tape:
         elif lends(api):
             self._values.lend(args[0])
         elif names := declared_writes(api) | silently_written(api, args, kwargs):
-            try:
-                with Quiet():
-                    self._forget_arguments(names, args, kwargs)
-            except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-                self.gap("forget", error)
+            with OnTrouble(self.gap, "forget"), Quiet():
+                self._forget_arguments(names, args, kwargs)
 
     def forget_written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A call that is not recorded wrote to some of these, perhaps through `.data`."""
         forget = self._values.forget
-        try:
-            with Quiet():
-                for value in (*args, *kwargs.values()):
-                    map_tensors(value, lambda tensor, path: forget(tensor))
-        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            self.gap("forget", error)
+        with OnTrouble(self.gap, "forget"), Quiet():
+            for value in (*args, *kwargs.values()):
+                map_tensors(value, lambda tensor, path: forget(tensor))
 
-    def _mutated(self, call: OpenCall) -> list[tuple[torch.Tensor, Path]]:
-        """Inputs that the call wrote to."""
-        if call.names.api.prefix == "Distributed":
+    def _mutated(self, call: OpenCall, versions: list[int]) -> list[tuple[torch.Tensor, Path]]:
+        """Inputs that the call wrote to; they have these versions by now."""
+        if call.names.api.prefix == "Distributed":  # which moves no version
             for tensor, _ in call.inputs:
                 self._values.forget(tensor)
             return call.inputs
-        versions = self._versions_of(call.inputs)
         found = [
             item
             for item, before, after in zip(call.inputs, call.versions, versions, strict=True)
@@ -732,14 +731,11 @@ class Tape:
 
     def begin_backward(self, roots: Iterable[Any]) -> None:
         """Backward starts: a loss may come from a custom Function that no other call has used."""
-        try:
-            with Quiet():
-                nodes = [(root, root.grad_fn) for root in roots if isinstance(root, torch.Tensor)]
-                self._record_functions(
-                    [(root, node) for root, node in nodes if isinstance(node, BackwardCFunction)]
-                )
-        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            self.gap("backward", error)
+        with OnTrouble(self.gap, "backward"), Quiet():
+            nodes = [(root, root.grad_fn) for root in roots if isinstance(root, torch.Tensor)]
+            self._record_functions(
+                [(root, node) for root, node in nodes if isinstance(node, BackwardCFunction)]
+            )
 
     def fail_backwards(self, error: BaseException, alone: bool) -> None:
         """An exception comes out of backward: the call it was in has raised, and the modules that
@@ -759,11 +755,8 @@ class Tape:
             if run is None or (run.key[1] not in tasks and not alone):
                 continue
             if run is entered or run.is_inside_module:
-                try:
-                    with Quiet():
-                        run.fail(text)
-                except Exception as trouble:  # noqa: BLE001 recording one call: it becomes a gap
-                    self.gap(run.names.name, trouble)
+                with OnTrouble(self.gap, run.names.name), Quiet():
+                    run.fail(text)
 
     def finish_backwards(self) -> None:
         """Close what backward calls are open: the backward pass has ended."""
@@ -772,10 +765,8 @@ class Tape:
         self.entered.clear()
         with Quiet():
             for run in filter(None, runs):
-                try:
+                with OnTrouble(self.gap, "backward"):
                     run.finish()
-                except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-                    self.gap("backward", error)
 
     def end_step(self) -> None:
         """Close what is open: the step is over, or the recording."""
@@ -791,17 +782,15 @@ class Tape:
 
     def await_work(self, call: OpenCall, result: Any) -> bool:
         """Whether a collective goes on after it returned; it is written down when it is done."""
-        try:
+        with OnTrouble(self.gap, call.names.name):
             works = _works_in(result)
             if not works:
                 return False
             for tensor, _ in call.inputs:
                 self._values.forget(tensor)
             self._pending_work.append((call, works, call.inputs))
-        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            self.gap(call.names.name, error)
-            return False
-        return True
+            return True
+        return False
 
     def _finish_work(self, *, last: bool = False) -> None:
         pending, self._pending_work = self._pending_work, []
@@ -856,10 +845,8 @@ def _works_in(result: Any) -> list[Any]:
 
 
 def _error_text(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 the text of an exception is the program's own code
-        return type(error).__name__
+    kind, text = type(error).__name__, text_of(error)
+    return f"{kind}: {text}" if text is not None else kind
 
 
 def _state_notes(grad: bool) -> list[str]:

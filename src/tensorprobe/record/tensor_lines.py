@@ -95,7 +95,7 @@ class TensorLines:
         return TensorLine(dtype, shape, stride, device, tensor.requires_grad, value)
 
     def kept(self, tensor: torch.Tensor, call: HasTensors, role: Role, label: str) -> TensorLine:
-        """The same of a tensor whose content is kept whatever is wanted of the call."""
+        """The line of a tensor whose content is kept, whatever is selected of its call."""
         line = self.line(tensor, call, role, label, False)
         form = self._values.form(tensor, "tensors", line.stride)
         line.value = self._values.of(tensor, form, call, role, label, "tensors")

@@ -96,7 +96,7 @@ class _Spare:
         self._lock = threading.RLock()  # one may come back while another is being taken
 
     def lend(self, nbytes: int) -> np.ndarray[Any, Any]:
-        """So many bytes; they come back when no array and no tensor uses them any more."""
+        """A buffer of `nbytes`. It is used again once no array and no tensor refers to it."""
         step = 1 << max(nbytes.bit_length() - 4, 0)  # sizes that are near each other share slabs
         size = -(-nbytes // step) * step
         with self._lock:

@@ -20,7 +20,7 @@ from tensorprobe.store.writer import CaptureWriter
 from tensorprobe.tensors.digest import digest_bytes
 from tensorprobe.tensors.memory import Unsupported, is_dense, stretch
 from tensorprobe.tensors.summarizer import Summarizer
-from tensorprobe.torch_versions import may_be_lent
+from tensorprobe.torch_versions import is_own
 
 # The call, the role and the label within it of a tensor, the label whole or in parts.
 TensorName = tuple["Named", Role, "str | tuple[str, ...]"]
@@ -158,7 +158,8 @@ class Values:
         """
         try:
             storage = tensor.untyped_storage()
-            mark = self._marks.get(storage._cdata)
+            key = storage._cdata
+            mark = self._marks.get(key)
             if mark is None:
                 if not _is_its_storage(tensor):
                     return self._new(tensor, (call, role, label), keep == "tensors")
@@ -171,7 +172,7 @@ class Values:
             # inference tensors keep no version; sparse, nested, functorch's and others no storage
             return self._new(tensor, (call, role, label), keep == "tensors")
         number = self._numbers.get(view)
-        if may_be_lent(storage) or storage._cdata in self._seen_lent:
+        if not is_own(storage) or (self._seen_lent and key in self._seen_lent):
             number = self._of_lent(tensor, number, form, call, role, label, keep)
             self._numbers[view] = number
         elif number is None:

@@ -37,7 +37,7 @@ from tensorprobe.replay.shaking import differences
 from tensorprobe.store.loading import load
 
 
-class Measured(msgspec.Struct, frozen=True):
+class MeasuredCall(msgspec.Struct, frozen=True):
     """One result of a healthy call."""
 
     call: Call
@@ -47,7 +47,7 @@ class Measured(msgspec.Struct, frozen=True):
     departure: Departure
 
 
-def measure(calls: Iterable[Call]) -> Iterator[Measured]:
+def measure(calls: Iterable[Call]) -> Iterator[MeasuredCall]:
     """The departures of every result that has a float64 reference."""
     for forward, backward in pair(calls):
         kind = kind_of(forward)
@@ -59,7 +59,7 @@ def measure(calls: Iterable[Call]) -> Iterator[Measured]:
             yield from _measure(forward, backward)
 
 
-def _measure(forward: Call, backward: Call | None) -> Iterator[Measured]:
+def _measure(forward: Call, backward: Call | None) -> Iterator[MeasuredCall]:
     subject = backward or forward
     records = [
         record
@@ -82,7 +82,7 @@ def _measure(forward: Call, backward: Call | None) -> Iterator[Measured]:
         length = sum_length(forward, backward, record)
         law = strictest(record.dtype)
         found, _ = settle(record.load(), reference, law, length, moved(name))
-        yield Measured(subject, record, key_of(forward, backward, record), length, found)
+        yield MeasuredCall(subject, record, key_of(forward, backward, record), length, found)
 
 
 def calibrate(sections: list[Section], captures: Iterable[Path], made_by: dict[str, str]) -> int:

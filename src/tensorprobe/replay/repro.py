@@ -19,10 +19,10 @@ from tensorprobe.errors import BadUsage, NotReplayable
 from tensorprobe.keywords import keywords
 from tensorprobe.records import Call, Capture, Fields, Special, TensorRecord
 from tensorprobe.replay.allowed import allow_imported, dtype_named, format_named, is_word
+from tensorprobe.replay.child_limits import run_limited
 from tensorprobe.replay.decompositions import vendor_formula
 from tensorprobe.replay.generate import load_or_generate
 from tensorprobe.replay.kinds import Kind, backward_kind, kind_of
-from tensorprobe.replay.limits import run_limited
 from tensorprobe.replay.modules import (
     Made,
     calls_inside,

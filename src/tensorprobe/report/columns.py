@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tensorprobe.parts import Parts
+from tensorprobe.parts import NamedParts
 
 if TYPE_CHECKING:
     from tensorprobe.comparing.comparison import Compared
     from tensorprobe.report.table import Table
 
 # The module of each: `table(comparison)` gives a Table.
-COLUMNS = Parts(
+COLUMNS = NamedParts(
     "columns",
     {
         "native": "tensorprobe.report.native_columns",

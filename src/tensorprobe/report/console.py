@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from tensorprobe.comparing.comparison import Compared
 from tensorprobe.comparing.measure import CallPair
 from tensorprobe.comparing.rounding import distance, number_text
-from tensorprobe.comparing.verdict import Verdict, describe
+from tensorprobe.comparing.verdict import Verdict, describe, percent
 from tensorprobe.records import Call
 from tensorprobe.terminal import printable
 
@@ -15,6 +15,7 @@ _CULPRITS = 8
 _ONE_SIDED = 6
 _STRUCTURE = 4
 _RANKS = 16
+_LARGEST = 12
 _LONGEST = 2000
 
 
@@ -24,6 +25,8 @@ def render(comparison: Compared) -> str:
     parts = [list(describe(verdict))]
     if verdict.culprits:
         parts.append(list(_around(comparison)))
+    if verdict.at and (verdict.within is not None or _is_open(verdict)):
+        parts.append(list(_largest(verdict)))
     if len(verdict.culprits) > 1:
         parts.append(list(_culprits(verdict)))
     if len({(r.rank, r.step) for r in verdict.ranks}) > 1:
@@ -53,6 +56,31 @@ def _around(comparison: Compared) -> Iterator[str]:
         mark = ">" if pair.call.name == first.name else ""
         rows.append((mark, pair.call.name, pair.call.module, *_errors(pair)))
     yield from _table(rows, right=(3, 4))
+
+
+def _is_open(verdict: Verdict) -> bool:
+    """Whether nobody knows how far some places may be apart."""
+    return any(each.status == "undecided" and each.limit is None for each in verdict.boundaries)
+
+
+def _largest(verdict: Verdict) -> Iterator[str]:
+    """The modules with the largest errors, where nobody knows what is too much."""
+    found = [each for each in verdict.boundaries if each.kind == "output" and each.relative]
+    least = sorted((each.relative or 0.0 for each in found), reverse=True)[:_LARGEST][-1:]
+    rows = [("the largest errors", "error in", "error out", "of its size", "")]
+    rows += [
+        (
+            each.actual or "the model",
+            number_text(each.inherited),
+            number_text(each.error or 0.0),
+            percent(each.relative or 0.0),
+            "" if each.status in ("within", "equal") else each.status,
+        )
+        for each in found
+        if least and (each.relative or 0.0) >= least[0]
+    ]
+    if found:
+        yield from _table(rows, right=(1, 2, 3))
 
 
 def _errors(pair: CallPair) -> tuple[str, str]:

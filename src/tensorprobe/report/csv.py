@@ -33,7 +33,7 @@ def write_csv(path: Path, table: Table) -> None:
 def _lines(rows: Iterable[Iterable[Cell]]) -> bytes:
     buffer = io.StringIO(newline="")
     csv.writer(buffer, lineterminator="\n").writerows(rows)
-    return buffer.getvalue().encode()
+    return buffer.getvalue().encode("utf-8", "backslashreplace")
 
 
 def _quick_lines(rows: list[Row], free: tuple[int, ...] | None) -> bytes | None:

@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tensorprobe.errors import BadArtefact
+from tensorprobe.garbage import no_garbage
 from tensorprobe.report.page_data import PageData, comparison_data, shown, thinned
+from tensorprobe.tensors.opening import open_file
 from tensorprobe.terminal import printable
 
 if TYPE_CHECKING:
@@ -80,7 +83,9 @@ def page(
 
 def write_comparison(folder: Path, comparison: Compared) -> list[Path]:
     """Write report.html, and beside it report.data where the page cannot hold it all."""
-    data = comparison_data(comparison)
+    with no_garbage():
+        data = comparison_data(comparison)
+    data.index["out"] = shown(str(folder))
     text = data.index["text"]
     title = f"tensorprobe: {comparison.verdict.verdict}"
     index, details = json_block(data.index), json_block(data.details)
@@ -97,11 +102,17 @@ def write_comparison(folder: Path, comparison: Compared) -> list[Path]:
     return [path, beside]
 
 
+def read_index(path: Path) -> bytes:
+    """What the page needs first, of a report.data."""
+    with open_file(path) as file:
+        line = file.readline()
+    if not line.startswith(b'{"format":') or not line.endswith(b"}\n"):
+        raise BadArtefact(f"'{path}' is no data of a report. To make it: tensorprobe compare")
+    return line
+
+
 def read_data(path: Path) -> PageData:
     """What is in a report.data."""
-    from tensorprobe.errors import BadArtefact
-    from tensorprobe.tensors.opening import open_file
-
     with open_file(path) as file:
         lines = file.read().split(b"\n")
     try:
@@ -111,16 +122,6 @@ def read_data(path: Path) -> PageData:
             f"'{path}' is no data of a report: {error}. To make it again: tensorprobe compare"
         ) from error
     return PageData(index, details)
-
-
-def write_document(folder: Path, title: str, document: Mapping[str, Any]) -> Path:
-    """Write the page of a check, a guard or an incident: its JSON, shown."""
-    from tensorprobe.report.page_data import clean
-
-    path = folder / PAGE_FILE
-    index = clean(document)
-    write(path, page(title, index.get("text", ()), {"index": json_block(index)}))
-    return path
 
 
 def write(path: Path, content: bytes) -> None:

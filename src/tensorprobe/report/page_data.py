@@ -10,9 +10,10 @@ from __future__ import annotations
 import base64
 import heapq
 import math
+import struct
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,7 +21,7 @@ import msgspec
 from tensorprobe._version import __version__
 from tensorprobe.comparing.arguments import differences
 from tensorprobe.comparing.rounding import distance
-from tensorprobe.comparing.scene import Dataflow, find_containers
+from tensorprobe.comparing.scene import find_containers, is_written
 from tensorprobe.comparing.verdict import Culprit, Verdict, describe, next_command
 from tensorprobe.records import Call, Capture, Fields, Special, TensorRecord, TensorSummary
 from tensorprobe.replay.kinds import kind_of
@@ -49,7 +50,10 @@ OTHER_ARGUMENTS, CONTAINER, OTHER_NONFINITE, UNFINISHED, DIFFERS = 16, 32, 64, 1
 BOTH, ONLY_ACTUAL, ONLY_EXPECTED = 0, 1, 2
 N_STATISTICS, N_METRICS = 7, 10
 _NAN = math.nan
-_NO_STATISTICS = (_NAN,) * N_STATISTICS
+_PACK_STATISTICS = struct.Struct(f"<{N_STATISTICS}d").pack
+_PACK_METRICS = struct.Struct(f"<{N_METRICS}d").pack
+_NO_STATISTICS = _PACK_STATISTICS(*(_NAN,) * N_STATISTICS)
+_NO_METRICS = _PACK_METRICS(*(_NAN,) * N_METRICS)
 
 
 class Strings:
@@ -196,14 +200,16 @@ class _Rows:
         self._tensors = Columns(
             name="i", role="B", value="i", actual="i", expected="i", error="f", flags="B"
         )
-        self._values = array("d")
-        self._n_values = 0
+        self._values: list[bytes] = []
         self._known: dict[tuple[int, int, int], int] = {}
         self._stacks: dict[tuple[str, ...], int] = {}
         self._frames: list[list[int]] = []
         self._kinds: dict[tuple[str, tuple[int, ...]], int] = {}
         self.containers = find_containers(pairs)
-        self._blank: set[int] = set()  # summaries of memory that nobody has written to
+        self._add = [column.append for column in self._tensors.columns.values()]
+        self._n_tensors = 0
+        self._blank_ops: dict[str, bool] = {}  # which make memory that nobody has written to
+        self._blank: set[int] = set()  # the summaries of that memory
         self._fill(pairs)
 
     def _fill(self, pairs: Sequence[CallPair]) -> None:
@@ -234,51 +240,52 @@ class _Rows:
             add["flags"](flags)
             add["error_in"](error_in)
             add["error_out"](error_out)
-        self._more.columns["first"].append(len(self._tensors.columns["name"]))
+        self._more.columns["first"].append(self._n_tensors)
 
     def _tensor_rows(self, pair: CallPair) -> tuple[int, float, float]:
         """Writes down the tensors of a call; its flags, and how far its two ends are apart."""
         flags, error_in, error_out = 0, 0.0, 0.0
-        columns = self._tensors.columns
-        self._more.columns["first"].append(len(columns["name"]))
-        makes_blank = kind_of(pair.call) == "uninitialised"
+        self._more.columns["first"].append(self._n_tensors)
+        self._n_tensors += len(pair.tensors)
+        op = pair.call.op
+        makes_blank = self._blank_ops.get(op)
+        if makes_blank is None:
+            makes_blank = self._blank_ops[op] = kind_of(pair.call) == "uninitialised"
+        add_name, add_role, add_value, add_actual, add_expected, add_error, add_flags = self._add
         for row in pair.tensors:
             a, e = row.actual, row.expected
             away = distance(row)
-            role = row.role
-            if makes_blank and role == "output":
-                self._blank.update(id(each.summary) for each in (a, e) if each and each.summary)
-            if self._blank and any(each and id(each.summary) in self._blank for each in (a, e)):
-                self._add(row, 0.0, 0)  # whatever was there: no difference of the programs'
-                continue
-            if role == "output":
-                error_out = max(error_out, away)
-            else:
-                error_in = max(error_in, away)
+            role = a.role if a is not None else row.role
             mine = 0
             if a is not None and e is not None:
                 mine = (a.dtype != e.dtype) * OTHER_DTYPE | (a.shape != e.shape) * OTHER_SHAPE
-                if away > 0:
-                    mine |= OTHER_NONFINITE if math.isinf(away) and _is_spoilt(a, e) else 0
-            if role != "input" and role != "parameter":
-                s, t = a and a.summary, e and e.summary
-                if s and not s.is_finite:
+            if makes_blank and role == "output":
+                self._blank.update(id(each.summary) for each in (a, e) if each and each.summary)
+            if self._blank and any(each and id(each.summary) in self._blank for each in (a, e)):
+                away = 0.0  # whatever was there: no difference of the programs'
+            elif role == "output":
+                if away > error_out:
+                    error_out = away
+            elif away > error_in:
+                error_in = away
+            if away == math.inf and a is not None and e is not None and _is_spoilt(a, e):
+                mine |= OTHER_NONFINITE
+            if role != "input" and role != "parameter" and not makes_blank:
+                if a is not None and (s := a.summary) is not None and (s.nan_count or s.inf_count):
                     flags |= NONFINITE_ACTUAL
-                if t and not t.is_finite:
+                if e is not None and (s := e.summary) is not None and (s.nan_count or s.inf_count):
                     flags |= NONFINITE_EXPECTED
-            flags |= mine | (DIFFERS if away > 0 else 0)
-            self._add(row, away, mine)
+            flags |= mine
+            if away > 0:
+                flags |= DIFFERS
+            add_name(self.texts(row.name))
+            add_role(_ROLE.get(role, 0))
+            add_value(self._value(row))
+            add_actual(self._kind(a))
+            add_expected(self._kind(e))
+            add_error(away)
+            add_flags(mine)
         return flags, error_in, error_out
-
-    def _add(self, row: TensorPair, error: float, flags: int) -> None:
-        columns = self._tensors.columns
-        columns["name"].append(self.texts(row.name))
-        columns["role"].append(_ROLE.get(row.role, 0))
-        columns["value"].append(self._value(row))
-        columns["actual"].append(self._kind(row.actual))
-        columns["expected"].append(self._kind(row.expected))
-        columns["error"].append(error)
-        columns["flags"].append(flags & 0xFF)
 
     def _value(self, row: TensorPair) -> int:
         """The number of the statistics and metrics of a tensor: contents are seen many times."""
@@ -290,11 +297,8 @@ class _Rows:
         key = (id(s), id(t), id(m))
         number = self._known.get(key)
         if number is None:
-            number = self._known[key] = self._n_values
-            self._n_values += 1
-            self._values.extend(_statistics(s))
-            self._values.extend(_statistics(t))
-            self._values.extend(_metrics(m))
+            number = self._known[key] = len(self._values)
+            self._values.append(_statistics(s) + _statistics(t) + _metrics(m))
         return number
 
     def _kind(self, record: TensorRecord | None) -> int:
@@ -345,7 +349,7 @@ class _Rows:
             "stacks": self._frames,
             "calls": self._more.to_json(),
             "tensors": self._tensors.to_json(),
-            "values": packed(self._values),
+            "values": base64.b64encode(b"".join(self._values)).decode(),
         }
 
 
@@ -387,23 +391,27 @@ def _number(value: float | int | bool | None) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def _statistics(s: TensorSummary | None) -> tuple[float, ...]:
+def _statistics(s: TensorSummary | None) -> bytes:
     if s is None:
         return _NO_STATISTICS
-    return (
-        _number(s.min), _number(s.max), _number(s.mean), _number(s.norm),
-        _number(s.nan_count), _number(s.inf_count), _number(s.zero_count),
-    )  # fmt: skip
+    numbers = (s.min, s.max, s.mean, s.norm, s.nan_count, s.inf_count, s.zero_count)
+    try:
+        return _PACK_STATISTICS(*numbers)
+    except (struct.error, OverflowError):  # a None, or an integer that no float has
+        return _PACK_STATISTICS(*map(_number, numbers))
 
 
-def _metrics(m: PairMetrics | None) -> tuple[float, ...]:
+def _metrics(m: PairMetrics | None) -> bytes:
     if m is None:
-        return (_NAN,) * N_METRICS
-    return (
-        _number(m.numel), _number(m.mismatched), _number(m.cosine), _number(m.max_abs),
-        _number(m.max_rel), _number(m.rel_l2), _number(m.ulp_max), _number(m.index),
-        _number(m.nonfinite_disagree), _number(m.within_1_1000),
+        return _NO_METRICS
+    numbers = (
+        m.numel, m.mismatched, m.cosine, m.max_abs, m.max_rel, m.rel_l2, m.ulp_max, m.index,
+        m.nonfinite_disagree, m.within_1_1000,
     )  # fmt: skip
+    try:
+        return _PACK_METRICS(*numbers)
+    except (struct.error, OverflowError):
+        return _PACK_METRICS(*map(_number, numbers))
 
 
 def _argument(name: str, value: Any) -> Iterator[str]:
@@ -436,25 +444,45 @@ def _is_deep(value: Any) -> bool:
 
 
 def _edges(pairs: Sequence[CallPair], rows: _Rows) -> dict[str, str]:
-    """Which call made what another was given, by their places; `side` as of calls."""
+    """Which call made what another was given, by their places; `side` as of calls.
+
+    Modules and optimizers as a whole are left out: the calls inside them say more.
+    """
+    made: tuple[dict[Hashable, int], dict[Hashable, int]] = ({}, {})  # of each side, by content
+    found: dict[tuple[int, int], int] = {}
+    for at, (pair, is_container) in enumerate(zip(pairs, rows.containers, strict=True)):
+        if is_container:
+            continue
+        rank = pair.call.rank
+        results: list[tuple[int, Hashable]] = []
+        for row in pair.tensors:
+            for side, record in enumerate((row.actual, row.expected)):
+                if record is None:
+                    continue
+                content = record.digest or _content(record)
+                if content is None:
+                    continue
+                key = (rank, content)
+                if record.role == "output" or (record.role != "input" and is_written(row)):
+                    results.append((side, key))
+                elif (source := made[side].get(key)) is not None:
+                    found[source, at] = found.get((source, at), 0) | (1 << side)
+        for side, result in results:
+            made[side][result] = at
     columns = Columns(source="i", target="i", side="B")
-    add = [column.append for column in columns.columns.values()]
-    units: dict[int, list[int]] = {}
-    for at, pair in enumerate(pairs):
-        units.setdefault(pair.call.rank, []).append(at)
-    for places in units.values():
-        mine = [pairs[at] for at in places]
-        flow = Dataflow(mine, [rows.containers[at] for at in places])
-        found: dict[tuple[int, int], int] = {}
-        for (side, target, _), source in flow.producer.items():
-            if source != target:
-                key = (source, target)
-                found[key] = found.get(key, 0) | (1 << side)
-        for (source, target), sides in found.items():
-            add[0](places[source])
-            add[1](places[target])
-            add[2]({3: BOTH, 1: ONLY_ACTUAL, 2: ONLY_EXPECTED}[sides])
+    columns.columns["source"].extend(source for source, _ in found)
+    columns.columns["target"].extend(target for _, target in found)
+    sides = (BOTH, ONLY_ACTUAL, ONLY_EXPECTED, BOTH)
+    columns.columns["side"].extend(sides[each] for each in found.values())
     return columns.to_json()
+
+
+def _content(record: TensorRecord) -> Hashable | None:
+    """What tells one content from another, without a digest."""
+    s = record.summary
+    if s is None or s.norm is None:
+        return None
+    return (s.min, s.max, s.mean, s.norm, record.dtype)
 
 
 def _culprit(verdict: Verdict, number: int, culprit: Culprit) -> dict[str, Any]:

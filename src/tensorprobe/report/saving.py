@@ -6,19 +6,26 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensorprobe.comparing.comparison import Compared, Source, compare_captures
 from tensorprobe.comparing.measure import Progress
 from tensorprobe.keywords import keywords
+from tensorprobe.report.along import plot
 from tensorprobe.report.columns import table
 from tensorprobe.report.csv import write_csv
+from tensorprobe.report.error_plot import error_plot
 from tensorprobe.report.html import write_comparison
 from tensorprobe.store.outputs import check_output
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 VERDICT_FILE = "verdict.json"
 CSV_FILE = "comparison.csv"
 XLSX_FILE = "comparison.xlsx"
+PLOT_FILE = "errors.svg"
+MAPPING_FILE = "mapping.yaml"
 
 
 class Comparison(Compared):
@@ -31,10 +38,22 @@ class Comparison(Compared):
 
     @keywords(folder="path")
     def save(
-        self, path: str | os.PathLike[str], *, columns: str = "native", xlsx: bool = False
+        self,
+        path: str | os.PathLike[str],
+        *,
+        columns: str = "native",
+        xlsx: bool = False,
+        model_explorer: bool = False,
     ) -> list[Path]:
-        """Write verdict.json, comparison.csv and report.html, with `xlsx` a workbook too."""
-        return save(self, Path(path), columns=columns, xlsx=xlsx)
+        """Write verdict.json, comparison.csv and report.html into a folder.
+
+        With `xlsx` a workbook too, with `model_explorer` files for Google's Model Explorer.
+        """
+        return save(self, Path(path), columns=columns, xlsx=xlsx, model_explorer=model_explorer)
+
+    def plot(self) -> Figure:
+        """The error along the run as a matplotlib figure (`pip install 'tensorprobe[plot]'`)."""
+        return plot(self)
 
 
 @keywords(processes="jobs", seconds="timeout")
@@ -44,6 +63,9 @@ def compare(
     *,
     noise: Sequence[Source] = (),
     mapping: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    at: str | Sequence[str] = (),
+    rows: str | None = None,
+    within: float | None = None,
     step: int | None = None,
     rank: int | None = None,
     jobs: int | None = None,
@@ -59,15 +81,18 @@ def compare(
         print(comparison.verdict)
 
     `noise` are further runs of the expected side: what they differ by is no divergence. `mapping`
-    is a file, or a dict, that says which calls or modules are the same. `jobs` processes measure
+    is a file, or a dict, that says which calls or modules are the same. `at` compares chosen places
+    only: "outputs", "gradients", "modules", patterns of paths; `rows` says which rows of them go
+    together, `within` how far they may be apart (see docs/compare.md). `jobs` processes measure
     tensors (default: one a core, where that is worth it). `timeout` is how many seconds may be
     spent on replaying suspects; 0 or `replay=False` leaves it out. `references` is a Python file
     with tp.reference functions; `imports` are packages whose operators, functions and modules a
     replay may call besides torch's.
     """
     compared = compare_captures(
-        actual, expected, noise=noise, mapping=mapping, step=step, rank=rank, jobs=jobs,
-        timeout=timeout, replay=replay, references=references, imports=imports, progress=progress,
+        actual, expected, noise=noise, mapping=mapping, at=at, rows=rows, within=within,
+        step=step, rank=rank, jobs=jobs, timeout=timeout, replay=replay, references=references,
+        imports=imports, progress=progress,
     )  # fmt: skip
     return with_files(compared)
 
@@ -75,11 +100,16 @@ def compare(
 def with_files(compared: Compared) -> Comparison:
     """The same, as users get it."""
     c = compared
-    return Comparison(c.actual, c.expected, c.pairs, c.verdict, c.structure)
+    return Comparison(c.actual, c.expected, c.pairs, c.verdict, c.structure, c.proposed)
 
 
 def save(
-    comparison: Compared, folder: Path, *, columns: str = "native", xlsx: bool = False
+    comparison: Compared,
+    folder: Path,
+    *,
+    columns: str = "native",
+    xlsx: bool = False,
+    model_explorer: bool = False,
 ) -> list[Path]:
     """Write the files and give their paths."""
     rows = table(comparison, columns)  # first: an unknown name must not leave half a report
@@ -89,9 +119,21 @@ def save(
     text = json.dumps(comparison.verdict.to_json(), indent=1, allow_nan=False)
     paths[0].write_text(text + "\n", encoding="utf-8")
     write_csv(paths[1], rows)
+    if comparison.verdict.at:
+        paths.append(folder / PLOT_FILE)
+        paths[-1].write_text(error_plot(comparison.verdict), encoding="utf-8")
+    if comparison.proposed:
+        paths.append(folder / MAPPING_FILE)
+        lines = [f"{json.dumps(a)}: {json.dumps(e)}\n" for a, e in comparison.proposed.items()]
+        paths[-1].write_text("".join(lines), encoding="utf-8")  # JSON's texts are YAML's too
     if xlsx:
         from tensorprobe.report.xlsx import write_xlsx
 
         paths.append(folder / XLSX_FILE)
-        write_xlsx(paths[2], comparison, columns)
-    return [*paths, *write_comparison(folder, comparison)]
+        write_xlsx(paths[-1], comparison, columns)
+    paths += write_comparison(folder, comparison)
+    if model_explorer:
+        from tensorprobe.report.model_explorer import write_model_explorer
+
+        paths += write_model_explorer(folder, comparison)
+    return paths

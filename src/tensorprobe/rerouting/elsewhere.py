@@ -18,6 +18,7 @@ from tensorprobe.follow.hidden_state import silently_written
 from tensorprobe.follow.mode_stack import function_modes_off
 from tensorprobe.follow.naming import ApiName, writes_in_place
 from tensorprobe.follow.warning_filters import warnings_ignored
+from tensorprobe.nests import leaves_of
 from tensorprobe.replay.decompositions import vendor_op_formula
 from tensorprobe.replay.references import find, registered
 from tensorprobe.rerouting.targets import Target
@@ -132,7 +133,7 @@ class _Journey:
         self._copies: dict[int, _Copy] = {}
 
     def _find_home(self) -> torch.device | None:
-        """Where the results belong."""
+        """The device that the results go back to."""
         call = self._call
         asked = call.kwargs.get("device")
         if asked is not None:
@@ -354,7 +355,7 @@ def _write(original: torch.Tensor, there: torch.Tensor) -> None:
 
 
 def _hollow(value: Any) -> Any:
-    """The same argument without content."""
+    """The argument with its tensors on the meta device, without content."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             return torch.empty(value.shape, dtype=value.dtype, device="meta")
@@ -390,11 +391,7 @@ def _same_kind_of_dict(value: Any, items: dict[Any, Any]) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif _is_container(value):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
+    return (leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor))
 
 
 def _storage(tensor: torch.Tensor) -> int | None:

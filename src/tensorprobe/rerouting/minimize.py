@@ -59,7 +59,7 @@ def _needed(
 
 
 def _minimal(items: list[Item], passes: Passes[Item]) -> list[Item]:
-    """The same by ddmin: in parts, and in what is left without a part, ever finer."""
+    """The smallest set by ddmin: try each part, then all without it, with ever smaller parts."""
     kept, parts = items, 2
     while len(kept) > 1:
         chunks = _split(kept, parts)

@@ -8,11 +8,11 @@ from shlex import quote
 from typing import Protocol, cast
 
 from tensorprobe.errors import MissingDependency, UnreadableCapture
-from tensorprobe.parts import Parts
+from tensorprobe.parts import NamedParts
 from tensorprobe.records import Capture
 
 # The module of each layout. They are asked in this order whose a path is.
-LAYOUTS = Parts(
+LAYOUTS = NamedParts(
     "layout",
     {
         "native": "tensorprobe.store.native",

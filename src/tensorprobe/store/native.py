@@ -216,6 +216,7 @@ class StepReader:
         self.passed_by: tuple[bytes, ...] = ()  # lines that begin so are not looked at
         self._on_gap = on_gap
         self._begun: list[Begun] = []
+        self._n_begun = 0  # calls since the last line that closes
         self._open: dict[int, Begun] = {}
         self._stacks: dict[int, tuple[str, ...]] = {}
         self._values: dict[int, Content] = {}
@@ -233,7 +234,7 @@ class StepReader:
         yield from self._settle()
 
     def _lines(self) -> Iterator[tuple[int, lines.Line]]:
-        """Each line with its number, but those that are to be passed by."""
+        """The lines with their numbers, without those that begin with `passed_by`."""
         file = self._open_log()
         if file is None:
             return
@@ -267,6 +268,7 @@ class StepReader:
         if type(line) is lines.ValueLine:
             self._value(number, line)
         elif type(line) is lines.CallLine:
+            self._n_begun += 1
             self._begin(number, line)
         elif type(line) is lines.EndLine:
             self._end(number, line)
@@ -274,9 +276,15 @@ class StepReader:
             self._stacks[line.id] = tuple(line.frames)
         elif type(line) is lines.GapLine:
             self._on_gap(Gap(line.name, line.reason, self.step, self.rank))
-        else:
-            self.finished = True
+        elif type(line) is lines.ClosedLine:
+            self._close(number, line)
         return self.finished
+
+    def _close(self, number: int, line: lines.ClosedLine) -> None:
+        self.finished = True
+        found, self._n_begun = self._n_begun, 0
+        if found < line.calls and not self.passed_by:
+            self._damaged(number, f"{line.calls} calls were written before it, {found} are there")
 
     def _damaged(self, number: int, reason: str) -> None:
         self._add_gap(f"{LOG_FILE}:{number}", reason)

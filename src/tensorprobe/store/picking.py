@@ -81,8 +81,8 @@ class Picker(Protocol):
     layout: str
 
     def count(self, read_nbytes: int = ...) -> CaptureCounts:
-        """What it holds, told soon: of a native capture the last steps are read, as far as they
-        have so many bytes; what is in the others is seen by how their lines begin, or end."""
+        """How much it holds, quickly. Of a native capture the last steps are read, up to
+        `read_nbytes`; in the others, lines are counted by how they begin or end."""
 
     def pick(
         self, wanted: Wanted, *, on_gap: OnGap = ..., most: int | None = ...
@@ -94,11 +94,11 @@ class Picker(Protocol):
         """
 
     def whole(self, picked: Sequence[Picked]) -> Iterator[Call]:
-        """The same calls with what their tensors hold."""
+        """These calls with the contents of their tensors."""
 
 
 def open_picker(path: str | os.PathLike[str]) -> Picker:
-    """Of a capture at a path, in any layout. One of the peers' is in memory as a whole then."""
+    """Calls of a capture at a path, in any layout. A peer's capture is read as a whole."""
     name, place = find(Path(path))
     return _Native(place) if name == "native" else _Loaded(layout(name).read(place))
 

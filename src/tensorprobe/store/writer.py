@@ -39,6 +39,7 @@ from tensorprobe.store.shard import HEADER_NBYTES, SHARD_NBYTES, Bytes, Shards
 from tensorprobe.store.step_files import LOG_FILE
 from tensorprobe.tensors.dtypes import numpy_dtype, part_of
 from tensorprobe.tensors.packing import Coded, pack
+from tensorprobe.trouble import OnTrouble
 
 _GATHER_S = 0.1  # how long the thread lets small things gather before it writes them
 _POLL_S = 0.2
@@ -68,7 +69,7 @@ class PendingSummary(Protocol):
 
 
 class SummarySource(Protocol):
-    """Where results come from; as `numerics.summary.Summarizer` says."""
+    """What gives the results, such as `tensors.summarizer.Summarizer`."""
 
     def flush(self) -> None: ...
     def poll(self) -> None: ...
@@ -287,12 +288,10 @@ class CaptureWriter:
         if step in self._begun_steps:
             self._finish_queue()  # the files are opened again: let go of them first
         opening = _Step(step)
-        try:
+        with OnTrouble(self.fail):
             if not self._log_broken:
                 self._open(opening)
                 self._begun_steps.add(step)
-        except Exception as error:  # noqa: BLE001 recording a call must not end the program
-            self.fail(error)
         self._step = opening
         if opening.shards is not None:
             self._last_step = opening
@@ -317,7 +316,7 @@ class CaptureWriter:
             self._thread = thread
 
     def _explained(self, error: OSError) -> OSError:
-        """In a folder of our own that was there, nothing is missing unless somebody deleted it."""
+        """The error, or if a file of the capture is missing, that somebody has deleted it."""
         return self._deleted() if isinstance(error, FileNotFoundError) else error
 
     def _deleted(self) -> OSError:
@@ -380,7 +379,11 @@ class CaptureWriter:
         """Write that a call is about to run."""
         step = self._step
         if step is not None:
-            step.lines.append(encode(line))
+            try:  # as `encode`, which would be one frame more
+                text = encode_now([line])
+            except UnicodeEncodeError:
+                text = encode(line)
+            step.lines.append(text)
             with self._log_lock:
                 step.n_calls += 1
                 self._write_log(step)
@@ -583,7 +586,11 @@ class CaptureWriter:
         """Let a line wait for the next write: nothing else of a capture depends on its place."""
         if step.closed:
             raise RuntimeError(_TOO_LATE)
-        step.lines.append(encode(line))
+        try:
+            text = encode_now([line])
+        except UnicodeEncodeError:
+            text = encode(line)
+        step.lines.append(text)
         if self._asleep:
             self._wake()
 
@@ -634,14 +641,12 @@ class CaptureWriter:
 
     def _run(self) -> None:
         while self._pause():
-            try:
+            with OnTrouble(self.fail):  # the program may wait for this thread
                 if self._waiting:
                     if self._results is not None:
                         self._ask(self._results.poll)
                     self._write_ready()
                 self._work(until=time.monotonic() + _POLL_S)
-            except Exception as error:  # noqa: BLE001 the program may wait for this thread
-                self.fail(error)
 
     def _pause(self) -> bool:
         """Sleep until there is work, and a little longer if it may gather; False to end."""
@@ -695,10 +700,8 @@ class CaptureWriter:
         self, step: _Step, write: Callable[[_Step, Any], None], item: _Value | _TensorBytes
     ) -> None:
         """Write one thing; if that fails it is a gap, and the program and the rest go on."""
-        try:
+        with OnTrouble(self._not_written, step, item):
             write(step, item)
-        except Exception as error:  # noqa: BLE001 recording a call must not end the program
-            self._not_written(step, item, error)
 
     def _finish_step(self, step: _Step) -> None:
         try:
@@ -790,11 +793,9 @@ class CaptureWriter:
     def _write_values(self, step: _Step, values: Sequence[_Value]) -> None:
         """Write many lines at once, or one by one: where some have bytes, or one is at fault."""
         if not step.closed and step.with_data.isdisjoint([value.id for value in values]):
-            try:
+            with OnTrouble(lambda error: None):  # the one at fault becomes a gap below
                 step.lines.append(encode_lines([self._line_of(value) for value in values]))
                 return
-            except Exception:  # noqa: BLE001 the one at fault becomes a gap below
-                pass
         for value in values:
             self._attempt(step, self._write_value, value)
 

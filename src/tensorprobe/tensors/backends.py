@@ -13,7 +13,8 @@ import torch
 
 from tensorprobe import native
 from tensorprobe.tensors import cuda_graphs as captures
-from tensorprobe.tensors import digest, host, memory, rows, tally, torch_ops
+from tensorprobe.tensors import digest, host, memory, tally, torch_ops
+from tensorprobe.tensors import tally_rows as rows
 from tensorprobe.tensors.readback import MAX_AGE_S, ROWS, SLOTS, Bank, Port, Queue, await_arrival
 from tensorprobe.tensors.result import Result
 from tensorprobe.tensors.tally import Reader
@@ -50,10 +51,12 @@ class HostBackend:
         self._digest = digest
         self._readers = _Readers()
 
-    def start(self, tensor: torch.Tensor, form: int | None = None) -> Result | None:
+    def start(
+        self, tensor: torch.Tensor, form: int | None = None, is_there: bool = False
+    ) -> Result | None:
         """Read a tensor as most are; None for one that needs the closer look of `submit`.
 
-        Its type is torch's own, and no function mode is on. `form` as for `Summarizer.submit`.
+        Its type is torch's own, and no function mode is on. The rest as for `Summarizer.submit`.
         """
         readers = self._readers.of
         # Taken out while it reads: a signal's handler may come in between with such a tensor.
@@ -64,7 +67,9 @@ class HostBackend:
                 if reader is None:
                     return None
             address = tensor.data_ptr()
-            if not address or not memory.has_memory(tensor, reader.itemsize, reader.nbytes):
+            if not address:
+                return None
+            if not is_there and not memory.has_memory(tensor, reader.itemsize, reader.nbytes):
                 return None
         except RuntimeError:  # it has no memory of its own: a wrapper of functorch, a sparse tensor
             return None
@@ -167,10 +172,12 @@ class KernelBackend:
             )
             self.start = self._starter.start
 
-    def _start(self, tensor: torch.Tensor, form: int | None = None) -> Result | None:
+    def _start(
+        self, tensor: torch.Tensor, form: int | None = None, is_there: bool = False
+    ) -> Result | None:
         """Start on a tensor as most are; None for one that needs the closer look of `submit`.
 
-        Its type is torch's own, and no function mode is on. `form` as for `Summarizer.submit`.
+        Its type is torch's own, and no function mode is on. The rest as for `Summarizer.submit`.
         """
         plan = self._plans.get(form)
         try:
@@ -390,6 +397,10 @@ def _fetched(values: list[torch.Tensor]) -> torch.Tensor | None:
     return torch_ops.stack_and_copy(values) if values else None
 
 
+# What float32 has all the values of.
+_NARROW = frozenset(["float32", "float16", "bfloat16", *host.FLOAT8])
+
+
 class TorchBackend:
     """Tallies by plain torch operations, for any device; copies to the host what it cannot do."""
 
@@ -404,6 +415,8 @@ class TorchBackend:
         self._host = HostBackend(stats=stats, digest=digest)
         self._digests: torch_ops.Digests | None = None
         self._missing: dict[str, str] = {}  # dtype: why the device cannot do it
+        self._is_wide: bool | None = None  # whether it has float64; asked at the first tensor
+        self._cannot_digest = ""
         self._lock = threading.Lock()
         self._pending: list[_Pending] = []
         self._streams: dict[Any, None] = {}
@@ -412,8 +425,9 @@ class TorchBackend:
 
     def submit(self, result: Result, tensor: torch.Tensor, name: str) -> None:
         with self._lock, memory.subclass_only():
-            if name in self._missing:
-                self._copy(result, tensor, name, self._missing[name])
+            why = self._why_not(name)
+            if why is not None:
+                self._copy(result, tensor, name, why)
                 return
             try:
                 pending = self._tally(result, tensor, name)
@@ -433,6 +447,18 @@ class TorchBackend:
                 self._streams[stream] = None
             if len(self._pending) >= MAX_PENDING or self._is_old():
                 self._send()
+
+    def _why_not(self, name: str) -> str | None:
+        """Why tensors of this dtype have to be copied to the host."""
+        if self._is_wide is None:
+            self._is_wide = torch_ops.has_float64(self._device)
+            if self._digest and not torch_ops.digests_agree(self._device):
+                self._cannot_digest = "its 64-bit integers are not those of the host"
+        if self._cannot_digest:
+            return self._cannot_digest
+        if not self._is_wide and self._stats and name not in _NARROW:
+            return "it has no float64"
+        return self._missing.get(name)
 
     def flush(self) -> None:
         with self._lock, memory.subclass_only():
@@ -467,7 +493,10 @@ class TorchBackend:
 
         def complete(floats: list[float], ints: list[int], mixed: int) -> None:
             if self._stats:
-                row = torch_ops.to_row(floats, ints, name)
+                if self._is_wide:
+                    row = torch_ops.to_row(floats, ints, name)
+                else:
+                    row = torch_ops.narrow_row(floats, ints)
                 result.summary = rows.decode(row, name, count, repeat)
             if self._digest:
                 result.digest = digest.finish(mixed, nbytes)
@@ -475,7 +504,8 @@ class TorchBackend:
 
         pending = _Pending(complete)
         if self._stats:
-            pending.floats, pending.ints = torch_ops.tally(base, name)
+            tallied = torch_ops.tally(base, name) if self._is_wide else torch_ops.tally_narrow(base)
+            pending.floats, pending.ints = tallied
         if self._digest:
             if self._digests is None:
                 self._digests = torch_ops.Digests(self._device)
@@ -522,13 +552,17 @@ def _on_host(device: torch.device, *, stats: bool, digest: bool) -> Backend:
 def _on_cuda(device: torch.device, *, stats: bool, digest: bool) -> Backend:
     if importlib.util.find_spec("triton") is None:
         return TorchBackend(device, stats=stats, digest=digest)
-    from tensorprobe.tensors import launch
-
+    reason = "torch operations instead of Triton kernels: "
+    try:
+        from tensorprobe.tensors import launch
+    except ImportError as error:  # the Triton of an older torch
+        note = f"{reason}{_first_line(error)}"
+        return TorchBackend(device, stats=stats, digest=digest, note=note)
     try:
         return launch.cuda_backend(device, stats=stats, digest=digest)
     except launch.FAILURES as error:
-        reason = f"torch operations instead of Triton kernels: {_first_line(error)}"
-        return TorchBackend(device, stats=stats, digest=digest, note=reason)
+        note = f"{reason}{_first_line(error)}"
+        return TorchBackend(device, stats=stats, digest=digest, note=note)
 
 
 _CHOICES: dict[str, Callable[..., Backend]] = {"cpu": _on_host, "cuda": _on_cuda}

@@ -13,7 +13,7 @@ Container = Literal["raw", "packed", "npy", "pt"]
 class Blob(msgspec.Struct, frozen=True, gc=False):
     """Where a tensor's bytes are: `nbytes` of them, little-endian and row-major.
 
-    Packed (`contents.packing`) they are fewer there. In a file of its own, `npy` or `pt`, their
+    Packed (`tensors.packing`) they are fewer there. In a file of its own, `npy` or `pt`, their
     place and layout are found when it is read.
     """
 

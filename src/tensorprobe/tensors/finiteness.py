@@ -181,7 +181,7 @@ class Flags(Protocol):
     def submit_piece(
         self, tensor: torch.Tensor, dtype: torch.dtype, count: int, address: int
     ) -> int:
-        """The same for one that is contiguous, and of which this is known."""
+        """Submit a tensor that is known to be contiguous."""
         ...
 
     def fetch(self) -> Extents:
@@ -270,7 +270,7 @@ class KernelFlags:
         address: int,
         slot: int | None = None,
     ) -> int:
-        """As it is said above; C++ may have taken a slot already."""
+        """Submit a contiguous tensor; `slot` if C++ has taken one already."""
         if slot is None:
             slot = next(self._slots)
         if slot >= SLOTS - 1:
@@ -324,8 +324,10 @@ class KernelFlags:
 def _on_cuda(device: torch.device) -> Flags:
     if importlib.util.find_spec("triton") is None:
         return TorchFlags()
-    from tensorprobe.tensors import launch
-
+    try:
+        from tensorprobe.tensors import launch
+    except ImportError:  # the Triton of an older torch
+        return TorchFlags()
     try:
         return KernelFlags(launch.Flagger(device, SLOTS))
     except launch.FAILURES:

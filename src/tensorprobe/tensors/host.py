@@ -386,7 +386,7 @@ def summarize_array(
 
 
 def _by_library(
-    library: compiled.Library, array: Array, dtype: str, repeat: int
+    library: compiled.TallyLibrary, array: Array, dtype: str, repeat: int
 ) -> TensorSummary | None:
     if array.flags.c_contiguous:
         reader = compiled.Reader(library, dtype, array.nbytes, repeat, stats=True, digest=False)

@@ -16,7 +16,8 @@ import triton.language as tl
 from triton.errors import TritonError
 
 from tensorprobe.tensors import cuda_graphs as captures
-from tensorprobe.tensors import host, memory, rows
+from tensorprobe.tensors import host, memory
+from tensorprobe.tensors import tally_rows as rows
 from tensorprobe.tensors import triton_kernels as kernels
 from tensorprobe.tensors.backends import KernelBackend, TorchBackend
 from tensorprobe.tensors.digest import CHUNK_NBYTES, WEIGHTS
@@ -514,7 +515,7 @@ class Flagger:
         )  # fmt: skip
 
     def start(self, tensor: torch.Tensor, count: int, slot: int) -> None:
-        """The same by way of Triton, on the current stream; how to do without is known then."""
+        """Start it by way of Triton, on the current stream; later starts do without Triton."""
         dtype = tensor.dtype
         key = (dtype, tensor.data_ptr() % 16 == 0, count < 2147483648)
         name = memory.NAMES[dtype]

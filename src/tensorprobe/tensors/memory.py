@@ -57,7 +57,7 @@ def kernels_only() -> Iterator[None]:
 
 @contextmanager
 def subclass_only() -> Iterator[None]:
-    """The same for a tensor subclass, whose own dispatch is what computes."""
+    """Turn off all modes for work on a tensor subclass, whose own dispatch still computes."""
     guard = torch._C._ExcludeDispatchKeyGuard(_ABOVE_SUBCLASSES)
     with torch._C.DisableTorchFunction(), guard, torch.no_grad():
         if torch._C._len_torch_dispatch_stack():
@@ -293,7 +293,7 @@ def in_runs(shape: Sequence[int], strides: Sequence[int]) -> Runs | None:
 def as_in_memory(
     shape: Sequence[int], strides: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The same elements in the order of their addresses."""
+    """Shape and strides of the same elements in the order of their addresses."""
     pairs = sorted(zip(strides, shape, strict=True), reverse=True)
     return tuple(length for _, length in pairs), tuple(step for step, _ in pairs)
 

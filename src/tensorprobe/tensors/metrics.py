@@ -281,7 +281,7 @@ class _Tally:
 
 
 def _same_bits(a: Array, e: Array) -> bool:
-    """Of most chunks that differ, the first few numbers say so."""
+    """Whether two chunks have the same bits. Most that differ do so in the first few numbers."""
     return a[:32].tobytes() == e[:32].tobytes() and a.tobytes() == e.tobytes()
 
 

@@ -29,7 +29,7 @@ class Pieces(Protocol):
     size: int  # how many there are
 
     def piece(self, start: int, stop: int) -> Array:
-        """Those from `start` to before `stop`; good until the next is asked for."""
+        """The elements from `start` to before `stop`; valid until the next are asked for."""
         ...
 
     def close(self) -> None: ...

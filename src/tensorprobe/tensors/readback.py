@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import torch
 
-from tensorprobe.tensors import rows
+from tensorprobe.tensors import tally_rows as rows
 from tensorprobe.tensors.memory import Array
-from tensorprobe.tensors.rows import Ticket
+from tensorprobe.tensors.tally_rows import Ticket
 
 SLOTS = 2048
 ROWS = 1 << 19  # of 96 bytes; the tallies of a large tensor take 528
@@ -56,7 +56,7 @@ class Port(Protocol):
         ...
 
     def usual_stream(self) -> Any:
-        """The same where `on_device` changes nothing and nothing is in the way, else None."""
+        """The stream in use if it can be used as it is, else None."""
         ...
 
     def adopt(self, bank: Bank, stream: Any) -> None:

@@ -16,7 +16,7 @@ from tensorprobe.torch_versions import key_bits
 
 __all__ = ["Result", "Summarizer", "summarize"]
 
-_Start = Callable[[torch.Tensor, "int | None"], "Result | None"]
+_Start = Callable[[torch.Tensor, "int | None", bool], "Result | None"]
 _OWN_TYPES = frozenset([torch.Tensor, torch.nn.Parameter])
 _function_mode_is_on = torch._C._is_torch_function_mode_enabled
 
@@ -55,17 +55,19 @@ class Summarizer:
         """Whether results have a digest."""
         return self._digest
 
-    def submit(self, tensor: torch.Tensor, form: int | None = None) -> Result:
+    def submit(
+        self, tensor: torch.Tensor, form: int | None = None, is_there: bool = False
+    ) -> Result:
         """Start on a tensor as it is now. Never raises and never waits for a device.
 
         `form` spares looking at what is known: a number for plain memory (nothing nested, negated
         or conjugated) of one device, dtype and number of elements, and of one layout; or, where
-        there are no digests, without holes and repetitions.
+        there are no digests, without holes and repetitions. `is_there`: its storage has all of it.
         """
         # Even reading an attribute of a tensor would be seen by a function mode, or by a subclass.
         if type(tensor) in _OWN_TYPES and not _function_mode_is_on():
             start = self._starts_by_form.get(form) or self._start_of(tensor, form)
-            started = None if start is None else start(tensor, form)
+            started = None if start is None else start(tensor, form, is_there)
             return self._look_closely(tensor) if started is None else started
         with torch._C.DisableTorchFunction():
             return self._look_closely(tensor)

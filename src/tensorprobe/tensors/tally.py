@@ -57,7 +57,14 @@ class Reader:
     )
 
     def __init__(
-        self, library: Library, dtype: str, nbytes: int, repeat: int, *, stats: bool, digest: bool
+        self,
+        library: TallyLibrary,
+        dtype: str,
+        nbytes: int,
+        repeat: int,
+        *,
+        stats: bool,
+        digest: bool,
     ) -> None:
         self.nbytes, self.itemsize = nbytes, _ITEMSIZES[dtype]
         self._dtype, self._stats, self._digest = dtype, stats, digest
@@ -99,7 +106,7 @@ def _unusual(
     dtype: str, low: float, high: float, mean: float, norm: float,
     nan: int, inf: int, zero: int, state: int,
 ) -> TensorSummary | None:  # fmt: skip
-    """Of truth values, of no number, or none that is finite; None where a sum left its range."""
+    """The summary of booleans, of no or no finite numbers; None if a sum left its range."""
     if state & _OUT_OF_RANGE:
         return None
     if dtype == "bool":
@@ -119,7 +126,7 @@ def _unusual(
 class Adder:
     """Adds up the pieces of a tensor that does not lie in one."""
 
-    def __init__(self, library: Library, dtype: str) -> None:
+    def __init__(self, library: TallyLibrary, dtype: str) -> None:
         self._library, self._dtype, self._nbytes = library, dtype, 0
         self._part = ctypes.create_string_buffer(_PART_NBYTES)
 
@@ -128,14 +135,14 @@ class Adder:
         self._nbytes += nbytes
 
     def summary(self, repeat: int) -> TensorSummary | None:
-        """Of all that was added, something at least; None where numpy has to look at it."""
+        """The summary of the pieces added so far, at least one; None if numpy must do it."""
         answer = ctypes.create_string_buffer(_REALS.size)
         self._library.finish(KINDS[self._dtype], self._nbytes, repeat, self._part, answer)
         low, high, mean, norm, nan, inf, zero, _, state = _unpacking(self._dtype)(answer)
         return _unusual(self._dtype, low, high, mean, norm, nan, inf, zero, state)
 
 
-class Library:
+class TallyLibrary:
     """The functions of tally.c."""
 
     def __init__(self, path: Path) -> None:
@@ -158,12 +165,12 @@ def _declared(function: Any, result: Any, *arguments: Any) -> Any:
     return function
 
 
-def load(path: Path = PATH) -> Library | None:
+def load(path: Path = PATH) -> TallyLibrary | None:
     """The library, where there is one that fits this machine and this version."""
     if sys.byteorder != "little":
         return None
     try:
-        return Library(path)
+        return TallyLibrary(path)
     except (OSError, AttributeError):
         return None
 

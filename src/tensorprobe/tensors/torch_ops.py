@@ -7,14 +7,24 @@ Every function returns tensors of the device it was given; nothing here waits fo
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from tensorprobe.tensors import memory, rows
-from tensorprobe.tensors.digest import CHUNK_WORDS, GOLD, MASK, MIX_SHIFT, WEIGHTS
+from tensorprobe.tensors import memory, narrow_sums
+from tensorprobe.tensors import tally_rows as rows
+from tensorprobe.tensors.digest import (
+    CHUNK_WORDS,
+    GOLD,
+    MASK,
+    MIX_SHIFT,
+    WEIGHTS,
+    digest_bytes,
+    finish,
+)
 from tensorprobe.tensors.host import SCALE
 
 BLOCK = 1 << 22  # elements at a time: bounds the float64 copies that these operations need
@@ -30,6 +40,43 @@ def tally(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         _combine(floats, found_floats)
         _combine(ints, found_ints)
     return _stacked(floats, FLOAT_FIELDS), _stacked(ints, INT_FIELDS)
+
+
+def tally_narrow(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of floating-point numbers on a device that has no float64 (`narrow_sums`)."""
+    fields: torch.Tensor | None = None
+    ints: dict[int, torch.Tensor] = {}
+    for piece in _pieces(tensor):
+        value = piece.to(torch.float32)
+        nan, inf = torch.isnan(value), torch.isinf(value)
+        found = narrow_sums.tally(value, value.masked_fill(nan | inf, 0), nan)
+        fields = found if fields is None else narrow_sums.combine(fields, found)
+        counts = {rows.NAN: nan.sum(), rows.INF: inf.sum(), rows.ZERO: (value == 0).sum()}
+        _combine(ints, counts)
+    assert fields is not None  # empty tensors do not come here
+    return fields, _stacked(ints, INT_FIELDS)
+
+
+def narrow_row(fields: list[float], ints: list[int]) -> list[int]:
+    """The row of what `tally_narrow` found."""
+    row = [0] * rows.FIELDS
+    for field, number in zip(INT_FIELDS, ints, strict=True):
+        row[field] = number
+    for field, value in zip(
+        (rows.LOW, rows.HIGH, rows.TOTAL, rows.SQUARE), narrow_sums.decode(fields), strict=True
+    ):
+        row[field] = rows.as_bits(value)
+    return row
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether float64 is float64 there. An NPU makes float32 of it, and others refuse."""
+    with warnings.catch_warnings():  # of what the program has not asked for
+        warnings.simplefilter("ignore")
+        try:
+            return torch.ones(1, device=device).to(torch.float64).dtype is torch.float64
+        except (RuntimeError, TypeError):
+            return False
 
 
 FLOAT_FIELDS = (rows.LOW, rows.HIGH, *rows.FLOATS)
@@ -171,6 +218,17 @@ def distinct(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
             repeat *= tensor.size(dim)
             tensor = tensor.select(dim, 0)
     return tensor, repeat
+
+
+def digests_agree(device: torch.device) -> bool:
+    """Whether this device, whose 64-bit integers may be made of others, digests as the host."""
+    sample = torch.arange(1, 600, dtype=torch.int32) * 7_654_321
+    nbytes = sample.numel() * sample.element_size()
+    try:
+        mixed = int(Digests(device).mixed_sum(sample.to(device)).item())
+    except (RuntimeError, TypeError):
+        return False
+    return finish(mixed, nbytes) == digest_bytes(sample.numpy().tobytes())
 
 
 class Digests:

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from tensorprobe.tensors.digest import CHUNK_WORDS, GOLD
 from tensorprobe.tensors.host import SCALE
-from tensorprobe.tensors.rows import BIG, SMALL
+from tensorprobe.tensors.tally_rows import BIG, SMALL
 
 # How the elements are to be read.
 FLOAT, BFLOAT16, TABLE, INTEGER, UNSIGNED64, BOOL, COMPLEX = range(7)

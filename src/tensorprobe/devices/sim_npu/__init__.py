@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from tensorprobe.devices import simulation  # noqa: F401  it says which torch has such a device
 from tensorprobe.devices.sim_npu import (
     autocast,
     autograd_engine,

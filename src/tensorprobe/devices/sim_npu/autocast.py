@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tensorprobe.devices.autocast_lists import FLOAT32, FLOAT32_BY_DTYPE, LOW, WIDEST
+from tensorprobe.nests import change_leaves, leaves_of
 
 _DISPATCH_KEYS: Any = torch._C.DispatchKey
 _KEY = torch._C.DispatchKeySet(_DISPATCH_KEYS.AutocastPrivateUse1)
@@ -41,8 +42,11 @@ def _register(library: Any, name: str, kernel: Callable[[Any], Any]) -> None:
 def _cast_all(op: Any, choose: Callable[[list[torch.Tensor]], torch.dtype]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(_KEY), torch._C.DisableTorchFunction():
-            dtype = choose([t for t in _flat((args, kwargs)) if _may_be_cast(t)])
-            return op(*_cast(args, dtype), **_cast(kwargs, dtype))
+            dtype = choose([t for t in leaves_of((args, kwargs)) if _may_be_cast(t)])
+            args, kwargs = change_leaves(
+                (args, kwargs), lambda leaf: leaf.to(dtype) if _may_be_cast(leaf) else leaf
+            )
+            return op(*args, **kwargs)
 
     return kernel
 
@@ -86,21 +90,3 @@ def _may_be_cast(value: Any) -> bool:
         and value.is_floating_point()
         and value.dtype != torch.float64
     )
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if _may_be_cast(value):
-        return value.to(dtype)
-    if type(value) in (list, tuple):
-        return type(value)(_cast(item, dtype) for item in value)
-    if type(value) is dict:
-        return {key: _cast(item, dtype) for key, item in value.items()}
-    return value
-
-
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in _flat(item)]
-    return [value]

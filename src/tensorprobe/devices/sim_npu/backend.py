@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tensorprobe.devices.ranks import local_rank
+from tensorprobe.devices.process_rank import local_rank
 from tensorprobe.devices.sim_npu import amp as amp
 from tensorprobe.devices.sim_npu import status_calls as utils
 from tensorprobe.devices.sim_npu import streams

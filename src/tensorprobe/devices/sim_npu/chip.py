@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from tensorprobe.devices.ranks import local_rank
+from tensorprobe.devices.process_rank import local_rank
 from tensorprobe.devices.sim_npu.acl_dump import AclDump
 from tensorprobe.devices.sim_npu.faults import Faults
 from tensorprobe.devices.sim_npu.overflow import FloatStatus

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from tensorprobe.devices.sim_npu.chip import CHIP
 from tensorprobe.devices.sim_npu.tensor import NpuTensor, follow_raw, wrap
+from tensorprobe.nests import change_leaves, leaves_of
 
 # Kernels that stand in for the CPU's own: ops that only accelerators have.
 KERNELS: dict[Any, Callable[..., Any]] = {}
@@ -95,8 +97,9 @@ def execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Our own tensor work must be invisible to a recorder's function mode.
     with torch._C.DisableTorchFunction():
         strangers: list[torch.Tensor] = []
-        raw_args: tuple[Any, ...] = _unwrap(args, strangers)
-        raw_kwargs: dict[str, Any] = _unwrap(kwargs, strangers)
+        raw_args: tuple[Any, ...]
+        raw_kwargs: dict[str, Any]
+        raw_args, raw_kwargs = change_leaves((args, kwargs), partial(_unwrap, strangers))
         if strangers and not plan.mixes_devices:
             _refuse_host_tensors(plan, strangers)
         to_device = True
@@ -149,16 +152,12 @@ def _run_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         ) from error
 
 
-def _unwrap(value: Any, strangers: list[torch.Tensor]) -> Any:
-    """`value` with CPU tensors for device tensors; tensors of other devices go to `strangers`."""
+def _unwrap(strangers: list[torch.Tensor], value: Any) -> Any:
+    """The CPU tensor of a device tensor; tensors of other devices go to `strangers`."""
     if isinstance(value, NpuTensor):
         return value.raw
     if isinstance(value, torch.Tensor):
         strangers.append(value)
-    elif type(value) in (list, tuple):
-        return type(value)(_unwrap(item, strangers) for item in value)
-    elif type(value) is dict:
-        return {key: _unwrap(item, strangers) for key, item in value.items()}
     return value
 
 
@@ -178,13 +177,7 @@ def _dense_in(value: Any) -> list[torch.Tensor]:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of a nest of lists, tuples and dicts, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return []
+    return [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _wrap_result(
@@ -209,9 +202,8 @@ def _wrap_result(
 
 
 def _wrap_one(result: Any, view_of: int | None, args: tuple[Any, ...]) -> Any:
-    if isinstance(result, torch.Tensor):
-        base = None if view_of is None else args[view_of]
-        return wrap(result, base if isinstance(base, NpuTensor) else None)
-    if type(result) in (list, tuple):
-        return type(result)(_wrap_one(part, view_of, args) for part in result)
-    return result
+    base = None if view_of is None else args[view_of]
+    base = base if isinstance(base, NpuTensor) else None
+    return change_leaves(
+        result, lambda leaf: wrap(leaf, base) if isinstance(leaf, torch.Tensor) else leaf
+    )

@@ -161,7 +161,7 @@ def _compare(args: argparse.Namespace) -> int:
     from tensorprobe.peers.msprobe.msprobe_compare import compare, compare_distributed
 
     for names, text in ELSEWHERE.items():
-        if vars(args)[names[-1]] is not None:
+        if getattr(args, names[-1]) is not None:
             raise BadUsage(f"{names[-1]} is not supported: {text}")
     if args.mode != "auto":
         raise BadUsage(f"-m {args.mode} is not supported: for such dumps use tensorprobe ascend")
@@ -171,7 +171,7 @@ def _compare(args: argparse.Namespace) -> int:
         param = {"npu_path": args.target_path, "bench_path": args.golden_path}
     else:
         raise BadUsage("give both dumps: -tp DUMP -gp DUMP")
-    mappings = {name: vars(args)[name] for name in _MAPPING_NAMES}
+    mappings = {name: getattr(args, name) for name in _MAPPING_NAMES}
     more: dict[str, Any] = {name: value for name, value in mappings.items() if value}
     actual, expected = param.get("npu_path"), param.get("bench_path")
     chosen = {"rank": args.rank, "step": args.step}
@@ -188,7 +188,7 @@ def _compare(args: argparse.Namespace) -> int:
 def _overflow(args: argparse.Namespace) -> int:
     from tensorprobe.overflow.across_ranks import find_first
     from tensorprobe.peers.msprobe.msprobe_anomalies import write_anomalies
-    from tensorprobe.report.rank_answers import lines, save
+    from tensorprobe.report.ranks_file import lines, save
     from tensorprobe.store.loading import load
     from tensorprobe.store.outputs import check_output
 
@@ -236,6 +236,8 @@ def _check(args: argparse.Namespace) -> int:
         peer_tables=True,
     )
     say(*f"{checked}".split("\n"))
+    if checked.is_idle:
+        return 1
     return 0 if checked.passed else 3
 
 

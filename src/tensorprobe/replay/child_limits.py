@@ -41,7 +41,7 @@ def run_limited(script: Path, timeout_s: float) -> subprocess.CompletedProcess[s
     """Run a script in a process with a limit of memory and time."""
     # not by its name on the command line: then Python looks beside it for what it imports first
     code = (
-        "from tensorprobe.replay.limits import limit_memory\n"
+        "from tensorprobe.replay.child_limits import limit_memory\n"
         f"limit_memory(); sys.argv = [{str(script)!r}]; sys.path.append({str(script.parent)!r})\n"
         f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')"
     )

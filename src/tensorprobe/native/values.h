@@ -4,6 +4,8 @@
 #include <string>
 #include <unordered_map>
 
+#include <ATen/EmptyTensor.h>
+
 #include "asking.h"
 #include "writes.h"
 
@@ -185,12 +187,19 @@ class Contents {
     TORCH_CHECK(ids_, "no step has begun");
     Ref number = Ref::steal(PyIter_Next(ids_.get()));
     if (!number) throw python_error();
-    PyObject* content[] = {tensor, form};
-    Ref result = Ref::steal(PyObject_Vectorcall(submit_.get(), content, 2, nullptr));
+    PyObject* content[] = {tensor, form, is_there(tensor_in(tensor)) ? Py_True : Py_False};
+    Ref result = Ref::steal(PyObject_Vectorcall(submit_.get(), content, 3, nullptr));
     if (!result) return Ref();
     PyObject* line[] = {number.get(), result.get()};
     Ref done = Ref::steal(PyObject_Vectorcall(value_.get(), line, 2, nullptr));
     return done ? number : Ref();
+  }
+
+  // As `tensors.memory.is_there`, of a plain tensor.
+  static bool is_there(const at::Tensor& tensor) {
+    const auto nbytes = at::detail::computeStorageNbytes(
+        tensor.sizes(), tensor.strides(), tensor.element_size(), tensor.storage_offset());
+    return tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes() >= nbytes;
   }
 
   // While there is a weak reference no other storage takes a storage's place in memory.

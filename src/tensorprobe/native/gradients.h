@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "asking.h"
+#include "torch_versions.h"
 
 namespace tensorprobe {
 
@@ -135,9 +136,7 @@ struct Incoming : torch::autograd::FunctionPreHook {
     with_python([&] { listener->incoming(grads); });
     return grads;
   }
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    args.add_pre_hook(listener->as_hook());
-  }
+  COMPILED_ARGS(args) { args.add_pre_hook(listener->as_hook()); }
 
   std::shared_ptr<Listener> listener;
 };
@@ -149,9 +148,7 @@ struct Outgoing : torch::autograd::FunctionPostHook {
     with_python([&] { listener->outgoing(outputs); });
     return outputs;
   }
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    args.add_post_hook(listener->as_hook());
-  }
+  COMPILED_ARGS(args) { args.add_post_hook(listener->as_hook()); }
 
   std::shared_ptr<Listener> listener;
 };

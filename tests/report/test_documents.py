@@ -1,0 +1,74 @@
+"""The pages of check, guard and incident, written by the real commands."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conftest import Made, type_command
+from tensorprobe.errors import BadArtefact
+from tensorprobe.report.documents import read_document
+
+sys.path.append(str(Path(__file__).parents[1] / "ascend"))
+from ascend_files import write_incident
+
+OVERFLOW = """\
+import torch
+net = torch.nn.Linear(8, 2)
+(net(torch.ones(4, 8)) * 1e30).square().mean().backward()
+"""
+
+
+def test_a_check(made: Callable[[str, str], Made], opened: Callable[..., Any]) -> None:
+    folder = made("llama", "silu").folder
+    done = type_command(folder, "check", "actual", "-o", "checked", "--only", "*silu*")
+    assert done.returncode in (0, 3), done.stderr
+    found = json.loads((folder / "checked" / "check.json").read_text())
+    page = opened((folder / "checked" / "report.html").as_uri())
+    assert "torch.nn.functional.silu" in page.locator("#accuracy").inner_text()
+    assert f"{found['counts']['pass']}" in page.locator("#verdict .facts").inner_text()
+    page.locator("#calls .vt-spacer .vt-row").first.click()
+    assert found["calls"][0]["name"] in page.locator("#calls .detail").inner_text()
+
+
+def test_a_guard(tmp_path: Path, opened: Callable[..., Any]) -> None:
+    (tmp_path / "train.py").write_text(OVERFLOW)
+    done = type_command(tmp_path, "run", "--guard", "overflow", "--no-record", "train.py")
+    assert done.returncode == 3, done.stderr
+    (found,) = json.loads((tmp_path / "guard" / "findings.json").read_text())["findings"]
+    page = opened((tmp_path / "guard" / "report.html").as_uri())
+    shown = page.locator("main").inner_text()
+    assert found["travelled"]
+    assert found["reached"]
+    for text in (found["name"], found["reason"], found["next"], *found["travelled"]):
+        assert text in shown
+    assert f"it reached {found['reached']}" in shown
+
+
+def test_an_incident(tmp_path: Path, opened: Callable[..., Any]) -> None:
+    x = np.random.default_rng(0).normal(size=(62, 62)).astype(np.float32)
+    home = write_incident(tmp_path, x)
+    words = ["ascend", "incident", "-o", "out"]
+    for option in ("log", "graph", "kernel_meta", "dump"):
+        if (home / option).exists():
+            words += [f"--{option.replace('_', '-')}", str(home / option)]
+    done = type_command(tmp_path, *words)
+    assert done.returncode == 3, done.stderr
+    (found,) = json.loads((tmp_path / "out" / "incident.json").read_text())["incidents"]
+    page = opened((tmp_path / "out" / "report.html").as_uri())
+    shown = page.locator("main").inner_text()
+    for text in (found["node"], found["conclusion"], found["kernel"], *found["error_codes"]):
+        assert text in shown
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"findings": 3}', '{"findings": [1]}', "[" * 5000])
+def test_a_damaged_file_is_said(tmp_path: Path, text: str) -> None:
+    (tmp_path / "findings.json").write_text(text)
+    with pytest.raises(BadArtefact, match="cannot be shown"):
+        read_document("guard", tmp_path)

@@ -1,0 +1,278 @@
+"""The page in a real browser, beside the verdict.json that it is to show."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import tensorprobe as tp
+from conftest import Made
+from recorded import record
+from tensorprobe.comparing.rounding import number_text
+from tensorprobe.records import Call, Capture, Gap, Special, TensorRecord
+
+Make = Callable[[str, str], Made]
+Open = Callable[..., Any]
+MODELS = [
+    ("llama", "silu"),
+    pytest.param("mixtral", "silu", marks=pytest.mark.slow),
+    pytest.param("unet", "conv", marks=pytest.mark.slow),
+    pytest.param("llama", "nan", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("model", "wrong"), MODELS)
+def test_what_is_shown_is_what_the_verdict_says(
+    made: Make, opened: Open, model: str, wrong: str
+) -> None:
+    report = made(model, wrong)
+    first = report.verdict["culprits"][0]
+    page = opened(report.url)
+
+    # the answer, without a click
+    answer = page.locator("#answer").inner_text()
+    assert "Diverged" in answer
+    assert first["name"] in answer
+    section = page.locator("#verdict").inner_text()
+    assert first["reason"] in section
+    assert first["module"] in section
+    assert f"The {first['side']} side is wrong" in section
+    assert f"{first['affected']:,}" in section
+    if isinstance(first["own_error"], float):
+        assert number_text(first["own_error"]) in section
+    assert "tensorprobe repro actual " + first["name"] in section
+    line = re.search(r"(\w+\.py):(\d+)", first["stack"][0])
+    assert line is not None
+    assert page.locator(".source .at").first.inner_text().strip().startswith(line[2])
+
+    # one call
+    page.get_by_role("button", name="Open this call").click()
+    panel = page.locator("#call")
+    panel.get_by_text("Where the error sits").wait_for()
+    assert first["name"] in panel.inner_text()
+    assert panel.locator("canvas.heat").count() >= (wrong != "nan")
+    assert panel.locator("svg.chart").count() >= 1
+    assert "worst elements" in panel.inner_text()
+    assert first["stack"][0] in panel.inner_text()
+    assert f"call={first['name']}" in page.url
+
+    # the table
+    page.keyboard.press("Escape")
+    assert not panel.is_visible()
+    counts = report.verdict["counts"]
+    total = counts["aligned"] + counts["only_actual"] + counts["only_expected"]
+    assert f"{total:,} of {total:,} rows" in page.locator("#calls").inner_text()
+    page.locator("#calls input").fill("culprit")
+    row = page.locator("#calls .vt-spacer .vt-row").first
+    assert first["name"] in row.inner_text()
+    row.click()
+    panel.wait_for(state="visible")
+    assert first["name"] in panel.locator("h2").inner_text()
+
+    # the graph
+    panel.get_by_role("button", name="The model").click()
+    box = page.locator("#graph .box.culprit")
+    box.first.wait_for()
+    assert first["name"] in box.first.get_attribute("aria-label")
+    page.get_by_role("button", name="Way to the loss").click()
+    assert page.locator("#graph .edge.way").count() > 0
+
+
+def test_the_timeline_zooms_and_narrows_the_table(made: Make, opened: Open) -> None:
+    page = opened(made("llama", "silu").url)
+    plot = page.locator("#timeline .u-over")
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + 200, box["y"] + 100)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 400, box["y"] + 100, steps=4)
+    page.mouse.up()
+    chip = page.locator("#calls .chip")
+    chip.wait_for()
+    counted = page.locator("#calls .count").inner_text().replace(",", "")
+    n, total = map(int, re.findall(r"\d+", counted))
+    assert 0 < n < total
+    chip.click()
+    chip.wait_for(state="detached")
+
+    page.locator("#timeline .plot").focus()
+    for key in ("+", "ArrowRight", "-", "0"):
+        page.keyboard.press(key)
+    report = "window.tensorprobe.report"
+    # a click opens the call that is nearest
+    at, x, y = page.evaluate(
+        f"""() => {{ const t = window.tensorprobe.timeline, r = {report};
+        const k = t.calls.indexOf([...r.culpritAt.keys()][0]);
+        return [t.calls[k], t.plot.valToPos(k, "x"), t.plot.valToPos(t.y[k], "y")] }}"""
+    )
+    plot.click(position={"x": x, "y": y})
+    page.locator("#call").wait_for(state="visible")
+    shown = page.locator("#call h2").inner_text()
+    assert shown == page.evaluate(f"i => {report}.nameOf(i)", at)
+    assert shown == made("llama", "silu").verdict["culprits"][0]["name"]
+
+
+def test_by_keyboard_alone(made: Make, opened: Open) -> None:
+    page = opened(made("llama", "silu").url)
+    page.locator("#calls .vt-body").focus()
+    for key in ("ArrowDown", "ArrowDown", "PageDown", "ArrowUp", "Enter"):
+        page.keyboard.press(key)
+    page.locator("#call").wait_for(state="visible")
+    name = page.locator("#call h2").inner_text()
+    page.keyboard.press("Escape")
+    assert not page.locator("#call").is_visible()
+    assert name
+    page.locator("#graph").scroll_into_view_if_needed()
+    module = page.locator("#graph .box.module").first
+    module.wait_for()
+    name = module.get_attribute("data-module")
+    module.focus()
+    page.keyboard.press("Enter")
+    assert page.locator(f'[data-module="{name}"]').get_attribute("aria-expanded") == "true"
+
+
+def test_links_languages_and_colours_survive(made: Make, opened: Open) -> None:
+    report = made("llama", "silu")
+    page = opened(f"{report.url}#call=Functional.linear.3.forward&step=1")
+    page.locator("#call").wait_for(state="visible")
+    assert page.locator("#call h2").inner_text() == "Functional.linear.3.forward"
+    assert "step 1" in page.locator("#call").inner_text()
+    page.locator("#call").press("Escape")
+    page.locator("#language").click()
+    assert "出现偏差" in page.locator("#answer").inner_text()
+    assert page.evaluate("document.documentElement.lang") == "zh-CN"
+    before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.locator("#theme").click()
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
+
+    page = opened(report.url, locale="zh-CN", color_scheme="dark")
+    assert "出现偏差" in page.locator("#answer").inner_text()
+
+
+def test_both_runs_stand_side_by_side(made: Make, opened: Open) -> None:
+    page = opened(made("llama", "silu").url)
+    page.locator("#graph").scroll_into_view_if_needed()
+    page.locator("#graph .box").first.wait_for()
+    page.locator("#graph select").nth(2).select_option("two")
+    panes = page.locator("#graph .pane")
+    assert panes.count() == 2
+    panes.first.evaluate("pane => { pane.scrollTop = 40 }")
+    page.wait_for_timeout(200)
+    assert panes.last.evaluate("pane => pane.scrollTop") == 40
+    page.get_by_placeholder("Find a module or call").fill("down_proj")
+    page.keyboard.press("Enter")
+    selected = page.locator("#graph .box.selected").first
+    selected.wait_for()
+    assert selected.get_attribute("data-call")
+
+
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
+def test_it_is_accessible(made: Make, opened: Open, scheme: str) -> None:
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    report = made("llama", "silu")
+    name = report.verdict["culprits"][0]["name"]
+    page = opened(f"{report.url}#call={name}", color_scheme=scheme)
+    page.locator("#call canvas").first.wait_for()
+    page.locator("#graph").scroll_into_view_if_needed()
+    page.locator("#graph .box").first.wait_for()
+    found = axe.Axe().run(page).response["violations"]
+    told = [(each["id"], each["impact"], each["nodes"][0]["html"][:200]) for each in found]
+    assert told == []
+
+
+ATTACKS = [
+    "<script>alert(1)</script>",
+    "</script><script>alert(2)</script>",
+    "<img src=x onerror=alert(3)>",
+    "\"'><svg onload=alert(4)>",
+    "javascript:alert(5)",
+    "<!--<script>",
+    "]]>{{constructor.constructor('alert(6)')()}}",
+    "\u202egpj.exe\u2066",
+    "\x00\x1b[2J\u2028\u2029\ud800",
+    "http://127.0.0.1:9/x.png",
+    "__proto__",
+    "${alert(7)}`",
+    "A" * 10_000_000,
+]
+
+
+def _hostile(capture: Capture, of: int) -> Capture:
+    """The capture with an attack in the place of every name."""
+    names: dict[str, str] = {}
+
+    def attack(text: str) -> str:
+        if text not in names:
+            n = len(names)
+            # the long one a few times only: it is as long as all others together
+            kinds = ATTACKS if n < len(ATTACKS) else ATTACKS[:-1]
+            names[text] = f"{kinds[n % len(kinds)]}{n}" if n % len(kinds) != 10 else "__proto__" * n
+        return names[text]
+
+    def tensor(record: TensorRecord, old: str, new: str) -> TensorRecord:
+        return msgspec.structs.replace(record, name=record.name.replace(old, new))
+
+    def call(each: Call) -> Call:
+        new = attack(each.name)
+        records = tuple(tensor(record, each.name, new) for record in each.tensors)
+        return msgspec.structs.replace(
+            each, name=new, op=attack(each.op), module=attack(each.module or "m"),
+            stack=tuple(map(attack, each.stack)), notes=tuple(ATTACKS[:-1]),
+            parent=attack(each.parent) if each.parent else None, thread=ATTACKS[0],
+            tensors=records, args=(*ATTACKS[:-1], Special("dtype", ATTACKS[of]), 10**5000, of),
+            kwargs={text: text for text in ATTACKS[:-1]},
+        )  # fmt: skip
+
+    gaps = [Gap(text, text) for text in ATTACKS]
+    facts = {"python": ATTACKS[0], "command": ATTACKS[1], "tool": f"{ATTACKS[2]}{of}"}
+    return Capture(Path(f"<b>{of}"), "native", map(call, capture.calls), gaps, facts)
+
+
+def test_nothing_in_a_hostile_capture_is_executed(tmp_path: Path, opened: Open) -> None:
+    def program(scale: float) -> None:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        (net(torch.ones(2, 4)) * scale).square().sum().backward()
+
+    sides = [
+        _hostile(record(tmp_path / f"{n}", lambda s=scale: program(s)), n)
+        for n, scale in enumerate((1.0, 1.5))
+    ]
+    comparison = tp.compare(*sides, replay=False)
+    assert comparison.verdict.culprits
+    comparison.save(tmp_path / "out")
+    path = tmp_path / "out" / "report.html"
+    assert path.stat().st_size < 8e6
+    page = opened(path.as_uri())
+    page.get_by_role("button", name="Open this call").click()
+    page.locator("#call").wait_for(state="visible")
+    page.locator("#call h3", has_text="Stack").wait_for()
+    page.locator("#graph").scroll_into_view_if_needed()
+    page.locator("#graph .box").first.wait_for()
+    page.get_by_role("button", name="Way to the loss").click()
+    page.locator("#calls input").fill("<script>")
+    page.locator("#calls .vt-row").nth(1).click()
+    page.locator("#language").click()
+    page.wait_for_timeout(300)
+    # what the page is made of has no element of theirs
+    assert page.locator("img, svg[onload], iframe, object, embed").count() == 0
+    assert page.locator("script:not([type])").count() == 1
+    assert page.evaluate("({}).polluted === undefined")
+
+
+def test_the_policy_lets_no_other_script_run(made: Make, browser: Any) -> None:
+    page = browser.new_page()
+    page.goto(made("llama", "silu").url)
+    page.wait_for_selector("main")
+    ran = page.evaluate(
+        """() => { const s = document.createElement('script'); s.textContent = 'window.ran = 1';
+        document.body.append(s); return window.ran ?? 0 }"""
+    )
+    assert ran == 0
+    assert page.evaluate("fetch('http://127.0.0.1:9/').then(() => 1, () => 0)") == 0
+    page.close()

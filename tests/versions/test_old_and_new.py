@@ -1,0 +1,140 @@
+"""What torch_versions.py promises, in whichever torch is installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tensorprobe as tp
+from tensorprobe import torch_versions
+
+SRC = Path(tp.__file__).parents[1]
+
+
+def test_every_backward_goes_through_the_entry_and_it_is_put_back() -> None:
+    before, calls = torch_versions.engine_entry(), []
+
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return before(*args, **kwargs)
+
+    x = torch.ones(2, requires_grad=True)
+    torch_versions.put_engine_entry(entry)
+    try:
+        (x * 2).sum().backward()
+        torch.autograd.grad((x * 3).sum(), x)
+        torch.autograd.backward((x * 4).sum())
+    finally:
+        torch_versions.put_engine_entry(before)
+    (x * 5).sum().backward()
+    assert len(calls) == 3
+    assert torch_versions.engine_entry() == before
+    assert x.grad is not None
+    assert x.grad.tolist() == [11, 11]
+
+
+def test_the_edge_of_a_leaf_and_of_a_result() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    node, number = torch_versions.gradient_edge(leaf)
+    assert (node.variable is leaf, number) == (True, 0)
+    parts = (leaf * 1).split(1)
+    assert torch_versions.gradient_edge(parts[1]) == (parts[1].grad_fn, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        ("Conjugate", lambda: torch.ones(2, dtype=torch.complex64).conj()),
+        ("Negative", lambda: torch.ones(2, dtype=torch.complex64).conj().imag),
+        ("Sparse", lambda: torch.ones(2, 2).to_sparse()),
+        ("SparseCsr", lambda: torch.eye(2).to_sparse_csr()),
+        ("Meta", lambda: torch.empty(2, device="meta")),
+        ("Quantized", lambda: torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8)),
+        ("ZeroTensor", lambda: torch._efficientzerotensor(2)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_kinds_of_tensors_are_told_apart(kind: str, make: Any) -> None:
+    bit = torch_versions.bit_of(kind)
+    assert torch_versions.key_bits(make()) & bit
+    plain = (torch.ones(2), torch.ones(2, requires_grad=True), nn.Parameter(torch.ones(2)))
+    assert [torch_versions.key_bits(tensor) & bit for tensor in plain] == [0, 0, 0]
+
+
+def test_memory_that_numpy_has_is_not_torchs_own() -> None:
+    array = np.zeros(3)
+    assert not torch_versions.is_own(torch.from_numpy(array).untyped_storage())
+
+
+def test_autocast_and_the_default_device() -> None:
+    assert torch_versions.autocast_dtype("cpu") is None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch_versions.autocast_dtype("cpu") == torch.bfloat16
+    assert torch_versions.default_device() == torch.device("cpu")
+    with torch.device("meta"):
+        assert torch_versions.default_device() == torch.device("meta")
+
+
+@pytest.mark.parametrize("level", ["L0", "L1", "L2", "mix"])
+@pytest.mark.parametrize("keep", ["structure", "stats", "digest", "tensors"])
+def test_a_training_is_recorded_and_not_disturbed(level: Any, keep: Any, tmp_path: Path) -> None:
+    def train(recorder: tp.Recorder | None = None) -> list[nn.Parameter]:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Dropout(0.5), nn.Linear(8, 2)
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(3, 4)).square().sum().backward()
+            optimizer.step()
+            if recorder is not None:
+                recorder.step()
+        return list(model.parameters())
+
+    with tp.Recorder(tmp_path, level=level, keep=keep, log=lambda text: None) as recorder:
+        recorded = train(recorder)
+    bare = train()
+    assert all(map(torch.equal, recorded, bare))
+    capture = tp.load(tmp_path)
+    assert not capture.gaps
+    assert {call.step for call in capture.calls} == {0, 1}
+    if level != "L2" and keep != "structure":
+        gradients = [call for call in capture.calls if call.direction == "backward"]
+        assert gradients
+        assert all(call.status == "complete" for call in gradients)
+
+
+def test_a_torch_that_is_too_old_gets_a_sentence(tmp_path: Path) -> None:
+    code = (
+        "import torch; del torch._C._current_graph_task_id; torch.__version__ = '1.13.1'\n"
+        "import tensorprobe as tp\n"
+        "try: tp.Recorder\n"
+        "except tp.TensorprobeError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=SRC, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == (
+        "torch 1.13.1 is too old: tensorprobe records with torch 2.1 and newer. "
+        "Captures are read, shown and compared without torch\n"
+    ), done.stderr
+
+
+def test_a_version_without_the_simulated_device_says_which_has_it() -> None:
+    if torch_versions.can_simulate():
+        pytest.skip("this one has it")
+    code = "from tensorprobe.devices import device_layer; device_layer('npu').simulate()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=SRC, capture_output=True, text=True, check=False
+    )
+    assert done.stderr.splitlines()[-1].endswith(
+        "the simulated NPU needs torch 2.10 or newer. Everything else works with this torch"
+    )
