@@ -131,6 +131,7 @@ def tested(program: str, home: Path) -> Row:
     report.unlink(missing_ok=True)
     tests = SET.read_text().split("\n")
     command = [program, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command.append("--continue-on-collection-errors")
     options = [f"--junitxml={report}", *filter(None, tests)]
     try:
         done = run([*command, *options], env=with_src(), timeout=LIMIT_S)
