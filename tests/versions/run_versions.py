@@ -222,6 +222,7 @@ def results_of(row: Row) -> list[str]:
     said += f", {len(row['failed'])} failed" if row["failed"] else ""
     said += f", {row['skipped']} skipped" if row["skipped"] else ""
     said += f"; replaced {', '.join(row['replaced'])}" if row["replaced"] else ""
+    said += f". {row['note']}" if "note" in row else ""
     return [said, row["native"], simulated]
 
 
