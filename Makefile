@@ -8,7 +8,7 @@ JOBS   ?= 2
 IN_PYTHON := tests/follow tests/record tests/tensors/test_starting.py tests/tensors/test_summarizer.py \
 	tests/overflow/test_short_way.py tests/overflow/test_later.py tests/overflow/test_masks.py tests/overflow/test_overflow.py
 
-.PHONY: help setup demo test test-all test-versions torch-names check wheel web clean
+.PHONY: help setup demo test test-all test-versions torch-names check wheel web screenshots clean
 
 help:
 	@echo "make demo      the whole story on built-in data"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-versions VERSIONS='2.1.0 2.7.1'  the compatibility set with other versions of torch"
 	@echo "make check     ruff, mypy --strict, import directions"
 	@echo "make web       src/tensorprobe/report/page, built from web/ (Node 20)"
+	@echo "make screenshots  docs/pictures, made anew (Chromium)"
 	@echo "make wheel     dist/tensorprobe-*.whl, with the C library in it"
 
 setup: $(STAMP)
@@ -34,6 +35,8 @@ demo: setup
 	$(BIN)/python -m tensorprobe demo
 
 test: setup
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || \
+		echo "no Chromium: the tests of the page in a browser are skipped (apt-get install chromium)"
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "not slow and not gpu"
 	TENSORPROBE_NATIVE=0 $(BIN)/python -m pytest -q -n $(JOBS) -m "not slow and not gpu" $(IN_PYTHON)
 
@@ -63,6 +66,9 @@ wheel: setup
 
 web:
 	cd web && npm ci && npm run build
+
+screenshots: setup
+	$(BIN)/python web/screenshots.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -35,7 +35,10 @@ def wheel(folder: Path, compiler: str) -> tuple[Path, str]:
 def test_without_a_compiler_the_wheel_is_plain_python(tmp_path: Path) -> None:
     made, said = wheel(tmp_path, "no-such-compiler")
     assert made.name.endswith("-py3-none-any.whl")
-    assert LIBRARY not in zipfile.ZipFile(made).namelist()
+    names = zipfile.ZipFile(made).namelist()
+    assert LIBRARY not in names
+    for name in ("page.js", "page.css", "LICENSES.txt"):
+        assert f"tensorprobe/report/page/{name}" in names
     reason = "no-such-compiler: No such file or directory"
     assert f"statistics of CPU tensors stay with numpy: {reason}" in said
 

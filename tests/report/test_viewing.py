@@ -87,7 +87,7 @@ def test_any_call_has_pictures_where_the_recordings_are_given(
     monkeypatch.chdir(folder)
     paths = [Path("out"), Path("actual"), Path("expected")] if where == "beside" else [Path()]
     viewer = serve(*paths)
-    number = [each.kind for each in viewer.shelf.items].index("compare")
+    number = [each.kind for each in viewer.library.items].index("compare")
     at = _plain_call(viewer, number)
     status, body = ask(viewer, f"{path_of(viewer)}data/{number}/pictures/{at}")
     assert status == 200
@@ -121,12 +121,17 @@ def test_a_folder_lists_what_is_in_it(made: Make, serve: Serve, opened: Callable
 
 
 def test_damaged_reports_are_said(tmp_path: Path, serve: Serve) -> None:
-    (tmp_path / "verdict.json").write_text("[]")
     (tmp_path / "report.data").write_text("{\n[[")
-    viewer = serve(tmp_path)
-    status, body = ask(viewer, f"{path_of(viewer)}data/0/index")
-    assert status == 500
-    assert b"is no data of a report" in body
+    for verdict, told in (
+        ("[]", b"is no verdict"),
+        ('{"actual": "a"}', b"expected"),
+        ('{"actual": "a", "expected": "e"}', b"is no data of a report"),
+    ):
+        (tmp_path / "verdict.json").write_text(verdict)
+        viewer = serve(tmp_path)
+        status, body = ask(viewer, f"{path_of(viewer)}data/0/index")
+        assert status == 500
+        assert told in body
 
 
 def test_nothing_to_view(tmp_path: Path) -> None:

@@ -44,5 +44,5 @@ export function recordMore(report: Report, i: number): string {
 
 export function viewCommand(report: Report): string {
   const verdict = report.index.verdict;
-  return verdict ? `tensorprobe view OUT ${quote(verdict.actual)} ${quote(verdict.expected)}` : "tensorprobe view PATH";
+  return verdict ? `tensorprobe view ${quote(report.index.out ?? "OUT")} ${quote(verdict.actual)} ${quote(verdict.expected)}` : "tensorprobe view PATH";
 }

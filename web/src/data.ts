@@ -12,9 +12,15 @@ export interface RankLine {
   culprit: string | null;
 }
 
+export interface MeasuredPlace {
+  actual: string; expected: string; tensor: string; kind: string; call: string | null; step: number; rank: number;
+  error: number | string | null; limit: number | string | null; status: string; row: string | null; note: string | null;
+}
+
 export interface Verdict {
   verdict: "match" | "diverged" | "incomparable"; actual: string; expected: string; mode: string; counts: Record<string, number>;
   culprits: Culprit[]; reason: string | null; notes: string[]; facts: string[]; ranks: RankLine[]; imports: string[];
+  at?: string[]; boundaries?: MeasuredPlace[];
 }
 
 export interface Source { first: number; at: number; lines: string[] }
@@ -33,7 +39,7 @@ export interface Index {
   format: number; kind: string; tool: string; verdict?: Verdict; text?: string[]; path?: string; culprits?: MoreOfCulprit[];
   structure?: string[]; environments: string[][]; gaps: { total: number; rows: [string, string, string, number, number][] };
   kept: string[]; calls: Record<string, string>; n: number; strings: string[]; edges: Record<string, string>;
-  pictures: Record<string, Picture[]>; lacks?: boolean; of?: number;
+  pictures: Record<string, Picture[]>; lacks?: boolean; of?: number; out?: string;
 }
 
 export interface Details {

@@ -75,8 +75,8 @@ export function number(value: number): string {
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "-∞";
   const size = Math.abs(value);
   if (size >= 100 && size < 1e6) return Math.round(value).toLocaleString("en-US");
-  if (Number.isInteger(value) && size < 100) return String(value);
-  return String(Number(value.toPrecision(3))).length < 9 ? String(Number(value.toPrecision(3))) : value.toExponential(2);
+  const short = Number(value.toPrecision(3));
+  return size >= 1e6 || (size > 0 && size < 1e-3) ? short.toExponential().replace("e+", "e") : String(short);
 }
 
 /** As many digits as tell two numbers apart. */

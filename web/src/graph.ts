@@ -244,7 +244,7 @@ export class GraphView {
       this.panes.replaceChildren();
       return;
     }
-    for (const { id, module, call } of boxes) graph.setNode(id, { width: Math.min(250, Math.max(96, 7.2 * this.label(module, call).length + 30)), height: HIGH });
+    for (const { id, module, call } of boxes) graph.setNode(id, { width: Math.min(250, Math.max(96, 7.2 * this.label(module, call).length + 30, 6.6 * this.second(module, call).length + 16)), height: HIGH });
     for (const each of clusters) graph.setNode(`m${each.id}`, { label: each.label });
     for (const [child, parent] of parents) graph.setParent(child, parent);
     const edges = new Map<string, { from: string; to: string; side: number; onWay: boolean }>();
@@ -272,13 +272,22 @@ export class GraphView {
     return cut(this.report.nameOf(call!).replace(/\.(forward|backward)$/, "").replace(/^(Functional|Tensor|Torch)\./, ""), 30);
   }
 
+  /** Below the name: what differs, or the error that comes in and the one that goes out. */
+  private second(module: Module | undefined, call: number | undefined): string {
+    const r = this.report;
+    if (module) return t("callsInside", { n: module.total });
+    const marks = marksOf(r, call!);
+    if (marks.length) return marks.join(", ");
+    return r.isComparison ? `${number(r.errorIn[call!])} → ${number(r.errorOut[call!])}` : "";
+  }
+
   private pane(graph: Graph, boxes: { id: string; module?: Module; call?: number }[], clusters: Module[], edges: { from: string; to: string; side: number; onWay: boolean }[], side: number): HTMLElement {
     const r = this.report;
     const about = graph.graph() as { width?: number; height?: number };
     const width = (about.width ?? 100) + 4, height = (about.height ?? 100) + 4;
     const svg = s("svg", { viewBox: `0 0 ${width} ${height}`, width: width * this.scale, height: height * this.scale, class: "graph", role: "group", "aria-label": side === BOTH ? t("graph") : t(side === ONLY_ACTUAL ? "actual" : "expected") });
     const marker = `arrow${side}`;
-    svg.append(s("defs", {}, s("marker", { id: marker, viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7, orient: "auto-start-reverse" }, s("path", { d: "M0 0L8 4L0 8z", class: "arrow" }))));
+    svg.append(s("defs", {}, s("marker", { id: marker, viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 8, markerHeight: 8, markerUnits: "userSpaceOnUse", orient: "auto-start-reverse" }, s("path", { d: "M0 0L8 4L0 8z", class: "arrow" }))));
     for (const each of clusters) {
       const box = graph.node(`m${each.id}`) as unknown as Box;
       if (!box || !box.width) continue;
@@ -298,7 +307,6 @@ export class GraphView {
       const box = graph.node(id) as unknown as Box;
       const kind = SEVERITIES[module ? module.worst : r.severity[call!]];
       const marks = call === undefined ? [] : marksOf(r, call);
-      const second = module ? t("callsInside", { n: module.total }) : marks.length ? marks.join(", ") : r.isComparison ? `${number(r.errorIn[call!])} → ${number(r.errorOut[call!])}` : "";
       const full = module ? module.id : r.nameOf(call!);
       const act = () => (module ? this.toggle(module) : this.open(call!));
       const onWay = call !== undefined && this.way.has(call);
@@ -311,7 +319,7 @@ export class GraphView {
         s("title", {}, `${full}\n${tOf("sev_", kind)}`),
         s("rect", { x: box.x - box.width / 2, y: box.y - box.height / 2, width: box.width, height: box.height, rx: module ? 6 : 14 }),
         s("text", { x: box.x, y: box.y - 2, "text-anchor": "middle" }, this.label(module, call)),
-        s("text", { x: box.x, y: box.y + 13, "text-anchor": "middle", class: "second" }, cut(second, Math.floor(box.width / 6)))));
+        s("text", { x: box.x, y: box.y + 13, "text-anchor": "middle", class: "second" }, cut(this.second(module, call), Math.floor(box.width / 6)))));
     }
     return h("div", { class: "pane", tabindex: 0, role: "group", "aria-label": side === BOTH ? t("graph") : t(side === ONLY_ACTUAL ? "actual" : "expected") },
       side === BOTH ? null : h("div", { class: "pane-title" }, t(side === ONLY_ACTUAL ? "actual" : "expected")), svg);

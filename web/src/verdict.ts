@@ -31,12 +31,31 @@ export function verdictSection(report: Report, open: (i: number) => void): HTMLE
       if (others.length > 20) section.append(h("p", {}, t("andMore", { n: others.length - 20 }), ": verdict.json"));
     }
   } else {
-    const words = verdict.verdict === "match" ? t("matchLong") : verdict.reason ?? "";
+    // at chosen places "match" promises something else, which the verdict's own words say
+    const own = (report.index.text?.[0] ?? "").replace(/^[a-z]+: /, "");
+    const words = verdict.verdict !== "match" ? verdict.reason ?? own : verdict.at?.length ? own : t("matchLong");
     section.append(h("h1", { id: "answer" }, badge, " ", words));
     section.append(h("p", { class: "sub" }, t("alignedCalls", { n: whole(verdict.counts.aligned) }), " · ", tOf("by_", verdict.mode)));
   }
+  const places = verdict.boundaries ?? [];
+  if (places.length) section.append(placesTable(report, open));
   section.append(beside(report));
   return section;
+}
+
+/** What was found at the places that the user chose (`compare --at`). */
+function placesTable(report: Report, open: (i: number) => void): HTMLElement {
+  const places = report.index.verdict!.boundaries!;
+  const rows = places.slice(0, 500).map((each) => {
+    const at = each.call ? report.find(each.call, each.step, each.rank) : -1;
+    const label = name(each.actual);
+    const bad = each.status === "beyond" || each.status === "undecided";
+    return [at >= 0 ? h("button", { class: "link", click: () => open(at) }, label) : label, name(each.expected), name(each.tensor),
+      h("span", { class: bad ? "other" : null }, each.status), each.error === null ? "" : size(each.error), each.limit === null ? "" : size(each.limit),
+      name([each.row, each.note].filter(Boolean).join(" · "), { class: "text" })];
+  });
+  return h("details", { class: "follows", open: places.length <= 40 }, h("summary", {}, t("places", { n: whole(places.length) })),
+    plainTable([t("actual"), t("expected"), t("t_name"), t("c_status"), t("t_error"), t("limitWord"), ""], rows, [4, 5], t("places", { n: places.length })));
 }
 
 function culpritCard(report: Report, culprit: Culprit, more: MoreOfCulprit | null, open: (i: number) => void, isFirst: boolean): HTMLElement {

@@ -45,6 +45,8 @@ const WORDS = {
   openCall: ["Open this call", "打开此调用"],
   follows: ["{n} more follow from it", "另有 {n} 个由它引起"],
   otherCulprits: ["{n} further, independent", "另有 {n} 个独立的原因"],
+  places: ["{n} chosen places", "{n} 个选定位置"],
+  limitWord: ["limit", "限值"],
   notes: ["Notes", "说明"],
   facts: ["The runs also differ in", "两次运行还有以下不同"],
   gaps: ["Gaps", "缺口"],

@@ -27,6 +27,7 @@ from tensorprobe.comparing.rounding import (
 from tensorprobe.comparing.scene import (
     AMPLIFIES,
     APART,
+    CANCELS,
     Node,
     Scene,
     label_of,
@@ -41,7 +42,6 @@ from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import TensorRecord
 
 _STATES = ("parameter", "buffer", "state")
-_CANCELS = 1e-3  # of the size that the terms add up to
 # Of the numbers: a view that leaves fewer of them alone is taken for another tensor.
 _LEFT_ALONE = 0.05
 _LOOK_BACK = 200
@@ -56,8 +56,9 @@ class Boundaries:
     differed by before, other inputs by the results so far.
     """
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Scene, replays: Replays) -> None:
         self._scene = scene
+        self._replays = replays
         self._uses = _uses(scene)
         self._backwards: dict[int, list[int]] = {}  # a forward call -> its backward calls
         for backward, forward in scene.flow.forward.items():
@@ -66,7 +67,6 @@ class Boundaries:
         self._forward = self._backward = 0.0  # the largest difference so far in this step
         self._gradients: list[tuple[float, float]] = []  # of this step: norm, and how far apart
         self._sums: dict[str, float] = {}  # the size that a gradient's terms add up to
-        self._seen: set[str] = set()  # the gradients that this step has had already
         self._of_module: dict[tuple[int, str], list[int]] = {}  # backward calls so far
         self._largest = 0.0  # of all in `_before`
         self._step: int | None = None
@@ -76,7 +76,6 @@ class Boundaries:
         if node.call.step != self._step:
             self._step, self._forward, self._backward = node.call.step, 0.0, 0.0
             self._gradients = []
-            self._seen.clear()
             self._sums.clear()
         if not node.is_paired:
             return None
@@ -102,9 +101,14 @@ class Boundaries:
             unit *= unit_growth(size)
         if relative(row, d) <= ROUNDING * (unit + inherited):
             return None
-        if found := one_sided_before(self._scene, node, row, d):
+        region = _one_sided_calls(self._scene, node, row)
+        found = _faulty_one_sided(self._scene, self._replays, region)
+        if found := found or _one_sided(self._scene, node, row, region, d):
             return found
         if found := self._sent_by_one_side(node, row, d):
+            return found
+        is_given = row.role == "input" and node.call.direction == "forward"
+        if is_given and (found := written_by_one_side(self._scene, node, row)):
             return found
         is_guess = is_constant(a) or is_constant(e)  # many calls make the same constant
         if ours is not None and theirs is not None and not is_guess:
@@ -116,7 +120,7 @@ class Boundaries:
         if d and row.role == "parameter_grad":
             summed = self._summed(node, row)
             sizes = [rms_size(record) for record in (row.actual, row.expected) if record]
-            if max(sizes) < _CANCELS * summed:
+            if max(sizes) < CANCELS * summed:
                 return 0.0  # rounding that is left of numbers that cancel: a bias before a norm
             return self._scene.distance(node, row, summed)
         if d and node.call.direction == "backward":
@@ -171,15 +175,15 @@ class Boundaries:
 
     def _context_of_gradient(self, node: Node, row: TensorPair) -> float:
         sent = self._sent_to_parameter(node, row)
-        key = _gradient_key(label_of(node.call, row))
-        before = self._before.get(key, 0.0)
-        if key in self._seen:  # it may have been clipped since, by the norm of all of them
-            return max(sent, before, self._norm_difference())
-        if sent:
-            return max(sent, before)
-        nodes = [self._scene.nodes[at] for at in self._module_backwards(node)]
-        found = [r for other in nodes for r in (other.r_in, other.r_out) if math.isfinite(r)]
-        return max(before, max(found, default=self._backward))
+        before = self._before.get(_gradient_key(label_of(node.call, row)))
+        if not sent:
+            nodes = [self._scene.nodes[at] for at in self._module_backwards(node)]
+            found = [r for other in nodes for r in (other.r_in, other.r_out) if math.isfinite(r)]
+            sent = max(found, default=self._backward)
+        if before is None:
+            return sent
+        # it may have been clipped since, by the norm of all of them
+        return max(sent, before, self._norm_difference())
 
     def has_seen(self, node: Node, row: TensorPair) -> bool:
         """Whether the program has used a parameter or buffer before."""
@@ -253,7 +257,6 @@ class Boundaries:
                 key = label_of(node.call, row)
                 if row.role == "parameter_grad":
                     key = _gradient_key(key)
-                    self._seen.add(key)
                     if node.call.direction == "backward" and row.expected.summary is not None:
                         self._gradients.append((row.expected.summary.norm or 0.0, r))
                 self._before[key] = max(self._before.get(key, 0.0), r)
@@ -403,11 +406,6 @@ def reordered(scene: Scene, node: Node) -> Found:
     return None
 
 
-def one_sided_before(scene: Scene, node: Node, row: TensorPair, d: float) -> Found:
-    """The calls of one side only that an input was made by, if that is why it differs."""
-    return _one_sided(scene, node, row, _one_sided_calls(scene, node, row), d)
-
-
 def coarsest(scene: Scene, at: Sequence[int]) -> float:
     """The unit roundoff of the coarsest dtype that these calls are given, or give."""
     nodes = [scene.nodes[i] for i in at]
@@ -463,7 +461,7 @@ def _faulty_one_sided(scene: Scene, replays: Replays, region: list[int]) -> Foun
 def _own_error(node: Node, replays: Replays) -> Culprit | None:
     """A call that only one side has, with an error of its own."""
     side = 0 if node.pair.pair.actual is not None else 1
-    if not replays.enabled or node.container or node.is_random is not None:
+    if not replays.in_time or node.container or node.is_random is not None:
         return None
     evidence = replays.evidence(node, side, noise=True)
     replays.n_replayed += 1
@@ -481,6 +479,14 @@ def _own_error(node: Node, replays: Replays) -> Culprit | None:
 
 
 def _one_sided(scene: Scene, node: Node, row: TensorPair, region: list[int], d: float) -> Found:
+    units = [scene.unit_of[at] for at in region if at in scene.unit_of]
+    if units:
+        unit = scene.nodes[min(units)]
+        reason = (
+            f"only one side shows its inside, and {row.name} of {node.call.name}, which it leads "
+            f"to, differs {magnitude(d)}"
+        )
+        return unit.i, accuse(unit, "boundary", reason, d, row=row, inherited=unit.d_in)
     mine, other = _by_side(scene, sorted({_forward(scene, at) for at in region}))
     if not mine and not other:
         return None
@@ -513,26 +519,54 @@ def written_through_view(scene: Scene, node: Node, row: TensorPair) -> Node | No
 
     `h[:4].add_(1)` has the slice as its result; `h` as a whole is nobody's.
     """
-    record = row.actual
-    if record is None:
+    found = _writing(scene, node, row.actual, 0)
+    if found is None:
+        return None
+    before, writer = found
+    return writer if _explains(row, before, writer) else None
+
+
+def written_by_one_side(scene: Scene, node: Node, row: TensorPair) -> Found:
+    """A call that writes into part of an input, and that the other side does not make."""
+    for side, record in enumerate((row.actual, row.expected)):
+        found = _writing(scene, node, record, side)
+        if found is None or found[1].is_paired:
+            continue
+        writer = found[1]
+        where = "actual" if side == 0 else "expected"
+        reason = (
+            f"{writer.call.name} only in {where}: it writes into part of {row.name} of "
+            f"{node.call.name}, which differs"
+        )
+        d = scene.distance(node, row)
+        return writer.i, accuse(writer, "structure", reason, d, row=row, inherited=0.0)
+    return None
+
+
+def _writing(
+    scene: Scene, node: Node, whole: TensorRecord | None, side: int
+) -> tuple[Node, Node] | None:
+    """The call that gave a tensor, and the one that has last written into part of it since."""
+    if whole is None:
         return None
     writer: Node | None = None
     for at in range(node.i - 1, max(-1, node.i - _LOOK_BACK), -1):
         earlier = scene.nodes[at]
-        if earlier.container or earlier.pair.pair.actual is None:
+        if earlier.container or earlier.pair.pair[side] is None:
             continue
-        if _writes_part(earlier, record):
+        made = [(row.actual, row.expected)[side] for row in earlier.outputs]
+        if _writes_part(earlier, made, whole):
             writer = writer or earlier
-        elif writer is not None and any(_was(r.actual, record) for r in earlier.outputs):
-            return writer if _explains(row, earlier, writer) else None
+        elif writer is not None and any(_was(record, whole) for record in made):
+            return earlier, writer
     return None
 
 
-def _writes_part(node: Node, whole: TensorRecord) -> bool:
+def _writes_part(node: Node, made: Sequence[TensorRecord | None], whole: TensorRecord) -> bool:
     name = node.call.op.rpartition(".")[2]
     if not name.endswith("_") or name.endswith("__"):
         return False
-    parts = [row.actual for row in node.outputs if row.actual is not None]
+    parts = [record for record in made if record is not None]
     return any(part.dtype == whole.dtype and part.numel < whole.numel for part in parts)
 
 

@@ -33,6 +33,7 @@ from tensorprobe.replay.kinds import Kind, api_of, is_running_statistic, kind_of
 FAINT = 4.8
 # What may come out of a call that is not replayed, per unit that went in: it may amplify.
 AMPLIFIES = 4.0
+CANCELS = 1e-3  # of the size that the terms add up to: less is what rounding leaves of them
 # Of its size: inputs that are this far apart explain any result. Statistics of what is made of them
 # may agree all the same: numbers that saturate have the same bounds and norm.
 APART = 0.1
@@ -395,6 +396,10 @@ class Dataflow:
         pair = self.pairs[at]
         return not pair.is_paired and (pair.call.parent or "").startswith("Optimizer.")
 
+    def is_one_sided(self, at: int) -> bool:
+        """Whether only one side makes this call."""
+        return not self.pairs[at].is_paired
+
     def readers(self, row: TensorPair) -> set[int]:
         """The pairs that were given this content.
 
@@ -462,6 +467,7 @@ class Scene:
         units = opaque_modules(pairs)
         for i in units:
             containers[i] = False
+        self.unit_of = {at: i for i, inside in reversed(units.items()) for at in inside}
         self.largest_unit = max(map(len, units.values()), default=0)
         self.flow = Dataflow(pairs, containers)
         self.nodes = [make_node(i, p, containers[i]) for i, p in enumerate(pairs)]
@@ -491,6 +497,7 @@ class Scene:
         self.first_step = min((node.call.step for node in self.nodes), default=0)
         self._recomputed: dict[object, list[Node]] | None = None
         self._users: dict[int, list[int]] | None = None
+        self._effects: set[Hashable] | None = None
         self._names: dict[tuple[int, str], int] | None = None
         self._units: dict[int, float] = {}  # by step
         self.in_optimizer = {
@@ -557,6 +564,7 @@ class Scene:
         for node in self.nodes:
             for row in (*node.inputs, *node.outputs):
                 row.is_made_anew = _contents(row) in anew
+                row.distance = None
 
     def _measure(self, node: Node) -> None:
         for row in node.inputs:
@@ -610,6 +618,23 @@ class Scene:
                 return min(found, 1.0)
         return found
 
+    def gradient_distance(self, node: Node, row: TensorPair) -> float:
+        """How far a gradient that an optimizer is given is from its partner.
+
+        Where it is far smaller than others of its module, what is left of terms that cancel (the
+        bias of keys, before a softmax), it rounds to the size of those.
+        """
+        found = self.distance(node, row)
+        module = row.name.rpartition(".")[0]
+        alike = [
+            r for r in node.inputs if r.role == row.role and r.name.rpartition(".")[0] == module
+        ]
+        size = max((rms_size(r.expected) for r in alike if r.expected), default=0.0)
+        own = [rms_size(record) for record in (row.actual, row.expected) if record]
+        if found and max(own, default=0.0) < CANCELS * size:
+            return self.distance(node, row, size)
+        return found
+
     def furthest(self, node: Node) -> TensorPair | None:
         """The output that differs most."""
         return max(node.outputs, key=lambda row: self.distance(node, row), default=None)
@@ -630,6 +655,24 @@ class Scene:
                     if user not in users:
                         users.append(user)
         return self._users.get(at, [])
+
+    def is_effect(self, node: Node) -> bool:
+        """Whether what a call gives, and differs, is what a model as a whole gives."""
+        if self._effects is None:
+            self._effects = {
+                content(record)
+                for other in self.nodes
+                if other.is_paired and _is_model(other.call)
+                for row in other.outputs
+                if self.distance(other, row) > FAINT
+                for record in (row.actual, row.expected)
+                if record is not None
+            } - {None}
+        return any(
+            record is not None and content(record) in self._effects
+            for row in node.outputs
+            for record in (row.actual, row.expected)
+        )
 
     def is_weight(self, node: Node, row: TensorPair) -> bool:
         """Whether an input that no call made is a weight or a running statistic, where no modules
@@ -654,16 +697,17 @@ class Scene:
         return self._names.get((step, name))
 
     def forward_difference(self, step: int) -> float:
-        """How far apart results of the model's calls in a step are at most, where no culprit is
-        behind it, relative to their size."""
+        """How far apart results are at most that the modules of a step give, of the same shapes,
+        where no culprit is behind it; relative to their size."""
         return max(
             (
                 node.r_out
                 for node in self.nodes
                 if node.call.step == step
                 and node.call.direction == "forward"
+                and node.call.module
                 and node.is_paired
-                and not (node.container or node.taint or node.i in self.in_optimizer)
+                and not (node.taint or node.i in self.in_optimizer)
                 and math.isfinite(node.r_out)
                 and not has_other_shapes(node)
             ),
@@ -750,6 +794,13 @@ class Scene:
         return names
 
 
+def _is_model(call: Call) -> bool:
+    """Whether a call is of a module that no other module calls."""
+    if not call.name.startswith("Module.") or call.direction != "forward":
+        return False
+    return not (call.parent or "").startswith("Module.")
+
+
 def sees_operators(pair: CallPair) -> bool:
     """Whether a call is an operator's, as L1 and mix record them; a model's, not an optimizer's."""
     return pair.call.name.startswith(_OPERATORS)
@@ -766,8 +817,10 @@ def label_of(call: Call, row: TensorPair) -> str:
 
 
 def _made_anew(node: Node, given: Sequence[TensorPair]) -> set[Hashable]:
-    """The results with the same statistics that are no permutation: what was given differs."""
-    if not any(same_bits(row) is False and not is_moved(row) for row in given):
+    """The results with the same statistics that are no permutation: what was given differs by
+    rounding."""
+    others = [row for row in given if same_bits(row) is False and not is_moved(row)]
+    if not others or any(relative(row, distance(row)) >= APART for row in others):
         return set()
     return {_contents(row) for row in node.outputs if same_bits(row) is False and is_moved(row)}
 

@@ -21,6 +21,7 @@ from tensorprobe.comparing.origins import (
     Boundaries,
     reordered,
     wired_otherwise,
+    written_by_one_side,
     written_through_view,
 )
 from tensorprobe.comparing.rounding import (
@@ -62,7 +63,7 @@ class Walk:
         self.scene = scene
         self.replays = replays
         self.taint = taint
-        self._boundaries = Boundaries(scene)
+        self._boundaries = Boundaries(scene, replays)
         self.hazards: list[tuple[int, Culprit]] = []  # where NaN is born, though computed right
         self.cuts: list[tuple[int, Culprit]] = []  # where work is cut into other pieces
         self._random_bit = 0  # of the first call that drew other numbers
@@ -104,8 +105,11 @@ class Walk:
         """An input that differs, that no recorded call made, and that nothing before explains."""
         if node.taint:
             return None
-        found = reordered(self.scene, node) or self._boundaries.look_at(node)
-        if found is None or heals(self.scene, found, node):
+        found = self._boundaries.look_at(node)
+        if found is not None and heals(self.scene, found, node):
+            found = None
+        found = reordered(self.scene, node) or found
+        if found is None:
             return None
         row = next((row for row in node.inputs if row.name == found[1].tensor), None)
         for record in (row.actual, row.expected) if row is not None else ():
@@ -142,6 +146,8 @@ class Walk:
             if row.role == "input" and (origin := written_through_view(scene, node, row)):
                 node.taint |= origin.taint
                 continue
+            if row.role == "input" and (written := written_by_one_side(scene, node, row)):
+                return written
             found = node.i, self._leaf_culprit(node, row)
             if heals(scene, found):
                 continue

@@ -85,6 +85,7 @@ def write_comparison(folder: Path, comparison: Compared) -> list[Path]:
     """Write report.html, and beside it report.data where the page cannot hold it all."""
     with no_garbage():
         data = comparison_data(comparison)
+    data.index["out"] = shown(str(folder))
     text = data.index["text"]
     title = f"tensorprobe: {comparison.verdict.verdict}"
     index, details = json_block(data.index), json_block(data.details)
@@ -104,7 +105,10 @@ def write_comparison(folder: Path, comparison: Compared) -> list[Path]:
 def read_index(path: Path) -> bytes:
     """What the page needs first, of a report.data."""
     with open_file(path) as file:
-        return file.readline()
+        line = file.readline()
+    if not line.startswith(b'{"format":') or not line.endswith(b"}\n"):
+        raise BadArtefact(f"'{path}' is no data of a report. To make it: tensorprobe compare")
+    return line
 
 
 def read_data(path: Path) -> PageData:

@@ -11,6 +11,7 @@ import hmac
 import os
 import re
 import secrets
+import sys
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ import msgspec
 
 from tensorprobe.comparing.align import Pair
 from tensorprobe.comparing.measure import measure, pair_tensors
-from tensorprobe.errors import BadArtefact, BadUsage, TensorprobeError, UnreadableCapture
+from tensorprobe.errors import BadArtefact, BadUsage, TensorprobeError
 from tensorprobe.records import Call, Capture
 from tensorprobe.report.documents import FILES, read_document
 from tensorprobe.report.html import (
@@ -92,12 +93,19 @@ def _items(path: Path, depth: int, seen: list[int]) -> Iterator[Item]:
             layout, _ = find(path)
             yield Item(path, "capture", layout)
             return
-        except (UnreadableCapture, OSError):
-            pass
+        except (TensorprobeError, OSError):
+            pass  # no recording
     if depth and path.is_dir() and not kinds:
-        for child in sorted(path.iterdir()):
+        for child in _children(path):
             if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
                 yield from _items(child, depth - 1, seen)
+
+
+def _children(path: Path) -> list[Path]:
+    try:
+        return sorted(path.iterdir())
+    except OSError:  # a folder of somebody else's
+        return []
 
 
 def _kinds(path: Path) -> Iterator[Item]:
@@ -125,7 +133,7 @@ def _verdict(path: Path) -> dict[str, Any]:
     return found
 
 
-class Shelf:
+class ServedPaths:
     """The data of items, read when somebody asks for it."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -308,11 +316,20 @@ def _block(text: bytes, name: bytes) -> dict[str, Any]:
     return msgspec.json.decode(text[at + len(start) : end], type=dict[str, Any])
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that has gone away is no error."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 class Viewer:
     """The server; `address` is what a browser opens."""
 
     def __init__(self, paths: Sequence[Path], port: int = 0) -> None:
-        self.shelf = Shelf(paths)
+        self.library = ServedPaths(paths)
         self._token = secrets.token_urlsafe(24)
         viewer = self
 
@@ -329,13 +346,12 @@ class Viewer:
                 """Nothing: the terminal is the user's."""
 
         try:
-            self._server = ThreadingHTTPServer((HOST, port), Handler)
+            self._server = _Server((HOST, port), Handler)
         except OSError as error:
             raise TensorprobeError(
                 f"cannot listen on port {port} of {HOST}: {error.strerror}. "
                 "Give another with --port, or leave it out"
             ) from error
-        self._server.daemon_threads = True
         self.port = self._server.server_address[1]
         self.address = f"http://{HOST}:{self.port}/{self._token}/"
 
@@ -360,7 +376,7 @@ class Viewer:
             if wanted == "":
                 return _send(request, 200, self._page(parse_qs(url.query)), "text/html")
             data = _DATA.fullmatch(wanted)
-            if data is None or int(data[1]) >= len(self.shelf.items):
+            if data is None or int(data[1]) >= len(self.library.items):
                 return _send(request, 404, b"there is no such thing here\n")
             return _send(request, 200, self._data(int(data[1]), data[2], data[3]), _JSON)
         except (TensorprobeError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
@@ -369,13 +385,13 @@ class Viewer:
 
     def _data(self, item: int, what: str, at: str | None) -> bytes:
         if at is None:
-            return self.shelf.index(item)
+            return self.library.index(item)
         if what.startswith("call/"):
-            return self.shelf.call(item, int(at))
-        return self.shelf.pictures(item, int(at))
+            return self.library.call(item, int(at))
+        return self.library.pictures(item, int(at))
 
     def _page(self, query: dict[str, list[str]]) -> bytes:
-        items = self.shelf.items
+        items = self.library.items
         wanted = query.get("open", [""])[0]
         opened = int(wanted) if wanted.isdecimal() and int(wanted) < len(items) else None
         if len(items) == 1 or (opened is None and items[0].kind == "compare" and len(items) <= 3):
