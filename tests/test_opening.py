@@ -22,6 +22,7 @@ OPENS = {
     "peers/msprobe/msprobe_anomalies.py": "its own output",
     "report/csv.py": "its own output",
     "report/html.py": "the page that is built into the package",
+    "cli/doctor.py": "the list of versions of torch that were tried, in the package",
     "cli/view.py": "a browser, at its own address",
     "checking/results.py": "its own output",
     "peers/check_tables.py": "its own output",

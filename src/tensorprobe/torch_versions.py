@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from tensorprobe.errors import UnsupportedTorch
 
@@ -202,12 +204,11 @@ COMPILER: dict[str, Any] = (
 
 def default_device() -> torch.device:
     """Where a tensor is made that is asked for without a device."""
-    # 2.1 and 2.2 have no get_default_device; its answer is a variable of theirs.
-    if hasattr(torch, "get_default_device"):
-        return torch.get_default_device()
-    from torch.utils import _device
-
-    return torch.device(_device.CURRENT_DEVICE or "cpu")
+    # 2.1 and 2.2 have no get_default_device, and those of 2.3 and 2.4 do not see `with device:`.
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):
+            return torch.device(mode.device)
+    return torch.device("cpu")
 
 
 def accelerator_type() -> str | None:

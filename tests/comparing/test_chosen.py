@@ -396,7 +396,7 @@ def test_files(tmp_path: Path) -> None:
     both = sides(tmp_path, lambda _: Apart()(X), lambda _: Apart(joined=True)(X))
     comparison = tp.compare(*both, at="modules")
     paths = {path.name: path for path in comparison.save(tmp_path / "report")}
-    assert set(paths) == {"verdict.json", "comparison.csv", "errors.svg", "mapping.yaml"}
+    assert {"verdict.json", "comparison.csv", "errors.svg", "mapping.yaml"} <= set(paths)
     assert paths["mapping.yaml"].read_text() == '"q + k + v": "qkv"\n'
     again = tp.compare(*both, at="modules", mapping=paths["mapping.yaml"])
     assert again.verdict.verdict == "match"

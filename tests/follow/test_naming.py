@@ -348,3 +348,17 @@ def test_anything_callable_has_a_name() -> None:
     assert namer(torch.Tensor.split).stem == "Tensor.split"
     assert namer(torch._C._set_grad_enabled).stem == "Torch._set_grad_enabled"
     assert qualified_name(torch.Tensor.grad.__get__) == "torch.Tensor.grad.__get__"
+
+
+def test_what_a_vendors_package_adds_to_tensors() -> None:
+    """Names of functions as torch makes them for a device, and as torch_npu has them."""
+
+    def wrap_tensor_to(self: torch.Tensor) -> torch.Tensor:
+        return self
+
+    wrap_tensor_to.__name__ = "npu"
+    wrap_tensor_to.__module__ = "torch.utils.backend_registration"
+    assert Namer(resolve_name)(wrap_tensor_to).stem == "Tensor.npu"
+    assert is_noise(api_name("torch.utils.backend_registration.is_npu"))
+    assert is_noise(api_name("torch_npu.utils._npu_private_format_repr"))
+    assert is_noise(api_name("torch._C._nn._parse_to"))

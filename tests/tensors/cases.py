@@ -48,7 +48,7 @@ def ordinary(dtype: torch.dtype, count: int, seed: int = 1) -> torch.Tensor:
     if dtype in COMPLEX:
         other = numbers.roll(3) * 0.5
         return torch.complex(numbers, other).to(dtype)
-    if dtype in UNSIGNED or dtype in (torch.uint8, torch.float8_e8m0fnu):
+    if dtype in UNSIGNED or dtype in dtypes_named("uint8 float8_e8m0fnu"):
         numbers = numbers.abs()
     return numbers.to(dtype)
 

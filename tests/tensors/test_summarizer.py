@@ -55,12 +55,15 @@ def strange_tensors() -> Iterator[tuple[torch.Tensor, str]]:
         yield x.to_mkldnn(), "mkldnn tensor: no summary"
         yield x.to("meta"), "meta tensor: no summary"
         yield torch.nested.nested_tensor([x, x]), "nested tensor: no summary"
-        yield torch.nested.nested_tensor([x, x], layout=torch.jagged), "nested tensor: no summary"
+        if hasattr(torch, "jagged"):  # from torch 2.2 on
+            nested = torch.nested.nested_tensor([x, x], layout=torch.jagged)
+            yield nested, "nested tensor: no summary"
         yield (
             torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
             "quantized tensor: no summary",
         )
-        yield x.byte().view(torch.float4_e2m1fn_x2), "float4_e2m1fn_x2 tensor: no summary"
+        if hasattr(torch, "float4_e2m1fn_x2"):  # from torch 2.8 on
+            yield x.byte().view(torch.float4_e2m1fn_x2), "float4_e2m1fn_x2 tensor: no summary"
         yield Unknown(x), f"{Unknown.__module__}.Unknown tensor: no summary"
         with FakeTensorMode():
             yield torch.ones(3), "torch._subclasses.fake_tensor.FakeTensor tensor: no summary"

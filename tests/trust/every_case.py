@@ -11,6 +11,7 @@ from trust import (
     decisions,
     dtypes,
     effects,
+    everyday,
     frameworks,
     huggingface,
     libraries,
@@ -29,6 +30,7 @@ from trust.harness import Case
 
 CASES: list[Case] = [
     *effects.CASES,
+    *everyday.CASES,
     *optimizers.CASES,
     *beginnings.CASES,
     *arguments.CASES,

@@ -68,9 +68,9 @@ def test_kinds_of_tensors_are_told_apart(kind: str, make: Any) -> None:
     assert [torch_versions.key_bits(tensor) & bit for tensor in plain] == [0, 0, 0]
 
 
-def test_memory_that_numpy_has_may_be_lent() -> None:
+def test_memory_that_numpy_has_is_not_torchs_own() -> None:
     array = np.zeros(3)
-    assert torch_versions.may_be_lent(torch.from_numpy(array).untyped_storage())
+    assert not torch_versions.is_own(torch.from_numpy(array).untyped_storage())
 
 
 def test_autocast_and_the_default_device() -> None:

@@ -672,7 +672,7 @@ def _identity(error: CoreError) -> tuple[Any, ...]:
 
 
 def _distinct(errors: list[CoreError]) -> list[CoreError]:
-    """Each once: the screen and the log print the same cores, one with fewer details."""
+    """The errors without repetitions: the screen and the log print the same cores."""
     kept: dict[tuple[Any, ...], CoreError] = {}
     known: set[tuple[Any, ...]] = set()
     for error in sorted(errors, key=lambda e: -len(e.registers)):

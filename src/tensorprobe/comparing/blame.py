@@ -34,6 +34,7 @@ _SHIFT = 4.0
 _PER_SHIFT_IN = 8.0
 _ENOUGH = 256  # numbers, for rounding to average out
 _COARSE = 2.0**-11
+_GRADIENTS = ".parameters_grad."
 
 
 class Findings(msgspec.Struct):
@@ -135,6 +136,10 @@ def _explains(scene: Scene, cause: Culprit, bit: int, at: int, culprit: Culprit)
             return True  # other weights are one cause, however many of them differ
         if cause.cause == "argument" and (cause.op, cause.reason) == (culprit.op, culprit.reason):
             return True
+        if cause.cause == "argument" and cause.stack[:1] == culprit.stack[:1] != ():
+            return True  # one line: `average.mul_(decay).add_(new, alpha=1 - decay)`
+    if _GRADIENTS in cause.name and _GRADIENTS in culprit.name:
+        return True  # what the engine has added up
     if at in scene.in_optimizer and culprit.kind in ("boundary", "structure"):
         return True  # an optimizer steps by what it is given
     first = next(n.i for n in scene.nodes if n.call.name == cause.name)

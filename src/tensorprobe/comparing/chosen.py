@@ -18,7 +18,6 @@ from tensorprobe.comparing.boundaries import (
     WORDS,
     Boundary,
     Chosen,
-    Module,
     Piece,
     Tree,
     choose,
@@ -122,6 +121,8 @@ class _Rank:
         self.rows_of = RowCounts()
         self.by_label = False
         self.steps = _steps(trees)
+        self.holders = [_holders(tree) for tree in trees]
+        self.gradients = [_gradients(tree) if GRADIENTS in at else {} for tree in trees]
 
     def results(self) -> PlaceResults:
         self._check()
@@ -242,7 +243,10 @@ class _Rank:
         )
 
     def _gradients(self, twins: Twins) -> None:
-        sides = [[_gradients_of(tree, p) for p in paths] for tree, paths in self._sides(twins)]
+        sides = [
+            [found.get(path, {}) for path in paths]
+            for found, paths in zip(self.gradients, twins[:2], strict=True)
+        ]
         take = (lambda pieces: pieces) if self.rows.how == SUM else last_of_each_step
         for name in sides[0][0] if sides[0] else ():
             groups = [[take(each.get(name, [])) for each in side] for side in sides]
@@ -569,14 +573,13 @@ class _Rank:
 
     def _depth(self, twins: Twins | None, kind: str, theirs: Piece) -> tuple[int, bool]:
         if twins is None:
-            before = sum(c.index <= theirs.call.index for c in self.theirs.calls)
-            return before, True
+            return theirs.call.index + 1, True
         if kind == "gradient":
             return 2 * len(self.theirs.modules), True
         depth = max(self.theirs.modules[path].n_before for path in twins.expected)
         has_weights = any(
-            any(m.parameters for m in (tree.modules[path], *_below(tree, path)))
-            for tree, paths in self._sides(twins)
+            path in holders
+            for holders, paths in zip(self.holders, twins[:2], strict=True)
             for path in paths
         )
         return depth, has_weights or self._is_named(twins) or self._is_root(twins)
@@ -591,8 +594,10 @@ class _Rank:
                 yield f"{n} of {total} rows that the model gave in {side} have no partner"
 
 
-def _below(tree: Tree, path: str) -> list[Module]:
-    return [m for m in tree.modules.values() if path in tree.above(m.path)]
+def _holders(tree: Tree) -> set[str]:
+    """The modules that hold weights, or call a module that does."""
+    own = [module.path for module in tree.modules.values() if module.parameters]
+    return {path for each in own for path in (each, *tree.above(each))}
 
 
 def _outputs(tree: Tree, paths: Sequence[str]) -> list[Chosen]:
@@ -609,11 +614,12 @@ def _outputs(tree: Tree, paths: Sequence[str]) -> list[Chosen]:
     return found
 
 
-def _gradients_of(tree: Tree, path: str) -> dict[str, list[Piece]]:
-    found: dict[str, list[Piece]] = {}
+def _gradients(tree: Tree) -> dict[str, dict[str, list[Piece]]]:
+    """The gradients of each module, by the names of its parameters."""
+    found: dict[str, dict[str, list[Piece]]] = {}
     for place, pieces in choose(tree, [GRADIENTS]).items():
-        if place.path == path:
-            found[place.tensor.removeprefix("parameters_grad.")] = pieces
+        name = place.tensor.removeprefix("parameters_grad.")
+        found.setdefault(place.path, {})[name] = pieces
     return found
 
 
@@ -791,7 +797,7 @@ def _relative(row: TensorPair, worst: tuple[float, int] | None) -> float | None:
 
 def _worst_row(mine: Array, others: Array) -> tuple[float, int] | None:
     """The largest rms error of a row, and its number."""
-    if mine.ndim < 2 or not mine.size or mine.dtype.kind in "biu":
+    if mine.ndim < 2 or not mine.size or mine.dtype.kind in "biuc":
         return None
     a, e = (x.reshape(-1, x.shape[-1]) for x in (mine, others))
     step = max(1, _CHUNK // a.shape[1])

@@ -172,10 +172,25 @@ def _culprit(every: Sequence[Judged]) -> Culprit | None:
             own = [each for each in own if _adds_most(each)] or own
         forked = [(fork, each, why) for fork, each, why in results.forks if why]
         if own:
-            return _blame(own[0], len(beyond) - 1, results, limits)
+            drawn = [each for each in beyond if _is_drawn(each) and each.time <= own[0].time]
+            first = (drawn or own)[0]
+            culprit = _blame(first, len(beyond) - 1, results, limits)
+            if drawn:
+                culprit.cause = "seed"
+                culprit.reason = f"random: {culprit.reason}"
+            return culprit
         if forked:
             return _forked(*forked[0])
     return None
+
+
+def _is_drawn(found: FoundPlace) -> bool:
+    """Whether it is the result of a dropout that is given the same on both sides."""
+    return (
+        found.measured.kind == "output"
+        and "Dropout" in found.pair.call.op.rpartition(".")[2]
+        and (found.measured.limit or 0.0) > found.measured.inherited
+    )
 
 
 def _adds_most(found: FoundPlace) -> bool:

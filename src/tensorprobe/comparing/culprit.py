@@ -23,7 +23,6 @@ from tensorprobe.comparing.scene import (
     AMPLIFIES,
     Node,
     Scene,
-    has_other_shapes,
     nonfinite_counts,
     relative,
 )
@@ -179,7 +178,7 @@ def gradients_agree(scene: Scene, node: Node) -> bool:
     unit = scene.coarsest_unit(node.call.step)
     inherited = AMPLIFIES * scene.forward_difference(node.call.step)
     return all(
-        relative(row, scene.distance(other, row))
+        relative(row, scene.gradient_distance(other, row))
         <= ROUNDING * max(unit, pair_roundoff(row)) + inherited
         for other in _optimizers(scene, node)
         for row in other.inputs
@@ -190,12 +189,19 @@ def gradients_agree(scene: Scene, node: Node) -> bool:
 def is_cut_otherwise(scene: Scene) -> bool:
     """Whether the model works on other pieces (micro-batches) than on the other side, or on the
     same in another order."""
-    return _is_reordered(scene) or any(
-        node.is_paired
-        and node.call.direction == "forward"
-        and node.call.module
-        and has_other_shapes(node)
-        for node in scene.nodes
+    forward = [node for node in scene.nodes if node.is_paired and node.call.direction == "forward"]
+    modules = [node for node in forward if node.call.name.startswith("Module.")]
+    given = modules or [node for node in forward if node.call.module]
+    return _is_reordered(scene) or any(map(_is_given_other_shapes, given))
+
+
+def _is_given_other_shapes(node: Node) -> bool:
+    return any(
+        row.actual is not None
+        and row.expected is not None
+        and row.actual.shape != row.expected.shape
+        for row in node.inputs
+        if row.role == "input"
     )
 
 
@@ -205,8 +211,8 @@ def unlike_gradients(scene: Scene) -> Found:
         if not node.call.name.startswith("Optimizer.") or gradients_agree(scene, node):
             continue
         rows = [row for row in node.inputs if row.role == "parameter_grad"]
-        row = max(rows, key=lambda row: scene.distance(node, row))
-        d = scene.distance(node, row)
+        row = max(rows, key=lambda row: scene.gradient_distance(node, row))
+        d = scene.gradient_distance(node, row)
         reason = (
             f"the model works on other pieces (micro-batches), or in another order, and the "
             f"gradients that this optimizer is given differ, {row.name} {magnitude(d)}"

@@ -27,6 +27,7 @@ from tensorprobe.comparing.rounding import (
 from tensorprobe.comparing.scene import (
     AMPLIFIES,
     APART,
+    CANCELS,
     Node,
     Scene,
     label_of,
@@ -41,7 +42,6 @@ from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import TensorRecord
 
 _STATES = ("parameter", "buffer", "state")
-_CANCELS = 1e-3  # of the size that the terms add up to
 # Of the numbers: a view that leaves fewer of them alone is taken for another tensor.
 _LEFT_ALONE = 0.05
 _LOOK_BACK = 200
@@ -106,6 +106,9 @@ class Boundaries:
             return found
         if found := self._sent_by_one_side(node, row, d):
             return found
+        is_given = row.role == "input" and node.call.direction == "forward"
+        if is_given and (found := written_by_one_side(self._scene, node, row)):
+            return found
         is_guess = is_constant(a) or is_constant(e)  # many calls make the same constant
         if ours is not None and theirs is not None and not is_guess:
             return node.i, from_elsewhere(self._scene, node, row, d)
@@ -116,7 +119,7 @@ class Boundaries:
         if d and row.role == "parameter_grad":
             summed = self._summed(node, row)
             sizes = [rms_size(record) for record in (row.actual, row.expected) if record]
-            if max(sizes) < _CANCELS * summed:
+            if max(sizes) < CANCELS * summed:
                 return 0.0  # rounding that is left of numbers that cancel: a bias before a norm
             return self._scene.distance(node, row, summed)
         if d and node.call.direction == "backward":
@@ -481,6 +484,14 @@ def _own_error(node: Node, replays: Replays) -> Culprit | None:
 
 
 def _one_sided(scene: Scene, node: Node, row: TensorPair, region: list[int], d: float) -> Found:
+    units = [scene.unit_of[at] for at in region if at in scene.unit_of]
+    if units:
+        unit = scene.nodes[min(units)]
+        reason = (
+            f"only one side shows its inside, and {row.name} of {node.call.name}, which it leads "
+            f"to, differs {magnitude(d)}"
+        )
+        return unit.i, accuse(unit, "boundary", reason, d, row=row, inherited=unit.d_in)
     mine, other = _by_side(scene, sorted({_forward(scene, at) for at in region}))
     if not mine and not other:
         return None
@@ -513,26 +524,54 @@ def written_through_view(scene: Scene, node: Node, row: TensorPair) -> Node | No
 
     `h[:4].add_(1)` has the slice as its result; `h` as a whole is nobody's.
     """
-    record = row.actual
-    if record is None:
+    found = _writing(scene, node, row.actual, 0)
+    if found is None:
+        return None
+    before, writer = found
+    return writer if _explains(row, before, writer) else None
+
+
+def written_by_one_side(scene: Scene, node: Node, row: TensorPair) -> Found:
+    """A call that writes into part of an input, and that the other side does not make."""
+    for side, record in enumerate((row.actual, row.expected)):
+        found = _writing(scene, node, record, side)
+        if found is None or found[1].is_paired:
+            continue
+        writer = found[1]
+        where = "actual" if side == 0 else "expected"
+        reason = (
+            f"{writer.call.name} only in {where}: it writes into part of {row.name} of "
+            f"{node.call.name}, which differs"
+        )
+        d = scene.distance(node, row)
+        return writer.i, accuse(writer, "structure", reason, d, row=row, inherited=0.0)
+    return None
+
+
+def _writing(
+    scene: Scene, node: Node, whole: TensorRecord | None, side: int
+) -> tuple[Node, Node] | None:
+    """The call that gave a tensor, and the one that has last written into part of it since."""
+    if whole is None:
         return None
     writer: Node | None = None
     for at in range(node.i - 1, max(-1, node.i - _LOOK_BACK), -1):
         earlier = scene.nodes[at]
-        if earlier.container or earlier.pair.pair.actual is None:
+        if earlier.container or earlier.pair.pair[side] is None:
             continue
-        if _writes_part(earlier, record):
+        made = [(row.actual, row.expected)[side] for row in earlier.outputs]
+        if _writes_part(earlier, made, whole):
             writer = writer or earlier
-        elif writer is not None and any(_was(r.actual, record) for r in earlier.outputs):
-            return writer if _explains(row, earlier, writer) else None
+        elif writer is not None and any(_was(record, whole) for record in made):
+            return earlier, writer
     return None
 
 
-def _writes_part(node: Node, whole: TensorRecord) -> bool:
+def _writes_part(node: Node, made: Sequence[TensorRecord | None], whole: TensorRecord) -> bool:
     name = node.call.op.rpartition(".")[2]
     if not name.endswith("_") or name.endswith("__"):
         return False
-    parts = [row.actual for row in node.outputs if row.actual is not None]
+    parts = [record for record in made if record is not None]
     return any(part.dtype == whole.dtype and part.numel < whole.numel for part in parts)
 
 

@@ -48,7 +48,7 @@ class Limits:
         self._units = [_units(tree, fact) for tree, fact in zip(results.trees, facts, strict=True)]
         self.quantised = _quantised_from(results)
         self._given: dict[str, float] = {}  # the error of what each module was given
-        self._made: dict[str, float] = {}  # and of its result
+        self._inside: dict[str, float] = {}  # and of the results of those in it, the largest
         self._seen: dict[tuple[str, str, str], int] = {}
         self._sizes: dict[str, float] = {}  # of the gradients of each module, the largest
         for found in results.found:
@@ -150,19 +150,21 @@ class Limits:
                 return 0.0
         else:
             above = path
-        beside = [
-            error
-            for other, error in self._made.items()
-            if other in modules and modules[other].parent == above
-        ]
-        return max([self._given.get(above, 0.0), *beside])
+        return max(self._given.get(above, 0.0), self._inside.get(above, 0.0))
 
     def _remember(self, found: FoundPlace, error: float) -> None:
         if found.twins is None or found.measured.kind not in ("input", "output"):
             return
-        held = self._given if found.measured.kind == "input" else self._made
         path = found.twins.actual[0]
-        held[path] = error if not math.isinf(error) else held.get(path, 0.0)
+        if math.isinf(error):
+            return
+        if found.measured.kind == "input":
+            self._given[path] = error
+            self._inside[path] = 0.0  # a call of it begins
+            return
+        above = self._results.trees[0].modules[path].parent
+        if above is not None:
+            self._inside[above] = max(self._inside.get(above, 0.0), error)
 
 
 def noise_floors(runs: Sequence[PlaceResults]) -> Floors:

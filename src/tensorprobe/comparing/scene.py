@@ -33,6 +33,7 @@ from tensorprobe.replay.kinds import Kind, api_of, is_running_statistic, kind_of
 FAINT = 4.8
 # What may come out of a call that is not replayed, per unit that went in: it may amplify.
 AMPLIFIES = 4.0
+CANCELS = 1e-3  # of the size that the terms add up to: less is what rounding leaves of them
 # Of its size: inputs that are this far apart explain any result. Statistics of what is made of them
 # may agree all the same: numbers that saturate have the same bounds and norm.
 APART = 0.1
@@ -462,6 +463,7 @@ class Scene:
         units = opaque_modules(pairs)
         for i in units:
             containers[i] = False
+        self.unit_of = {at: i for i, inside in reversed(units.items()) for at in inside}
         self.largest_unit = max(map(len, units.values()), default=0)
         self.flow = Dataflow(pairs, containers)
         self.nodes = [make_node(i, p, containers[i]) for i, p in enumerate(pairs)]
@@ -608,6 +610,23 @@ class Scene:
             noise = self.floors.get(place(node.call, row.expected), 0.0)
             if found <= 3 * noise:
                 return min(found, 1.0)
+        return found
+
+    def gradient_distance(self, node: Node, row: TensorPair) -> float:
+        """How far a gradient that an optimizer is given is from its partner.
+
+        Where it is far smaller than others of its module, what is left of terms that cancel (the
+        bias of keys, before a softmax), it rounds to the size of those.
+        """
+        found = self.distance(node, row)
+        module = row.name.rpartition(".")[0]
+        alike = [
+            r for r in node.inputs if r.role == row.role and r.name.rpartition(".")[0] == module
+        ]
+        size = max((rms_size(r.expected) for r in alike if r.expected), default=0.0)
+        own = [rms_size(record) for record in (row.actual, row.expected) if record]
+        if found and max(own, default=0.0) < CANCELS * size:
+            return self.distance(node, row, size)
         return found
 
     def furthest(self, node: Node) -> TensorPair | None:

@@ -21,6 +21,7 @@ from tensorprobe.comparing.origins import (
     Boundaries,
     reordered,
     wired_otherwise,
+    written_by_one_side,
     written_through_view,
 )
 from tensorprobe.comparing.rounding import (
@@ -142,6 +143,8 @@ class Walk:
             if row.role == "input" and (origin := written_through_view(scene, node, row)):
                 node.taint |= origin.taint
                 continue
+            if row.role == "input" and (written := written_by_one_side(scene, node, row)):
+                return written
             found = node.i, self._leaf_culprit(node, row)
             if heals(scene, found):
                 continue

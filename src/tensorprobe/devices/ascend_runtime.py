@@ -27,9 +27,14 @@ def _required(purpose: str) -> Any:
 
 
 def saturates() -> bool:
-    """Whether this chip clamps overflows, so that only the flag tells of them."""
+    """Whether this chip clamps overflows, so that only the flag tells of them.
+
+    Only a device that is in use can be asked; no call has run on another.
+    """
     module = vendor_module()
-    return module is not None and not module._C._npu_is_support_inf_nan()
+    if module is None or not module.npu.is_initialized():
+        return False
+    return not module._C._npu_is_support_inf_nan()
 
 
 def overflow_is_flagged() -> bool:

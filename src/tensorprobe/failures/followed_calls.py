@@ -226,7 +226,7 @@ class FollowedCalls(Observer):
         frame: FrameType | None,
     ) -> WatchedCall | None:
         """Note a call before it runs."""
-        try:
+        with OnTrouble(self.gap, names.name):
             call = WatchedCall(names, "tensors", self._step, thread=self.place.thread)
             call.frames = self._frames_here(frame)
             writes_over = self._writes_over(names.api, args, kwargs)
@@ -239,9 +239,7 @@ class FollowedCalls(Observer):
             if torch.is_grad_enabled():
                 call.start = torch._C._autograd._get_sequence_nr()
             return call
-        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            self.gap(names.name, error)
-            return None
+        return None
 
     def take(self, call: WatchedCall, tensor: torch.Tensor, copy: bool) -> Content:
         """The content of a tensor that `call` is given."""

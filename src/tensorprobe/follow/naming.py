@@ -118,6 +118,7 @@ _PRIVATE_HOMES = (
     ("torch._C.", "torch.", ""),
     ("torch._VF.", "torch.", ""),
     ("torch.functional.", "torch.", ""),
+    ("torch.utils.backend_registration.", "torch.Tensor.", ""),  # x.npu(), made for its device
 )
 
 
@@ -280,9 +281,11 @@ _NOISE_GROUPS = {
         Torch.q_scale Torch.q_zero_point Torch.q_per_channel_axis""",
     "questions about dtypes, devices and sizes": """
         Torch.can_cast Torch.result_type Torch.promote_types Torch.get_default_dtype Torch.device
-        Torch.broadcast_shapes Torch.set_default_device Functional._sym_int""",
+        Torch.broadcast_shapes Torch.set_default_device Functional._sym_int
+        Functional._parse_to""",
     "text for people; the values shown are read inside, where no mode sees it": """
-        Tensor.__repr__ Tensor.__format__ Tensor.__hash__ Tensor.__dir__""",
+        Tensor.__repr__ Tensor.__format__ Tensor.__hash__ Tensor.__dir__
+        NPU._npu_private_format_repr""",
     "bookkeeping of autograd; backward shows as the backward calls it runs": """
         Tensor.requires_grad_ Tensor.register_hook Tensor.register_post_accumulate_grad_hook
         Tensor.retain_grad Tensor.backward Torch.autograd.backward Torch.autograd.grad

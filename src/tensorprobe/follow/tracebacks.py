@@ -67,8 +67,8 @@ def clean(error: BaseException) -> None:
 
 
 def clean_below(error: BaseException | None) -> None:
-    """The same in all frames below the one that the exception has come to, which is the first of
-    its traceback."""
+    """Clean the traceback as `clean` does, but keep its first frame: the one that the exception has
+    come to."""
     if error is None or error.__traceback__ is None:
         return
     for link in _chain(error):

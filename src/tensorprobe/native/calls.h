@@ -14,11 +14,11 @@
 #include <charconv>
 #include <optional>
 
-#include "following.h"
-#include "line_text.h"
+#include "backward.h"
 #include "lines.h"
-#include "log.h"
-#include "stack.h"
+#include "tensor_lines.h"
+#include "writer.h"
+#include "stacks.h"
 #include "stand_ins.h"
 #include "text.h"
 #include "torch_versions.h"

@@ -14,9 +14,9 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "graph.h"
+#include "gradients.h"
 #include "stand_ins.h"
-#include "module_trails.h"
+#include "module_place.h"
 
 namespace tensorprobe {
 

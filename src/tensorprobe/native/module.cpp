@@ -5,14 +5,14 @@
 #include <memory>
 
 #include "calls.h"
-#include "contents.h"
-#include "hooks.h"
-#include "lines.h"
-#include "log.h"
+#include "values.h"
+#include "module_hooks.h"
+#include "tensor_lines.h"
+#include "writer.h"
 #include "regions.h"
 #include "every_call.h"
-#include "stack.h"
-#include "start.h"
+#include "stacks.h"
+#include "backends.h"
 
 namespace tensorprobe {
 namespace {

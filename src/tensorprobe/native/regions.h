@@ -6,7 +6,7 @@
 #include <deque>
 #include <unordered_map>
 
-#include "graph.h"
+#include "gradients.h"
 
 namespace tensorprobe {
 

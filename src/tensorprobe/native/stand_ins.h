@@ -7,7 +7,7 @@
 #include <unordered_map>
 
 #include "asking.h"
-#include "stack.h"
+#include "stacks.h"
 
 namespace tensorprobe {
 

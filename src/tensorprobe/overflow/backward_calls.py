@@ -115,10 +115,10 @@ class BackwardCalls:
             self._listen(trace, call, Remembered(watched), leaves)
 
     def watch_backward_later(self, watched: RunningCall, outputs: Tensors) -> list[Spot] | None:
-        """The same for a call whose gradients are all looked at later: it needs far less.
+        """Follow a call into backward whose gradients are all looked at later, at less cost.
 
-        Where it leads to, if it made but one node: of such a call that depends on what was called,
-        and on which inputs require a gradient.
+        Gives the spots of its inputs if it made one node. They are the same whenever the same is
+        called with the same inputs requiring a gradient.
         """
         made = _sequence_number() - watched.start
         if not made:
@@ -151,9 +151,9 @@ class BackwardCalls:
     def watch_layer_later(
         self, watched: RunningCall, outputs: Tensors, key: tuple[Any, ...]
     ) -> None:
-        """The same for a linear layer, whose some four nodes hang together whenever it is called.
+        """Follow a linear layer into backward, and remember how its nodes hang together.
 
-        By `key` it is known again: what was called and on what, how many nodes it made.
+        They do so alike for an equal `key`: what was called, on what, and how many nodes it made.
         """
         boundary = self.watch_nodes_later(watched, outputs)
         met = sorted(path for spots in boundary.values() for _, path, _ in spots)

@@ -133,7 +133,7 @@ def seen_as(content: torch.Tensor, path: Path, side: str, extent: Extent) -> See
 
 
 def bits_of(tensors: Iterable[SeenTensor]) -> int:
-    """What is found in any of them."""
+    """The bits of all tensors together: NaN, infinity, and so on, in any of them."""
     bits = 0
     for each in tensors:
         bits |= each.bits
@@ -211,8 +211,8 @@ def is_first_at_limit(call: CallValues) -> bool:
 
 
 def near_limit(call: CallValues) -> list[SeenTensor]:
-    """What is more than half of the largest number of its dtype; none where an input is the
-    largest itself, which is a mask."""
+    """Outputs with values above half the limit of their dtype. None of them if an input has values
+    at the limit already: such an input is a mask."""
     near = [each for each in call.outputs if each.limit / 2 <= each.top < each.limit]
     if any(given.top >= each.limit for each in near for given in call.inputs):
         return []
@@ -297,8 +297,8 @@ def _explain(
 def _unexplained(
     places: list[torch.Tensor], output: SeenTensor, where: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """Where an output is infinite, but for these places. None where they are not of its shape when
-    broadcast: then the call does not work number by number."""
+    """The infinite places of an output that are not among `places`. None if the shapes do not
+    broadcast to that of the output: then the call does not work element by element."""
     new = torch.isinf(_numbers(output)) if where is None else where
     try:
         if torch.broadcast_shapes(*(each.shape for each in places), new.shape) != new.shape:

@@ -112,7 +112,7 @@ class OptimizerSteps:
         return bool(bad)
 
     def _extent_of_gradient(self, content: torch.Tensor) -> Extent:
-        """Not looked at again where backward sent it just so."""
+        """The extent of a gradient; one that backward sent and nobody wrote to since is fine."""
         known = self._state.seen_gradients.get(content.untyped_storage()._cdata)
         if known is not None and known[1] == version_of(content):
             return FINE

@@ -209,8 +209,10 @@ class PendingCalls:
         return held, None if given is None else (path, given)
 
     def _keep_span(self, grad: torch.Tensor, held: NotedOutput) -> None:
-        """Where this gradient lies it may be met again. What is known of its memory must be what
-        it has itself: not so of a part, beside which something else may be that is not finite."""
+        """Remember where a gradient lies, for the next call that is given the same memory.
+
+        Only for a gradient that fills its memory: beside a part there may be something infinite.
+        """
         key, dtype, is_whole = held[1], held[4], held[6]
         version = self._known.versions[key]
         if is_whole and version >= 0 and (grad.is_contiguous() or _has_no_holes(grad)):

@@ -127,7 +127,7 @@ class _Known:
             return False
 
     def told(self) -> tuple[Any, ...]:
-        """The notes and all that `holds_for` compares, in the order that native/made.h has."""
+        """The notes and all that `holds_for` compares, in the order that native/making.h has."""
         names, others = self._names
         holders = tuple(self._holders)
         return self.notes, self._n_names, names, self._values, others, self._kinds, holders

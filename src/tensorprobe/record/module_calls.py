@@ -133,9 +133,9 @@ class ModuleCalls:
     # What C++ is given, and asks
 
     def attach(self, hooks: ModuleHooks) -> None:
-        """These hooks tell of modules. Let them call `enter` and `leave` in C++ (native/hooks.h),
-        where that is built, for modules inside of others in a step that is recorded. C++ writes
-        calls down itself where nothing but statistics is kept."""
+        """These hooks tell of modules. Where C++ is built (native/module_hooks.h) it does so for
+        modules inside of others, in a step that is recorded. It writes the calls down itself where
+        nothing but statistics is kept."""
         tape = self._tape
         self._hooks = hooks
         if native.MODULE is None:

@@ -47,7 +47,7 @@ class OptimizerCalls:
     def begin(self, optimizer: Optimizer, frame: FrameType, has_closure: bool) -> OpenCall | None:
         """An optimizer's step begins; `frame` has called it."""
         tape = self._tape
-        try:
+        with OnTrouble(tape.gap, f"Optimizer.{type(optimizer).__name__}.step"):
             left = self._left.pop(id(optimizer), None)
             if not tape.recording:
                 return None
@@ -90,9 +90,7 @@ class OptimizerCalls:
             if call.written:
                 tape.place.parent = names.name
             return call
-        except Exception as error:  # noqa: BLE001 recording one call: it becomes a gap
-            tape.gap(f"Optimizer.{type(optimizer).__name__}.step", error)
-            return None
+        return None
 
     def end(self, optimizer: Optimizer, call: OpenCall) -> None:
         """It is over."""

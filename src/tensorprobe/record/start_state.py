@@ -96,7 +96,7 @@ class StartState(abc.ABC):
 
     @abc.abstractmethod
     def _first_call(self) -> None:
-        """Nothing has been computed by a module yet."""
+        """Called before the first module of the program computes anything."""
 
     @abc.abstractmethod
     def _over(self) -> bool:

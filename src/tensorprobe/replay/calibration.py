@@ -32,6 +32,8 @@ _BEYOND = {"bfloat16": (0.01, 0.03), "float16": (0.1, 0.25)}
 _SYSTEMATIC = {"bfloat16": (0.1, 2.0), "float16": (0.1, 2.0), "float32": (0.5, 4.0)}
 # A norm's mean or a softmax's sum is rounded once for all of a row, and scales or shifts it.
 _SHARED = {"bfloat16": 0.5, "float16": 0.5, "float32": 2.0}
+# Each number of these comes of one number, though their kind does not say so.
+_ALONE = {"gelu", "mish", "elu", "selu", "celu", "hardswish", "hardsigmoid", "logsigmoid"}
 _ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 _NUMBER = "number"  # in a key: an argument is a number, not a tensor
 _EACH_NUMBER = ("elementwise", "compound", "general", "exact", "conversion")
@@ -167,7 +169,10 @@ def _is_channels_last(record: TensorRecord) -> bool:
 
 def _shares(call: Call) -> bool:
     """Whether numbers of a result have an intermediate one in common; yes where nobody knows."""
-    return kind_of(call) not in ("product", "elementwise") or api_of(call.op) in _ATTENTION
+    api = api_of(call.op)
+    if api in _ALONE:
+        return False
+    return kind_of(call) not in ("product", "elementwise") or api in _ATTENTION
 
 
 def key_of(forward: Call, backward: Call | None, record: TensorRecord) -> str:

@@ -234,7 +234,7 @@ class StepReader:
         yield from self._settle()
 
     def _lines(self) -> Iterator[tuple[int, lines.Line]]:
-        """Each line with its number, but those that are to be passed by."""
+        """The lines with their numbers, without those that begin with `passed_by`."""
         file = self._open_log()
         if file is None:
             return

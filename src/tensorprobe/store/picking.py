@@ -81,8 +81,8 @@ class Picker(Protocol):
     layout: str
 
     def count(self, read_nbytes: int = ...) -> CaptureCounts:
-        """What it holds, told soon: of a native capture the last steps are read, as far as they
-        have so many bytes; what is in the others is seen by how their lines begin, or end."""
+        """How much it holds, quickly. Of a native capture the last steps are read, up to
+        `read_nbytes`; in the others, lines are counted by how they begin or end."""
 
     def pick(
         self, wanted: Wanted, *, on_gap: OnGap = ..., most: int | None = ...

@@ -23,7 +23,7 @@ class Refusals:
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
-        """What is raised inside is said, the first time."""
+        """Catch an error of writing; the first one is told to the user."""
         try:
             yield
         except (OSError, TensorprobeError) as error:

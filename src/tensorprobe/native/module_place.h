@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "asking.h"
-#include "stack.h"
+#include "stacks.h"
 
 namespace tensorprobe {
 

@@ -7,8 +7,8 @@
 #include <memory>
 #include <unordered_map>
 
-#include "made.h"
-#include "stack.h"
+#include "making.h"
+#include "stacks.h"
 
 namespace tensorprobe {
 

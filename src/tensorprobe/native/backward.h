@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "graph.h"
+#include "gradients.h"
 
 namespace tensorprobe {
 
