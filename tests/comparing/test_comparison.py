@@ -110,7 +110,7 @@ def test_the_verdict_as_text_is_about_five_lines(tmp_path: Path) -> None:
 
 def test_the_first_step_that_differs_comes_first(tmp_path: Path) -> None:
     nets = [Net(), Net()]
-    nets[0].first.register_forward_hook(_after_a_while)
+    nets[0].second.register_forward_hook(_after_a_while)
     found = tp.compare(
         *(run(tmp_path / n, n_steps=3, net=net) for n, net in zip("ae", nets, strict=True))
     )
@@ -203,7 +203,7 @@ def test_different_levels_are_incomparable(
     assert "calls align; actual starts" in out
 
 
-def test_a_truncated_capture_is_compared_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_a_truncated_capture_is_no_match(tmp_path: Path) -> None:
     a, e = run(tmp_path / "a"), run(tmp_path / "e")
     log = next(a.rglob("calls.jsonl"))
     content = log.read_bytes()
@@ -211,7 +211,7 @@ def test_a_truncated_capture_is_compared_as_far_as_it_goes(tmp_path: Path) -> No
     whole = content.rindex(b"\n", 0, -len(content) // 8)
     log.write_bytes(content[: (content.rindex(b"\n", 0, whole) + whole) // 2])
     verdict = tp.compare(a, e).verdict
-    assert verdict.verdict == "match"
+    assert verdict.verdict == "incomparable"
     assert verdict.counts["gaps"] > 0
     assert "gaps in the recordings" in str(verdict)
 
@@ -573,6 +573,7 @@ def test_what_cannot_be_read_is_no_match(kind: str, side: str, tmp_path: Path) -
     log.write_text("\n".join(lines) + "\n")
     verdict = tp.compare(tmp_path / "actual", tmp_path / "expected").verdict
     assert verdict.verdict == "incomparable"
-    assert re.search(rf"[12] lines? of {side} '", str(verdict))  # a call's end needs its beginning
+    # a call's end needs its beginning, and the step has fewer calls than it says
+    assert re.search(rf"[123] lines? of {side} '", str(verdict))
     assert f"calls.jsonl:{at + 1}: " in str(verdict)
     assert "--gaps" in str(verdict)
