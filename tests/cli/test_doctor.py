@@ -93,7 +93,7 @@ def test_versions_that_were_tried_and_others(
         (line,) = [line for line in capsys.readouterr().out.splitlines() if "  torch  " in line]
         return line.split("torch", 1)[1].strip()
 
-    assert said("2.1.0+cu121") == "2.1.0+cu121 (tried)"
+    assert said("2.1.0+cu121").startswith("2.1.0+cu121 (tried")
     assert said("9.9.0").startswith("9.9.0 (not tried: 2.1, ")
 
 

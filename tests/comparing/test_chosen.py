@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tensorprobe.comparing.rows import Rows, parse_rows
 from torch import Tensor, nn
 
 import tensorprobe as tp
 from tensorprobe.cli.main import main
+from tensorprobe.comparing.row_pairs import Rows, parse_rows
 
 
 class Net(nn.Module):
@@ -421,3 +421,26 @@ def test_names_in_a_picture_are_text(tmp_path: Path) -> None:
     text = (tmp_path / "report" / "errors.svg").read_text()
     assert "<script" not in text
     assert "&lt;script&gt;" in text
+
+
+def test_rows_of_a_cache_are_unclear_in_a_beam_search(tmp_path: Path) -> None:
+    """The rows of beams change places between calls, and nobody tells."""
+
+    def beams(_: Any) -> None:
+        net = Cached()
+        net.begin()
+        net(IDS[:1, :2].expand(2, -1), positions=torch.arange(2).expand(2, -1))
+        net.total = net.total.flip(0)
+        net(IDS[:, 2:3], positions=torch.full((2, 1), 2))
+        net(IDS[:, 3:4], positions=torch.full((2, 1), 3))
+
+    def whole(_: Any) -> None:
+        net = Net()
+        for n in (2, 3, 4):
+            net(torch.cat([IDS[:1, :2].expand(2, -1), IDS[:, 2:n]], 1))
+
+    verdict = tp.compare(*sides(tmp_path, beams, whole), at="outputs").verdict
+    assert verdict.verdict != "diverged"
+    rows = verdict.rows
+    assert rows is not None
+    assert rows.only_actual == 4

@@ -89,7 +89,8 @@ def test_a_sparkline_rises_where_the_error_begins(sides: list[Capture]) -> None:
 
 
 def test_a_terminal_has_colours_and_a_pipe_has_none(sides: list[Capture], tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "tensorprobe", "compare", *(str(s.path) for s in sides)]
+    paths = [str(side.path) for side in sides]
+    words = [sys.executable, "-m", "tensorprobe", "compare", *paths, "--timeout", "0"]
     environ = {**os.environ, "PYTHONPATH": str(SRC), "TERM": "xterm", "COLUMNS": "100"}
     environ.pop("NO_COLOR", None)
     piped = subprocess.run(words, env=environ, capture_output=True, check=False)

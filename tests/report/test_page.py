@@ -39,12 +39,16 @@ def network(scale: float = 1.0, eps: float = 1e-5) -> None:
     (net(torch.randn(3, 4)) * scale).square().sum().backward()
 
 
-@pytest.fixture
-def sides(tmp_path: Path) -> list[Capture]:
+def two_runs(home: Path) -> list[Capture]:
     return [
-        record(tmp_path / name, lambda e=eps: network(eps=e))
+        record(home / name, lambda e=eps: network(eps=e))
         for name, eps in (("actual", 1e-2), ("expected", 1e-5))
     ]
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> tp.Comparison:
+    return tp.compare(*two_runs(tmp_path_factory.mktemp("runs")))
 
 
 def blocks(page: str) -> dict[str, Any]:
@@ -52,8 +56,7 @@ def blocks(page: str) -> dict[str, Any]:
     return {name: json.loads(text) for name, text in found}
 
 
-def test_the_columns_say_what_the_comparison_does(sides: list[Capture]) -> None:
-    comparison = tp.compare(*sides)
+def test_the_columns_say_what_the_comparison_does(comparison: tp.Comparison) -> None:
     data = comparison_data(comparison)
     index, details = data.index, _Details(data.details)
     names = unpacked("i", index["calls"]["name"])
@@ -82,8 +85,8 @@ def test_the_columns_say_what_the_comparison_does(sides: list[Capture]) -> None:
     assert "torch.nn.LayerNorm" not in more["next"]
 
 
-def test_edges_are_the_recorded_data_flow(sides: list[Capture]) -> None:
-    index = comparison_data(tp.compare(*sides)).index
+def test_edges_are_the_recorded_data_flow(comparison: tp.Comparison) -> None:
+    index = comparison_data(comparison).index
     names = [index["strings"][n] for n in unpacked("i", index["calls"]["name"])]
     pairs = zip(*(unpacked("i", index["edges"][end]) for end in ("source", "target")), strict=True)
     edges = {(names[a], names[b]) for a, b in pairs}
@@ -92,8 +95,8 @@ def test_edges_are_the_recorded_data_flow(sides: list[Capture]) -> None:
     assert ("Functional.linear.0.forward", "Functional.linear.1.forward") not in edges
 
 
-def test_the_file_is_one_page_with_a_policy(sides: list[Capture], tmp_path: Path) -> None:
-    paths = tp.compare(*sides).save(tmp_path / "out")
+def test_the_file_is_one_page_with_a_policy(comparison: tp.Comparison, tmp_path: Path) -> None:
+    paths = comparison.save(tmp_path / "out")
     assert [path.name for path in paths] == ["verdict.json", "comparison.csv", "report.html"]
     page = paths[2].read_text()
     assert set(blocks(page)) == {"index", "details"}
@@ -131,11 +134,10 @@ def test_the_page_without_data_is_small() -> None:
 
 
 def test_what_is_too_large_is_beside_the_page(
-    sides: list[Capture], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    comparison: tp.Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(html, "LARGEST_NBYTES", 40_000)
     monkeypatch.setattr(html, "_MOST_CALLS", 10)
-    comparison = tp.compare(*sides)
     for limit in (40_000, 2_000):
         monkeypatch.setattr(html, "LARGEST_NBYTES", limit)
         paths = html.write_comparison(tmp_path, comparison)
@@ -232,8 +234,8 @@ def test_of_a_large_tensor_some_are_looked_at_and_the_worst_is_known(tmp_path: P
     assert picture["worst"][0] == [[13, 77], 5.0, 0.0]
 
 
-def test_a_tensor_that_is_gone_is_said(sides: list[Capture], tmp_path: Path) -> None:
-    comparison = tp.compare(*sides)
+def test_a_tensor_that_is_gone_is_said(tmp_path: Path) -> None:
+    comparison = tp.compare(*two_runs(tmp_path), replay=False)
     for file in (tmp_path / "actual").rglob("*.safetensors"):
         file.unlink()
     index = comparison_data(comparison).index
@@ -256,8 +258,9 @@ def test_bfloat16_is_exact(tmp_path: Path) -> None:
 # --- Model Explorer
 
 
-def test_model_explorer_has_the_graph_and_its_errors(sides: list[Capture], tmp_path: Path) -> None:
-    comparison = tp.compare(*sides)
+def test_model_explorer_has_the_graph_and_its_errors(
+    comparison: tp.Comparison, tmp_path: Path
+) -> None:
     paths = comparison.save(tmp_path / "out", model_explorer=True)
     graph = json.loads(paths[-2].read_text())
     errors = json.loads(paths[-1].read_text())

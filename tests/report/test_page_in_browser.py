@@ -16,6 +16,7 @@ from conftest import Made
 from recorded import record
 from tensorprobe.comparing.rounding import number_text
 from tensorprobe.records import Call, Capture, Gap, Special, TensorRecord
+from tensorprobe.store.frames import users_line
 
 Make = Callable[[str, str], Made]
 Open = Callable[..., Any]
@@ -47,7 +48,7 @@ def test_what_is_shown_is_what_the_verdict_says(
     if isinstance(first["own_error"], float):
         assert number_text(first["own_error"]) in section
     assert "tensorprobe repro actual " + first["name"] in section
-    line = re.search(r"(\w+\.py):(\d+)", first["stack"][0])
+    line = re.search(r"(\w+\.py):(\d+)", users_line(first["stack"]))
     assert line is not None
     assert page.locator(".source .at").first.inner_text().strip().startswith(line[2])
 
@@ -74,6 +75,15 @@ def test_what_is_shown_is_what_the_verdict_says(
     row.click()
     panel.wait_for(state="visible")
     assert first["name"] in panel.locator("h2").inner_text()
+
+    # ranks and steps
+    page.keyboard.press("Escape")
+    matrix = page.locator("#ranks .matrix")
+    lines = report.verdict["ranks"]
+    assert f"{lines[0]['diverged']:,}" in matrix.inner_text()
+    matrix.get_by_role("button").first.click()
+    panel.wait_for(state="visible")
+    assert panel.locator("h2").inner_text() == lines[0]["culprit"]
 
     # the graph
     panel.get_by_role("button", name="The model").click()

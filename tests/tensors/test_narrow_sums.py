@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tensorprobe.tensors import rows, torch_ops
+from tensorprobe.tensors import tally_rows as rows
+from tensorprobe.tensors import torch_ops
 from tensorprobe.tensors.backends import HostBackend, TorchBackend
 from tensorprobe.tensors.result import Result
 

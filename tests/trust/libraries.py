@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trust.harness import ALL_KEEPS, Case, Start
-from trust.kernels import gain, one_row, other_kernels, wrong_kernel
+from trust.kernels import gain, one_row, other_kernels, through, wrong_kernel
 from trust.programs import (
     Attention,
     BatchNormed,
@@ -89,6 +89,17 @@ def _math_attention() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _tf32() -> Iterator[None]:
+    """The switch of oneDNN, and products with the bits of TF32: CPUs have no such kernel."""
+    with contextlib.ExitStack() as stack:
+        flags = torch.backends.mkldnn.flags(enabled=True, fp32_precision="tf32")
+        stack.enter_context(flags)
+        for op in ("mm", "addmm", "bmm"):
+            stack.enter_context(wrong_kernel(op, through(torch.float16), every=True, nth=-1))
+        yield
+
+
 def _with(outer: Any, *faulty: Any, **more: Any) -> Any:
     @contextlib.contextmanager
     def both() -> Iterator[None]:
@@ -137,7 +148,33 @@ LIBRARY_CASES = [
         inferring({"net": Convolved, "data": images}, prepare=_channels_last),
         runs=EVERY,
     ),
+    Case(
+        "tf32-or-not",
+        LIBRARIES,
+        training({"steps": 3}, inside=_tf32),
+        allowed="flag",
+        says="TF32",
+        runs=EVERY,
+        quick=True,
+    ),
+    Case(
+        "tf32-or-not-attention",
+        LIBRARIES,
+        training({**TEXT, "optimizer": sgd}, inside=_tf32),
+        allowed="flag",
+        says="TF32",
+        runs=EVERY,
+    ),
     # faults
+    Case(
+        "tf32-and-gelu-wrong",
+        LIBRARIES,
+        training(inside=_with(_tf32, "gelu", gain(1.5))),
+        at={"*": "Functional.gelu.0.forward", "L2": "Aten.gelu.0.*"},
+        cause="result",
+        step=0,
+        runs=(*ALL_KEEPS, "tensors L2"),
+    ),
     Case(
         "without-mkldnn-and-conv-bias-lost",
         LIBRARIES,

@@ -131,6 +131,7 @@ def tested(program: str, home: Path) -> Row:
     report.unlink(missing_ok=True)
     tests = SET.read_text().split("\n")
     command = [program, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command.append("--continue-on-collection-errors")
     options = [f"--junitxml={report}", *filter(None, tests)]
     try:
         done = run([*command, *options], env=with_src(), timeout=LIMIT_S)
@@ -221,6 +222,7 @@ def results_of(row: Row) -> list[str]:
     said += f", {len(row['failed'])} failed" if row["failed"] else ""
     said += f", {row['skipped']} skipped" if row["skipped"] else ""
     said += f"; replaced {', '.join(row['replaced'])}" if row["replaced"] else ""
+    said += f". {row['note']}" if "note" in row else ""
     return [said, row["native"], simulated]
 
 

@@ -10,11 +10,37 @@ import { t, tOf } from "./words";
 
 const MOST = 300; // boxes that are laid out
 const DEEPEST = 40;
+const SIDE_BY_SIDE = 40; // modules in one
 const HIGH = 40;
 const ROOM = 8; // above a module, for its name
 
 interface Module { id: string; label: string; parent: Module | null; modules: Map<string, Module>; calls: number[]; open: boolean; total: number; worst: number }
 interface Box { id: string; x: number; y: number; width: number; height: number }
+
+const newModule = (id: string, label: string, parent: Module | null): Module =>
+  ({ id, label, parent, modules: new Map(), calls: [], open: false, total: 0, worst: SEVERITIES.length - 1 });
+
+/** Many modules side by side become a few groups: to lay out hundreds takes seconds. */
+function fold(module: Module): void {
+  const inside = [...module.modules.values()];
+  if (inside.length > SIDE_BY_SIDE) {
+    const size = Math.ceil(inside.length / Math.ceil(Math.min(inside.length / 10, SIDE_BY_SIDE / 2)));
+    module.modules = new Map();
+    for (let at = 0; at < inside.length; at += size) {
+      const part = inside.slice(at, at + size);
+      const label = `${part[0].label} … ${part[part.length - 1].label}`;
+      const group = newModule(`${module.id}[${at}]`, label, module);
+      for (const each of part) {
+        each.parent = group;
+        group.modules.set(each.label, each);
+        group.total += each.total;
+        group.worst = Math.min(group.worst, each.worst);
+      }
+      module.modules.set(group.id, group);
+    }
+  }
+  for (const each of module.modules.values()) fold(each);
+}
 
 export class GraphView {
   readonly element: HTMLElement;
@@ -82,8 +108,7 @@ export class GraphView {
     const r = this.report;
     const [rank, step] = this.unit.value.split(",").map(Number);
     const backward = this.direction.value === "2";
-    const make = (id: string, label: string, parent: Module | null): Module => ({ id, label, parent, modules: new Map(), calls: [], open: false, total: 0, worst: SEVERITIES.length - 1 });
-    this.root = make("", "", null);
+    this.root = newModule("", "", null);
     this.root.open = true;
     this.moduleOf = new Map();
     const phase = backward ? 2 : 1; // set-up and optimizer steps are no part of the model
@@ -96,7 +121,7 @@ export class GraphView {
       if (parts.length > DEEPEST) parts.splice(DEEPEST, parts.length, parts.slice(DEEPEST).join("."));
       for (const part of parts) {
         let next = at.modules.get(part);
-        if (!next) { next = make(at.id ? `${at.id}.${part}` : part, part, at); at.modules.set(part, next); }
+        if (!next) { next = newModule(at.id ? `${at.id}.${part}` : part, part, at); at.modules.set(part, next); }
         at = next;
         at.total++;
       }
@@ -104,6 +129,7 @@ export class GraphView {
       this.moduleOf.set(i, at);
       for (let up: Module | null = at; up; up = up.parent) up.worst = Math.min(up.worst, r.severity[i]);
     }
+    fold(this.root);
     let only = this.root;
     while (only.modules.size === 1 && !only.calls.length) { only = [...only.modules.values()][0]; only.open = true; }
     this.way = new Set();

@@ -63,6 +63,7 @@ export class Timeline {
       h("p", { class: "sub" }, t("timelineHelp")),
       h("div", { class: "legend" }, ...[...SERIES].reverse().filter((kind) => this.group.includes(SERIES.indexOf(kind))).map((kind) =>
         h("span", {}, h("i", { class: `dot ${kind}`, "aria-hidden": "true" }), ` ${tOf("sev_", kind)}`)),
+        this.calls.some((i) => (report.flags[i] & (FLAG.nonfiniteActual | FLAG.nonfiniteExpected)) !== 0) ? h("span", {}, "× ", t("nonfiniteMark")) : null,
         h("span", { class: "buttons" }, button("zoomIn", "+", () => this.zoom(0.5)), button("zoomOut", "−", () => this.zoom(2)), button("resetZoom", "⤢", () => this.all()))),
       this.box);
     this.box.tabIndex = 0;
@@ -214,6 +215,7 @@ export class Timeline {
     ctx.font = `bold ${12 * devicePixelRatio}px system-ui, sans-serif`;
     ctx.textAlign = "left";
     const d = devicePixelRatio;
+    this.crosses(u, d);
     let named = 0;
     for (let k = Math.max(0, Math.ceil(this.range[0])); k <= Math.min(this.calls.length - 1, this.range[1]); k++) {
       const i = this.calls[k];
@@ -234,15 +236,37 @@ export class Timeline {
       if (isCulprit && named < 3) {
         const text = `▲ ${named === 0 ? `${t("firstDivergence")}: ` : ""}${cut(this.report.nameOf(i), 44)}`;
         const wide = ctx.measureText(text).width;
-        ctx.fillStyle = colour("--culprit-ink");
         ctx.textBaseline = "bottom";
         const right = x + 10 * d + wide < u.bbox.left + u.bbox.width;
-        const height = Math.max(u.bbox.top + 32 * d, y - 8 * d);
-        ctx.fillText(text, right ? x + 10 * d : Math.max(u.bbox.left, x - 10 * d - wide), height);
+        const isHigh = y - 26 * d < u.bbox.top + 16 * d; // below it, then: above are the names of phases
+        const at = right ? x + 10 * d : Math.max(u.bbox.left, x - 10 * d - wide), height = isHigh ? y + 30 * d : y - 9 * d;
+        ctx.fillStyle = colour("--paper");
+        ctx.globalAlpha = 0.85;
+        ctx.fillRect(at - 3 * d, height - 15 * d, wide + 6 * d, 17 * d);
+        ctx.globalAlpha = 1;
+        ctx.fillStyle = colour("--culprit-ink");
+        ctx.fillText(text, at, height);
         named++;
       }
     }
     ctx.restore();
+  }
+
+  /** Over each call that gives NaN or infinity, on either side. */
+  private crosses(u: uPlot, d: number): void {
+    const { ctx } = u;
+    ctx.strokeStyle = colour("--ink");
+    ctx.lineWidth = 1.4 * d;
+    ctx.beginPath();
+    for (const k of this.shown[0] ?? []) {
+      if (!(this.report.flags[this.calls[k]] & (FLAG.nonfiniteActual | FLAG.nonfiniteExpected))) continue;
+      const x = u.valToPos(k, "x", true), y = u.valToPos(this.y[k], "y", true) - 7 * d;
+      ctx.moveTo(x - 3 * d, y - 3 * d);
+      ctx.lineTo(x + 3 * d, y + 3 * d);
+      ctx.moveTo(x + 3 * d, y - 3 * d);
+      ctx.lineTo(x - 3 * d, y + 3 * d);
+    }
+    ctx.stroke();
   }
 
   private nearest(u: uPlot): number {

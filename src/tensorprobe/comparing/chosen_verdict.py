@@ -265,7 +265,9 @@ def _missing_weights(found: FoundPlace, results: PlaceResults) -> str:
     missing = [
         path
         for path in results.pairing.only_expected
-        if modules[path].parameters and modules[path].n_before <= found.depth
+        if modules[path].parameters
+        and modules[path].n_before <= found.depth
+        and all(record.blob is not None for record in modules[path].parameters.values())
     ]
     for twins in results.pairing.twins:
         if any(is_quantised(results.trees[0].modules[path]) for path in twins.actual):
@@ -277,7 +279,9 @@ def _missing_weights(found: FoundPlace, results: PlaceResults) -> str:
         depth = max(modules[path].n_before for path in twins.expected)
         if depth <= found.depth:
             missing += [f"{' + '.join(twins.expected)}.{name}" for name in sorted(theirs - ours)]
-    return f"; expected has weights that actual has not: {_some(missing)}" if missing else ""
+    if not missing:
+        return ""
+    return f"; no module of actual was found that has the weights {_some(missing)}"
 
 
 def _layout(call: Call, results: PlaceResults) -> str:

@@ -9,27 +9,49 @@ from tensorprobe.records import TensorRecord
 _MAX_CALLS = 2000  # that are looked at before a difference counts as one that stays
 
 
-def converge(scene: Scene, start: Node) -> bool:
+def converge(scene: Scene, start: Node, *, same_calls: bool = False) -> bool:
     """Whether every way from a call on leads to calls of both sides that agree, or to results that
-    the other side has too: `x + (y + z)` and `(x + y) + z`."""
-    todo, seen, agrees = [start.i], {start.i}, False
+    the other side has too: `x + (y + z)` and `(x + y) + z`.
+
+    Other results of the same calls (a list in another order) are a difference, even where a sum
+    over them agrees: one side must make calls on the way that the other does not. `same_calls`:
+    not so, if all ways lead to calls that agree.
+    """
+    if start.is_paired and start.outputs and start.d_out <= FAINT:
+        return True  # `x + y` and `y + x`
+    todo, seen = [start.i], {start.i}
+    agrees = at_end = False
+    inside = scene.inside(start) if start.container else set()
+    is_other_way = any(map(scene.flow.is_one_sided, _makers(scene, start) | inside))
     while todo:
         node = scene.nodes[todo.pop()]
-        if node.is_paired and not node.container and node.outputs and node.d_out <= FAINT:
+        if _agrees(node):
             agrees = True
+            is_other_way |= any(map(scene.flow.is_one_sided, _makers(scene, node)))
             continue
         if scene.is_effect(node):
             return False
+        is_other_way |= not node.is_paired
         users = _users(scene, node)
         if not users and not _has_twins(scene, node):
             return False
-        agrees = agrees or not users
+        at_end |= not users
         for at in users - seen:
             seen.add(at)
             todo.append(at)
         if len(seen) > _MAX_CALLS:
             return False
-    return agrees
+    return (agrees or at_end) and (is_other_way or (same_calls and not at_end))
+
+
+def _agrees(node: Node) -> bool:
+    return node.is_paired and not node.container and bool(node.outputs) and node.d_out <= FAINT
+
+
+def _makers(scene: Scene, node: Node) -> set[int]:
+    """The calls that made what this one was given."""
+    found = (at for row in node.inputs for at in scene.flow.producers(node.i, row.name))
+    return {at for at in found if at is not None}
 
 
 def _users(scene: Scene, node: Node) -> set[int]:

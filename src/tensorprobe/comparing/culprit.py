@@ -163,7 +163,9 @@ def heals(scene: Scene, found: tuple[int, Culprit], seen_at: Node | None = None)
         return False  # running statistics are an effect
     if culprit.kind in ("nonfinite", "argument"):
         is_forward = node.call.direction == "forward"
-        return is_forward and converge(scene, node) and gradients_agree(scene, node)
+        if not is_forward or not converge(scene, node, same_calls=True):
+            return False
+        return gradients_agree(scene, node)
     if culprit.kind not in ("boundary", "structure", "input"):
         return False
     if seen_at.call.direction == "backward" and _optimizers(scene, seen_at):
@@ -174,7 +176,7 @@ def heals(scene: Scene, found: tuple[int, Culprit], seen_at: Node | None = None)
 
 def gradients_agree(scene: Scene, node: Node) -> bool:
     """Whether what the optimizers of its step were given agrees, by the coarsest dtype in it and by
-    how far its forward is apart."""
+    how far the model is apart in forward."""
     unit = scene.coarsest_unit(node.call.step)
     inherited = AMPLIFIES * scene.forward_difference(node.call.step)
     return all(

@@ -67,7 +67,6 @@ class Boundaries:
         self._forward = self._backward = 0.0  # the largest difference so far in this step
         self._gradients: list[tuple[float, float]] = []  # of this step: norm, and how far apart
         self._sums: dict[str, float] = {}  # the size that a gradient's terms add up to
-        self._seen: set[str] = set()  # the gradients that this step has had already
         self._of_module: dict[tuple[int, str], list[int]] = {}  # backward calls so far
         self._largest = 0.0  # of all in `_before`
         self._step: int | None = None
@@ -77,7 +76,6 @@ class Boundaries:
         if node.call.step != self._step:
             self._step, self._forward, self._backward = node.call.step, 0.0, 0.0
             self._gradients = []
-            self._seen.clear()
             self._sums.clear()
         if not node.is_paired:
             return None
@@ -177,15 +175,15 @@ class Boundaries:
 
     def _context_of_gradient(self, node: Node, row: TensorPair) -> float:
         sent = self._sent_to_parameter(node, row)
-        key = _gradient_key(label_of(node.call, row))
-        before = self._before.get(key, 0.0)
-        if key in self._seen:  # it may have been clipped since, by the norm of all of them
-            return max(sent, before, self._norm_difference())
-        if sent:
-            return max(sent, before)
-        nodes = [self._scene.nodes[at] for at in self._module_backwards(node)]
-        found = [r for other in nodes for r in (other.r_in, other.r_out) if math.isfinite(r)]
-        return max(before, max(found, default=self._backward))
+        before = self._before.get(_gradient_key(label_of(node.call, row)))
+        if not sent:
+            nodes = [self._scene.nodes[at] for at in self._module_backwards(node)]
+            found = [r for other in nodes for r in (other.r_in, other.r_out) if math.isfinite(r)]
+            sent = max(found, default=self._backward)
+        if before is None:
+            return sent
+        # it may have been clipped since, by the norm of all of them
+        return max(sent, before, self._norm_difference())
 
     def has_seen(self, node: Node, row: TensorPair) -> bool:
         """Whether the program has used a parameter or buffer before."""
@@ -259,7 +257,6 @@ class Boundaries:
                 key = label_of(node.call, row)
                 if row.role == "parameter_grad":
                     key = _gradient_key(key)
-                    self._seen.add(key)
                     if node.call.direction == "backward" and row.expected.summary is not None:
                         self._gradients.append((row.expected.summary.norm or 0.0, r))
                 self._before[key] = max(self._before.get(key, 0.0), r)

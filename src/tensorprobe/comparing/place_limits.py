@@ -19,7 +19,7 @@ from tensorprobe.comparing.verdict import Status
 from tensorprobe.comparing.weights import is_quantised
 
 # Healthy pairs of Llama, GPT-2, Qwen2, BERT and T5 stay below 2.6 and 0.8 roundings times the root
-# of the number of modules; with weights five times as large as usual, below 11 and 4.
+# of the number of modules; with weights fifteen times as large as usual, below 11 and 4.
 _FINE, _COARSE = 8.0, 2.0
 _COARSE_UNIT = 2.0**-12
 _LEAST_DEPTH = 4

@@ -88,6 +88,11 @@ class Names:
             self._things.append(thing)
         return found
 
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return len(self._things)
+
     def step(self, number: int) -> tuple[int, int] | None:
         """The label before a token, and the token; None for rows that are no tokens."""
         thing = self._things[number] if 0 <= number < len(self._things) else None
@@ -147,6 +152,7 @@ class _RowReader:
         self.sources: list[int] = []  # and what an encoder had read before
         self.was_decoder = False
         self.source: Array | None = None  # the labels of its rows
+        self.is_unclear = False  # rows of a cache may have changed places
 
     def grid(self, call: Call) -> Grid | None:
         inputs = _inputs(call)
@@ -189,7 +195,13 @@ class _RowReader:
 
     def _read(self, tokens: Array, mask: Array | None, goes_on: bool) -> Array:
         starts = self.ends if goes_on else self._beginnings(len(tokens))
+        if goes_on and self.is_unclear:
+            # beams: each row is one of its own, and has no partner
+            new = [self.names.number(("unclear", self.names.size, n)) for n in range(tokens.size)]
+            return np.array(new, np.int64).reshape(tokens.shape)
         labels, self.ends = read_on(tokens, mask, starts, self.names)
+        if not goes_on:  # the same prompt in several rows is a beam search, or may be one
+            self.is_unclear = len(set(self.ends)) < len(self.ends)
         return whole(labels, self.ends, self.names) if self.scheme == "sequence" else labels
 
     def _beginnings(self, n: int) -> list[int]:

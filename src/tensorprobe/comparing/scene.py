@@ -396,6 +396,10 @@ class Dataflow:
         pair = self.pairs[at]
         return not pair.is_paired and (pair.call.parent or "").startswith("Optimizer.")
 
+    def is_one_sided(self, at: int) -> bool:
+        """Whether only one side makes this call."""
+        return not self.pairs[at].is_paired
+
     def readers(self, row: TensorPair) -> set[int]:
         """The pairs that were given this content.
 
@@ -560,6 +564,7 @@ class Scene:
         for node in self.nodes:
             for row in (*node.inputs, *node.outputs):
                 row.is_made_anew = _contents(row) in anew
+                row.distance = None
 
     def _measure(self, node: Node) -> None:
         for row in node.inputs:
@@ -692,16 +697,17 @@ class Scene:
         return self._names.get((step, name))
 
     def forward_difference(self, step: int) -> float:
-        """How far apart results of the model's calls in a step are at most, where no culprit is
-        behind it, relative to their size."""
+        """How far apart results are at most that the modules of a step give, of the same shapes,
+        where no culprit is behind it; relative to their size."""
         return max(
             (
                 node.r_out
                 for node in self.nodes
                 if node.call.step == step
                 and node.call.direction == "forward"
+                and node.call.module
                 and node.is_paired
-                and not (node.container or node.taint or node.i in self.in_optimizer)
+                and not (node.taint or node.i in self.in_optimizer)
                 and math.isfinite(node.r_out)
                 and not has_other_shapes(node)
             ),
@@ -811,8 +817,10 @@ def label_of(call: Call, row: TensorPair) -> str:
 
 
 def _made_anew(node: Node, given: Sequence[TensorPair]) -> set[Hashable]:
-    """The results with the same statistics that are no permutation: what was given differs."""
-    if not any(same_bits(row) is False and not is_moved(row) for row in given):
+    """The results with the same statistics that are no permutation: what was given differs by
+    rounding."""
+    others = [row for row in given if same_bits(row) is False and not is_moved(row)]
+    if not others or any(relative(row, distance(row)) >= APART for row in others):
         return set()
     return {_contents(row) for row in node.outputs if same_bits(row) is False and is_moved(row)}
 

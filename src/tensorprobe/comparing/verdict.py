@@ -257,12 +257,14 @@ def _chosen(verdict: Verdict) -> str:
         fewer = rows.compared + min(rows.only_actual, rows.only_expected)
         of = f"{rows.compared} of {fewer}" if fewer > rows.compared else str(rows.compared)
         text += f", in {of} rows of what the model gave,"
+    is_one = len(found) == 1
     worst = max(found, key=lambda each: (each.error or 0.0) / (each.limit or 1.0), default=None)
     if worst is None or not worst.error:
-        return f"{text} are equal ({_basis(verdict)})"
+        return f"{text} {'is' if is_one else 'are'} equal ({_basis(verdict)})"
     where = f"{worst.actual or 'the model'} {worst.tensor}"
     size = measured_text(worst, verdict.within)
-    return f"{text} agree; the nearest to its limit is {where}, {size} ({_basis(verdict)})"
+    nearest = f"the nearest to its limit is {where}, {size} ({_basis(verdict)})"
+    return f"{text} {'agrees' if is_one else 'agree'}; {nearest}"
 
 
 def measured_text(found: MeasuredPlace, within: float | None = None) -> str:

@@ -105,11 +105,12 @@ class Walk:
         """An input that differs, that no recorded call made, and that nothing before explains."""
         if node.taint:
             return None
-        found = reordered(self.scene, node)
+        found = self._boundaries.look_at(node)
+        if found is not None and heals(self.scene, found, node):
+            found = None
+        found = reordered(self.scene, node) or found
         if found is None:
-            found = self._boundaries.look_at(node)
-            if found is None or heals(self.scene, found, node):
-                return None
+            return None
         row = next((row for row in node.inputs if row.name == found[1].tensor), None)
         for record in (row.actual, row.expected) if row is not None else ():
             if record is not None and (key := content(record)) is not None:

@@ -24,8 +24,9 @@ _DTYPES = {
 }
 
 
-# None for an unknown name only; this one has none in torch._C.DispatchKey
-_TRACER = torch._C.DispatchKeySet(torch._C._parse_dispatch_key("Tracer"))  # type: ignore[arg-type]
+_TRACER = "Tracer"
+_is_off = torch._C._dispatch_tls_is_dispatch_key_excluded
+_set_off = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 
 def make_operator_call(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -36,10 +37,12 @@ def make_operator_call(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
     """
     if not is_tracing():
         return _call(func, args, kwargs)
-    include = torch._C._dispatch_tls_local_include_set()
-    exclude = torch._C._dispatch_tls_local_exclude_set() - _TRACER
-    with torch._C._ForceDispatchKeyGuard(include, exclude):
+    was_off = _is_off(_TRACER)
+    _set_off(_TRACER, False)
+    try:
         return _call(func, args, kwargs)
+    finally:
+        _set_off(_TRACER, was_off)
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:

@@ -108,7 +108,8 @@ def may_write(api: ApiName) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def declared_writes(api: ApiName) -> frozenset[str]:
-    """The arguments that calls of this API write to, by position and by name, as schemas say.
+    """The arguments that calls of this API write to, by position and by name, as schemas say; but
+    for `out`, which most functions have and few calls are given.
 
     They are read again after each call. A version says less: under a dispatch mode of the program
     `_foreach_add_` moves none, `_fused_adamw_` and GradScaler's `unscale_` never do.
@@ -125,7 +126,7 @@ def declared_writes(api: ApiName) -> frozenset[str]:
             names |= written_arguments(schema) or writes_unsaid(schema)
     if writes_in_place(api) and not name.endswith(".__set__"):
         names |= _FIRST
-    return frozenset(names)
+    return frozenset(names - OUT)
 
 
 def _full_name(schema: Any) -> str:

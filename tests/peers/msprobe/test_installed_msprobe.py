@@ -198,7 +198,7 @@ class Net(nn.Module):
         self.fc1 = nn.Linear(4, 3)
         self.fc2 = nn.Linear(3, 2)
     def forward(self, x):
-        h = torch.log(self.fc1(x))                                 # NaN
+        h = torch.log({given})                                     # NaN
         y = torch.tensor([1.0, 2.0]) / torch.tensor([0.0, 1.0])    # inf
         z = torch.neg(y) + y                                       # NaN again
         m = torch.masked_fill(x, x > 0, float("-inf"))
@@ -209,16 +209,18 @@ model = Net()
 x = torch.randn(2, 4)
 debugger = PrecisionDebugger(dump_path="./dump", task="{task}", level="mix")
 debugger.start(model=model)
-model({x}).sum().backward()
+model(x).sum().backward()
 debugger.stop()
 debugger.step()
 """
 
 
-def dump_nonfinite(folder: Path, who: str, task: str = "statistics", x: str = "x") -> Path:
+def dump_nonfinite(
+    folder: Path, who: str, task: str = "statistics", given: str = "self.fc1(x)"
+) -> Path:
     folder.mkdir(parents=True)
     package = "msprobe.pytorch" if who == "peer" else "tensorprobe.msprobe.pytorch"
-    (folder / "script.py").write_text(NONFINITE.format(package=package, task=task, x=x))
+    (folder / "script.py").write_text(NONFINITE.format(package=package, task=task, given=given))
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     if who != "peer":
         environment["PYTHONPATH"] = str(ROOT / "src")
@@ -300,13 +302,15 @@ def test_the_peers_compare_sees_our_nan(tmp_path: Path, task: str) -> None:
     errors = {}
     for who in ("us", "peer"):
         spoilt = dump_nonfinite(tmp_path / who / "a", who, task)
-        sound = dump_nonfinite(tmp_path / who / "b", who, task, x="x.abs() * 0 + float('inf')")
+        sound = dump_nonfinite(tmp_path / who / "b", who, task, "self.fc1(x).abs() + 1")
         rows = peer_compare(spoilt / "step0", sound / "step0", tmp_path / who / "out")
         errors[who] = {
             row["NPU Name"]
             for row in rows
             if row["Result"] == "error" and not differs_on_purpose(row["NPU Name"])
         }
+    assert "Torch.log.0.forward.output.0" in errors["peer"]
+    assert len(errors["peer"]) > 3
     assert errors["peer"] <= errors["us"]
 
 

@@ -340,10 +340,12 @@ def test_what_a_script_sets_in_the_service_is_in_effect_from_the_next_start(
     service.config.step = [1, 3]
     run(debugger, model, steps=2)
     assert service.current_iter == 2
+    service.config.dump_path = None
     service.config.level = "L9"  # which is none: said once, and it goes on
     service.config.summary_mode = "md5"
     run(debugger, model)
     service.config.level = "L0"
+    service.config.dump_path = debugger.config.dump_path
     run(debugger, model)
     assert debugger.config.level == "L1"  # as it was read
     assert [p.name for p in sorted((tmp_path / "dump").glob("step*"))] == [
@@ -366,7 +368,7 @@ def test_a_reset_begins_anew_in_the_same_step(
 ) -> None:
     debugger = PrecisionDebugger(config(tmp_path, level="L1"))
     for name in ("first", "second"):
-        debugger.service.config.dump_path = str(tmp_path / "dump" / name)
+        debugger.service.config.dump_path = tmp_path / "dump" / name
         debugger.start()
         torch.relu(X)
         debugger.stop()

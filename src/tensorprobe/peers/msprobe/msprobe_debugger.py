@@ -99,7 +99,8 @@ class PrecisionDebugger:
         debugger._end_tokens()
         service = debugger.service
         service.current_iter = debugger.session.step_number
-        service.model, service.first_start = model or service.model, False
+        service.model = model if model is not None else service.model
+        service.first_start = False
         service.current_rank = rank_id if rank_id is not None else service.current_rank
         if not debugger._is_scheduled(scheduled_tokens):
             return
@@ -216,6 +217,8 @@ class PrecisionDebugger:
             return
         try:
             settings = read_door(content)
+            if settings.dump_path is None:
+                raise BadUsage("dump_path is None")
         except BadUsage as error:
             self._say_once(f"service.config: {error}; recording goes on as before")
             return

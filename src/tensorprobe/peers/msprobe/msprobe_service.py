@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -33,11 +34,11 @@ class ConfigFields(SimpleNamespace):
             risk_level=content.get("risk_level", "ALL"),
             dump_enable=settings.dump_enable,
             framework="pytorch",
-            scope=section.get("scope") or [],
-            list=section.get("list") or [],
-            data_mode=section.get("data_mode") or ["all"],
+            scope=list(section.get("scope") or ()),
+            list=list(section.get("list") or ()),
+            data_mode=list(section.get("data_mode") or ("all",)),
             summary_mode=section.get("summary_mode", "statistics"),
-            tensor_list=section.get("tensor_list") or [],
+            tensor_list=list(section.get("tensor_list") or ()),
             request_id=section.get("request_id") or None,
         )
 
@@ -75,6 +76,8 @@ class Service:
         if not names & {*_OF_THE_FILE, *_OF_THE_TASK}:
             return None
         content = {**self._content, **{n: now[n] for n in _OF_THE_FILE if n in names}}
+        if isinstance(content.get("dump_path"), os.PathLike):
+            content["dump_path"] = os.fspath(content["dump_path"])
         if content.get("dump_enable", False) is None:
             del content["dump_enable"]
         task = content.get("task", "statistics")
