@@ -664,9 +664,9 @@ class Scene:
                 for other in self.nodes
                 if other.is_paired and _is_model(other.call)
                 for row in other.outputs
+                if row.actual and row.expected and row.actual.shape == row.expected.shape
                 if self.distance(other, row) > FAINT
                 for record in (row.actual, row.expected)
-                if record is not None
             } - {None}
         return any(
             record is not None and content(record) in self._effects
