@@ -316,7 +316,12 @@ def _asks_which_device(node: ast.AST) -> bool:
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in sorted(SRC.rglob("*.py")) if "devices" not in path.parts],
+    [
+        path
+        for path in sorted(SRC.rglob("*.py"))
+        # torch_versions.py is below the table: old versions of torch name devices in functions
+        if "devices" not in path.parts and path.name != "torch_versions.py"
+    ],
     ids=lambda path: str(path.relative_to(SRC)),
 )
 def test_no_other_room_asks_which_device_it_is_on(path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Set
+from types import FrameType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tensorprobe.follow.hidden_state import WRITES_STATISTICS
 from tensorprobe.follow.module_hooks import CALL_IMPL, ModuleCall, ModuleHooks
 from tensorprobe.follow.naming import ApiName, CallNames, module_name, name_parts
 from tensorprobe.follow.quiet import Quiet
+from tensorprobe.follow.stacks import is_hidden
 from tensorprobe.record.backward import Backward, ModuleBackward
 from tensorprobe.record.calls import OpenCall
 from tensorprobe.record.encode import encode
@@ -34,6 +36,15 @@ _interpreter_stack = torch._C._functorch.peek_interpreter_stack
 # The gradients of a module's parameters: what the call with them is named, where the module is.
 _Named = list[tuple[str, torch.Tensor]]
 _Gradients = tuple[ApiName, str, _Named]
+
+
+def _program_frame(frame: FrameType) -> FrameType:
+    """The first frame that is neither ours nor torch's machinery: those differ from one backward to
+    the next, and would make two stacks of one."""
+    here: FrameType | None = frame
+    while here is not None and is_hidden(here.f_code):
+        here = here.f_back
+    return here or frame
 
 
 class ModuleCalls:
@@ -240,7 +251,7 @@ class ModuleCalls:
                 names = CallNames(api, f"{api.stem}.{tape.counter.next(api)}", path, "backward")
                 if tape.wants(names):
                     if stack is None and tape.config.stacks:
-                        stack = tape.stack_number(sys._getframe())
+                        stack = tape.stack_number(_program_frame(sys._getframe()))
                     tape.found(names, gradients, stack)
 
     def _all_fresh_gradients(self, going: Set[int], last: bool) -> list[_Gradients]:

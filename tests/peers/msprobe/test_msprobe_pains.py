@@ -168,9 +168,15 @@ def test_a1_6_checksums_are_of_the_values_at_the_call(tmp_path: Path) -> None:
             assert record["input_args"][0]["md5"] == before["output"][0]["md5"]
 
 
-def test_a1_7_xor_is_refused_with_its_reason(tmp_path: Path) -> None:
-    with pytest.raises(BadUsage, match="an xor cannot see two values swapped"):
-        dump(tmp_path / "a", lambda: None, statistics={"summary_mode": "xor"})
+def test_a1_7_xor_keeps_a_checksum_that_sees_two_values_swapped(tmp_path: Path) -> None:
+    sums = []
+    for name, values in (("a", [1.0, 2.0]), ("b", [2.0, 1.0])):
+        x = torch.tensor(values)
+        folder = dump(
+            tmp_path / name, lambda x=x: torch.relu(x), statistics={"summary_mode": "xor"}
+        )
+        sums.append(records(folder)["Torch.relu.0.forward"]["output"][0]["md5"])
+    assert sums[0] != sums[1]
 
 
 def test_a1_8_precision_high_has_mean_and_norm(tmp_path: Path) -> None:
@@ -319,9 +325,8 @@ def test_a2_3_and_4_any_depth_and_a_second_run(tmp_path: Path) -> None:
 
 def test_a2_6_7_and_13_tasks_that_are_none_say_what_to_do(tmp_path: Path) -> None:
     for task, text in (
-        ("acc_check", "tensorprobe check CAPTURE --device DEVICE"),
-        ("free_benchmark", "tensorprobe check CAPTURE"),
-        ("nan_check", "use tp.Guard"),
+        ("acc_check", "tensorprobe check DUMP --device DEVICE"),
+        ("free_benchmark", "tensorprobe check DUMP"),
         ("tensors", "Did you mean 'tensor'"),
     ):
         with pytest.raises(BadUsage, match=text):
