@@ -154,47 +154,7 @@ def _tensor_pair(
     if s is not None and t is not None and not (s.counted and t.counted):
         actual = msgspec.structs.replace(actual, summary=_as_peers(s, t))
         expected = msgspec.structs.replace(expected, summary=_as_peers(t, s))
-    elif s is not None and t is not None and not _sketched_alike(actual, expected):
-        actual = msgspec.structs.replace(actual, summary=_without_sketch(s))
-        expected = msgspec.structs.replace(expected, summary=_without_sketch(t))
     return TensorPair(name, actual, expected)
-
-
-def _sketched_alike(actual: TensorRecord, expected: TensorRecord) -> bool:
-    """Whether both have a sketch of the same elements in the same order, or neither has one."""
-    s, t = actual.summary, expected.summary
-    assert s is not None
-    assert t is not None
-    if s.sketch is None or t.sketch is None:
-        return s.sketch is t.sketch
-    if actual.shape != expected.shape or is_complex(actual) != is_complex(expected):
-        return False
-    if actual.stride == expected.stride:
-        return True
-    order = _order(actual)
-    return order is not None and order == _order(expected)
-
-
-def is_complex(record: TensorRecord) -> bool:
-    return record.dtype.startswith("complex")
-
-
-def _order(record: TensorRecord) -> list[int] | None:
-    """The dimensions as they lie in memory; None where two have the same step."""
-    if record.stride is None:
-        return [dim for dim, length in enumerate(record.shape) if length > 1]
-    dims = [
-        (-step, dim)
-        for dim, (step, length) in enumerate(zip(record.stride, record.shape, strict=True))
-        if length > 1 and step
-    ]
-    if len({step for step, _ in dims}) < len(dims):
-        return None
-    return [dim for _, dim in sorted(dims)]
-
-
-def _without_sketch(summary: TensorSummary) -> TensorSummary:
-    return msgspec.structs.replace(summary, sketch=None)
 
 
 def digest_kind(digest: str) -> str:

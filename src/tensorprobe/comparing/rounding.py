@@ -10,11 +10,9 @@ from typing import Any, Literal
 from tensorprobe.comparing.measure import CallPair, TensorPair
 from tensorprobe.records import Call, TensorRecord, TensorSummary
 from tensorprobe.replay.kinds import api_of, kind_of
-from tensorprobe.tensors import sketch
 from tensorprobe.tensors.pair_metrics import FRACTION_BITS
 
 Mode = Literal["tensors", "digest", "stats", "structure"]
-_MOVED = 1e-6  # relative: no rounding of float32 makes so much and leaves the norm as it is
 _ENOUGH = 8  # numbers: of fewer, rounding may leave statistics as they are
 _SAME_SUM = 1e-13  # relative: sums of the same numbers in another order
 # A healthy kernel stays below 3 units of own error, whatever its dtype; see docs/compare.md.
@@ -74,27 +72,11 @@ def same_bits(pair: TensorPair) -> bool | None:
     if pair.metrics is not None:
         return pair.metrics.is_equal
     if a.summary is not None and e.summary is not None and a.summary != e.summary:
-        if a.summary.sketch is not None and same_numbers(a.summary, e.summary):
-            return None  # another device adds them up in another order
         if a.stride != e.stride and moved_values(a.summary, e.summary):
             return None  # in another order in memory, sums of the same numbers are others
         # another tool's mean and norm of the same bits are others
         return False if a.summary.counted else None
     return None
-
-
-def same_numbers(a: TensorSummary, e: TensorSummary) -> bool:
-    """Whether two summaries with sketches are those of the same numbers in the same places, as far
-    as the order of sums in float64 lets one tell."""
-    if a.sketch is None or e.sketch is None or a.norm is None or e.norm is None:
-        return a == e
-    if (a.min, a.max, a.nan_count, a.inf_count, a.zero_count) != (
-        (e.min, e.max, e.nan_count, e.inf_count, e.zero_count)
-    ):
-        return False
-    if not math.isclose(a.norm, e.norm, rel_tol=_SAME_SUM):
-        return False
-    return sketch.difference(a.sketch, e.sketch) <= _SAME_SUM * e.norm
 
 
 def distance(pair: TensorPair, floor: float = 0.0) -> float:
@@ -126,8 +108,6 @@ def _distance(pair: TensorPair, floor: float) -> float:
         return _ratio(m.rms_error, u * max(m.rms_expected, floor))
     if a.summary is None or e.summary is None:
         return 0.0
-    if a.summary.sketch is not None and e.summary.sketch is not None:
-        return _sketched_distance(a, e, u, floor)
     other_bits = a.dtype == e.dtype and same_bits(pair) is False
     if other_bits and is_moved(pair):
         return math.inf if not u else 1 / u
@@ -135,54 +115,6 @@ def _distance(pair: TensorPair, floor: float) -> float:
         return math.inf if not u and other_bits else 0.0
     relative = summary_distance(a, e, floor)
     return _ratio(relative, u) if u else (math.inf if relative else 0.0)
-
-
-def _sketched_distance(a: TensorRecord, e: TensorRecord, u: float, floor: float) -> float:
-    """The distance by sketches, which show an error wherever it is; other statistics may show more
-    of one that is the same everywhere."""
-    assert a.summary is not None
-    assert e.summary is not None
-    if same_numbers(a.summary, e.summary):
-        return 0.0
-    if not u:
-        return math.inf
-    return _ratio(max(sketched_error(a, e, floor), summary_distance(a, e, floor)), u)
-
-
-def sketched_error(a: TensorRecord, e: TensorRecord, floor: float = 0.0) -> float:
-    """The relative error that two sketches show: within a factor of two that of the tensors."""
-    s, t = a.summary, e.summary
-    if s is None or t is None or s.sketch is None or t.sketch is None or t.norm is None:
-        return 0.0
-    if max(_size(t.min), _size(t.max)) > 1e30:  # a mask, beside which nothing counts
-        return 0.0
-    repeat = 1  # an expanded tensor has its elements once in the sketch
-    if e.stride is not None:
-        pairs = zip(e.shape, e.stride, strict=True)
-        repeat = math.prod(length for length, step in pairs if not step)
-    size = max(t.norm, floor * math.sqrt(max(e.numel, 1))) / math.sqrt(max(repeat, 1))
-    return _ratio(sketch.difference(s.sketch, t.sketch), size)
-
-
-def gain(pair: TensorPair) -> float:
-    """By how many roundings a tensor is larger or smaller than its partner as a whole. Rounding
-    errors, which have either sign, leave the norm as it is."""
-    a, e = pair.actual, pair.expected
-    u = pair_roundoff(pair)
-    if a is None or e is None or a.summary is None or e.summary is None or not u:
-        return 0.0
-    s, t = a.summary, e.summary
-    if s.norm is None or t.norm is None or not s.is_finite or not t.is_finite:
-        return 0.0
-    return _ratio(abs(s.norm - t.norm), u * t.norm)
-
-
-def is_sketched(pair: TensorPair) -> bool:
-    """Whether it is known of both sides where their numbers are, without their contents."""
-    a, e = pair.actual, pair.expected
-    if a is None or e is None or a.summary is None or e.summary is None:
-        return False
-    return a.summary.sketch is not None and e.summary.sketch is not None
 
 
 def summary_distance(a: TensorRecord, e: TensorRecord, floor: float = 0.0) -> float:
@@ -217,13 +149,9 @@ def moved_values(a: TensorSummary, e: TensorSummary) -> bool:
     if (a.min, a.max, a.zero_count) != (e.min, e.max, e.zero_count):
         return False
     peak = max(_size(a.min), _size(a.max))
-    if not math.isclose(a.norm, e.norm, rel_tol=_SAME_SUM):
-        return False
-    if abs(a.mean - e.mean) > _SAME_SUM * peak:
-        return False
-    if a.sketch is None or e.sketch is None:
-        return True
-    return sketch.difference(a.sketch, e.sketch) > _MOVED * e.norm
+    return (
+        math.isclose(a.norm, e.norm, rel_tol=_SAME_SUM) and abs(a.mean - e.mean) <= _SAME_SUM * peak
+    )
 
 
 def is_moved(pair: TensorPair) -> bool:

@@ -427,9 +427,7 @@ class StepReader:
         return self._values.get(value_id, NOT_THERE)
 
     def _read_value(self, line: lines.ValueLine) -> Content:
-        summary = None
-        if line.summary is not None:
-            summary = lines.unpack_summary(line.summary, line.sketch)
+        summary = lines.unpack_summary(line.summary) if line.summary is not None else None
         if line.blob is None:
             return summary, line.digest, None, line.gap
         if min(line.blob) < 0 or max(line.blob) >= 1 << 63:

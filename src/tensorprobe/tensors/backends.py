@@ -13,7 +13,7 @@ import torch
 
 from tensorprobe import native
 from tensorprobe.tensors import cuda_graphs as captures
-from tensorprobe.tensors import digest, host, memory, sketch, tally, torch_ops
+from tensorprobe.tensors import digest, host, memory, tally, torch_ops
 from tensorprobe.tensors import tally_rows as rows
 from tensorprobe.tensors.readback import MAX_AGE_S, ROWS, SLOTS, Bank, Port, Queue, await_arrival
 from tensorprobe.tensors.result import Result
@@ -121,9 +121,8 @@ class HostBackend:
 
 
 # Of a form of tensors: the dtype, how its kernel starts, rows and units that are given to it, how
-# many different elements there are, how often each, the bytes of all, and whether they are read in
-# the order of memory.
-_Plan = tuple[str, "Start", int, int, int, int, int, bool]
+# many different elements there are, how often each, and the bytes of all.
+_Plan = tuple[str, "Start", int, int, int, int, int]
 
 
 class KernelBackend:
@@ -196,14 +195,14 @@ class KernelBackend:
         stream = self._usual_stream()
         if stream is None or not address or address & 15:
             return None
-        name, start, n_rows, units, count, repeat, nbytes, ordered = plan
+        name, start, n_rows, units, count, repeat, nbytes = plan
         queue, result = self._queue, Result()
         queue.acquire()  # half of what `with` takes
         try:
             bank, slot, row = queue.place(n_rows, stream)
             start.begin(n_rows, stream, address, units, bank, row, slot)
             # Does not hold the tensor, which must go when the program lets it go.
-            bank.tickets[slot] = (result, name, count, repeat, nbytes, ordered)
+            bank.tickets[slot] = (result, name, count, repeat, nbytes)
         except self._failures as error:
             self._refuse(name, tensor.dtype, error)
             return None
@@ -217,8 +216,8 @@ class KernelBackend:
         if usual is None or tensor.is_nested or tensor.is_neg():
             return None
         start: Start | None = usual.start
-        count, repeat, is_contiguous = tensor.numel(), 1, tensor.is_contiguous()
-        if not is_contiguous:
+        count, repeat = tensor.numel(), 1
+        if not tensor.is_contiguous():
             shape, strides, repeat = self._elements_of(tensor)
             count //= repeat
             if self._digest or not memory.is_dense(shape, strides):
@@ -230,8 +229,7 @@ class KernelBackend:
             return None
         n_rows = min(usual.max_programs, -(-count // usual.tile))
         nbytes = count * usual.itemsize
-        ordered = is_contiguous or not self._digest
-        return usual.dtype, start, n_rows, count // usual.unit, count, repeat, nbytes, ordered
+        return usual.dtype, start, n_rows, count // usual.unit, count, repeat, nbytes
 
     def _elements_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """Shape and strides of what is to be read, and how often each element of it counts."""
@@ -271,9 +269,8 @@ class KernelBackend:
         with self._port.on_device():
             count, repeat = tensor.numel(), 1
             nbytes = count * tensor.element_size()
-            runs, ordered = None, True
+            runs = None
             if not tensor.is_contiguous():
-                ordered = not self._digest
                 shape, strides, repeat = self._elements_of(tensor)
                 runs = self._runs_of(tensor, name, shape, strides)
                 if runs is not None:
@@ -284,7 +281,7 @@ class KernelBackend:
                 else:
                     tensor, count, repeat = _in_one_piece(tensor)
             try:
-                self._launch((result, name, count, repeat, nbytes, ordered), tensor, runs)
+                self._launch((result, name, count, repeat, nbytes), tensor, runs)
             except self._failures as error:
                 self._refuse(name, tensor.dtype, error)
                 self._use_spare(result, tensor, name)
@@ -296,7 +293,7 @@ class KernelBackend:
 
     def _launch(self, ticket: rows.Ticket, tensor: torch.Tensor, runs: memory.Runs | None) -> None:
         launcher, queue = self._launcher, self._queue
-        _, name, count, _, nbytes, _ = ticket
+        _, name, count, _, nbytes = ticket
         both = self._stats and self._digest and self._takes_both(name, tensor, nbytes)
         n_rows = self._rows_for_both(nbytes) if both else self._rows_for(name, count)
         stream = self._port.current_stream()
@@ -358,15 +355,12 @@ def _in_one_piece(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
 class _Pending:
     """A tensor whose numbers are on the device."""
 
-    __slots__ = ("buckets", "complete", "floats", "ints", "mixed")
+    __slots__ = ("complete", "floats", "ints", "mixed")
 
-    def __init__(
-        self, complete: Callable[[list[float], list[int], list[float], int], None]
-    ) -> None:
+    def __init__(self, complete: Callable[[list[float], list[int], int], None]) -> None:
         self.complete = complete
         self.floats: torch.Tensor | None = None
         self.ints: torch.Tensor | None = None
-        self.buckets: torch.Tensor | None = None
         self.mixed: torch.Tensor | None = None
 
 
@@ -379,7 +373,6 @@ class _Batch:
         self.event = event
         self.floats = _fetched([p.floats for p in pending if p.floats is not None])
         self.ints = _fetched([p.ints for p in pending if p.ints is not None])
-        self.buckets = _fetched([p.buckets for p in pending if p.buckets is not None])
         self.mixed = _fetched([p.mixed for p in pending if p.mixed is not None])
         if event is not None:
             event.record()
@@ -388,15 +381,14 @@ class _Batch:
         return self.event is None or bool(captures.ask(self.device, self.event.query))
 
     def deliver(self) -> None:
-        floats, ints, buckets, mixed = (
+        floats, ints, mixed = (
             [] if numbers is None else numbers.tolist()
-            for numbers in (self.floats, self.ints, self.buckets, self.mixed)
+            for numbers in (self.floats, self.ints, self.mixed)
         )
         for index, pending in enumerate(self.pending):
             pending.complete(
                 floats[index] if floats else [],
                 ints[index] if ints else [],
-                buckets[index] if buckets else [],
                 mixed[index] if mixed else 0,
             )
 
@@ -422,7 +414,6 @@ class TorchBackend:
         self._digest = digest
         self._host = HostBackend(stats=stats, digest=digest)
         self._digests: torch_ops.Digests | None = None
-        self._signs: torch_ops.Signs | None = None
         self._missing: dict[str, str] = {}  # dtype: why the device cannot do it
         self._is_wide: bool | None = None  # whether it has float64; asked at the first tensor
         self._cannot_digest = ""
@@ -500,29 +491,21 @@ class TorchBackend:
         base, repeat = torch_ops.distinct(tensor)
         count, nbytes = base.numel(), tensor.numel() * tensor.element_size()
 
-        def complete(
-            floats: list[float], ints: list[int], buckets: list[float], mixed: int
-        ) -> None:
+        def complete(floats: list[float], ints: list[int], mixed: int) -> None:
             if self._stats:
-                packed = sketch.pack(buckets) if self._is_wide else None
                 if self._is_wide:
                     row = torch_ops.to_row(floats, ints, name)
                 else:
                     row = torch_ops.narrow_row(floats, ints)
-                result.summary = rows.decode(row, name, count, repeat, packed)
+                result.summary = rows.decode(row, name, count, repeat)
             if self._digest:
                 result.digest = digest.finish(mixed, nbytes)
             result.ready = True
 
         pending = _Pending(complete)
         if self._stats:
-            if not self._is_wide:
-                pending.floats, pending.ints = torch_ops.tally_narrow(base)
-            else:
-                if self._signs is None:
-                    self._signs = torch_ops.Signs(self._device)
-                tallied = torch_ops.tally(base, name, self._signs)
-                pending.floats, pending.ints, pending.buckets = tallied
+            tallied = torch_ops.tally(base, name) if self._is_wide else torch_ops.tally_narrow(base)
+            pending.floats, pending.ints = tallied
         if self._digest:
             if self._digests is None:
                 self._digests = torch_ops.Digests(self._device)

@@ -14,11 +14,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tensorprobe.tensors import sketch
 from tensorprobe.tensors import tally as compiled
 from tensorprobe.tensors.digest import CHUNK_NBYTES, Digester
 from tensorprobe.tensors.dtypes import ML_DTYPES
-from tensorprobe.tensors.signs import add_signed
 from tensorprobe.tensors.summary import TensorSummary
 
 Array = np.ndarray[Any, Any]
@@ -85,7 +83,6 @@ class Tally:
     """
 
     __slots__ = (
-        "buckets",
         "count",
         "high",
         "inf",
@@ -104,7 +101,6 @@ class Tally:
         self.high: Any = None
         self.total = self.square = 0.0
         self.total_scale = self.square_scale = 0
-        self.buckets = np.zeros(sketch.BUCKETS)
 
     def bounds(self, low: Any, high: Any) -> None:
         if self.low is None:
@@ -135,7 +131,6 @@ class Tally:
             self.nan * repeat,
             self.inf * repeat,
             self.zero * repeat,
-            sketch=sketch.pack(self.buckets),
         )
 
 
@@ -192,10 +187,8 @@ def _tally_bounded(tally: Tally, chunk: Array, low: float, high: float, scratch:
 
 
 def _add_sums(tally: Tally, wide: Array) -> None:
-    """Add the numbers that were counted last."""
     tally.total += _sum(wide)
     tally.square += sum_of_squares(wide)
-    add_signed(tally.buckets, wide, tally.count - wide.size)
 
 
 def _sum(wide: Array) -> float:
@@ -299,7 +292,6 @@ def tally_bool(tally: Tally, chunk: Array, scratch: Scratch) -> None:
     tally.count += chunk.size
     tally.zero += chunk.size - true
     tally.bounds(true == chunk.size, true > 0)
-    add_signed(tally.buckets, chunk.astype(np.float64), tally.count - chunk.size)
 
 
 def tally_complex64(tally: Tally, chunk: Array, scratch: Scratch) -> None:
@@ -343,7 +335,6 @@ def _tally_parts(tally: Tally, parts: Array, scratch: Scratch) -> None:
         tally.zero += _count_zeros(magnitude, scratch)
     tally.total += _sum(magnitude)
     tally.square += sum_of_squares(wide)
-    add_signed(tally.buckets, wide, 2 * (tally.count - size))
 
 
 STEPS: dict[str, Step] = {
@@ -402,7 +393,7 @@ def _by_library(
         outcome = reader.read(array.ctypes.data)
         return None if outcome is None else outcome[0]
     adder = compiled.Adder(library, dtype)
-    for piece in _whole_chunks(array):
+    for piece in _pieces(array, CHUNK, "K"):
         adder.add(piece.ctypes.data, piece.nbytes)
     return adder.summary(repeat)
 
@@ -424,10 +415,7 @@ def finish(tally: Tally, array: Array, dtype: str, repeat: int) -> TensorSummary
             _rescale(tally, array, dtype)
     if dtype != "bool":
         return tally.summary(repeat)
-    packed = sketch.pack(tally.buckets)
-    return TensorSummary(
-        tally.low, tally.high, None, None, 0, 0, tally.zero * repeat, sketch=packed
-    )
+    return TensorSummary(tally.low, tally.high, None, None, 0, 0, tally.zero * repeat)
 
 
 def digest_strided(array: Array) -> str:
@@ -480,38 +468,16 @@ def _pieces(array: Array, size: int, order: Literal["K", "C"]) -> Iterator[Array
         yield from chunks(piece, size)
 
 
-def _whole_chunks(array: Array) -> Iterator[Array]:
-    """The elements in the order of memory, CHUNK at a time but for the last. Each is used at once:
-    the next may be in its place."""
-    room = np.empty(CHUNK, array.dtype)
-    held = 0
-    for piece in _pieces(array, CHUNK, "K"):
-        if piece.size == CHUNK and not held:
-            yield piece
-            continue
-        taken = min(CHUNK - held, piece.size)
-        room[held : held + taken] = piece[:taken]
-        held += taken
-        if held == CHUNK:
-            yield room
-            held = piece.size - taken
-            room[:held] = piece[taken:]
-    if held:
-        yield room[:held]
-
-
 def _count_float8(array: Array, dtype: str, digester: Digester | None) -> Tally:
     """From how often each of the 256 bit patterns occurs."""
     counts = np.zeros(256, np.int64)
-    values = float8_values(dtype)
-    numbers = np.where(np.isfinite(values), values, 0.0)
-    tally = Tally()
     for chunk in chunks(array, CHUNK):
         if digester is not None:
             digester.update(chunk)
         counts += np.bincount(chunk, minlength=256)
-        add_signed(tally.buckets, numbers[chunk], tally.count)
-        tally.count += chunk.size
+    values = float8_values(dtype)
+    tally = Tally()
+    tally.count = array.size
     tally.nan = int(counts[np.isnan(values)].sum())
     tally.inf = int(counts[np.isinf(values)].sum())
     tally.zero = int(counts[values == 0].sum())

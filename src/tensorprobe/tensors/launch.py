@@ -255,7 +255,7 @@ class Launcher:
         self._both_runs = Kernel(
             kernels.digest_and_tally_runs, device, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES
         )
-        self._reduce = Kernel(kernels.reduce_rows, device, WARPS, FIELDS=rows.FIELDS, BLOCK=128)
+        self._reduce = Kernel(kernels.reduce_rows, device, 4, FIELDS=rows.FIELDS, BLOCK=128)
 
     def tally(
         self, tensor: torch.Tensor, name: str, count: int, programs: int, bank: Bank, slot: int,

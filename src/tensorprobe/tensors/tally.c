@@ -13,12 +13,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define VERSION 3 /* tally.py uses a library of its own version only */
+#define VERSION 2 /* tally.py uses a library of its own version only */
 
 enum { CHUNK_NBYTES = 65536, CHUNK_WORDS = CHUNK_NBYTES / 8 };
 enum { BLOCK = 4096 }; /* elements that are summed before lanes are added up: 1e-13 holds */
-enum { LANES = 16, BUCKETS = 16 };
-enum { TILE = 16 * LANES }; /* elements of a sketch that have their signs from one number */
+enum { LANES = 16 };
 enum { STATS = 1, DIGEST = 2 };
 enum { AHEAD = 4096 }; /* bytes: without a word about it, memory waits for arithmetic */
 enum { F64, F32, F16, BF16, I64, I32, I16, I8, U32, U16, U8, U64, BOOL };
@@ -46,7 +45,6 @@ typedef struct {
     sum total, square;  /* over what is finite */
     int64_t nan, inf, zero;
     uint64_t mixed; /* of the digest: fmix(p + (c + 1) * GOLD) */
-    double sketch[BUCKETS];
 } part;
 
 typedef struct {
@@ -55,7 +53,6 @@ typedef struct {
     int64_t nan, inf, zero;
     uint64_t digest;
     int64_t state;
-    double sketch[BUCKETS];
 } row;
 
 typedef struct {
@@ -98,84 +95,7 @@ typedef uint8_t __attribute__((may_alias)) u8_any;
     for (int step = LANES / 2; step; step /= 2) \
         for (int j = 0; j < step; j++) (lanes)[j] += (lanes)[j + step];
 
-/* The sketch (see sketch.py) costs next to nothing: the steps of a tile are added to one of two
-   sums, which the total needs anyhow, and signs come in when the tile is done. */
-enum { SECOND = 0x1ED8 }; /* bit s: whether step s of a tile is added to the second sum */
-
-static double signs[16][LANES]; /* of the lanes, by four bits: one for every four lanes */
-
-INLINE uint32_t sign_bits(int64_t tile) {
-    uint32_t x = (uint32_t)tile * 0x9E3779B1u;
-    return (x ^ x >> 15) * 0x85EBCA77u >> 24;
-}
-
-INLINE void add_sketch(part *into, double sketch[4][LANES]) {
-    for (int b = 0; b < BUCKETS; b++) {
-        const double *of = sketch[b / 4] + b % 4;
-        into->sketch[b] += (of[0] + of[4]) + (of[8] + of[12]);
-    }
-}
-
-#define END_TILE                                                              \
-    {                                                                         \
-        uint32_t bits = sign_bits(tile);                                      \
-        double *to = sketch[tile++ % 4];                                      \
-        const double *one = signs[bits & 15], *two = signs[bits >> 4];        \
-        for (int j = 0; j < LANES; j++) {                                     \
-            total[j] += first[j] + second[j];                                 \
-            to[j] += one[j] * (double)first[j] + two[j] * (double)second[j];  \
-        }                                                                     \
-    }
-
-/* A block of numbers, of which each goes through STEP(x, j, sum, becomes), in tiles and lanes. */
-#define IN_TILES(NUMBER, STEP)                                                \
-    for (; i + TILE <= n; i += TILE) {                                        \
-        LANES_OF(NUMBER, STEP, 0, first, =) LANES_OF(NUMBER, STEP, 1, first, +=)     \
-        LANES_OF(NUMBER, STEP, 2, first, +=) LANES_OF(NUMBER, STEP, 3, second, =)    \
-        LANES_OF(NUMBER, STEP, 4, second, +=) LANES_OF(NUMBER, STEP, 5, first, +=)   \
-        LANES_OF(NUMBER, STEP, 6, second, +=) LANES_OF(NUMBER, STEP, 7, second, +=)  \
-        LANES_OF(NUMBER, STEP, 8, first, +=) LANES_OF(NUMBER, STEP, 9, second, +=)   \
-        LANES_OF(NUMBER, STEP, 10, second, +=) LANES_OF(NUMBER, STEP, 11, second, +=) \
-        LANES_OF(NUMBER, STEP, 12, second, +=) LANES_OF(NUMBER, STEP, 13, first, +=) \
-        LANES_OF(NUMBER, STEP, 14, first, +=) LANES_OF(NUMBER, STEP, 15, first, +=)  \
-        END_TILE                                                              \
-    }                                                                         \
-    if (i < n) {                                                              \
-        for (int j = 0; j < LANES; j++) first[j] = second[j] = 0;             \
-        for (int s = 0; i < n; s++) {                                         \
-            if (SECOND >> s & 1)                                              \
-                REST_OF(NUMBER, STEP, second)                                 \
-            else                                                              \
-                REST_OF(NUMBER, STEP, first)                                  \
-        }                                                                     \
-        END_TILE                                                              \
-    }
-
-#define LANES_OF(NUMBER, STEP, s, sum, becomes)                                 \
-    __builtin_prefetch((const char *)(data + i + s * LANES) + AHEAD);         \
-    for (int j = 0; j < LANES; j++) {                                         \
-        NUMBER x = data[i + s * LANES + j];                                   \
-        STEP(x, j, sum, becomes)                                              \
-    }
-
-#define REST_OF(NUMBER, STEP, sum)                                            \
-    {                                                                         \
-        if (i + LANES <= n) {                                                 \
-            for (int j = 0; j < LANES; j++) {                                 \
-                NUMBER x = data[i + j];                                       \
-                STEP(x, j, sum, +=)                                           \
-            }                                                                 \
-            i += LANES;                                                       \
-        } else {                                                              \
-            for (int j = 0; i < n; i++, j++) {                                \
-                ONE_BY_ONE(j)                                                 \
-                NUMBER x = data[i];                                           \
-                STEP(x, j, sum, +=)                                           \
-            }                                                                 \
-        }                                                                     \
-    }
-
-#define FLOAT_STEP(x, j, sum, becomes)  \
+#define FLOAT_STEP(x, j)                \
     low[j] = LOWER(x, low[j]);          \
     high[j] = UPPER(x, high[j]);        \
     zero[j] += (x) == 0;                \
@@ -184,21 +104,30 @@ INLINE void add_sketch(part *into, double sketch[4][LANES]) {
         finite[j] += IS_FINITE(x);      \
         (x) = IS_FINITE(x) ? (x) : 0;   \
     }                                   \
-    sum[j] becomes (double)(x);         \
+    total[j] += (double)(x);            \
     square[j] += (double)(x) * (double)(x);
 
 /* A block of numbers. A sum that is not finite tells that something has to be left out of it: then
    once more, carefully. */
 #define FLOAT_BLOCK(NAME, MEMORY, NUMBER)                                              \
-    INLINE int NAME##_pass(const MEMORY *data, int n, int64_t tile, part *into,        \
-                           const int careful) {                                        \
-        double total[LANES] = {0}, square[LANES] = {0}, sketch[4][LANES] = {0};           \
-        double first[LANES] = {0}, second[LANES] = {0};                                \
+    INLINE int NAME##_pass(const MEMORY *data, int n, part *into, const int careful) { \
+        double total[LANES] = {0}, square[LANES] = {0};                                \
         int32_t zero[LANES] = {0}, nan[LANES] = {0}, finite[LANES] = {0};              \
         NUMBER low[LANES], high[LANES];                                                \
         int i = 0;                                                                     \
         for (int j = 0; j < LANES; j++) low[j] = INFINITE, high[j] = -INFINITE;        \
-        IN_TILES(NUMBER, FLOAT_STEP)                                                   \
+        for (; i + LANES <= n; i += LANES) {                                           \
+            __builtin_prefetch((const char *)(data + i) + AHEAD);                      \
+            for (int j = 0; j < LANES; j++) {                                          \
+                NUMBER x = data[i + j];                                                \
+                FLOAT_STEP(x, j)                                                       \
+            }                                                                          \
+        }                                                                              \
+        for (int j = 0; i < n; i++, j++) {                                             \
+            ONE_BY_ONE(j)                                                              \
+            NUMBER x = data[i];                                                        \
+            FLOAT_STEP(x, j)                                                           \
+        }                                                                              \
         ADD_UP(total)                                                                  \
         if (!careful && !IS_FINITE(total[0])) return 0;                                \
         ADD_UP(square)                                                                 \
@@ -216,35 +145,44 @@ INLINE void add_sketch(part *into, double sketch[4][LANES]) {
         into->zero += zero[0];                                                         \
         add(&into->total, total[0]);                                                   \
         add(&into->square, square[0]);                                                 \
-        add_sketch(into, sketch);                                                      \
         return 1;                                                                      \
     }                                                                                  \
-    INLINE void NAME##_block(const void *data, int n, int64_t tile, part *into) {      \
-        if (!NAME##_pass(data, n, tile, into, 0)) NAME##_pass(data, n, tile, into, 1); \
+    INLINE void NAME##_block(const void *data, int n, part *into) {                    \
+        if (!NAME##_pass(data, n, into, 0)) NAME##_pass(data, n, into, 1);             \
     }
 
 FLOAT_BLOCK(f64, f64_any, double)
 FLOAT_BLOCK(f32, f32_any, float)
 
-#define WHOLE_STEP(x, j, sum, becomes) \
+#define WHOLE_STEP(x, j, TOTAL)  \
     low[j] = LOWER(x, low[j]);   \
     high[j] = UPPER(x, high[j]); \
     zero[j] += (x) == 0;         \
-    sum[j] becomes (x);          \
+    total[j] += (TOTAL)(x);      \
     square[j] += (double)(x) * (double)(x);
 
 /* Integers, likewise. TOTAL holds the sum over a lane exactly, or is double. */
 #define WHOLE_BLOCK(NAME, MEMORY, NUMBER, FIELD, TOTAL)                  \
-    INLINE void NAME##_block(const void *memory, int n, int64_t tile,    \
-                             part *into) {                               \
+    INLINE void NAME##_block(const void *memory, int n, part *into) {    \
         const MEMORY *data = memory;                                     \
-        TOTAL total[LANES] = {0}, first[LANES] = {0}, second[LANES] = {0}; \
-        double square[LANES] = {0}, sketch[4][LANES] = {0};                 \
+        TOTAL total[LANES] = {0};                                        \
+        double square[LANES] = {0};                                      \
         int32_t zero[LANES] = {0};                                       \
         NUMBER low[LANES], high[LANES];                                  \
         int i = 0;                                                       \
         for (int j = 0; j < LANES; j++) low[j] = high[j] = data[0];      \
-        IN_TILES(NUMBER, WHOLE_STEP)                                     \
+        for (; i + LANES <= n; i += LANES) {                             \
+            __builtin_prefetch((const char *)(data + i) + AHEAD);        \
+            for (int j = 0; j < LANES; j++) {                            \
+                NUMBER x = data[i + j];                                  \
+                WHOLE_STEP(x, j, TOTAL)                                  \
+            }                                                            \
+        }                                                                \
+        for (int j = 0; i < n; i++, j++) {                               \
+            ONE_BY_ONE(j)                                                \
+            NUMBER x = data[i];                                          \
+            WHOLE_STEP(x, j, TOTAL)                                      \
+        }                                                                \
         ADD_UP(total)                                                    \
         ADD_UP(square)                                                   \
         ADD_UP(zero)                                                     \
@@ -255,24 +193,17 @@ FLOAT_BLOCK(f32, f32_any, float)
         into->zero += zero[0];                                           \
         add(&into->total, (double)total[0]);                             \
         add(&into->square, square[0]);                                   \
-        add_sketch(into, sketch);                                        \
     }
 
 WHOLE_BLOCK(i64, i64_any, int64_t, whole, double)
 WHOLE_BLOCK(u64, u64_any, uint64_t, natural, double)
 WHOLE_BLOCK(i32, i32_any, int32_t, whole, int64_t)
 
-#define BOOL_STEP(x, j, sum, becomes) sum[j] becomes (x) != 0;
-
-INLINE void bool_block(const void *memory, int n, int64_t tile, part *into) {
+INLINE void bool_block(const void *memory, int n, part *into) {
     const u8_any *data = memory;
-    int32_t total[LANES] = {0}, first[LANES] = {0}, second[LANES] = {0};
-    double sketch[4][LANES] = {0};
-    int i = 0;
-    IN_TILES(uint8_t, BOOL_STEP)
-    ADD_UP(total)
-    into->zero += n - total[0];
-    add_sketch(into, sketch);
+    int32_t zero = 0;
+    for (int i = 0; i < n; i++) zero += data[i] == 0;
+    into->zero += zero;
 }
 
 /* The others are blocks of a wider kind, made in the cache. */
@@ -295,7 +226,7 @@ INLINE float wide_f16(uint16_t x) {
 }
 
 #define WIDE_BLOCK(NAME, MEMORY, WIDER, NUMBER, WIDEN)                                \
-    INLINE void NAME##_block(const void *memory, int n, int64_t tile, part *into) {   \
+    INLINE void NAME##_block(const void *memory, int n, part *into) {                 \
         const MEMORY *data = memory;                                                  \
         NUMBER wide[BLOCK];                                                           \
         int i = 0;                                                                    \
@@ -305,7 +236,7 @@ INLINE float wide_f16(uint16_t x) {
             for (int j = 0; j < 64; j++) wide[i + j] = WIDEN(data[i + j]);            \
         }                                                                             \
         for (; i < n; i++) wide[i] = WIDEN(data[i]);                                  \
-        WIDER##_block(wide, n, tile, into);                                           \
+        WIDER##_block(wide, n, into);                                                 \
     }
 
 WIDE_BLOCK(f16, u16_any, f32, float, wide_f16)
@@ -340,7 +271,7 @@ INLINE uint64_t digest_chunk(const unsigned char *memory, int nbytes, int64_t nu
     return fmix(product + (uint64_t)(number + 1) * GOLD);
 }
 
-typedef void block_tally(const void *data, int n, int64_t tile, part *into);
+typedef void block_tally(const void *data, int n, part *into);
 
 typedef struct {
     uint64_t (*digest)(const unsigned char *data, int nbytes, int64_t number);
@@ -355,8 +286,8 @@ typedef struct {
     DO(u16, LEVEL, TARGET) DO(u8, LEVEL, TARGET) DO(u64, LEVEL, TARGET)                  \
     DO(bool, LEVEL, TARGET)
 #define FUNCTION(KIND, LEVEL, TARGET)                                                    \
-    TARGET static void KIND##_##LEVEL(const void *data, int n, int64_t tile, part *into) { \
-        KIND##_block(data, n, tile, into);                                               \
+    TARGET static void KIND##_##LEVEL(const void *data, int n, part *into) {             \
+        KIND##_block(data, n, into);                                                     \
     }
 #define ADDRESS(KIND, LEVEL, TARGET) KIND##_##LEVEL,
 #define LEVEL(LEVEL, TARGET)                                                             \
@@ -433,10 +364,8 @@ static part read_chunk(int wants, int kind, const unsigned char *data, int nbyte
     int item = ITEM_NBYTES[kind], step = BLOCK * item;
     if (wants & STATS) {
         __typeof__(own_mode()) mode = own_mode();
-        int64_t tile = number * (CHUNK_NBYTES / item / TILE);
-        for (int at = 0; at < nbytes; at += step, tile += BLOCK / TILE)
-            use->tally[kind](data + at, (nbytes - at < step ? nbytes - at : step) / item, tile,
-                             &part);
+        for (int at = 0; at < nbytes; at += step)
+            use->tally[kind](data + at, (nbytes - at < step ? nbytes - at : step) / item, &part);
         back_to(mode);
     }
     if (wants & DIGEST) part.mixed = use->digest(data, nbytes, number);
@@ -460,7 +389,6 @@ static void join(int kind, part *to, const part *from) {
     to->square.rest += from->square.rest;
     to->nan += from->nan, to->inf += from->inf, to->zero += from->zero;
     to->mixed += from->mixed;
-    for (int b = 0; b < BUCKETS; b++) to->sketch[b] += from->sketch[b];
 }
 
 /* One tensor, read by several threads. */
@@ -566,8 +494,6 @@ __attribute__((constructor)) static void prepare(void) {
         z = (z ^ z >> 27) * 0x94D049BB133111EBu;
         weights[i] = (z ^ z >> 31) | 1;
     }
-    for (int bits = 0; bits < 16; bits++)
-        for (int j = 0; j < LANES; j++) signs[bits][j] = bits >> j / 4 & 1 ? -1.0 : 1.0;
     tally_use(2);
     forget_threads();
     pthread_atfork(NULL, NULL, forget_threads);
@@ -588,7 +514,7 @@ APART void add_piece(int kind, const unsigned char *data, int64_t nbytes, int64_
     if (!at) *to = nothing(kind);
     for (int64_t c = 0; c < nbytes; c += CHUNK_NBYTES) {
         int size = nbytes - c < CHUNK_NBYTES ? nbytes - c : CHUNK_NBYTES;
-        part part = read_chunk(STATS, kind, data + c, size, (at + c) / CHUNK_NBYTES);
+        part part = read_chunk(STATS, kind, data + c, size, 0);
         join(kind, to, &part);
     }
 }
@@ -618,7 +544,6 @@ APART void finish(int kind, int64_t nbytes, int64_t repeat, const part *all, row
     row->norm = __builtin_sqrt(square) * __builtin_sqrt((double)repeat);
     row->nan = all->nan * repeat, row->inf = all->inf * repeat, row->zero = all->zero * repeat;
     row->digest = fmix(all->mixed + (uint64_t)nbytes * GOLD);
-    memcpy(row->sketch, all->sketch, sizeof(row->sketch));
 }
 
 APART int answer(request *request, const unsigned char *data) {

@@ -15,7 +15,7 @@ from typing import Any
 
 from tensorprobe.tensors.summary import TensorSummary
 
-VERSION = 3  # as in tally.c
+VERSION = 2  # as in tally.c
 PATH = Path(__file__).with_name("libtally.so")
 
 # From here on a call lets go of the interpreter. What takes a few microseconds does not: another
@@ -31,10 +31,10 @@ _ITEMSIZES = dict(zip(KINDS, (8, 4, 2, 2, 8, 4, 2, 1, 4, 2, 1, 8, 1), strict=Tru
 _STATS, _DIGEST = 1, 2
 _BOUNDED, _FINITE, _USUAL, _OUT_OF_RANGE = 1, 2, 3, 4
 _QUESTION = struct.Struct("<5q")  # wanted, kind, bytes, repeat, threads
-# The answer after it: low, high, mean, norm; nan, inf, zero; the digest, the state, the sketch.
-_REALS, _WHOLES, _NATURALS = (struct.Struct(f"<2{kind}2d3qQq128s") for kind in "dqQ")
+# The answer after it: low, high, mean, norm; nan, inf, zero; the digest, the state.
+_REALS, _WHOLES, _NATURALS = (struct.Struct(f"<2{kind}2d3qQq") for kind in "dqQ")
 _THREADS_AT = 32
-_PART_NBYTES = 80 + 128
+_PART_NBYTES = 80
 
 Outcome = tuple["TensorSummary | None", "str | None"]
 
@@ -84,13 +84,13 @@ class Reader:
             struct.pack_into("<q", self._request, _THREADS_AT, some)
         if not self._call(self._at, address):
             return None
-        low, high, mean, norm, nan, inf, zero, digest, state, sums = self._unpack(self._answer)
+        low, high, mean, norm, nan, inf, zero, digest, state = self._unpack(self._answer)
         summary = None
         if self._stats:
             if state == _USUAL:
-                summary = TensorSummary(low, high, mean, norm, nan, inf, zero, True, sums)
+                summary = TensorSummary(low, high, mean, norm, nan, inf, zero)
             else:
-                summary = _unusual(self._dtype, low, high, mean, norm, nan, inf, zero, state, sums)
+                summary = _unusual(self._dtype, low, high, mean, norm, nan, inf, zero, state)
                 if summary is None:
                     return None
         return summary, f"{digest:016x}" if self._digest else None
@@ -104,13 +104,13 @@ def _unpacking(dtype: str) -> Any:
 
 def _unusual(
     dtype: str, low: float, high: float, mean: float, norm: float,
-    nan: int, inf: int, zero: int, state: int, sums: bytes,
+    nan: int, inf: int, zero: int, state: int,
 ) -> TensorSummary | None:  # fmt: skip
     """The summary of booleans, of no or no finite numbers; None if a sum left its range."""
     if state & _OUT_OF_RANGE:
         return None
     if dtype == "bool":
-        return TensorSummary(bool(low), bool(high), None, None, 0, 0, zero, True, sums)
+        return TensorSummary(bool(low), bool(high), None, None, 0, 0, zero)
     bounded, finite = state & _BOUNDED, state & _FINITE
     return TensorSummary(
         low if bounded else None,
@@ -120,13 +120,11 @@ def _unusual(
         nan,
         inf,
         zero,
-        True,
-        sums,
     )
 
 
 class Adder:
-    """Adds up the pieces of a tensor that does not lie in one: whole chunks, and then the rest."""
+    """Adds up the pieces of a tensor that does not lie in one."""
 
     def __init__(self, library: TallyLibrary, dtype: str) -> None:
         self._library, self._dtype, self._nbytes = library, dtype, 0
@@ -140,8 +138,8 @@ class Adder:
         """The summary of the pieces added so far, at least one; None if numpy must do it."""
         answer = ctypes.create_string_buffer(_REALS.size)
         self._library.finish(KINDS[self._dtype], self._nbytes, repeat, self._part, answer)
-        low, high, mean, norm, nan, inf, zero, _, state, sums = _unpacking(self._dtype)(answer)
-        return _unusual(self._dtype, low, high, mean, norm, nan, inf, zero, state, sums)
+        low, high, mean, norm, nan, inf, zero, _, state = _unpacking(self._dtype)(answer)
+        return _unusual(self._dtype, low, high, mean, norm, nan, inf, zero, state)
 
 
 class TallyLibrary:

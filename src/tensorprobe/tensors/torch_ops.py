@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tensorprobe.tensors import memory, narrow_sums, sketch
+from tensorprobe.tensors import memory, narrow_sums
 from tensorprobe.tensors import tally_rows as rows
 from tensorprobe.tensors.digest import (
     CHUNK_WORDS,
@@ -26,30 +26,20 @@ from tensorprobe.tensors.digest import (
     finish,
 )
 from tensorprobe.tensors.host import SCALE
-from tensorprobe.tensors.signs import tile_signs
 
 BLOCK = 1 << 22  # elements at a time: bounds the float64 copies that these operations need
 _INT64_MIN = -(1 << 63)
-_LOW_WORD = 0xFFFFFFFF
 
 
-def tally(
-    tensor: torch.Tensor, name: str, signs: Signs
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The floats (FLOAT_FIELDS) and the integers (INT_FIELDS) of a row, on the tensor's device; and
-    the sums of the sketch."""
+def tally(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The floats (FLOAT_FIELDS) and the integers (INT_FIELDS) of a row, on the tensor's device."""
     floats: dict[int, torch.Tensor] = {}
     ints: dict[int, torch.Tensor] = {}
-    buckets: torch.Tensor | None = None
-    for index, piece in enumerate(_pieces(tensor)):
-        found_floats, found_ints, numbers = _tally_piece(piece, name)
+    for piece in _pieces(tensor):
+        found_floats, found_ints = _tally_piece(piece, name)
         _combine(floats, found_floats)
         _combine(ints, found_ints)
-        start = index * BLOCK * (numbers.numel() // piece.numel())
-        sums = signs.sums(numbers.reshape(-1), start)
-        buckets = sums if buckets is None else buckets + sums
-    assert buckets is not None  # empty tensors do not come here
-    return _stacked(floats, FLOAT_FIELDS), _stacked(ints, INT_FIELDS), buckets
+    return _stacked(floats, FLOAT_FIELDS), _stacked(ints, INT_FIELDS)
 
 
 def tally_narrow(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,7 +89,7 @@ def _stacked(found: dict[int, torch.Tensor], fields: tuple[int, ...]) -> torch.T
 
 
 def to_row(floats: list[float], ints: list[int], name: str) -> list[int]:
-    """The row of fields that both together are, without the sketch."""
+    """The row of fields that both together are."""
     row = [0] * rows.FIELDS
     for field, number in zip(INT_FIELDS, ints, strict=True):
         row[field] = number
@@ -128,8 +118,7 @@ def _combine(sofar: dict[int, torch.Tensor], found: dict[int, torch.Tensor]) -> 
             sofar[field] = sofar[field] + value
 
 
-# What is found in a piece: floats, integers, and its finite numbers as float64.
-Found = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor], torch.Tensor]
+Found = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]
 
 
 def _tally_piece(x: torch.Tensor, name: str) -> Found:
@@ -147,7 +136,7 @@ def _tally_bool(x: torch.Tensor) -> Found:
     zero = torch.logical_not(x).sum()
     low, high = x.all().to(torch.int64), x.any().to(torch.int64)
     ints = {rows.LOW: low, rows.HIGH: high, rows.ZERO: zero}
-    return {rows.TOTAL: zero.to(torch.float64)}, ints, x.to(torch.float64)
+    return {rows.TOTAL: zero.to(torch.float64)}, ints
 
 
 def _tally_integer(x: torch.Tensor, name: str) -> Found:
@@ -162,7 +151,7 @@ def _tally_integer(x: torch.Tensor, name: str) -> Found:
         wide = value.to(torch.float64)
         zero = (value == 0).sum()
     ints = {rows.LOW: value.amin(), rows.HIGH: value.amax(), rows.ZERO: zero}
-    return {rows.TOTAL: wide.sum(), rows.SQUARE: (wide * wide).sum()}, ints, wide
+    return {rows.TOTAL: wide.sum(), rows.SQUARE: (wide * wide).sum()}, ints
 
 
 def _tally_float(x: torch.Tensor, *, wide: bool) -> Found:
@@ -179,8 +168,7 @@ def _tally_float(x: torch.Tensor, *, wide: bool) -> Found:
     else:
         floats[rows.TOTAL] = finite.sum()
         floats[rows.SQUARE] = (finite * finite).sum()
-    ints = {rows.NAN: nan.sum(), rows.INF: inf.sum(), rows.ZERO: (value == 0).sum()}
-    return floats, ints, finite
+    return floats, {rows.NAN: nan.sum(), rows.INF: inf.sum(), rows.ZERO: (value == 0).sum()}
 
 
 def _tally_complex(re: torch.Tensor, im: torch.Tensor, *, wide: bool) -> Found:
@@ -200,8 +188,7 @@ def _tally_complex(re: torch.Tensor, im: torch.Tensor, *, wide: bool) -> Found:
         floats[rows.TOTAL] = magnitude.sum()
         floats[rows.SQUARE] = (re * re + im * im).sum()
     zero = ((value == 0) & ~nan).sum()
-    ints = {rows.NAN: nan.sum(), rows.INF: inf.sum(), rows.ZERO: zero}
-    return floats, ints, torch.stack([re, im], -1)
+    return floats, {rows.NAN: nan.sum(), rows.INF: inf.sum(), rows.ZERO: zero}
 
 
 def _sum_wide(
@@ -224,39 +211,13 @@ def _sum_wide(
 
 
 def distinct(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """A view of what an expanded tensor repeats, in the order of memory; and how often it does."""
+    """A view of what an expanded tensor repeats, and how often it does."""
     repeat = 1
     for dim in reversed(range(tensor.dim())):
         if tensor.stride(dim) == 0 and tensor.size(dim) > 1:
             repeat *= tensor.size(dim)
             tensor = tensor.select(dim, 0)
-    if tensor.is_contiguous():
-        return tensor, repeat
-    order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
-    return tensor.permute(order), repeat
-
-
-class Signs:
-    """Makes sketches of tensors of one device; keeps the signs of a tile there."""
-
-    def __init__(self, device: torch.device) -> None:
-        # Kept: a copy that does not block may still be reading its source.
-        self._source = torch.from_numpy(tile_signs().copy())
-        self._signs = self._source.to(device, non_blocking=True)
-
-    def sums(self, numbers: torch.Tensor, start: int) -> torch.Tensor:
-        """The sixteen sums of float64 numbers, the first of which has the position `start`."""
-        missing = -numbers.numel() % sketch.ROUND
-        if missing:
-            numbers = torch.cat([numbers, numbers.new_zeros(missing)])
-        tiles = numbers.view(-1, sketch.TILE)
-        first = start // sketch.TILE
-        tile = torch.arange(first, first + len(tiles), device=numbers.device)
-        one, two = sketch.FACTORS
-        bits = (tile * one) & _LOW_WORD
-        bits = (((bits ^ (bits >> 15)) * two) & _LOW_WORD) >> 24
-        rounds = (tiles * self._signs[bits]).view(-1, sketch.ROUND).sum(0)
-        return rounds.view(sketch.ROUND // sketch.TILE, -1, sketch.QUARTER).sum(1).view(-1)
+    return tensor, repeat
 
 
 def digests_agree(device: torch.device) -> bool:

@@ -12,8 +12,7 @@ import triton.language as tl
 
 from tensorprobe.tensors.digest import CHUNK_WORDS, GOLD
 from tensorprobe.tensors.host import SCALE
-from tensorprobe.tensors.sketch import BUCKETS, FACTORS, QUARTER, ROUND, SECOND, TILE
-from tensorprobe.tensors.tally_rows import BIG, SKETCH, SMALL
+from tensorprobe.tensors.tally_rows import BIG, SMALL
 
 # How the elements are to be read.
 FLOAT, BFLOAT16, TABLE, INTEGER, UNSIGNED64, BOOL, COMPLEX = range(7)
@@ -36,14 +35,6 @@ _CHUNK_WORDS = tl.constexpr(CHUNK_WORDS)
 _GOLD = tl.constexpr(GOLD - (1 << 64))
 _FMIX_1 = tl.constexpr(0xFF51AFD7ED558CCD - (1 << 64))
 _FMIX_2 = tl.constexpr(0xC4CEB9FE1A85EC53 - (1 << 64))
-_SKETCH = tl.constexpr(SKETCH)
-_BUCKETS = tl.constexpr(BUCKETS)
-_SIGN_TILE = tl.constexpr(TILE)
-_ROUND = tl.constexpr(ROUND)
-_QUARTER = tl.constexpr(QUARTER)
-_SECOND = tl.constexpr(SECOND)
-_FACTOR_1 = tl.constexpr(FACTORS[0] - (1 << 32))
-_FACTOR_2 = tl.constexpr(FACTORS[1] - (1 << 32))
 _INT64_MIN = tl.constexpr(-(1 << 63))
 _INT64_MAX = tl.constexpr((1 << 63) - 1)
 
@@ -69,90 +60,6 @@ def _await_others(EARLY: tl.constexpr):
 @triton.jit
 def _store_bits(pointer, value):
     tl.store(pointer, value.to(tl.int64, bitcast=True))
-
-
-@triton.jit
-def _sign_bits(tile):
-    """The bits of tiles, in the upper eight of 32."""
-    x = tile.to(tl.int32) * _FACTOR_1
-    return (x ^ (x.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * _FACTOR_2
-
-
-@triton.jit
-def _sign(bits, within):
-    """The sign at a place in a tile with these bits, as float64."""
-    # Shifts: the division of numbers that might be negative takes four times as long.
-    bit = 24 + (within >> 2 & 3) + ((_SECOND >> (within >> 4)) & 1) * 4
-    return tl.where(((bits >> bit) & 1) == 1, -1.0, 1.0).to(tl.float64)
-
-
-@triton.jit
-def _signs(at):
-    """The signs that numbers at these positions have in the sketch."""
-    return _sign(_sign_bits(at >> 8), (at & 255).to(tl.int32))
-
-
-@triton.jit
-def _add_signed(sketch, wide, start, vector, LANES: tl.constexpr, VECTOR: tl.constexpr):
-    """Add vectors, from the position `start` of a tile on, by their places in a quarter. A quarter
-    has one sign: not each element asks for its own, and what depends on the lane is worked out
-    once."""
-    at = vector * VECTOR
-    bits = _sign_bits((start >> 8).to(tl.int32) + (at >> 8))
-    within = at & 255
-    if VECTOR == 2 * _QUARTER:
-        halves = tl.reshape(wide, [LANES, 2, _QUARTER])
-        one, two = tl.split(tl.permute(halves, (0, 2, 1)))
-        sketch += one * _sign(bits, within)[:, None]
-        return sketch + two * _sign(bits, within + _QUARTER)[:, None]
-    signs = _sign(bits, within)[:, None]
-    part = tl.arange(0, VECTOR)[None, :]
-    for quarter in tl.static_range(1, VECTOR // _QUARTER):
-        more = _sign(bits, within + quarter * _QUARTER)[:, None]
-        signs = tl.where(part < quarter * _QUARTER, signs, more)
-    return sketch + _by_places(wide * signs, LANES, VECTOR)
-
-
-@triton.jit
-def _added(a, b):
-    return a + b
-
-
-@triton.jit
-def _by_places(signed, LANES: tl.constexpr, VECTOR: tl.constexpr):
-    """The numbers of each lane added up by their places in a quarter."""
-    if VECTOR > _QUARTER:
-        signed = tl.reshape(signed, [LANES, VECTOR // _QUARTER, _QUARTER])
-        signed = tl.reduce(signed, 1, _added)
-    return signed
-
-
-@triton.jit
-def _in_buckets(places, LANES: tl.constexpr, VECTOR: tl.constexpr):
-    """The sums of a sketch, of lanes that hold VECTOR numbers each, and together whole rounds."""
-    rounds: tl.constexpr = LANES * VECTOR // _ROUND
-    places = tl.reshape(places, [rounds, _BUCKETS // _QUARTER, _SIGN_TILE // VECTOR, _QUARTER])
-    return tl.reshape(tl.sum(tl.sum(places, 2), 0), [_BUCKETS])
-
-
-@triton.jit
-def _in_tiles(signed, at):
-    """Numbers at any positions, in the rows of the four tiles that they may be in."""
-    tile = (at >> 8 & 3).to(tl.int32)
-    row = tl.arange(0, _BUCKETS // _QUARTER)
-    return tl.where(row[:, None] == tile[None, :], signed[None, :], 0.0)
-
-
-@triton.jit
-def _of_tiles(rows, N: tl.constexpr):
-    """The sums of a sketch, of N numbers in rows of tiles."""
-    rows = tl.reshape(rows, [_BUCKETS // _QUARTER, N // _QUARTER, _QUARTER])
-    return tl.reshape(tl.sum(rows, 1), [_BUCKETS])
-
-
-@triton.jit
-def _store_sketch(to, buckets):
-    _store_bits(to + _SKETCH + tl.arange(0, _BUCKETS), buckets)
 
 
 @triton.jit
@@ -238,28 +145,23 @@ def _place(at, run, n1, n2, s0, s1, s2, RUNS: tl.constexpr, UNIT: tl.constexpr):
 
 @triton.jit
 def _tile(
-    sketch, x, table, index, run, n1, n2, s0, s1, s2,
+    x, table, index, run, n1, n2, s0, s1, s2,
     KIND: tl.constexpr, VECTOR: tl.constexpr, RUNS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """What the elements of the whole tile of this number give to the tallies, each for itself; and
-    to the sketch.
+    """What the elements of the whole tile of this number give to the tallies, each for itself.
 
     Zeros are counted as floats, two instructions each; of integers the compiler makes masks and
     counts their bits, in three and more.
     """
     vector = tl.arange(0, LANES)
-    part = tl.arange(0, VECTOR)[None, :]
-    first = tl.zeros([], tl.int64) + index * (LANES * VECTOR)
-    lane = vector
     if RUNS:
         vector = _place(index * LANES + vector, run, n1, n2, s0, s1, s2, RUNS, VECTOR)
     else:  # one sum in 64 bits for all lanes
         x += index * (LANES * VECTOR)
-    raw = tl.load(x + (vector[:, None] * VECTOR + part))
+    raw = tl.load(x + (vector[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]))
     value = _numbers(raw, table, KIND, tl.float32)
     wide = value.to(tl.float64)
-    sketch = _add_signed(sketch, wide, first, lane, LANES, VECTOR)
-    return (value, value, wide, wide * wide, (value == 0.0).to(tl.float32)), sketch
+    return value, value, wide, wide * wide, (value == 0.0).to(tl.float32)
 
 
 @triton.jit
@@ -291,7 +193,6 @@ def _tally(
         total = tl.zeros([LANES], tl.float64)
         square = tl.zeros([LANES], tl.float64)
         zeros = tl.zeros([LANES], tl.float32)
-        sketch = tl.zeros([LANES, _QUARTER], tl.float64)
         tile: tl.constexpr = LANES * VECTOR
         lane = tl.arange(0, LANES)
         whole = n // tile
@@ -300,29 +201,21 @@ def _tally(
         pairs = tl.maximum(tl.cdiv(whole - programs - pid, 2 * programs), 0)
         for pair in range(pairs):
             index = last - pair * 2 * programs
-            one, sketch = _tile(
-                sketch, x, table, index, run, n1, n2, s0, s1, s2, KIND, VECTOR, RUNS, LANES
-            )
+            one = _tile(x, table, index, run, n1, n2, s0, s1, s2, KIND, VECTOR, RUNS, LANES)
             index -= programs
-            two, sketch = _tile(
-                sketch, x, table, index, run, n1, n2, s0, s1, s2, KIND, VECTOR, RUNS, LANES
-            )
+            two = _tile(x, table, index, run, n1, n2, s0, s1, s2, KIND, VECTOR, RUNS, LANES)
             # All at once: a pass of Triton 3.6 fails on a sum that stands alone in a loop.
             low, high, total, square, zeros = _merge(
                 low, high, total, square, zeros, *tl.reduce(_merge(*one, *two), 1, _merge)
             )
         for done in range(pairs * 2 * programs, whole - pid, programs):
-            one, sketch = _tile(
-                sketch, x, table, last - done, run, n1, n2, s0, s1, s2, KIND, VECTOR, RUNS, LANES
-            )
+            one = _tile(x, table, last - done, run, n1, n2, s0, s1, s2, KIND, VECTOR, RUNS, LANES)
             low, high, total, square, zeros = _merge(
                 low, high, total, square, zeros, *tl.reduce(one, 1, _merge)
             )
         tallies = (low, high, total, square, zeros.to(tl.int64))
         low, high, total, square, zeros = tl.reduce(tallies, 0, _merge)
-        buckets = _in_buckets(sketch, LANES, VECTOR)
         if pid == whole % programs:
-            rest = tl.zeros([_BUCKETS // _QUARTER, LANES], tl.float64)
             for start in range(whole * tile, n, LANES):
                 inside = start + lane < n
                 at = _place(start + lane, run, n1, n2, s0, s1, s2, RUNS, 1)
@@ -338,11 +231,8 @@ def _tally(
                 low, high, total, square, zeros = _merge(
                     low, high, total, square, zeros, *tl.reduce(tallies, 0, _merge)
                 )
-                rest += _in_tiles(wide * _signs(start + lane), start + lane)
-            buckets += _of_tiles(rest, LANES)
         if total - total == 0.0:
             _store_finite(to, low, high, total, square, zeros)
-            _store_sketch(to, buckets)
         else:
             _tally_with_care(
                 x, table, to, n, run, n1, n2, s0, s1, s2, pid, programs,
@@ -369,8 +259,6 @@ def _tally_with_care(
     total_big = tl.zeros([LANES], tl.float64)
     square_big = tl.zeros([LANES], tl.float64)
     square_small = tl.zeros([LANES], tl.float64)
-    numbers: tl.constexpr = 2 * LANES if KIND == _COMPLEX else LANES
-    sketch = tl.zeros([_BUCKETS // _QUARTER, numbers], tl.float64)
     nans = tl.zeros([LANES], tl.int32)
     infs = tl.zeros([LANES], tl.int32)
     zeros = tl.zeros([LANES], tl.int32)
@@ -397,9 +285,6 @@ def _tally_with_care(
                 value = tl.where(inf, float("inf"), wide)
                 squared = re * re + im * im
                 size = tl.maximum(tl.abs(re), tl.abs(im))
-                both = tl.reshape(tl.join(re, im), [numbers])
-                first = 2 * (index + part) * LANES + tl.arange(0, numbers)
-                sketch += _in_tiles(both * _signs(first), first)
             else:
                 place = _place(at, run, n1, n2, s0, s1, s2, RUNS, 1)
                 value = _values(x, table, place, inside, KIND, narrow)
@@ -409,7 +294,6 @@ def _tally_with_care(
                 wide = tl.where(finite, value, 0.0).to(tl.float64)
                 squared = wide * wide
                 size = tl.abs(wide)
-                sketch += _in_tiles(wide * _signs(at), at)
             known = inside & (~nan)
             low = tl.minimum(low, tl.where(known, value, float("inf")))
             high = tl.maximum(high, tl.where(known, value, float("-inf")))
@@ -445,7 +329,6 @@ def _tally_with_care(
     tl.store(to + 7, tl.sum(nans.to(tl.int64), 0))
     tl.store(to + 8, tl.sum(infs.to(tl.int64), 0))
     tl.store(to + 9, tl.sum(zeros.to(tl.int64), 0))
-    _store_sketch(to, _of_tiles(sketch, numbers))
 
 
 @triton.jit(do_not_specialize=["n", "row", "slot"])
@@ -464,7 +347,6 @@ def tally_integers(
     total = tl.zeros([BLOCK], tl.float64)
     square = tl.zeros([BLOCK], tl.float64)
     zeros = tl.zeros([BLOCK], tl.int32)
-    sketch = tl.zeros([BLOCK], tl.float64)
     steps = tl.cdiv(n, programs * BLOCK)
     at = pid.to(tl.int64) * BLOCK + lane
     for _ in range(steps):
@@ -485,7 +367,6 @@ def tally_integers(
         high = tl.maximum(high, tl.where(inside, value, _INT64_MIN))
         total += wide
         square += wide * wide
-        sketch += wide * _signs(at)
         at += programs * BLOCK
     to = rows + (row + pid).to(tl.int64) * FIELDS
     tl.store(to + 0, tl.min(low, 0))
@@ -495,8 +376,6 @@ def tally_integers(
     for field in tl.static_range(4, 9):
         tl.store(to + field, tl.zeros([], tl.int64))
     tl.store(to + 9, tl.sum(zeros.to(tl.int64), 0))
-    places = tl.reshape(sketch, [BLOCK // _QUARTER, _QUARTER])
-    _store_sketch(to, _in_buckets(places, BLOCK // _QUARTER, _QUARTER))
     if pid == 0:
         tl.store(meta + slot * _META, row)
         tl.store(meta + slot * _META + 1, programs)
@@ -673,20 +552,6 @@ def _digest_and_tally(word, weight, inside, KIND: tl.constexpr, UNIT: tl.constex
 
 
 @triton.jit
-def _signed(word, at, KIND: tl.constexpr, UNIT: tl.constexpr):
-    """What the elements of words give to the sketch, in their order; the words have these numbers.
-    The elements of one word have one sign."""
-    signs = _signs(at * (8 // UNIT))
-    one = _element(word, 0, KIND, UNIT).to(tl.float64) * signs
-    two = _element(word, 1, KIND, UNIT).to(tl.float64) * signs
-    if UNIT == 2:
-        three = _element(word, 2, KIND, UNIT).to(tl.float64) * signs
-        four = _element(word, 3, KIND, UNIT).to(tl.float64) * signs
-        one, two = tl.join(one, three), tl.join(two, four)
-    return tl.join(one, two)
-
-
-@triton.jit
 def _pairs(
     x, weights, chunk, start, run, n1, n2, s0, s1, s2,
     UNIT: tl.constexpr, RUNS: tl.constexpr, LANES: tl.constexpr,
@@ -749,8 +614,6 @@ def _digest_and_tally_all(
     total = tl.zeros([LANES], tl.float64)
     square = tl.zeros([LANES], tl.float64)
     zeros = tl.zeros([LANES], tl.float32)
-    place = lane[:, None] * 2 + tl.arange(0, 2)[None, :]
-    sketch = tl.zeros([LANES, _QUARTER], tl.float64)
     mixed = tl.zeros([], tl.int64)
     whole = words // _CHUNK_WORDS
     for done in range(pid, whole, programs):
@@ -763,11 +626,6 @@ def _digest_and_tally_all(
             two, by_two = _pairs(
                 x, weights, chunk, start + tile, run, n1, n2, s0, s1, s2, UNIT, RUNS, LANES
             )
-            first_word = chunk * _CHUNK_WORDS + start
-            signed = _signed(one, first_word + place, KIND, UNIT)
-            signed += _signed(two, first_word + tile + place, KIND, UNIT)
-            signed = tl.reshape(signed, [LANES, per_pair])
-            sketch += _by_places(signed, LANES, per_pair)
             tallies = _digest_and_tally(one, by_one, True, KIND, UNIT)
             sums, low, high, total, square, zeros = _merge_digested(
                 sums, low, high, total, square, zeros, *tl.reduce(tallies, 1, _merge_digested)
@@ -780,34 +638,26 @@ def _digest_and_tally_all(
         mixed += _fmix(tl.sum(sums, 0) + number * _GOLD)
     lanes = (low, high, total, square, zeros.to(tl.float64))
     low, high, total, square, zeros = tl.reduce(lanes, 0, _merge)
-    buckets = _in_buckets(sketch, LANES, per_pair)
-    rest_numbers: tl.constexpr = LANES * per_pair // 2
     first = whole * _CHUNK_WORDS
     if (pid == whole % programs) & (first < words):
         sums = tl.zeros([], tl.int64)
-        rest = tl.zeros([_BUCKETS // _QUARTER, rest_numbers], tl.float64)
         for start in range(0, words - first, LANES):
             at = first + start + lane
             inside = at < words
-            word_number = at
             if RUNS:
                 pair = _place(at // 2, run, n1, n2, s0, s1, s2, RUNS, per_pair)
                 at = pair * 2 + at % 2
             word = tl.load(x + at, mask=inside, other=0)
             weight = tl.load(weights + start + lane, mask=inside, other=0)
-            signed = _signed(word, word_number, KIND, UNIT)
-            position = (first + start) * (per_pair // 2) + tl.arange(0, rest_numbers)
-            rest += _in_tiles(tl.reshape(signed, [rest_numbers]), position)
             tallies = _digest_and_tally(word, weight, inside, KIND, UNIT)
             sums, low, high, total, square, zeros = _merge_digested(
                 sums, low, high, total, square, zeros, *tl.reduce(tallies, 0, _merge_digested)
             )
-        buckets += _of_tiles(rest, rest_numbers)
-        mixed += _fmix(sums + (tl.zeros([], tl.int64) + whole + 1) * _GOLD)
+        number = tl.zeros([], tl.int64) + whole + 1
+        mixed += _fmix(sums + number * _GOLD)
     tl.atomic_add(digests + slot, mixed)
     if total - total == 0.0:
         _store_finite(to, low, high, total, square, zeros.to(tl.int64))
-        _store_sketch(to, buckets)
     else:
         per_word: tl.constexpr = 8 // UNIT
         _tally_with_care(
@@ -843,8 +693,6 @@ def reduce_rows(
     nans = tl.zeros([BLOCK], tl.int64)
     infs = tl.zeros([BLOCK], tl.int64)
     zeros = tl.zeros([BLOCK], tl.int64)
-    bucket = tl.arange(0, _BUCKETS)
-    sketch = tl.zeros([BLOCK, _BUCKETS], tl.float64)
     for start in range(0, count, BLOCK):
         inside = start + lane < count
         at = rows + (first + start + lane) * FIELDS
@@ -863,8 +711,6 @@ def reduce_rows(
         nans += tl.load(at + 7, mask=inside, other=0)
         infs += tl.load(at + 8, mask=inside, other=0)
         zeros += tl.load(at + 9, mask=inside, other=0)
-        sums = tl.load(at[:, None] + (bucket + _SKETCH)[None, :], mask=inside[:, None], other=0)
-        sketch += sums.to(tl.float64, bitcast=True)
     to = out + slot.to(tl.int64) * FIELDS
     if floats == 1:
         _store_bits(to + 0, tl.min(low, 0))
@@ -880,7 +726,6 @@ def reduce_rows(
     tl.store(to + 7, tl.sum(nans, 0))
     tl.store(to + 8, tl.sum(infs, 0))
     tl.store(to + 9, tl.sum(zeros, 0))
-    _store_sketch(to, tl.sum(sketch, 0))
     tl.store(to + 10, tl.load(digests + slot))
     tl.store(digests + slot, tl.zeros([], tl.int64))
     tl.store(meta + slot * _META + 1, tl.zeros([], tl.int32))
