@@ -94,6 +94,7 @@ def test_what_is_shown_is_what_the_verdict_says(
     assert page.locator("#graph .edge.way").count() > 0
 
 
+@pytest.mark.slow
 def test_the_timeline_zooms_and_narrows_the_table(made: Make, opened: Open) -> None:
     page = opened(made("llama", "silu").url)
     plot = page.locator("#timeline .u-over")
@@ -113,6 +114,8 @@ def test_the_timeline_zooms_and_narrows_the_table(made: Make, opened: Open) -> N
     page.locator("#timeline .plot").focus()
     for key in ("+", "ArrowRight", "-", "0"):
         page.keyboard.press(key)
+    # the plot is drawn anew with the next frame; positions are of what is drawn
+    page.evaluate("() => new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))")
     report = "window.tensorprobe.report"
     # a click opens the call that is nearest
     at, x, y = page.evaluate(
