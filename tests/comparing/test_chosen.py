@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import tensorprobe as tp
 from tensorprobe.cli.main import main
-from tensorprobe.comparing.row_pairs import Rows, parse_rows
+from tensorprobe.comparing.places.row_pairs import Rows, parse_rows
 
 
 class Net(nn.Module):

@@ -153,7 +153,7 @@ def _chosen(
     known: CallMapping,
 ) -> Compared:
     # here: it takes numpy, which is not needed where other processes measure
-    from tensorprobe.comparing.chosen_verdict import compare_chosen, wanted
+    from tensorprobe.comparing.places.chosen_verdict import compare_chosen, wanted
 
     actual, expected = sides
     runs = [_opened(source) for source in noise]

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tensorprobe.comparing.boundaries import Tree
-from tensorprobe.comparing.chosen import FoundPlace, PlaceResults
+from tensorprobe.comparing.places.boundaries import Tree
+from tensorprobe.comparing.places.chosen import FoundPlace, PlaceResults
+from tensorprobe.comparing.places.weights import is_quantised
 from tensorprobe.comparing.rounding import (
     autocast_unit,
     distance,
@@ -16,7 +17,6 @@ from tensorprobe.comparing.rounding import (
     roundoff,
 )
 from tensorprobe.comparing.verdict import Status
-from tensorprobe.comparing.weights import is_quantised
 
 # Healthy pairs of Llama, GPT-2, Qwen2, BERT and T5 stay below 2.6 and 0.8 roundings times the root
 # of the number of modules; with weights fifteen times as large as usual, below 11 and 4.

@@ -11,7 +11,9 @@ import msgspec
 import numpy as np
 
 from tensorprobe.comparing.align import Pair
-from tensorprobe.comparing.boundaries import (
+from tensorprobe.comparing.mapping import Mapping as CallMapping
+from tensorprobe.comparing.measure import CallPair, TensorPair
+from tensorprobe.comparing.places.boundaries import (
     GRADIENTS,
     MODULES,
     OUTPUTS,
@@ -26,9 +28,7 @@ from tensorprobe.comparing.boundaries import (
     last_of_each_step,
     selects_nothing,
 )
-from tensorprobe.comparing.mapping import Mapping as CallMapping
-from tensorprobe.comparing.measure import CallPair, TensorPair
-from tensorprobe.comparing.row_pairs import (
+from tensorprobe.comparing.places.row_pairs import (
     AUTO,
     SAME,
     SAVED,
@@ -47,8 +47,8 @@ from tensorprobe.comparing.row_pairs import (
     place_of,
     saved_grids,
 )
+from tensorprobe.comparing.places.weights import Pairing, Twins, is_turned, pair_modules
 from tensorprobe.comparing.verdict import MeasuredPlace, RowCounts
-from tensorprobe.comparing.weights import Pairing, Twins, is_turned, pair_modules
 from tensorprobe.errors import BadUsage, TensorprobeError
 from tensorprobe.records import Capture, TensorRecord
 from tensorprobe.tensors.metrics import measure_pair

@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tensorprobe.comparing.arguments import fact_differences
-from tensorprobe.comparing.boundaries import MODULES, Tree
-from tensorprobe.comparing.chosen import FoundPlace, PlaceResults, compare_rank
 from tensorprobe.comparing.mapping import NO_MAPPING, plain_path
 from tensorprobe.comparing.mapping import Mapping as CallMapping
 from tensorprobe.comparing.measure import CallPair
-from tensorprobe.comparing.place_limits import UNSURE, Floors, Limits, noise_floors
+from tensorprobe.comparing.places.boundaries import MODULES, Tree
+from tensorprobe.comparing.places.chosen import FoundPlace, PlaceResults, compare_rank
+from tensorprobe.comparing.places.place_limits import UNSURE, Floors, Limits, noise_floors
+from tensorprobe.comparing.places.row_pairs import AUTO, Fork, Rows, parse_rows
+from tensorprobe.comparing.places.weights import Twins, is_quantised
 from tensorprobe.comparing.rounding import Mode, content_mode, number_text
-from tensorprobe.comparing.row_pairs import AUTO, Fork, Rows, parse_rows
 from tensorprobe.comparing.verdict import Culprit, Place, RowCounts, Verdict, measured_text, percent
-from tensorprobe.comparing.weights import Twins, is_quantised
 from tensorprobe.errors import BadUsage, UnreadableCapture
 from tensorprobe.records import Call, Capture, count
 

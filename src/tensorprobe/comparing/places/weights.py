@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from tensorprobe.comparing.boundaries import Module, Tree
 from tensorprobe.comparing.mapping import Layers, Mapping, WeightParts, plain_path
+from tensorprobe.comparing.places.boundaries import Module, Tree
 from tensorprobe.errors import BadUsage, UnreadableCapture
 from tensorprobe.records import TensorRecord
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from tensorprobe.comparing.boundaries import Piece, Tree, is_module, suffix
+from tensorprobe.comparing.places.boundaries import Piece, Tree, is_module, suffix
 from tensorprobe.errors import BadUsage, UnreadableCapture
 from tensorprobe.records import Call, TensorRecord
 

@@ -1,0 +1,1 @@
+"""Chosen places: `compare --at`."""
