@@ -51,6 +51,7 @@ class OwnError(msgspec.Struct, frozen=True):
     law: str | None = None  # how its kernel rounds; None: nobody has calibrated it
     breach: Breach | None = None  # what of that the result breaks
     systematic: Breach | None = None  # the same if its kernel may round as often as it likes
+    unit: float = 2.0**-24  # the unit roundoff that these roundings are of
 
     @property
     def size(self) -> float:
@@ -129,7 +130,7 @@ def _own_error(forward: Call, backward: Call | None, noise: bool) -> Evidence:
         if law is not None and blind is None:
             held = _hold(law, forward, backward, record, found, reference, moves(name))
             error = msgspec.structs.replace(error, **held)
-        errors[name] = error
+        errors[name] = msgspec.structs.replace(error, unit=replayed.roundoff)
     if not errors:
         return Evidence(problem=f"{subject.name}: its replay gives none of what was recorded")
     return Evidence(errors)
