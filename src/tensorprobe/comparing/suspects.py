@@ -18,7 +18,7 @@ from tensorprobe.comparing.culprit import (
     percent,
 )
 from tensorprobe.comparing.evidence import Evidence, OwnError, Replayer, UserCode, replayer_for
-from tensorprobe.comparing.rounding import ROUNDING, number_text, roundoff
+from tensorprobe.comparing.rounding import ROUNDING, number_text
 from tensorprobe.comparing.scene import FAINT, Node, Scene, nonfinite_differs, shrink_factor
 from tensorprobe.comparing.verdict import Culprit, Side
 from tensorprobe.records import Call, Fields, TensorRecord
@@ -155,8 +155,8 @@ def _scaled(node: Node, own: OwnError) -> float:
     row = node.output(own.name)
     long = shrink_factor(node, row)
     found = own.size / long
-    if row is not None and row.coarse:
-        return found * roundoff("float32") / row.coarse
+    if row is not None and row.coarse > own.unit:
+        return found * own.unit / row.coarse
     if abs(own.gain) > 8 * own.gain_sigma:
         found = max(found, abs(own.gain) / math.sqrt(long))
     return 4 * found if own.exact else found
