@@ -173,7 +173,7 @@ def test_an_unknown_kernel_has_no_law(tmp_path: Path) -> None:
 
 def test_a_fine_side_is_not_blamed_for_a_coarse_difference(tmp_path: Path) -> None:
     """Attention in float32 is off by some ten roundings on a GPU: nothing beside bfloat16's."""
-    fine = OwnError("output.0", 9.0, 9.0, -5.0, 0.01, 1e-6)
+    fine = OwnError("output.0", 9.0, 9.0, -5.0, 0.01, 1e-6, unit=2.0**-24)
     coarse = msgspec.structs.replace(fine, unit=2.0**-8)
     right = record(tmp_path / "right", torch.float32)
     for dtype, is_beside_coarse in ((torch.bfloat16, True), (torch.float32, False)):

@@ -14,7 +14,7 @@ from tensorprobe.tensors.pair_metrics import FRACTION_BITS
 
 Mode = Literal["tensors", "digest", "stats", "structure"]
 _ENOUGH = 8  # numbers: of fewer, rounding may leave statistics as they are
-_SAME_SUM = 1e-13  # relative: sums of the same numbers in another order
+SAME_SUM = 1e-13  # relative: sums of the same numbers in another order
 # A healthy kernel stays below 3 units of own error, whatever its dtype; see docs/compare.md.
 ROUNDING = 16.0
 _TF32, _BF16 = 2.0**-11, 2.0**-9  # unit roundoffs
@@ -155,7 +155,7 @@ def moved_values(a: TensorSummary, e: TensorSummary) -> bool:
         return False
     peak = max(_size(a.min), _size(a.max))
     return (
-        math.isclose(a.norm, e.norm, rel_tol=_SAME_SUM) and abs(a.mean - e.mean) <= _SAME_SUM * peak
+        math.isclose(a.norm, e.norm, rel_tol=SAME_SUM) and abs(a.mean - e.mean) <= SAME_SUM * peak
     )
 
 

@@ -25,6 +25,7 @@ from tensorprobe.records import Call, Fields, TensorRecord
 from tensorprobe.replay.calibration import check_own_table
 
 _LEAST_S = 2.0
+_STANDS_OUT = 6.0  # times the error of all rows: a row that is wrong alone
 _CONTROLS = 4  # other calls of the same kernel that are asked whether they obey its law
 # In roundings: what is systematic to this degree is no way of rounding, whatever the kernel.
 _PLAIN = {"float32": 2.0, "bfloat16": 0.25, "float16": 0.25}
@@ -160,6 +161,8 @@ def _scaled(node: Node, own: OwnError) -> float:
         return found * own.unit / coarser
     if abs(own.gain) > 8 * own.gain_sigma:
         found = max(found, abs(own.gain) / math.sqrt(long))
+    if own.row > _STANDS_OUT * own.rms:  # long sums are as long in all rows
+        found = max(found, own.row / 1.5)
     return 4 * found if own.exact else found
 
 
