@@ -49,8 +49,8 @@ class PrecisionDebugger:
         step: Any = None,
         model: Any = None,
     ) -> None:
-        if _is_model(step):  # releases of 2024 have the model there, and the step after it
-            step, model = model, step
+        if _is_model(step) or (step is None and model is not None and not _is_model(model)):
+            step, model = model, step  # releases before 26 have the model before the step
         given = {"task": task, "dump_path": dump_path, "level": level, "step": step}
         arguments = {name: value for name, value in given.items() if value is not None}
         if dump_path is not None:
@@ -71,8 +71,8 @@ class PrecisionDebugger:
         self._models = _models(model)
         if model is not None:
             self._say_once("PrecisionDebugger(model=...) is of releases before 26: start() uses it")
-        self._folders: set[Path] = set()  # that were told of
-        self.session = _session(self._settings, 0, self._folders)
+        self._said: set[Path | str] = set()  # by the sessions: notes, and folders that were written
+        self.session = _session(self._settings, 0, self._said)
         self.config = ConfigFields(self._settings)
         self.service = Service(self._settings, self._begin_anew)
         self._tokens: _Tokens | None = None
@@ -208,7 +208,7 @@ class PrecisionDebugger:
         self._end_tokens()
         step = self.session.step_number if step is None else step
         self.session.close(goes_on=True)
-        self.session = _session(self._settings, step, self._folders)
+        self.session = _session(self._settings, step, self._said)
 
     def _follow_script(self) -> None:
         """What the script has set in service.config is in effect from the next start() on."""
@@ -278,7 +278,9 @@ class PrecisionDebugger:
             self._tokens = None
 
 
-def _session(settings: DoorConfig, step: int, told: set[Path]) -> MsprobeSession | OverflowSession:
+def _session(
+    settings: DoorConfig, step: int, told: set[Path | str]
+) -> MsprobeSession | OverflowSession:
     if settings.overflow_nums is not None:
         return OverflowSession(settings)
     return MsprobeSession(settings, step, told)

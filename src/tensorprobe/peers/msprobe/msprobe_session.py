@@ -35,14 +35,14 @@ _OF_A_RUN = re.compile(rf"{STEP.pattern}|{re.escape(UNFINISHED)}")
 class MsprobeSession:
     """Records natively into a private folder, and turns each step into msprobe's files.
 
-    `told` are the folders that the sessions of one debugger have said they wrote to.
+    `told` is what the sessions of one debugger have said: their notes, and where they wrote to.
     """
 
     def __init__(
         self,
         settings: DoorConfig,
         first_step: int = 0,
-        told: set[Path] | None = None,
+        told: set[Path | str] | None = None,
         log: Callable[[str], None] = say,
     ) -> None:
         if settings.dump_path is None:
@@ -54,7 +54,7 @@ class MsprobeSession:
         self.step_number = first_step
         self._settings = settings
         self._log = log
-        self._told = set() if told is None else told
+        self._told: set[Path | str] = set() if told is None else told
         self._recorder: Recorder | None = None
         self._rank_id: int | None = None
         self._rank = 0  # of the recording: a process group may come later
@@ -93,6 +93,7 @@ class MsprobeSession:
         """See no more calls; backward of those seen before is still recorded."""
         if self._recorder is not None:
             self._recorder.pause()
+            self._recorder.drain()  # it may have been paused before, and backward came by since
             self._write()
 
     def step(self) -> None:
@@ -130,7 +131,7 @@ class MsprobeSession:
             return
         atexit.unregister(self.close)
         recorder.close(tell=False)
-        if isinstance(recorder.failed, NothingRecorded) and not goes_on and not self._told:
+        if isinstance(recorder.failed, NothingRecorded) and not goes_on and not self._wrote():
             self._log(str(recorder.failed))
         self._write()
         self._forget_step()
@@ -164,8 +165,14 @@ class MsprobeSession:
             **self._settings.config.as_arguments(),
         )
         for note in self._settings.notes:
-            self._log(note)
+            if note not in self._told:
+                self._told.add(note)
+                self._log(note)
         return recorder
+
+    def _wrote(self) -> bool:
+        """Whether a session of this debugger has written a dump."""
+        return any(isinstance(said, Path) for said in self._told)
 
     def _has_rank(self) -> bool:
         return self._rank_id is not None or world_size() > 1 or "RANK" in os.environ
