@@ -249,10 +249,14 @@ def test_debug_saves_values_and_their_gradients(tmp_path: Path) -> None:
     h = torch.ones(2, requires_grad=True) * 3
     PrecisionDebugger.save(h, "h")
     debugger.save({"a": h, "b": [1, 2.5, "txt", h]}, "nested", save_backward=False)
+    debugger.save([h.detach(), 3.5], "idle")
     (h * h).sum().backward()
     debugger.step()
     saved = data(tmp_path, file="debug.json")
-    assert list(saved) == ["h.0.debug", "h_grad.0.debug", "nested.0.debug"]
+    names = ["h.0.debug", "h_grad.0.debug", "nested.0.debug", "idle.0.debug", "idle_grad.0.debug"]
+    assert list(saved) == names
+    assert saved["idle_grad.0.debug"] == [None, None]  # as msprobe says that none came
+    assert saved["nested.0.debug"]["a"]["requires_grad"]
     assert saved["nested.0.debug"]["b"][:3] == [
         {"type": "int", "value": 1},
         {"type": "float", "value": 2.5},
@@ -262,6 +266,7 @@ def test_debug_saves_values_and_their_gradients(tmp_path: Path) -> None:
     assert sorted(p.name for p in files.iterdir()) == [
         "h.0.debug.pt",
         "h_grad.0.debug.pt",
+        "idle.0.debug.0.pt",
         "nested.0.debug.a.pt",
         "nested.0.debug.b.3.pt",
     ]
@@ -672,19 +677,21 @@ def test_without_arguments_it_is_msprobes_own_configuration(
     assert (tmp_path / "dump_path" / "step0" / PROC / "dump.json").is_file()
 
 
-def test_a_process_that_gets_its_rank_later(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("given", "rank"), [(3, 3), (None, 0)])
+def test_a_process_that_gets_its_rank_later(tmp_path: Path, given: int | None, rank: int) -> None:
     script = (
         "import torch, torch.distributed as dist\n"
         "from tensorprobe.msprobe.pytorch import PrecisionDebugger\n"
         "d = PrecisionDebugger(dump_path='dump')\n"
         "for i in range(2):\n"
         "    if i: dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)\n"
-        "    d.start(rank_id=3 if i else None); torch.relu(torch.ones(2)); d.stop(); d.step()\n"
+        f"    d.start(rank_id={given} if i else None)\n"
+        "    torch.relu(torch.ones(2)); d.stop(); d.step()\n"
         "dist.destroy_process_group()\n"
     )
     done = run_script(tmp_path, script)
     assert done.returncode == 0, done.stderr
-    assert [p.name for p in (tmp_path / "dump").glob("step*/*")] == ["rank3", "rank3"]
+    assert [p.name for p in (tmp_path / "dump").glob("step*/*")] == [f"rank{rank}"] * 2
 
 
 @pytest.mark.slow

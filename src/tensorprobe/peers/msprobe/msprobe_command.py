@@ -159,6 +159,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     add("-csv_path", "--result_csv_path", metavar="FILE",
         help="refused: a check goes on by itself with the same -o")  # fmt: skip
     add("-save_error_data", action="store_true", help="not needed: tensorprobe repro DUMP CALL")
+    add("-real_data_path", metavar="DIR", help="not needed: tensors beside the dump are used")
     add("-j", "--jit_compile", action="store_true", help="of no consequence")
     add("-f", "--filter_api", action="store_true", help="of no consequence: each API is run once")
     parser.set_defaults(run=_check)

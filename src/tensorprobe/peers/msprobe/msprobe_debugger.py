@@ -138,8 +138,7 @@ class PrecisionDebugger:
         debugger = cls._get()
         if not isinstance(name, str) or not name:
             raise BadUsage(f"save(variable, name): {name!r} is no name")
-        value = variable if save_backward else _detached(variable)
-        debugger.session.save(name, value)
+        debugger.session.save(name, variable, gradient=save_backward)
 
     @classmethod
     def set_init_step(cls, step: int) -> None:
@@ -350,14 +349,6 @@ def _range(token_range: Sequence[int]) -> tuple[int, int]:
     if type(first) is not int or type(last) is not int or not 0 <= first <= last:
         raise BadUsage(f"token_range={token_range!r}: expected [first, last], from 0 on")
     return first, last
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _detached(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_detached(item) for item in value)
-    return value.detach() if hasattr(value, "detach") else value
 
 
 def _shown(request: tuple[str | None, dict[str, Any]]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from tensorprobe.devices import current_rank, world_size
+from tensorprobe.devices.process_rank import is_distributed
 from tensorprobe.errors import BadUsage, NothingRecorded, WriteFailed
 from tensorprobe.guarding.guard import Guard
 from tensorprobe.peers.msprobe.msprobe_config import DoorConfig
@@ -62,6 +63,9 @@ class MsprobeSession:
         self._written: tuple[int, int] = (-1, 0)  # the step, and how large its log was
         self._lost: dict[int, Counter[str]] = {}
         self._place: Path | None = None
+        self._is_ranked = False  # whether its folder is named by a rank
+        self._with_gradient: set[str] = set()  # values saved by hand
+        self._without_gradient: set[str] = set()
         self._waiting: list[tuple[nn.Module, str]] = []  # modules to record alone
         self._refusals = Refusals(f"the dump in {self.folder}", log)
 
@@ -105,8 +109,9 @@ class MsprobeSession:
             self._recorder.step()
         self.step_number += 1
 
-    def save(self, name: str, value: Any) -> None:
-        """Record a value by hand; outside of start and stop too."""
+    def save(self, name: str, value: Any, gradient: bool = True) -> None:
+        """Record a value by hand, and its gradient; outside of start and stop too."""
+        (self._with_gradient if gradient else self._without_gradient).add(name)
         if self._recorder is None or not self._recorder.is_built:
             self.start()
         if self._recorder is not None:
@@ -180,7 +185,8 @@ class MsprobeSession:
     def _name(self) -> str:
         """The folder of this process: by its rank, as soon as it has one."""
         process = f"proc{os.getpid()}"
-        if not self._has_rank():
+        self._is_ranked = self._is_ranked or self._has_rank() or is_distributed()
+        if not self._is_ranked:
             return process
         name = f"rank{self._rank_id if self._rank_id is not None else current_rank()}"
         for old in self.folder.glob(f"step*/{process}"):  # from before the process group
@@ -216,6 +222,7 @@ class MsprobeSession:
             self._settings.config.as_arguments(),
             lost,
             unread,
+            saved_alone=self._without_gradient - self._with_gradient,
             keep_files=step == self.step_number,  # what is there was written by stop()
         )
         for gap in capture.gaps:
@@ -263,7 +270,7 @@ class OverflowSession:
         self._guard.step()
         self.step_number += 1
 
-    def save(self, name: str, value: Any) -> None:
+    def save(self, name: str, value: Any, gradient: bool = True) -> None:
         raise BadUsage("save() needs a dump: task overflow_check makes none")
 
     def only(self, module: nn.Module | None, name: str = "") -> None:
