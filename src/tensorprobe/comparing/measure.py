@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import queue
+import re
 import socket
 import subprocess
 import sys
@@ -59,6 +60,7 @@ class Done(NamedTuple):
 
 
 Progress = Callable[[Done], None]
+_PLACE = re.compile(r"\.(?:input|output)\.\d+$")
 _Job = tuple[Blob, Blob, str, str]  # the contents of both sides, and their dtypes
 
 
@@ -100,7 +102,7 @@ class CallPair(msgspec.Struct, gc=False):
 
 def pair_tensors(pair: Pair) -> CallPair:
     """The tensors of a pair, by name; where an argument is given by position on one side and by
-    keyword on the other, by order and shape."""
+    keyword on the other, by order and shape. A gradient of one place is never that of another."""
     ours = _by_suffix(pair.actual)
     theirs = _by_suffix(pair.expected)
     if ours.keys() != theirs.keys() and ours and theirs:
@@ -116,13 +118,22 @@ def pair_tensors(pair: Pair) -> CallPair:
         other = theirs.get(name)
         if other is None:
             same = [r for r in free if r.role == record.role and r.shape == record.shape]
-            if same:
+            if same and not (
+                _has_place(pair.actual, record) and _has_place(pair.expected, same[0])
+            ):
                 other = same[0]
                 free.remove(other)
         rows.append(_tensor_pair(name, record, other))
     prefix = pair.expected.name + "." if pair.expected else ""
     rows += [TensorPair(record.name.removeprefix(prefix), None, record) for record in free]
     return CallPair(pair, rows)
+
+
+def _has_place(call: Call | None, record: TensorRecord) -> bool:
+    """Whether it is the gradient of a value that is known by its place: "output.1" of backward."""
+    if call is None or call.direction != "backward":
+        return False
+    return _PLACE.search(record.name) is not None
 
 
 def _without_wrappers(records: dict[str, TensorRecord]) -> dict[str, TensorRecord]:

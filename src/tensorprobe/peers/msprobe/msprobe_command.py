@@ -18,6 +18,7 @@ from tensorprobe.terminal import say, warn
 # Verbs without a counterpart under msprobe's name, with what to type.
 _SHOW = "tensorprobe show DUMP, or tensorprobe compare A B -o OUT"
 INSTEAD = {
+    "code_mapping": "msprobe itself: it is for MindSpore",
     "api_precision_compare": "tensorprobe check DUMP --device D --against OTHER -o OUT",
     "config_check": "tensorprobe compare A B: it names versions and arguments that differ",
     "data2db": "tensorprobe show DUMP",
@@ -31,20 +32,31 @@ INSTEAD = {
 }  # fmt: skip
 # Options of `compare` that have an effect on nothing here, or that another command has.
 NEEDLESS: dict[tuple[str, ...], str] = {
-    ("-fm", "--fuzzy_match"): "always: calls are aligned as a diff does",
+    ("-f", "-fm", "--fuzzy_match"): "always: calls are aligned as a diff does",
     ("-da", "--diff_analyze"): "always: the verdict names the first culprit",
     ("-tensor_log", "--is_print_compare_log"): "nothing to print: the table has all of it",
     ("-s", "--stack_mode"): "always, where the dump has stacks",
     ("-c", "--compare_only"): "always: the table, and the verdict",
+    ("-hl", "--highlight"): "always: a workbook has colours",
 }
 ELSEWHERE: dict[tuple[str, ...], str] = {
     ("-am", "--api_mapping"): "it is for MindSpore; calls are aligned by order, or by -dm FILE",
     ("--config",): "tensors are compared as they are; to multiply them first, load both in Python",
     ("--consistent_check",): "use -lm FILE; weights that one side has merged have no counterpart",
     ("--backend",): "use -lm FILE; weights that one side has merged have no counterpart",
-    ("-fr", "--fusion_rule_file"): "use tensorprobe ascend --help",
-    ("-qfr", "--quant_fusion_rule_file"): "use tensorprobe ascend --help",
-    ("-cfr", "--close_fusion_rule_file"): "use tensorprobe ascend --help",
+    **dict.fromkeys(
+        (
+            ("-fr", "--fusion_rule_file"),
+            ("-qfr", "--quant_fusion_rule_file"),
+            ("-cfr", "--close_fusion_rule_file"),
+            ("--input_data",),
+            ("--input_shape",),
+            ("--output_size",),
+            ("--dym_shape_range",),
+            ("-ofs", "--onnx_fusion_switch"),
+        ),
+        "it is for offline models; use tensorprobe ascend --help",
+    ),
 }
 CHECKS = {
     "acc_check": "each API of a dump alone: tensorprobe check",
@@ -70,6 +82,8 @@ _MAPPING_NAMES = tuple(names[-1].removeprefix("--") for names in MAPPINGS)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; 0, 1, 2 and 3 as for `tensorprobe`."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0].startswith("--framework="):
+        words = [*words[0].split("=", 1), *words[1:]]
     if words[:1] in (["-f"], ["--framework"]):  # which earlier releases ask for
         if words[1:2] != ["pytorch"]:
             warn("msprobe -f: only pytorch is supported")
@@ -145,6 +159,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     add("-csv_path", "--result_csv_path", metavar="FILE",
         help="refused: a check goes on by itself with the same -o")  # fmt: skip
     add("-save_error_data", action="store_true", help="not needed: tensorprobe repro DUMP CALL")
+    add("-real_data_path", metavar="DIR", help="not needed: tensors beside the dump are used")
     add("-j", "--jit_compile", action="store_true", help="of no consequence")
     add("-f", "--filter_api", action="store_true", help="of no consequence: each API is run once")
     parser.set_defaults(run=_check)
