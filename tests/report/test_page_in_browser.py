@@ -16,6 +16,7 @@ from conftest import Made
 from recorded import record
 from tensorprobe.comparing.rounding import number_text
 from tensorprobe.records import Call, Capture, Gap, Special, TensorRecord
+from tensorprobe.report.chinese import in_chinese
 from tensorprobe.store.frames import users_line
 
 Make = Callable[[str, str], Made]
@@ -61,6 +62,9 @@ def test_what_is_shown_is_what_the_verdict_says(
     assert panel.locator("svg.chart").count() >= 1
     assert "worst elements" in panel.inner_text()
     assert first["stack"][0] in panel.inner_text()
+    if "worst" in first["metrics"]:
+        assert "float64 says" in panel.inner_text()
+    assert (wrong == "nan") != ("worst" in first["metrics"])
     assert f"call={first['name']}" in page.url
 
     # the table
@@ -159,12 +163,29 @@ def test_links_languages_and_colours_survive(made: Make, opened: Open) -> None:
     page.locator("#language").click()
     assert "出现偏差" in page.locator("#answer").inner_text()
     assert page.evaluate("document.documentElement.lang") == "zh-CN"
+    reason = report.verdict["culprits"][0]["reason"]
+    assert page.locator("#verdict .reason").first.inner_text() == in_chinese(reason)
+    assert reason not in page.locator("body").inner_text()
     before = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.locator("#theme").click()
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
 
     page = opened(report.url, locale="zh-CN", color_scheme="dark")
     assert "出现偏差" in page.locator("#answer").inner_text()
+
+
+@pytest.mark.slow
+def test_on_paper_nothing_is_folded(made: Make, opened: Open) -> None:
+    page = opened(made("llama", "silu").url)
+    assert page.locator("#environments[open]").count() == 0
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.locator("details:not([open])").count() == 0
+    page.locator("#graph .box").first.wait_for()
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.locator("#environments[open]").count() == 0
+    page.emulate_media(media="print")
+    grey = page.locator("#verdict").evaluate("e => getComputedStyle(e).borderLeftColor")
+    assert len(set(re.findall(r"\d+", grey))) == 1
 
 
 def test_both_runs_stand_side_by_side(made: Make, opened: Open) -> None:
