@@ -1,6 +1,8 @@
 """Makes the pictures of docs/report.md and the README: the two runs of the demo, compared.
 
 make screenshots
+
+And four ranks, of which the third computes a silu wrong.
 """
 
 from __future__ import annotations
@@ -12,12 +14,46 @@ import sys
 import tempfile
 from pathlib import Path
 
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Page, sync_playwright
 
 import tensorprobe
 
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
 ARGUMENTS = ["--headless=new", "--no-sandbox", "--disable-dev-shm-usage"]
+RANKS = """
+import sys
+import torch
+import torch.distributed as dist
+import tensorprobe as tp
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+
+class Silu(torch.nn.Module):
+    def forward(self, x):
+        y = torch.nn.functional.silu(x)
+        if WRONG and rank == 2:
+            with torch.no_grad():
+                y.mul_(1.01)
+        return y
+
+
+for WRONG in (False, True):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), Silu(), torch.nn.Linear(32, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(8, 16) + rank
+    with tp.Recorder("wrong" if WRONG else "right", keep="tensors") as recorder:
+        for _ in range(3):
+            model(x).square().mean().backward()
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step()
+dist.destroy_process_group()
+"""
 
 
 def tensorprobe_in(folder: str, *words: str) -> None:
@@ -52,7 +88,18 @@ def main() -> None:
         page.goto(f"{url}#call={culprit}")
         page.locator("#call canvas").first.wait_for()
         page.screenshot(path=PICTURES / "call.png")
+        picture_ranks(home, page)
         browser.close()
+
+
+def picture_ranks(home: str, page: Page) -> None:
+    (Path(home) / "ranks.py").write_text(RANKS)
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone", "ranks.py"]
+    subprocess.run([sys.executable, *launcher], cwd=home, check=True)
+    tensorprobe_in(home, "compare", "wrong", "right", "-o", "ranks")
+    page.goto((Path(home) / "ranks" / "report.html").as_uri())
+    page.locator("#collectives svg").wait_for()
+    page.locator("#ranks").screenshot(path=PICTURES / "ranks.png")
 
 
 if __name__ == "__main__":

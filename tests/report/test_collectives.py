@@ -118,6 +118,7 @@ def test_the_page_joins_the_ranks(tmp_path: Path, opened: Callable[..., Any]) ->
         assert "received it through all_reduce #0 of all ranks" in cell.get_attribute("title")
 
     lanes = page.locator("#collectives svg")
+    lanes.wait_for()
     assert lanes.locator(".joined").count() == 3
     assert lanes.locator(".origin").count() == 1
     assert "linear.0" in lanes.locator(".origin").get_attribute("aria-label")

@@ -51,16 +51,28 @@ function received(report: Report): Map<string, { cause: Culprit; what: Culprit }
 
 /** The ranks as lines, and what they told each other as columns that join them. */
 function collectives(report: Report, open: (i: number) => void): HTMLElement {
-  const all = report.index.links?.names ?? [];
   const members = report.links();
   const title = h("h3", {}, t("collectives"));
-  const inStep = (step: number) => all.map((_, link) => link).filter((link) => all[link][3] === step && (members.get(link)?.length ?? 0) > 1)
-    .sort((a, b) => Math.min(...members.get(a)!) - Math.min(...members.get(b)!));
-  const steps = [...new Set(all.map((each) => each[3]))].filter((step) => inStep(step).length).sort((a, b) => a - b);
+  const byStep = new Map<number, number[]>();
+  const first = (link: number) => members.get(link)!.reduce((a, b) => Math.min(a, b));
+  (report.index.links?.names ?? []).forEach((each, link) => {
+    if ((members.get(link)?.length ?? 0) < 2) return;
+    const known = byStep.get(each[3]);
+    if (known) known.push(link);
+    else byStep.set(each[3], [link]);
+  });
+  const steps = [...byStep.keys()].sort((a, b) => a - b);
   if (!steps.length) return h("div", {}, title, h("p", { class: "sub" }, t("noCollectives")));
-  const first = report.index.verdict?.culprits[0];
+  const cause = report.index.verdict?.culprits[0];
+  const ordered = new Set<number>();
+  const inStep = (step: number): number[] => {
+    const links = byStep.get(step)!;
+    if (!ordered.has(step)) links.sort((a, b) => first(a) - first(b));
+    ordered.add(step);
+    return links;
+  };
   const select = h("select", { "aria-label": t("step"), change: () => { turn(begin(Number(select.value))); } }, ...steps.map((step) => h("option", { value: step }, `${t("step")} ${step}`)));
-  if (first && steps.includes(first.step)) select.value = String(first.step);
+  if (cause && steps.includes(cause.step)) select.value = String(cause.step);
   const count = h("span", { class: "count", role: "status" });
   const box = h("div", { class: "scroll lanes", tabindex: 0, role: "group", "aria-label": t("collectives") });
   let from = 0;
@@ -81,7 +93,7 @@ function collectives(report: Report, open: (i: number) => void): HTMLElement {
   };
   const earlier = h("button", { click: () => turn(from - COLUMNS) }, t("earlier"));
   const later = h("button", { click: () => turn(from + COLUMNS) }, t("later"));
-  turn(begin(Number(select.value)));
+  requestAnimationFrame(() => setTimeout(() => turn(begin(Number(select.value))))); // the answer above must not wait for it
   return h("div", { id: "collectives" }, title, h("p", { class: "sub" }, t("collectivesHelp")),
     h("div", { class: "tools" }, steps.length > 1 ? select : null, earlier, later, count), box);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ _FIELDS = frozenset({
     "reason", "recorded", "notes", "facts", "structure", "conclusion", "next", "warnings", "note",
     "what", "why", "text",
 })  # fmt: skip
-_MOST = 5000  # sentences of a page
+_MOST = 5000  # sentences of a page that are looked up
 _LONGEST = 2000
 _DEEPEST = 4
 _FILE = Path(__file__).with_name("chinese.txt")
@@ -88,11 +89,8 @@ def _filling(text: str, depth: int) -> str:
 
 def sentences_in_chinese(shown: Mapping[str, Any]) -> dict[str, str]:
     """The Chinese of what a page shows, by the English."""
-    found: dict[str, str] = {}
-    for text in _of_fields(shown, False):
-        if text not in found and len(found) < _MOST and (chinese := in_chinese(text)) is not None:
-            found[text] = chinese
-    return found
+    texts = itertools.islice(dict.fromkeys(_of_fields(shown, False)), _MOST)
+    return {text: chinese for text in texts if (chinese := in_chinese(text)) is not None}
 
 
 def _of_fields(value: Any, is_sentence: bool) -> Iterator[str]:
