@@ -8,6 +8,7 @@ And four ranks, of which the third computes a silu wrong.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -21,30 +22,20 @@ import tensorprobe
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
 ARGUMENTS = ["--headless=new", "--no-sandbox", "--disable-dev-shm-usage"]
 RANKS = """
-import sys
 import torch
 import torch.distributed as dist
+from planting import Device, Fault, gain
 import tensorprobe as tp
 
 dist.init_process_group("gloo")
-rank = dist.get_rank()
-
-
-class Silu(torch.nn.Module):
-    def forward(self, x):
-        y = torch.nn.functional.silu(x)
-        if WRONG and rank == 2:
-            with torch.no_grad():
-                y.mul_(1.01)
-        return y
-
-
-for WRONG in (False, True):
+fault = Fault("silu", 1, gain(1.01)) if dist.get_rank() == 2 else None
+for name, device in (("right", Device(True)), ("wrong", Device(True, fault, seed=1))):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 32), Silu(), torch.nn.Linear(32, 4))
+    layers = [torch.nn.Linear(16, 32), torch.nn.SiLU(), torch.nn.Linear(32, 32), torch.nn.SiLU()]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(32, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(8, 16) + rank
-    with tp.Recorder("wrong" if WRONG else "right", keep="tensors") as recorder:
+    x = torch.randn(8, 16) + dist.get_rank()
+    with device, tp.Recorder(name, keep="tensors") as recorder:
         for _ in range(3):
             model(x).square().mean().backward()
             for p in model.parameters():
@@ -95,7 +86,10 @@ def main() -> None:
 def picture_ranks(home: str, page: Page) -> None:
     (Path(home) / "ranks.py").write_text(RANKS)
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone", "ranks.py"]
-    subprocess.run([sys.executable, *launcher], cwd=home, check=True)
+    tests = Path(__file__).parent.parent / "tests"
+    paths = (Path(tensorprobe.__file__).parents[1], tests, tests / "comparing")
+    environ = {**os.environ, "PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, *launcher], cwd=home, env=environ, check=True)
     tensorprobe_in(home, "compare", "wrong", "right", "-o", "ranks")
     page.goto((Path(home) / "ranks" / "report.html").as_uri())
     page.locator("#collectives svg").wait_for()

@@ -13,10 +13,12 @@ from tensorprobe.comparing.align import content
 from tensorprobe.comparing.converging import converge
 from tensorprobe.comparing.measure import TensorPair
 from tensorprobe.comparing.rounding import (
+    RANGES,
     ROUNDING,
     is_moved,
     number_text,
     pair_roundoff,
+    rms_size,
     same_bits,
 )
 from tensorprobe.comparing.scene import (
@@ -78,10 +80,23 @@ def accuse(
 def _cause(node: Node, kind: CulpritKind, row: TensorPair | None, proof: str) -> Cause:
     if kind in _CAUSES:
         return _CAUSES[kind]
-    a, e = (row.actual, row.expected) if row is not None else (None, None)
-    if proof != "replayed" and a is not None and e is not None and a.dtype != e.dtype:
-        return "dtype"
-    return "result"
+    is_seen = row is not None and proof != "replayed"
+    return "dtype" if is_seen and row is not None and _is_out_of_range(row) else "result"
+
+
+def _is_out_of_range(row: TensorPair) -> bool:
+    """Whether the two sides give another dtype, and one of them has no room for such numbers."""
+    a, e = row.actual, row.expected
+    if a is None or e is None or a.dtype == e.dtype or a.summary is None or e.summary is None:
+        return False
+    for record, other in ((a, e), (e, a)):
+        smallest, largest = RANGES.get(record.dtype, (0.0, math.inf))
+        t = other.summary
+        if t is not None and t.min is not None and t.max is not None:
+            peak = max(abs(float(t.min)), abs(float(t.max)))
+            if peak > largest or 0 < rms_size(other) < smallest:
+                return True
+    return False
 
 
 def accuse_nonfinite(node: Node, row: TensorPair, proof: str) -> Culprit:
