@@ -16,7 +16,7 @@ FLOORS = [
     {"ascend"},
     {"tensors", "keywords"},
     {"parts"},
-    {"notebooks"},
+    {"notebooks", "pages"},
     {"records", "operators"},
     {"config"},
     {"store"},
