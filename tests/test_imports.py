@@ -24,7 +24,7 @@ FLOORS = [
     {"follow", "replay"},
     {"record"},
     {"guarding"},
-    {"overflow", "failures", "rerouting", "checking", "comparing"},
+    {"overflow", "failures", "rerouting", "checking", "comparing", "environment"},
     {"report", "checkpoints"},
     {"peers", "devices.sim_npu"},
     {"ptdbg_ascend", "msprobe", "cli", "demo"},

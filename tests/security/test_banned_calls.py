@@ -32,6 +32,7 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("cli/doors.py", "importlib"): (1, "the doors of the peers, by their own names"),
     ("cli/doors.py", "importlib.abc"): (1, "types"),
     ("cli/doors.py", "importlib.machinery"): (1, "the same: a finder for those names"),
+    ("cli/env.py", "importlib"): (1, "torch and torch_npu, by these names"),
     ("cli/main.py", "importlib"): (1, "verbs, from our table"),
     ("cli/run.py", "getattr"): (1, "options of our own parser"),
     ("comparing/align.py", "getattr"): (2, "fields of our own records"),
@@ -82,7 +83,7 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
         2,
         "about its own state, for the type checker",
     ),
-    ("peers/msprobe/msprobe_command.py", "getattr"): (2, "options of our own parser"),
+    ("peers/msprobe/msprobe_command.py", "getattr"): (3, "options of our own parser"),
     ("peers/msprobe/msprobe_seeding.py", "getattr"): (
         1,
         "dropout functions, from the table of that file",
