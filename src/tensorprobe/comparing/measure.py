@@ -296,9 +296,10 @@ def _stored_pair(row: TensorPair) -> StoredPair:
 
 
 class TerminalProgress:
-    """A bar on a terminal: calls, gigabytes, and how long it will take."""
+    """A bar on a terminal: calls (or another noun), gigabytes, and how long it will take."""
 
-    def __init__(self, delay_s: float = 0.5) -> None:
+    def __init__(self, delay_s: float = 0.5, noun: str = "calls") -> None:
+        self._noun = noun
         self._delay_s = delay_s  # what is over sooner needs no bar
         self._bar: Any = None
         self._task: Any = None
@@ -321,7 +322,9 @@ class TerminalProgress:
             TimeRemainingColumn,
         )
 
-        text = TextColumn("comparing {task.fields[calls]}/{task.fields[of_calls]} calls")
+        text = TextColumn(
+            f"comparing {{task.fields[calls]}}/{{task.fields[of_calls]}} {self._noun}"
+        )
         columns = (text, BarColumn(), DownloadColumn(), TimeRemainingColumn())
         self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
         fields = {"calls": done.calls, "of_calls": done.of_calls}

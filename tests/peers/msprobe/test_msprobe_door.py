@@ -534,7 +534,7 @@ def test_the_command_line_of_msprobe(tmp_path: Path, capsys: pytest.CaptureFixtu
         capsys.readouterr()
         assert main(["compare", "-tp", a, "-gp", b, "-o", out, *wrong]) in (1, 2)
         assert re.search(text, capsys.readouterr().err)
-    for verb in ("graph", "op_generate", "config_check", "merge_result", "data2db", "parse"):
+    for verb in ("graph", "op_generate", "merge_result", "data2db", "parse"):
         assert main([verb, "-x"]) == 2
         assert f"msprobe {verb} is not supported; use " in capsys.readouterr().err
     with pytest.raises(SystemExit) as end:
