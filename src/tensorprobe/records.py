@@ -28,6 +28,9 @@ Role = Literal["input", "output", "parameter", "parameter_grad", "buffer", "stat
 Status = Literal["complete", "begun", "raised"]
 
 HOST = "cpu"
+# The beginning of a note of DDP's and FSDP's modules: then come the ranks, group and hook, as in
+# "gradients are reduced outside of any call over ranks 0-7, group 0, hook none".
+REDUCES_GRADIENTS = "gradients are reduced outside of any call over ranks "
 # The note of a backward call whose gradients some other tool took there.
 LAST_NODE = "outputs are those of the last autograd node, not the gradients of the inputs"
 
