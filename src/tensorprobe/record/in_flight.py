@@ -27,7 +27,7 @@ class Promise(msgspec.Struct, eq=False, gc=False):
     form: int | None
 
 
-class _Memory(msgspec.Struct, eq=False):
+class _MemoryInFlight(msgspec.Struct, eq=False):
     """A storage that collectives write to."""
 
     tensor: torch.Tensor  # keeps it alive, so that no other takes its place
@@ -106,7 +106,7 @@ class InFlight:
         on_hold: Callable[[torch.Tensor, bool], None],
     ) -> None:
         self.running: list[Running] = []
-        self._memory: dict[int, _Memory] = {}
+        self._memory: dict[int, _MemoryInFlight] = {}
         self._read = read
         self._give_up = give_up
         self._on_hold = on_hold
@@ -120,7 +120,7 @@ class InFlight:
             key = tensor.untyped_storage()._cdata
             memory = self._memory.get(key)
             if memory is None:
-                memory = self._memory[key] = _Memory(tensor)
+                memory = self._memory[key] = _MemoryInFlight(tensor)
                 self._on_hold(tensor, True)
             memory.users += 1
         self.running.append(running)

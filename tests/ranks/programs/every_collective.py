@@ -54,4 +54,5 @@ with tp.Recorder(level, level=level, keep="tensors", log=lambda text: None):
     for work in dist.batch_isend_irecv(messages):
         work.wait()
     there.mul_(10)
+dist.barrier()
 dist.destroy_process_group()

@@ -57,4 +57,5 @@ with tp.Recorder(level, level=level, keep="tensors", log=lambda text: None):
     recorded = program()
 for one, other in zip(bare, recorded, strict=True):
     assert torch.equal(one + 0, other + 0)
+dist.barrier()
 dist.destroy_process_group()
