@@ -28,8 +28,21 @@ Role = Literal["input", "output", "parameter", "parameter_grad", "buffer", "stat
 Status = Literal["complete", "begun", "raised"]
 
 HOST = "cpu"
+# The beginning of a note of DDP's and FSDP's modules: then come the ranks, group and hook, as in
+# "gradients are reduced outside of any call over ranks 0-7, group 0, hook none".
+REDUCES_GRADIENTS = "gradients are reduced outside of any call over ranks "
 # The note of a backward call whose gradients some other tool took there.
 LAST_NODE = "outputs are those of the last autograd node, not the gradients of the inputs"
+
+
+class Sharding(msgspec.Struct, frozen=True, kw_only=True):
+    """How a DTensor lies on the ranks; the record that has this is one rank's part of it."""
+
+    shape: tuple[int, ...]  # of the whole
+    placements: tuple[str, ...]  # by dimension of the mesh, in torch's words: "Shard(dim=0)"
+    mesh_shape: tuple[int, ...]
+    ranks: tuple[int, ...]  # of the mesh, row by row
+    mesh_names: tuple[str, ...] = ()  # of its dimensions: "dp", "tp"
 
 
 class TensorRecord(msgspec.Struct, frozen=True, gc=False):
@@ -51,6 +64,9 @@ class TensorRecord(msgspec.Struct, frozen=True, gc=False):
     blob: Blob | None = None
     gap: str | None = None  # why there is no content where there should be some
     alias_of: str | None = None  # the tensor of the same call that this is the same object as
+    sharding: Sharding | None = (
+        None  # of a DTensor: shape and content are those of this rank's part
+    )
 
     @property
     def numel(self) -> int:
@@ -101,6 +117,26 @@ class Fields(msgspec.Struct, frozen=True):
     fields: dict[str, Any]
 
 
+class Collective(msgspec.Struct, frozen=True, kw_only=True):
+    """With whom a call communicates: the same communication has the same facts on each rank.
+
+    Two calls belong together if `group`, `group_name`, `op` and `sequence` are equal. A message
+    is a `send` on one rank and a `recv` on the other, with the same `sequence` and `tag`.
+    """
+
+    op: str  # "all_reduce", whatever the name by which the program called it
+    group: tuple[int, ...]  # the ranks of all members, in the order of the group
+    # From 0 in each process: collectives of this group, or messages from one rank to another.
+    sequence: int
+    group_name: str = ""  # torch's own, the same for all members
+    description: str = ""  # "default_pg", "mesh_dp"
+    reduce: str | None = None  # "SUM", "AVG"
+    root: int | None = None  # the rank that broadcasts, scatters, or is given the result
+    peer: int | None = None  # of a message: the other rank
+    tag: int | None = None
+    is_async: bool = False  # the call may return before it has happened
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One call of a recorded program: forward, backward, an optimizer step, or a saved value.
 
@@ -126,6 +162,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     status: Status = "complete"
     error: str | None = None
     notes: tuple[str, ...] = ()
+    collective: Collective | None = None
 
     def tensor(self, suffix: str) -> TensorRecord:
         """The tensor whose name ends in `suffix`, as in `call.tensor("input.0")`."""

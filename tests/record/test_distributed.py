@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import tensorprobe as tp
 from tensorprobe.devices import current_rank
+from tensorprobe.records import REDUCES_GRADIENTS
 from tensorprobe.store.claim import run_identity
 
 pytestmark = pytest.mark.skipif(
@@ -22,6 +24,7 @@ SCRIPT = """
 import hashlib, os, sys
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo", os.environ.get("MEET"))
@@ -29,6 +32,7 @@ rank = dist.get_rank()
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
 parallel = DistributedDataParallel(model)
+parallel.register_comm_hook(None, fp16_compress_hook)
 optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
 torch.manual_seed(rank + int(sys.argv[1]))
 for _ in range(3):
@@ -116,7 +120,10 @@ def test_each_rank_records_and_training_is_bit_identical(tmp_path: Path) -> None
     assert not (tmp_path / "out" / "earlier").exists()
     for rank in (0, 1):
         calls = {call.name: call for call in capture.calls(step=1, rank=rank)}
-        assert calls["Module.DistributedDataParallel.forward.0"].status == "complete"
+        wrapper = calls["Module.DistributedDataParallel.forward.0"]
+        assert wrapper.status == "complete"
+        hook = f"{default_hooks.__name__}.fp16_compress_hook"
+        assert f"{REDUCES_GRADIENTS}0,1, group 0, hook {hook}" in wrapper.notes
         reduced = calls["Distributed.all_reduce.0.forward"]
         assert reduced.tensor("input.0").load().tolist() == [rank + 1.0] * 2
         assert reduced.tensor("output.0").load().tolist() == [3.0, 3.0]

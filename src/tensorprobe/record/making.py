@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from tensorprobe.follow.quiet import Quiet
+from tensorprobe.records import REDUCES_GRADIENTS
+from tensorprobe.store.collective_lines import pack_ranks
 from tensorprobe.trouble import OnTrouble
 
 _OPAQUE = object()
@@ -31,6 +33,7 @@ _UNNAMED: dict[str, dict[str, Any]] = {"RNN": {"nonlinearity": "tanh"}}
 _KEPT_AS = {("PairwiseDistance", "p"): "norm"}
 # Modules of torch.nn that use the parameters of a Linear they hold, but never call it.
 _UNCALLED = {"MultiheadAttention": "out_proj", "LinearCrossEntropyLoss": "linear"}
+_REDUCERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 _ATOMS = frozenset([type(None), bool, int, float, str, torch.dtype, torch.device])
 _CONSTANT = _ATOMS | {tuple, type, FunctionType, BuiltinFunctionType}
 
@@ -43,10 +46,25 @@ def notes_on(module: nn.Module) -> list[str]:
             note = _made_with(module)
         else:
             note = _made_as(module)
+    reduced = _reduces(module)
     if note is None:
-        return []
-    notes = [note] if len(note) <= _MOST else []
+        return reduced
+    notes = [*reduced, note] if len(note) <= _MOST else reduced
     return notes if module.training else [*notes, "eval"]
+
+
+def _reduces(module: nn.Module) -> list[str]:
+    """What a wrapper that reduces gradients outside of any call, in C++ or in hooks, says of it."""
+    if type(module).__name__ not in _REDUCERS:
+        return []
+    with OnTrouble(lambda error: None), Quiet():
+        group: Any = module.process_group
+        ranks = pack_ranks(tuple(torch.distributed.get_process_group_ranks(group)))
+        hooks = [hook for hook, _ in getattr(module, "_comm_hooks", ())]
+        hooks += filter(None, [getattr(module, "_comm_hook", None)])
+        named = ", ".join(f"{hook.__module__}.{hook.__qualname__}" for hook in hooks)
+        return [f"{REDUCES_GRADIENTS}{ranks}, group {group.group_name}, hook {named or 'none'}"]
+    return []
 
 
 class MadeNotes:
@@ -63,7 +81,7 @@ class MadeNotes:
         if known is not None and known.holds_for(module):
             return known.notes
         notes = notes_on(module)
-        if _can_be_kept(module):
+        if _can_be_kept(module) and type(module).__name__ not in _REDUCERS:
             if len(self._known) >= self._LIMIT:
                 self._known.clear()
             self._known[id(module)] = _Known(module, notes)
