@@ -20,7 +20,7 @@ FLOORS = [
     {"records", "operators"},
     {"config"},
     {"store"},
-    {"devices"},
+    {"devices", "collectives"},
     {"follow", "replay"},
     {"record"},
     {"guarding"},

@@ -27,6 +27,8 @@ from tensorprobe.comparing.measure import (
     workers_for,
 )
 from tensorprobe.comparing.opaque import opaque_modules
+from tensorprobe.comparing.rank_causes import origins_of, settle_ranks
+from tensorprobe.comparing.received import hears_for
 from tensorprobe.comparing.rounding import (
     Mode,
     coarsen,
@@ -36,7 +38,7 @@ from tensorprobe.comparing.rounding import (
     dtype_notes,
 )
 from tensorprobe.comparing.scene import place, sees_operators
-from tensorprobe.comparing.verdict import Culprit, Outcome, RankResult, Side, Verdict, in_short
+from tensorprobe.comparing.verdict import Outcome, RankResult, Side, Verdict, in_short
 from tensorprobe.config import parse_numbers
 from tensorprobe.errors import BadUsage, UnreadableCapture
 from tensorprobe.garbage import no_garbage
@@ -279,8 +281,11 @@ def _judge(
     replay = replayer is not None
     if replay and verdict.mode == "tensors":
         replay = _torch_is_there(verdict)
+    of_rank = by_rank(pairs)
+    hears, unheard = hears_for(of_rank, _are_all_ranks(actual, expected, ranks))
+    verdict.notes += [unheard] if unheard else []
     for rank in ranks:
-        mine = [pair for pair in pairs if pair.call.rank == rank]
+        mine = of_rank[rank]
         found = blame(
             _recorded(mine, narrow),
             replayer=replayer,
@@ -289,11 +294,17 @@ def _judge(
             floors=floors,
             is_calibrated=covers(actual.facts) and covers(expected.facts),
             same_settings=not any(fact.startswith(_SUMS_DEPEND_ON) for fact in verdict.facts),
+            hears=hears[rank],
         )
         findings.append(found)
         structure += found.structure
         verdict.ranks += _rank_results(rank, mine, found)
-    verdict.culprits = _merged([c for found in findings for c in found.culprits])
+    verdict.culprits, verdict.received = settle_ranks(
+        {rank: found.culprits for rank, found in zip(ranks, findings, strict=True)},
+        {r: f.reach for r, f in zip(ranks, findings, strict=True) if f.reach is not None},
+    )
+    if len(ranks) > 1:
+        verdict.origins = origins_of(verdict.culprits, verdict.received)
     counts["diverged"] = sum(sum(found.diverged.values()) for found in findings)
     if verdict.culprits:
         verdict.verdict = "diverged"
@@ -482,20 +493,17 @@ def _rank_results(rank: int, pairs: list[CallPair], found: Findings) -> Iterator
             return
 
 
-def _merged(culprits: list[Culprit]) -> list[Culprit]:
-    """Of all ranks: the earliest step first, faint ones last; within a rank the order stands.
+def by_rank(pairs: Sequence[CallPair]) -> dict[int, list[CallPair]]:
+    """The pairs of each rank, in order."""
+    found: dict[int, list[CallPair]] = {}
+    for pair in pairs:
+        found.setdefault(pair.call.rank, []).append(pair)
+    return found
 
-    What appears in one rank without a call that made it may have come from another rank.
-    """
-    several = len({culprit.rank for culprit in culprits}) > 1
-    ordered = sorted(culprits, key=lambda c: (c.weak, c.step, several and c.kind == "boundary"))
-    causes: list[Culprit] = []
-    for culprit in ordered:
-        if several and causes and culprit.kind == "boundary" and culprit.rank != causes[0].rank:
-            causes[0].follows.append(culprit)
-        else:
-            causes.append(culprit)
-    return causes
+
+def _are_all_ranks(actual: Capture, expected: Capture, ranks: Sequence[int]) -> bool:
+    """Whether every rank that was recorded is compared, and there are several."""
+    return len(ranks) > 1 and all({*capture.ranks} <= {*ranks} for capture in (actual, expected))
 
 
 def _mode(pairs: Sequence[CallPair]) -> Mode:

@@ -118,7 +118,8 @@ class Boundaries:
     def _distance(self, node: Node, row: TensorPair) -> float:
         d = self._scene.distance(node, row)
         if d and row.role == "parameter_grad":
-            summed = self._summed(node, row)
+            others = self._scene.hears.gradients.get((node.call.step, label_of(node.call, row)))
+            summed = max(self._summed(node, row), others.size if others is not None else 0.0)
             sizes = [rms_size(record) for record in (row.actual, row.expected) if record]
             if max(sizes) < CANCELS * summed:
                 return 0.0  # rounding that is left of numbers that cancel: a bias before a norm
@@ -175,6 +176,9 @@ class Boundaries:
 
     def _context_of_gradient(self, node: Node, row: TensorPair) -> float:
         sent = self._sent_to_parameter(node, row)
+        others = self._scene.hears.gradients.get((node.call.step, label_of(node.call, row)))
+        if others is not None and sent:
+            sent = max(sent, others.apart)
         before = self._before.get(_gradient_key(label_of(node.call, row)))
         if not sent:
             nodes = [self._scene.nodes[at] for at in self._module_backwards(node)]
