@@ -101,6 +101,26 @@ class Fields(msgspec.Struct, frozen=True):
     fields: dict[str, Any]
 
 
+class Collective(msgspec.Struct, frozen=True, kw_only=True):
+    """With whom a call communicates: the same communication has the same facts on each rank.
+
+    Two calls belong together if `group`, `group_name`, `op` and `sequence` are equal. A message
+    is a `send` on one rank and a `recv` on the other, with the same `sequence` and `tag`.
+    """
+
+    op: str  # "all_reduce", whatever the name by which the program called it
+    group: tuple[int, ...]  # the ranks of all members, in the order of the group
+    # From 0 in each process: collectives of this group, or messages from one rank to another.
+    sequence: int
+    group_name: str = ""  # torch's own, the same for all members
+    description: str = ""  # "default_pg", "mesh_dp"
+    reduce: str | None = None  # "SUM", "AVG"
+    root: int | None = None  # the rank that broadcasts, scatters, or is given the result
+    peer: int | None = None  # of a message: the other rank
+    tag: int | None = None
+    is_async: bool = False  # the call may return before it has happened
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One call of a recorded program: forward, backward, an optimizer step, or a saved value.
 
@@ -126,6 +146,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     status: Status = "complete"
     error: str | None = None
     notes: tuple[str, ...] = ()
+    collective: Collective | None = None
 
     def tensor(self, suffix: str) -> TensorRecord:
         """The tensor whose name ends in `suffix`, as in `call.tensor("input.0")`."""

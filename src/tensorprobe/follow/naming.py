@@ -100,7 +100,9 @@ _COLLECTIVES = {
     "recv_any_source_": "recv_any_source",
 }
 _OPERATOR_PREFIXES = {"aten": "Aten", "npu": "NPU"}
-_COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
+_COLLECTIVE_NAMESPACES = (
+    "c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional",
+)  # fmt: skip
 
 # Private homes of public functions: the home, its public name, what the private names begin with.
 _PRIVATE_HOMES = (

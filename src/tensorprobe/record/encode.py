@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tensorprobe.follow.plain_arguments import PLAIN_TENSORS, POSITIONS
+from tensorprobe.record.collectives import group_of, reduction_name
 
 # How to turn one live tensor, met at a path such as ("1", "0"), into its line.
 TensorEncoder = Callable[[torch.Tensor, tuple[str, ...]], Any]
@@ -221,11 +222,25 @@ def _other(value: Any) -> Any:
         return _special("storage", f"{kind.__name__} of {value.nbytes()} bytes")
     if kind.__name__.startswith("ProcessGroup"):
         return _special("process_group", _group_text(value))
+    if kind.__name__ in ("ReduceOp", "RedOpType"):
+        return _special("reduce_op", reduction_name(value))
+    if isinstance(value, torch.ScriptObject):
+        return _script_object(value)
     if isinstance(value, torch.fx.Proxy):  # to ask it for a name would add to the graph traced
         return _special("unsupported", _type_name(kind))
     if callable(value) and hasattr(value, "__qualname__"):
         return _special("function", f"{getattr(value, '__module__', '')}.{value.__qualname__}")
     return _special("unsupported", _type_name(kind))
+
+
+def _script_object(value: torch.ScriptObject) -> Any:
+    """What c10d's operators are given."""
+    name = value._type().qualified_name()  # type: ignore[attr-defined]
+    if name.endswith(".c10d.ReduceOp"):
+        return _special("reduce_op", reduction_name(value))
+    if name.endswith(".c10d.ProcessGroup") and (group := group_of(value)) is not None:
+        return _special("process_group", _group_text(group))
+    return _special("unsupported", name)
 
 
 def _group_text(group: Any) -> str:

@@ -19,11 +19,15 @@ from tensorprobe.follow.naming import ApiName, CallNames, call_name, name_parts
 from tensorprobe.follow.observer import Observer
 from tensorprobe.follow.spelling import Spelling
 from tensorprobe.record.calls import OpenCall
+from tensorprobe.record.collectives import Collectives, operation_of
 from tensorprobe.record.module_calls import ModuleCalls
 from tensorprobe.record.optimizer_calls import OptimizerCalls
 from tensorprobe.record.tape import Tape
 from tensorprobe.records import Direction
+from tensorprobe.store.lines import CollectiveLine
+from tensorprobe.trouble import OnTrouble
 
+_MAY_COMMUNICATE = ("Distributed", "Ops")  # of calls with these prefixes some are collectives
 _is_grad_enabled = torch.is_grad_enabled
 _interpreter_stack = torch._C._functorch.peek_interpreter_stack
 
@@ -63,6 +67,7 @@ class RecordingObserver(Observer):
         self.modules = ModuleCalls(tape, record=records_modules)
         self._optimizers = OptimizerCalls(tape, parameter_names)
         self._on_backward = on_backward
+        self._collectives = Collectives()
 
     @property
     def on(self) -> bool:  # type: ignore[override]
@@ -94,6 +99,9 @@ class RecordingObserver(Observer):
             return self.begin_hidden(api, args, kwargs)
         if self._spell is not None and api.prefix == "Tensor":
             api = self._spell(api, func, args, frame)
+        collective = None
+        if api.prefix in _MAY_COMMUNICATE:
+            collective = self._collective(api, func, args, kwargs)
         name, module = tape.counter.next_name(api), tape.place.module
         # as `select`, which would be one frame more
         names = CallNames(api, name, module) if tape.everything else tape.select(api, name, module)
@@ -101,7 +109,14 @@ class RecordingObserver(Observer):
             return self.begin_hidden(api, args, kwargs)
         grad = _is_grad_enabled() and not _interpreter_stack()
         shown = args[:1] if api.api == "__deepcopy__" else args  # the rest is copy's own memo
-        return tape.begin(names, shown, kwargs, frame=frame, grad=grad)
+        return tape.begin(names, shown, kwargs, frame=frame, grad=grad, collective=collective)
+
+    def _collective(
+        self, api: ApiName, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> CollectiveLine | None:
+        with OnTrouble(self.gap, api.stem):
+            return self._collectives.of(api, func, args, kwargs)
+        return None
 
     def begin_hidden(
         self, api: ApiName, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -114,6 +129,9 @@ class RecordingObserver(Observer):
         """An operator begins; one that backward runs names its forward operator as its parent."""
         api, random, writes = operator
         tape = self._tape
+        collective = None
+        if api.prefix in _MAY_COMMUNICATE:
+            collective = self._collective(api, None, args, kwargs)
         direction: Direction = "forward" if node is None else "backward"
         name = call_name(api, tape.counter.next(api), direction)
         names = CallNames(api, name, tape.place.module, direction)
@@ -126,7 +144,10 @@ class RecordingObserver(Observer):
         else:
             parent = self._made.find(node) or node.name()
         # the stack from this frame on, which is hidden: in a device's own thread it is the only one
-        return tape.begin(names, args, kwargs, parent=parent, random=random, writes=writes)
+        return tape.begin(
+            names, args, kwargs,
+            parent=parent, random=random, writes=writes, collective=collective,
+        )  # fmt: skip
 
     def end(self, call: OpenCall | _Unrecorded, result: Any) -> None:
         tape = self._tape
@@ -200,6 +221,8 @@ def _describe_plain(api: ApiName, *, spells: bool) -> tuple[str, str, str, froze
     """What the calls of an API are named, around their number, its op, and the arguments that it
     writes to; None where more than that is to be known of them."""
     if api.prefix in ("Aten", "Distributed") or api.api in ("__deepcopy__", SCALER_UPDATE):
+        return None
+    if operation_of(api) is not None:
         return None
     if api.op in WRITES_STATISTICS or lends(api) or (spells and api.prefix == "Tensor"):
         return None

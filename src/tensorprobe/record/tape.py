@@ -65,6 +65,7 @@ from tensorprobe.records import Role
 from tensorprobe.store.lines import (
     NO_TENSORS,
     CallLine,
+    CollectiveLine,
     EndLine,
     GapLine,
     StackLine,
@@ -291,6 +292,7 @@ class Tape:
         random: bool | None = None,
         writes: frozenset[str] | None = None,
         stack: int | None = None,
+        collective: CollectiveLine | None = None,
         **named: Iterable[tuple[str, torch.Tensor]],
     ) -> OpenCall | None:
         """Write down a call before it runs; `frame` makes it, or whoever calls this.
@@ -332,6 +334,7 @@ class Tape:
                     args=positional,
                     kwargs=keywords,
                     thread=place.thread,
+                    collective=collective,
                 )
                 if _autocasts() or _graph_task_id() != -1:
                     line.notes = _state_notes(grad)

@@ -37,6 +37,23 @@ class StackLine(msgspec.Struct, tag_field="type", tag="stack"):
     frames: list[str]
 
 
+class CollectiveLine(
+    msgspec.Struct, omit_defaults=True, kw_only=True, rename={"is_async": "async"}
+):
+    """What `records.Collective` holds; `group` is its ranks as text, "0-7" or "0-24/8"."""
+
+    op: str
+    group: str
+    sequence: int
+    group_name: str = ""
+    description: str = ""
+    reduce: str | None = None
+    root: int | None = None
+    peer: int | None = None
+    tag: int | None = None
+    is_async: bool = False
+
+
 class CallLine(msgspec.Struct, tag_field="type", tag="call", omit_defaults=True, kw_only=True):
     """A call that is about to run. `args` and `kwargs` hold trees (see tree.py)."""
 
@@ -55,6 +72,7 @@ class CallLine(msgspec.Struct, tag_field="type", tag="call", omit_defaults=True,
     buffers: Mapping[str, TensorLine] = NO_TENSORS
     states: Mapping[str, TensorLine] = NO_TENSORS
     notes: list[str] = []
+    collective: CollectiveLine | None = None
 
 
 class EndLine(msgspec.Struct, tag_field="type", tag="end", omit_defaults=True, kw_only=True):

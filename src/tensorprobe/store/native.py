@@ -25,6 +25,7 @@ from tensorprobe.records import (
 )
 from tensorprobe.store import lines, tree
 from tensorprobe.store.claim import EARLIER, FORMAT, RANK_FILE, RUN_FILE
+from tensorprobe.store.collective_lines import unpack_collective
 from tensorprobe.store.ending import END_FILE, read_ending
 from tensorprobe.store.step_files import LOG_FILE, header_problem, shard_name
 from tensorprobe.tensors.blob import Blob
@@ -376,6 +377,7 @@ class StepReader:
             status=after.status if end else "begun",
             error=after.error,
             notes=(*line.notes, *after.notes),
+            collective=unpack_collective(line.collective) if line.collective else None,
         )
 
     def _held(

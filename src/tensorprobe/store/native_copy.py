@@ -22,6 +22,7 @@ from tensorprobe.records import (
 )
 from tensorprobe.store import tree
 from tensorprobe.store.claim import run_identity
+from tensorprobe.store.collective_lines import pack_collective
 from tensorprobe.store.lines import CallLine, EndLine, GapLine, StackLine, TensorLine
 from tensorprobe.store.shard import Bytes
 from tensorprobe.store.unread import Unread
@@ -112,6 +113,7 @@ class _StepWriter:
                 for key, arg in call.kwargs.items()
             },
             notes=list(call.notes),
+            collective=pack_collective(call.collective) if call.collective else None,
         )
         for role, (group, field) in _SECTIONS.items():
             if held := self._held(call, role, group):
