@@ -1,4 +1,4 @@
-"""Runs programs on several ranks in one launch: python tests/ranks/launch_ranks.py FOLDER RANKS RUN..."""
+"""Runs programs on several ranks in one launch: launch_ranks.py FOLDER RANKS RUN..."""
 
 from __future__ import annotations
 

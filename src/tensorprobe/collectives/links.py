@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from tensorprobe.nests import leaves_of
-from tensorprobe.records import Call, TensorRecord
+from tensorprobe.records import Call, Collective, TensorRecord
 
 Kind = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "scatter", "reduce",
@@ -39,9 +39,9 @@ _KINDS: tuple[tuple[str, Kind], ...] = (
 _PATTERN = re.compile("_*(?:" + "|".join(f"({pattern})" for pattern, _ in _KINDS) + ")")
 # What is of objects goes through other calls, which are recorded too.
 _NOT_OURS = ("_object", "_multigpu")
-_PREFIXES = ("Distributed.", "Ops._c10d_functional.", "Ops.c10d.", "Ops._dtensor.", "Aten.c10d")
+_PREFIXES = ("Distributed.", "Ops._c10d_functional.", "Ops.c10d.", "Ops._dtensor.")
+_FUNCTIONAL = ("torch.ops._c10d_functional", "torch.ops.c10d_functional", "torch.ops._dtensor")
 _MEMBERS = re.compile(r"ranks \[([\d, ]*)\]")
-_ONE_GIVES = re.compile(r"(into_tensor|_base|_tensor|_single|coalesced)")
 
 
 class Key(NamedTuple):
@@ -50,15 +50,16 @@ class Key(NamedTuple):
     step: int
     group: str  # "0, 1, 2, 3"; "2 to 3" of a message; "" of all ranks
     kind: Kind
-    number: int  # the n-th of its kind in this group and step, or as the group has counted
+    number: int  # as the group has counted; else the n-th of its kind in this group and step
+    name: str = ""  # torch's of the group: two may have the same members
 
 
 def kind_of(call: Call) -> Kind | None:
     """What kind of communication a call is; None: of none that is known."""
-    if call.direction != "forward" or not call.name.startswith(_PREFIXES):
+    if call.direction != "forward" or not is_communication(call.name):
         return None
     found = _PATTERN.match(api_of(call))
-    if found is None or api_of(call).endswith(_NOT_OURS) or "_object" in api_of(call):
+    if found is None or any(word in api_of(call) for word in _NOT_OURS):
         return None
     return _KINDS[found.lastindex - 1][1] if found.lastindex else None
 
@@ -81,6 +82,11 @@ def is_speaking(call: Call) -> bool:
     return api_of(call) in SENDS
 
 
+def is_functional(call: Call) -> bool:
+    """Whether its result is what it returns, and its argument stays as it is."""
+    return call.op.startswith(_FUNCTIONAL)
+
+
 def linked(calls: Iterable[Call]) -> Iterator[tuple[Key | None, Call]]:
     """The communications of one rank, in order, each with what it shares with those of others;
     None where it is not known whom it spoke to."""
@@ -89,6 +95,9 @@ def linked(calls: Iterable[Call]) -> Iterator[tuple[Key | None, Call]]:
         kind = kind_of(call)
         if kind is None:
             continue
+        if call.collective is not None:
+            yield _recorded(call, call.collective, kind), call
+            continue
         group = _group(call, kind)
         if group is None:
             yield None, call
@@ -96,6 +105,18 @@ def linked(calls: Iterable[Call]) -> Iterator[tuple[Key | None, Call]]:
         counted = numbers[call.step, group, kind]
         numbers[call.step, group, kind] += 1
         yield Key(call.step, group, kind, counted), call
+
+
+def _recorded(call: Call, told: Collective, kind: Kind) -> Key | None:
+    group = ", ".join(map(str, sorted(told.group)))
+    name = told.group_name
+    if kind == "message":
+        if told.peer is None:
+            return None
+        ends = (call.rank, told.peer) if is_speaking(call) else (told.peer, call.rank)
+        group = f"{ends[0]} to {ends[1]}"
+        name += f" tag {told.tag}" if told.tag else ""
+    return Key(call.step, group, kind, told.sequence, name)
 
 
 def _group(call: Call, kind: Kind) -> str | None:
@@ -111,7 +132,7 @@ def _group(call: Call, kind: Kind) -> str | None:
         if getattr(value, "kind", None) == "process_group" and isinstance(text, str):
             members = _MEMBERS.match(text)
             return members[1] if members else text
-    if not call.name.startswith("Distributed."):
+    if is_functional(call):
         names = [each for each in (*call.args, *call.kwargs.values()) if isinstance(each, str)]
         return names[-1] if names else ""
     return ""
@@ -136,6 +157,8 @@ def argument(call: Call, name: str, position: int) -> Any:
 
 def root_of(call: Call, kind: Kind) -> int | None:
     """The rank that speaks, or hears, alone."""
+    if call.collective is not None:
+        return call.collective.root
     name = "src" if kind in FROM_ONE else "dst"
     place = 2 if kind in ("scatter", "gather") else 1
     found = argument(call, name, place)
@@ -185,9 +208,11 @@ def given(call: Call, kind: Kind) -> list[TensorRecord]:
     """What a rank gives to a communication, without the memory that is there to be written to."""
     if not speaks(call, kind) or kind == "barrier":
         return []
-    if not call.name.startswith("Distributed."):  # a functional one, whose result is its output
+    if is_functional(call):
         return list(_records(call.args[:1]))
     place, names = _GIVEN[kind]
+    if kind == "gather" and call.op.startswith("torch.ops."):
+        place = 1
     return list(_records(_place(call, place, names)))
 
 
@@ -195,9 +220,11 @@ def got(call: Call, kind: Kind) -> list[TensorRecord]:
     """What a rank gets by a communication."""
     if not hears(call, kind) or kind == "barrier":
         return []
-    if not call.name.startswith("Distributed."):
+    if is_functional(call):
         return [record for record in call.tensors if record.role == "output"]
     place, names = _GOT.get(kind) or _GIVEN[kind]
+    if kind == "gather" and call.op.startswith("torch.ops."):
+        place = 0
     wanted = {f"{call.name}.output.{place}", *(f"{call.name}.output.{name}" for name in names)}
     return [
         record

@@ -90,6 +90,8 @@ def judge(gave: Gave, call: Call) -> ReductionError | None:
 
 def reduction_of(call: Call) -> str | None:
     """How a call reduces: sum, avg, max, min, product; None where it was not recorded."""
+    if call.collective is not None:
+        return (call.collective.reduce or "sum").lower()
     for value in (*call.args, *call.kwargs.values()):
         if getattr(value, "kind", None) == "reduce_op":
             return _op_word(str(value.text))

@@ -58,6 +58,7 @@ def blame(
     *,
     replayer: Replayer | None = None,
     seconds: float = 120.0,
+    seconds_below: float | None = None,
     floors: Mapping[str, float] | None = None,
     replay: bool = True,
     is_calibrated: bool = True,
@@ -73,6 +74,8 @@ def blame(
     replays = Replays(
         scene, replayer=replayer, seconds=seconds, enabled=replay, is_calibrated=is_calibrated
     )
+    if seconds_below is not None:
+        replays.seconds_below = min(replays.seconds_below, seconds_below)
     taint = Taint(scene)
     if replays.enabled:
         hunt(scene, replays)

@@ -41,7 +41,7 @@ def communicated(scene: Scene, node: Node) -> Found:
     given = [*node.inputs, *heard.rows]
     if any(nonfinite_differs(each) for each in given):
         return None
-    if heard.is_partial and not heard.key.group.count(" to "):
+    if heard.is_partial:
         if node.d_out > ROUNDING and exceeds(node):
             return node.i, _entered(scene, node, heard, row)
         return None
@@ -102,37 +102,34 @@ def _entered(scene: Scene, node: Node, heard: Heard, row: TensorPair) -> Culprit
     return accuse(node, "boundary", reason, node.d_out, row=row, proof=proof_of(row), inherited=0.0)
 
 
+def is_reduced(scene: Scene, node: Node, row: TensorPair) -> bool:
+    """Whether a parameter's gradient has been reduced over ranks by a call that is not recorded,
+    as DDP does in C++, and what backward sent to the parameter is known."""
+    if row.role != "parameter_grad" or node.call.name.startswith("Optimizer."):
+        return False
+    place = node.call.step, label_of(node.call, row)
+    if place not in scene.hears.own_gradients:
+        return False
+    return place in scene.hears.gradients or node.call.step in scene.hears.ddp_steps
+
+
 def reduced_otherwise(scene: Scene, node: Node) -> Found:
-    """A parameter's gradient that differs from what was sent to it by more than rounding explains,
-    where a reduction over ranks that is not a recorded call has made it: DDP's, in C++."""
+    """A parameter's gradient that differs by more than what backward sent to it on all ranks
+    explains: its reduction over the ranks was another."""
     for row in node.inputs:
-        if row.role != "parameter_grad" or row.actual is None or row.expected is None:
+        if row.actual is None or row.expected is None or same_bits(row):
             continue
-        if same_bits(row) or node.call.name.startswith("Optimizer."):
+        if not is_reduced(scene, node, row):
             continue
-        label = label_of(node.call, row)
-        others = scene.hears.gradients.get((node.call.step, label))
-        if others is None and not _is_in_ddp(scene, node):
-            continue
-        own = scene.hears.own_gradients.get((node.call.step, label))
-        if own is None:
-            continue
-        size = max(own[1], others.size if others is not None else 0.0, 0.0)
+        place = node.call.step, label_of(node.call, row)
+        apart, size = scene.hears.own_gradients[place]
+        others = scene.hears.gradients.get(place)
+        if others is not None:
+            apart, size = max(apart, others.apart), max(size, others.size)
         d = scene.distance(node, row, size if size < 1e30 else 0.0)
-        apart = max(own[0], others.apart if others is not None else 0.0)
-        if relative(row, d) <= ROUNDING * (_unit(row) + AMPLIFIES * apart):
-            continue
-        return node.i, _accuse_reduction(scene, node, row, d, others is not None)
+        if relative(row, d) > ROUNDING * (pair_roundoff(row) + AMPLIFIES * apart):
+            return node.i, _accuse_reduction(scene, node, row, d, others is not None)
     return None
-
-
-def _unit(row: TensorPair) -> float:
-    return pair_roundoff(row)
-
-
-def _is_in_ddp(scene: Scene, node: Node) -> bool:
-    """Whether a model is wrapped in DDP in this step."""
-    return node.call.step in scene.hears.ddp_steps
 
 
 def _accuse_reduction(

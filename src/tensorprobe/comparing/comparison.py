@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
 
 from tensorprobe.comparing.align import Pair, align
-from tensorprobe.comparing.arguments import fact_differences
 from tensorprobe.comparing.blame import Findings, blame
 from tensorprobe.comparing.evidence import Replayer, UserCode, replayer_for
 from tensorprobe.comparing.mapping import NO_MAPPING, read_mapping
@@ -28,7 +28,8 @@ from tensorprobe.comparing.measure import (
 )
 from tensorprobe.comparing.opaque import opaque_modules
 from tensorprobe.comparing.rank_causes import origins_of, settle_ranks
-from tensorprobe.comparing.received import hears_for
+from tensorprobe.comparing.rank_facts import facts_of_ranks, world_size
+from tensorprobe.comparing.received import by_rank, hears_for, in_causal_order
 from tensorprobe.comparing.rounding import (
     Mode,
     coarsen,
@@ -197,7 +198,7 @@ def _opened(source: Source) -> Capture:
 def _align(
     actual: Capture, expected: Capture, mapping: CallMapping, step: int | None, rank: int | None
 ) -> list[Pair]:
-    ours, theirs = units(actual, step, rank), units(expected, step, rank)
+    ours, theirs = _common_units(actual, expected, step, rank)
     for side, found, capture in (("actual", ours, actual), ("expected", theirs, expected)):
         if not found:
             raise UnreadableCapture(
@@ -245,6 +246,7 @@ def _judge(
     replayer: Replayer | None,
     timeout: float,
 ) -> Compared:
+    of_rank = by_rank(pairs)
     n_actual = sum(pair.pair.actual is not None for pair in pairs)
     n_expected = sum(pair.pair.expected is not None for pair in pairs)
     aligned = sum(pair.is_paired for pair in pairs)
@@ -264,7 +266,7 @@ def _judge(
         mode=_mode(pairs),
         counts=counts,
         culprits=[],
-        facts=fact_differences(actual.facts, expected.facts),
+        facts=facts_of_ranks(actual, expected, sorted(of_rank)),
     )
     narrow = is_narrow(actual), is_narrow(expected)
     if not _are_one_program(pairs, narrow):
@@ -277,28 +279,30 @@ def _judge(
     verdict.notes += dtype_notes(pairs)
     structure: list[str] = []
     findings: list[Findings] = []
-    ranks = sorted({pair.call.rank for pair in pairs})
+    ranks = sorted(of_rank)
     replay = replayer is not None
     if replay and verdict.mode == "tensors":
         replay = _torch_is_there(verdict)
-    of_rank = by_rank(pairs)
     hears, unheard = hears_for(of_rank, _are_all_ranks(actual, expected, ranks))
     verdict.notes += [unheard] if unheard else []
-    for rank in ranks:
-        mine = of_rank[rank]
-        found = blame(
-            _recorded(mine, narrow),
+    by_number: dict[int, Findings] = {}
+    deadline = time.monotonic() + timeout
+    for rank in in_causal_order(of_rank):  # the time for replays is for those that may be origins
+        by_number[rank] = blame(
+            _recorded(of_rank[rank], narrow),
             replayer=replayer,
             replay=replay,
-            seconds=timeout / len(ranks),
+            seconds=max(deadline - time.monotonic(), 0.0),
+            seconds_below=timeout / 4 / len(ranks),
             floors=floors,
             is_calibrated=covers(actual.facts) and covers(expected.facts),
             same_settings=not any(fact.startswith(_SUMS_DEPEND_ON) for fact in verdict.facts),
             hears=hears[rank],
         )
-        findings.append(found)
-        structure += found.structure
-        verdict.ranks += _rank_results(rank, mine, found)
+    for rank in ranks:
+        findings.append(by_number[rank])
+        structure += by_number[rank].structure
+        verdict.ranks += _rank_results(rank, of_rank[rank], by_number[rank])
     verdict.culprits, verdict.received = settle_ranks(
         {rank: found.culprits for rank, found in zip(ranks, findings, strict=True)},
         {r: f.reach for r, f in zip(ranks, findings, strict=True) if f.reach is not None},
@@ -493,17 +497,12 @@ def _rank_results(rank: int, pairs: list[CallPair], found: Findings) -> Iterator
             return
 
 
-def by_rank(pairs: Sequence[CallPair]) -> dict[int, list[CallPair]]:
-    """The pairs of each rank, in order."""
-    found: dict[int, list[CallPair]] = {}
-    for pair in pairs:
-        found.setdefault(pair.call.rank, []).append(pair)
-    return found
-
-
 def _are_all_ranks(actual: Capture, expected: Capture, ranks: Sequence[int]) -> bool:
     """Whether every rank that was recorded is compared, and there are several."""
-    return len(ranks) > 1 and all({*capture.ranks} <= {*ranks} for capture in (actual, expected))
+    if not all({*capture.ranks} <= {*ranks} for capture in (actual, expected)):
+        return False
+    worlds = {world_size(capture) for capture in (actual, expected)} - {None}
+    return worlds == {len(ranks)} if worlds else len(ranks) > 1
 
 
 def _mode(pairs: Sequence[CallPair]) -> Mode:
@@ -640,6 +639,18 @@ def units(capture: Capture, step: int | None, rank: int | None) -> Units:
     return found
 
 
+def _common_units(
+    actual: Capture, expected: Capture, step: int | None, rank: int | None
+) -> tuple[Units, Units]:
+    """The calls of both sides by rank and step; one rank each go together, whatever its number."""
+    ours, theirs = units(actual, step, rank), units(expected, step, rank)
+    ranks = [{rank for rank, _ in found} for found in (ours, theirs)]
+    if len(ranks[0]) == len(ranks[1]) == 1 and ranks[0] != ranks[1]:
+        (mine,) = ranks[0]
+        theirs = {(mine, number): calls for (_, number), calls in theirs.items()}
+    return ours, theirs
+
+
 def are_one_each(actual: Units, expected: Units) -> bool:
     """One step each: they go together, whatever their numbers."""
     return len(actual) == len(expected) == 1
@@ -649,7 +660,7 @@ def lacking(
     actual: Capture, expected: Capture, step: int | None, rank: int | None
 ) -> list[Lacking]:
     """What one side has and the other has not."""
-    ours, theirs = units(actual, step, rank), units(expected, step, rank)
+    ours, theirs = _common_units(actual, expected, step, rank)
     if are_one_each(ours, theirs):
         return []
     return [*_only("actual", ours, theirs, expected), *_only("expected", theirs, ours, actual)]

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from tensorprobe.comparing.align import content, is_constant
+from tensorprobe.comparing.communicated import is_reduced
 from tensorprobe.comparing.culprit import (
     Found,
     accuse,
@@ -87,7 +88,7 @@ class Boundaries:
             return self._missing(node, row)
         if same_bits(row) or not (d := self._distance(node, row)):
             return None
-        if not self._has_effect(node):
+        if not self._has_effect(node) or is_reduced(self._scene, node, row):
             return None
         ours, theirs = self._scene.flow.producers(node.i, row.name)
         if ours is not None and ours == theirs:
@@ -118,8 +119,7 @@ class Boundaries:
     def _distance(self, node: Node, row: TensorPair) -> float:
         d = self._scene.distance(node, row)
         if d and row.role == "parameter_grad":
-            others = self._scene.hears.gradients.get((node.call.step, label_of(node.call, row)))
-            summed = max(self._summed(node, row), others.size if others is not None else 0.0)
+            summed = self._summed(node, row)
             sizes = [rms_size(record) for record in (row.actual, row.expected) if record]
             if max(sizes) < CANCELS * summed:
                 return 0.0  # rounding that is left of numbers that cancel: a bias before a norm
@@ -176,9 +176,6 @@ class Boundaries:
 
     def _context_of_gradient(self, node: Node, row: TensorPair) -> float:
         sent = self._sent_to_parameter(node, row)
-        others = self._scene.hears.gradients.get((node.call.step, label_of(node.call, row)))
-        if others is not None and sent:
-            sent = max(sent, others.apart)
         before = self._before.get(_gradient_key(label_of(node.call, row)))
         if not sent:
             nodes = [self._scene.nodes[at] for at in self._module_backwards(node)]

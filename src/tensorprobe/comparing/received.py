@@ -6,10 +6,11 @@ the inputs of the others too, and how far their own gradients are apart where al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tensorprobe.collectives.links import Key, given, got, linked, listed, members_of, told
+from tensorprobe.collectives.links import Key, given, got, kind_of, linked, listed, members_of, told
 from tensorprobe.comparing.align import content, forward_of
 from tensorprobe.comparing.arguments import differences
 from tensorprobe.comparing.heard import Heard, Others, RankHears
@@ -154,7 +155,7 @@ class Exchanges:
         }  # fmt: skip
         if not lacking:
             return None
-        return f"{listed(sorted(lacking))}: not compared, though others spoke with it"
+        return f"what {listed(sorted(lacking))} gave to the others was not compared"
 
 
 def _names(records: Iterable[object], call: Call) -> set[str]:
@@ -222,3 +223,34 @@ def hears_for(
         exchanges.add(rank, mine)
     exchanges.judge()
     return {rank: exchanges.heard_by(rank) for rank in pairs}, exchanges.missing_note()
+
+
+def by_rank(pairs: Sequence[CallPair]) -> dict[int, list[CallPair]]:
+    """The pairs of each rank, in order; of one rank on either side, whatever its number, all."""
+    sides = [{c.rank for p in pairs if (c := p.pair[side]) is not None} for side in (0, 1)]  # type: ignore[union-attr]
+    if len(sides[0]) == 1 and len(sides[1]) <= 1:
+        return {sides[0].pop(): list(pairs)}
+    found: dict[int, list[CallPair]] = {}
+    for pair in pairs:
+        found.setdefault(pair.call.rank, []).append(pair)
+    return dict(sorted(found.items()))
+
+
+def in_causal_order(pairs: Mapping[int, Sequence[CallPair]]) -> list[int]:
+    """The ranks, first those that differ before the others can have told them anything."""
+    return sorted(pairs, key=lambda rank: (_first_difference(pairs[rank]), rank))
+
+
+def _first_difference(pairs: Sequence[CallPair]) -> tuple[float, int]:
+    """The step of the first call that differs, and how many communications are before it."""
+    step, before = None, 0
+    for pair in pairs:
+        call = pair.call
+        if call.step != step:
+            step, before = call.step, 0
+        before += kind_of(call) is not None
+        if not pair.is_paired or any(
+            row.role == "output" and distance(row) > ROUNDING for row in pair.tensors
+        ):
+            return call.step, before
+    return math.inf, 0
