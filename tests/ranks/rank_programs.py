@@ -66,9 +66,11 @@ def manual(run: Run) -> None:
     """Data parallel by the program's own all_reduce of its loss and of its gradients."""
     torch.manual_seed(0)
     model = Net()
+    if run.has("stale") and run.rank == 2:  # it never got the weights of the others
+        with torch.no_grad():
+            model.second.weight.mul_(1.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if run.has("two"):  # two origins, neither of which has heard of the other
-        kernel = run.kernel(3, "tanh") or run.kernel(1, "gelu")
         kernel = {1: Fault("gelu", 0, lambda x: x * 1.01),
                   3: Fault("tanh", 0, lambda x: x * 1.01)}.get(run.rank)  # fmt: skip
     else:
@@ -78,7 +80,7 @@ def manual(run: Run) -> None:
             y = model(_batch(10 * step + run.rank))
             total = y.square().mean()
             shown = total.detach().clone()
-            if run.has("reduce op") and run.rank >= 0 and step == 0:
+            if (run.has("reduce op") or (run.has("member op") and run.rank == 2)) and step == 0:
                 dist.all_reduce(shown, op=dist.ReduceOp.MAX)
             else:
                 dist.all_reduce(shown)
@@ -249,6 +251,10 @@ def broken(run: Run) -> None:
                     stack.enter_context(_spoilt())
                 dist.all_reduce(total)
             (total * 0.5).tanh()
+            both = [x + 1, x * 2]
+            for each in reversed(both) if run.has("order") and run.rank == 2 else both:
+                dist.all_reduce(each)
+            (both[0] - both[1]).tanh()
             dist.all_gather(parts, x)
             piece = torch.empty_like(x)
             dist.reduce_scatter(piece, [p.contiguous() for p in parts])

@@ -183,6 +183,27 @@ def hears(call: Call, kind: Kind) -> bool:
     return kind not in TO_ONE or root_of(call, kind) == call.rank
 
 
+def reduction_of(call: Call) -> str | None:
+    """How a call reduces: sum, avg, max, min, product; None where it was not recorded."""
+    if call.collective is not None:
+        return (call.collective.reduce or "sum").lower()
+    for value in (*call.args, *call.kwargs.values()):
+        if getattr(value, "kind", None) == "reduce_op":
+            return _op_word(str(value.text))
+        if isinstance(value, str) and value.lower() in ("sum", "avg", "max", "min", "product"):
+            return value.lower()
+    if call.name.startswith("Distributed.") and not any(
+        getattr(value, "kind", None) == "unsupported"
+        for value in (*call.args, *call.kwargs.values())
+    ):
+        return "sum"  # the default
+    return None
+
+
+def _op_word(text: str) -> str:
+    return text.rpartition(".")[2].lower().removeprefix("redoptype.")
+
+
 # Where each kind has what a rank gives, and what it gets: the position and name of the argument.
 _GIVEN: dict[Kind, tuple[int, tuple[str, ...]]] = {
     "all_reduce": (0, ("tensor",)),

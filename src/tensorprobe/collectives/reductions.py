@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tensorprobe.collectives.links import Key, Kind, given, got, root_of
+from tensorprobe.collectives.links import Key, Kind, given, got, reduction_of, root_of
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import Call, TensorRecord
 from tensorprobe.tensors.pair_metrics import FRACTION_BITS
@@ -86,27 +86,6 @@ def judge(gave: Gave, call: Call) -> ReductionError | None:
         for record, result, each in zip(records, results, wanted, strict=True)
     ]
     return max(found, key=lambda each: each.error / max(each.allowed, 1e-9))
-
-
-def reduction_of(call: Call) -> str | None:
-    """How a call reduces: sum, avg, max, min, product; None where it was not recorded."""
-    if call.collective is not None:
-        return (call.collective.reduce or "sum").lower()
-    for value in (*call.args, *call.kwargs.values()):
-        if getattr(value, "kind", None) == "reduce_op":
-            return _op_word(str(value.text))
-        if isinstance(value, str) and value.lower() in ("sum", "avg", "max", "min", "product"):
-            return value.lower()
-    if call.name.startswith("Distributed.") and not any(
-        getattr(value, "kind", None) == "unsupported"
-        for value in (*call.args, *call.kwargs.values())
-    ):
-        return "sum"  # the default
-    return None
-
-
-def _op_word(text: str) -> str:
-    return text.rpartition(".")[2].lower().removeprefix("redoptype.")
 
 
 def _reduced(op: str, parts: Sequence[list[_Array]]) -> tuple[list[_Array], list[_Array]]:

@@ -85,7 +85,7 @@ def _by_rank(capture: Capture) -> dict[int, Mapping[str, Any]]:
     if not isinstance(about, Mapping):
         return {}
     return {
-        int(rank): facts
+        int(rank): {key: value for key, value in facts.items() if key != "rank"}
         for rank, facts in about.items()
         if str(rank).isdigit() and isinstance(facts, Mapping) and facts
     }
