@@ -266,6 +266,84 @@ def broken(run: Run) -> None:
             recorder.step()
 
 
+def fsdp2(run: Run) -> None:
+    """Parameters sharded over all ranks, gathered for each module."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = Net()
+    mesh = init_device_mesh("cpu", (run.world,))
+    fully_shard(model.first, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with run.recording(run.kernel(2, "tanh")) as recorder:
+        for step in range(STEPS):
+            model(_batch(10 * step + run.rank)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step()
+
+
+def dtensor(run: Run) -> None:
+    """Tensor parallel by DTensor: a column-wise and a row-wise layer."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    torch.manual_seed(0)
+    model = Net()
+    mesh = init_device_mesh("cpu", (run.world,))
+    parallelize_module(model, mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    with run.recording(run.kernel(2, "tanh")) as recorder:
+        for step in range(STEPS):
+            model(_batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step()
+
+
+def functional(run: Run) -> None:
+    """Functional collectives, whose results are read later than they are called."""
+    import torch.distributed._functional_collectives as functional
+
+    torch.manual_seed(0)
+    model = Net()
+    with run.recording(run.kernel(2, "tanh")) as recorder:
+        for step in range(STEPS):
+            y = model(_batch(10 * step + run.rank)).detach()
+            total = functional.all_reduce(y, "sum", dist.group.WORLD)
+            (total * 0.1).tanh()
+            parts = functional.all_gather_tensor(y, 0, dist.group.WORLD)
+            (parts * 0.1).tanh()
+            recorder.step()
+
+
+def messages(run: Run) -> None:
+    """A ring of isend and irecv, and batch_isend_irecv."""
+    torch.manual_seed(0)
+    model = Net()
+    after, before = (run.rank + 1) % run.world, (run.rank - 1) % run.world
+    with run.recording(run.kernel(2, "tanh")) as recorder:
+        for step in range(STEPS):
+            y = model(_batch(10 * step + run.rank)).detach()
+            came = torch.empty_like(y)
+            works = [dist.isend(y, after), dist.irecv(came, before)]
+            for work in works:
+                work.wait()
+            (came * 0.1).tanh()
+            back = torch.empty_like(y)
+            ops = [dist.P2POp(dist.isend, came + 1, before), dist.P2POp(dist.irecv, back, after)]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            (back * 0.1).tanh()
+            recorder.step()
+
+
 @contextlib.contextmanager
 def _spoilt() -> Iterator[None]:
     """Within it the result of all_reduce is off by a hundredth."""
@@ -285,5 +363,6 @@ def _spoilt() -> Iterator[None]:
 
 PROGRAMS: dict[str, Callable[[Run], None]] = {
     "manual": manual, "ddp": ddp, "tp": tp_megatron, "dropout": dropout, "nan": nan,
-    "groups": groups, "pipeline": pipeline, "broken": broken,
+    "groups": groups, "pipeline": pipeline, "broken": broken, "fsdp2": fsdp2,
+    "dtensor": dtensor, "functional": functional, "messages": messages,
 }  # fmt: skip
