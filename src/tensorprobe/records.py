@@ -32,6 +32,16 @@ HOST = "cpu"
 LAST_NODE = "outputs are those of the last autograd node, not the gradients of the inputs"
 
 
+class Sharding(msgspec.Struct, frozen=True, kw_only=True):
+    """How a DTensor lies on the ranks; the record that has this is one rank's part of it."""
+
+    shape: tuple[int, ...]  # of the whole
+    placements: tuple[str, ...]  # by dimension of the mesh, in torch's words: "Shard(dim=0)"
+    mesh_shape: tuple[int, ...]
+    ranks: tuple[int, ...]  # of the mesh, row by row
+    mesh_names: tuple[str, ...] = ()  # of its dimensions: "dp", "tp"
+
+
 class TensorRecord(msgspec.Struct, frozen=True, gc=False):
     """One tensor as a call saw it: identity, layout, and whatever of its content was kept.
 
@@ -51,6 +61,9 @@ class TensorRecord(msgspec.Struct, frozen=True, gc=False):
     blob: Blob | None = None
     gap: str | None = None  # why there is no content where there should be some
     alias_of: str | None = None  # the tensor of the same call that this is the same object as
+    sharding: Sharding | None = (
+        None  # of a DTensor: shape and content are those of this rank's part
+    )
 
     @property
     def numel(self) -> int:

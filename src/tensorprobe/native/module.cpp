@@ -116,12 +116,22 @@ PyObject* contents_saw_scaler(PyObject* self, PyObject*) {
   return PyBool_FromLong(in<Contents>(self).saw_scaler());
 }
 
+PyObject* contents_hold(PyObject* self, Arguments args, Py_ssize_t count) {
+  return guarded([&]() -> PyObject* {
+    if (!takes("hold", count, 2, 2)) return nullptr;
+    if (!is_tensor(args[0])) return PyErr_Format(PyExc_TypeError, "hold takes a tensor");
+    in<Contents>(self).hold(args[0], args[1] == Py_True);
+    Py_RETURN_NONE;
+  });
+}
+
 PyMethodDef contents_methods[] = {
     {"saw_scaler", contents_saw_scaler, METH_NOARGS, nullptr},
     {"watch_writes", contents_watch_writes, METH_O, nullptr},
     {"of", reinterpret_cast<PyCFunction>(contents_of), METH_FASTCALL, nullptr},
     {"forget", contents_forget, METH_O, nullptr},
     {"lend", contents_lend, METH_O, nullptr},
+    {"hold", reinterpret_cast<PyCFunction>(contents_hold), METH_FASTCALL, nullptr},
     {"begin_step", contents_begin, METH_O, nullptr},
     {nullptr}};
 

@@ -132,6 +132,16 @@ class Contents {
     Py_RETURN_NONE;
   }
 
+  // A collective writes to the memory of this plain tensor, or has written to it.
+  void hold(PyObject* object, bool on) {
+    const auto& storage = tensor_in(object).unsafeGetTensorImpl()->unsafe_storage();
+    if (on) {
+      in_flight_.emplace(storage.unsafeGetStorageImpl(), storage.getWeakStorageImpl());
+    } else {
+      in_flight_.erase(storage.unsafeGetStorageImpl());
+    }
+  }
+
   // Numbers come from `ids` from now on, and nothing is known.
   void begin(PyObject* ids) {
     ids_ = Ref::borrow(ids);
@@ -163,6 +173,7 @@ class Contents {
   // Nor can what was read or mapped from a file, which nobody else writes to: weights are such.
   bool others_may_write(const c10::StorageImpl& storage) const {
     if (!seen_lent_.empty() && seen_lent_.count(&storage)) return true;
+    if (!in_flight_.empty() && in_flight_.count(&storage)) return true;
     if (storage.resizable()) return false;
     if (storage.allocator() != nullptr || !storage.device().is_cpu()) return true;
     static const c10::DeleterFnPtr of_others =
@@ -225,8 +236,9 @@ class Contents {
   Ref otherwise_, forget_, make_, submit_, value_, marks_, lent_, ids_;
   Writes writes_;
   std::unordered_map<c10::StorageImpl*, Storage> storages_;
-  // those that `lend` was told of; weakly held, as those above
-  std::unordered_map<const c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> seen_lent_;
+  // those that `lend` and `hold` were told of; weakly held, as those above
+  using Held = std::unordered_map<const c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>>;
+  Held seen_lent_, in_flight_;
   std::unordered_map<View, long long, HashView> numbers_;
   uint64_t next_mark_ = 1;
 };

@@ -11,6 +11,7 @@ from tensorprobe.follow.gradients import Path
 from tensorprobe.follow.hidden_state import Draws
 from tensorprobe.follow.naming import CallNames
 from tensorprobe.records import Keep
+from tensorprobe.store.lines import CollectiveLine
 
 NOTHING: frozenset[str] = frozenset()
 
@@ -30,6 +31,7 @@ class OpenCall(msgspec.Struct, eq=False):
     draws: Draws | None = None
     notes: list[str] = []
     buffers: dict[str, tuple[int, int]] | None = None  # of a module: which they were, before
+    collective: CollectiveLine | None = None
 
     @property
     def written(self) -> bool:

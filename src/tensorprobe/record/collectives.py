@@ -52,7 +52,8 @@ _COLLECTIVES = frozenset(
 )
 _MESSAGES = ("send", "recv")
 _WITH_ROOT = ("broadcast", "scatter", "reduce", "gather")
-_FUNCTIONAL = ("torch.ops._c10d_functional", "torch.ops.c10d_functional", "torch.ops._dtensor")
+# The beginnings of names of operators whose results are there once they were waited for.
+FUNCTIONAL = ("torch.ops._c10d_functional", "torch.ops.c10d_functional", "torch.ops._dtensor")
 
 
 def operation_of(api: ApiName) -> str | None:
@@ -80,7 +81,8 @@ class Collectives:
         op = operation_of(api)
         if op is None:
             return None
-        given = {**dict(zip(_parameters(api, func), args, strict=False)), **kwargs}
+        parameters = _parameters(api, func)
+        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         names = ("group", "process_group", "group_name")
         group = group_of(next((given[name] for name in names if name in given), None))
         if group is None:
@@ -93,7 +95,7 @@ class Collectives:
         if op in _MESSAGES:
             me = torch.distributed.get_rank()
             key += (me, spoken_to, tag) if op == "send" else (spoken_to, me, tag)
-        reduction = given.get("reduce_op", given.get("op"))
+        reduction = given.get("reduce_op", given.get("op", "SUM" if "op" in parameters else None))
         return pack_collective(
             Collective(
                 op=op,
@@ -131,11 +133,11 @@ def _other_rank(
 
 
 def _is_async(api: ApiName, op: str, given: Mapping[str, Any]) -> bool:
-    if api.op.startswith(_FUNCTIONAL):
+    if api.op.startswith(FUNCTIONAL):
         return True
     if op in _MESSAGES:
         return api.api not in _MESSAGES or api.op.startswith("torch.ops.")
-    return bool(given.get("async_op", False))
+    return bool(given.get("async_op", api.op.startswith("torch.ops.")))  # defaults are left out
 
 
 def _parameters(api: ApiName, func: Any) -> tuple[str, ...]:

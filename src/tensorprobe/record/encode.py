@@ -235,7 +235,7 @@ def _other(value: Any) -> Any:
 
 def _script_object(value: torch.ScriptObject) -> Any:
     """What c10d's operators are given."""
-    name = value._type().qualified_name()  # type: ignore[attr-defined]
+    name = value._type().qualified_name()
     if name.endswith(".c10d.ReduceOp"):
         return _special("reduce_op", reduction_name(value))
     if name.endswith(".c10d.ProcessGroup") and (group := group_of(value)) is not None:

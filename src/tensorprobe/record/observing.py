@@ -121,7 +121,9 @@ class RecordingObserver(Observer):
     def begin_hidden(
         self, api: ApiName, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> _Unrecorded | None:
-        return _Unrecorded(api, args, kwargs) if "out" in kwargs or may_write(api) else None
+        writes = "out" in kwargs or may_write(api)
+        self._tape.before_hidden(args, kwargs, writes)
+        return _Unrecorded(api, args, kwargs) if writes else None
 
     def begin_operator(
         self, operator: SeenOperator, node: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -136,6 +138,7 @@ class RecordingObserver(Observer):
         name = call_name(api, tape.counter.next(api), direction)
         names = CallNames(api, name, tape.place.module, direction)
         if not tape.wants(names):
+            tape.before_hidden(args, kwargs, bool(writes))
             return _Unrecorded(api, args, kwargs) if writes else None
         parent = tape.place.parent
         if node is None:
@@ -155,7 +158,9 @@ class RecordingObserver(Observer):
             tape.forget_call(*call)
             return
         assert type(call) is OpenCall
-        if call.names.api.prefix != "Distributed" or not tape.await_work(call, result):
+        if call.names.api.prefix in _MAY_COMMUNICATE:
+            tape.end_collective(call, result)
+        else:
             tape.end(call, result)
 
     def raised(self, call: OpenCall | _Unrecorded, error: BaseException) -> None:

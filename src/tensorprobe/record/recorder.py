@@ -450,6 +450,7 @@ class Recorder:
         else:
             background.start(self._log)
         values = Values(self._writer, summarizer, checksums=checksums)
+        values.sees_calls = config.level != "L0"
         tape = self._tape = Tape(config, self._selection, self._writer, values, self._counter)
         tape.on_open = self._step_opened
         level = config.level

@@ -57,10 +57,12 @@ from tensorprobe.record.backward import (
     WayBackward,
 )
 from tensorprobe.record.calls import OpenCall
+from tensorprobe.record.collectives import FUNCTIONAL, group_of
 from tensorprobe.record.encode import encode, map_tensors, nest
+from tensorprobe.record.in_flight import Running, coalescing_of
 from tensorprobe.record.selection import Selection
 from tensorprobe.record.tensor_lines import TensorLines
-from tensorprobe.record.values import Values
+from tensorprobe.record.values import Values, numbers_behind
 from tensorprobe.records import Role
 from tensorprobe.store.lines import (
     NO_TENSORS,
@@ -73,6 +75,7 @@ from tensorprobe.store.lines import (
     encode_now,
 )
 from tensorprobe.store.writer import CaptureWriter
+from tensorprobe.tensors.memory import as_waiter, own_part
 from tensorprobe.torch_versions import COMPILER, unboxed_work
 from tensorprobe.trouble import OnTrouble, text_of
 
@@ -98,6 +101,8 @@ _graph_task_id = torch._C._current_graph_task_id
 _NO_ALIASES: dict[Path, Path] = {}  # of most calls: they are many, and live until backward
 _OUTPUT_SPOTS: tuple[Spot, ...] = ((0, ONLY, None),)
 _IN_BACKWARD = "inside backward"
+_DISTRIBUTED = "Distributed"
+_C10D = "torch.ops.c10d."
 _OUTPUT_IS_ARGUMENTS = "outputs are the arguments after the call"
 
 
@@ -151,7 +156,7 @@ class Tape:
         self.passed: dict[int, set[str]] = {}  # by thread, paths of modules that it came by
         self._key = object()  # of what is written on the nodes of Functions
         self._leaf_listeners: list[LeafListener] = []
-        self._pending_work: list[tuple[OpenCall, list[Any], list[tuple[torch.Tensor, Path]]]] = []
+        self._pending_work = values.in_flight.running if values is not None else []
         self.lines = TensorLines(selection, values)
         swift = native.MODULE
         self._versions_of: Callable[[Tensors], list[int]]
@@ -302,6 +307,7 @@ class Tape:
         try:
             kwargs = kwargs or _NO_KWARGS
             call = OpenCall(names, self._keep or self.selection.keep_for(names), self.step)
+            call.collective = collective
             if not names.wanted:
                 return self._watch(call, args, kwargs, grad)
             if not self.is_open:
@@ -321,6 +327,8 @@ class Tape:
                 elif writes:
                     call.writes = writes
                     self._forget_arguments(writes, args, kwargs)
+                if call.writes and self._pending_work:
+                    self._wait_for_written(args, kwargs)
                 positional, keywords = self.lines.arguments(call, args, kwargs, self.wants_input)
                 call.versions = self._versions_of(call.inputs)
                 line = CallLine(
@@ -369,8 +377,10 @@ class Tape:
         try:
             outputs: list[tuple[torch.Tensor, Path]] = []
             with _DISABLED():
+                if self._pending_work:
+                    self._finish_work()
                 versions, prefix = self._versions_of(call.inputs), call.names.api.prefix
-                if versions != call.versions or call.writes or prefix == "Distributed":
+                if versions != call.versions or call.writes or prefix == _DISTRIBUTED:
                     mutated = self._mutated(call, versions)
                 else:
                     mutated = _NOTHING
@@ -613,7 +623,8 @@ class Tape:
 
     def _mutated(self, call: OpenCall, versions: list[int]) -> list[tuple[torch.Tensor, Path]]:
         """Inputs that the call wrote to; they have these versions by now."""
-        if call.names.api.prefix == "Distributed":  # which moves no version
+        api = call.names.api
+        if api.prefix == _DISTRIBUTED and not api.op.startswith(FUNCTIONAL):  # moves no version
             for tensor, _ in call.inputs:
                 self._values.forget(tensor)
             return call.inputs
@@ -775,49 +786,87 @@ class Tape:
         """Close what is open: the step is over, or the recording."""
         self.finish_backwards()
         if self._pending_work:
-            with Quiet():
-                self._finish_work(last=True)
+            with OnTrouble(self.gap, "collective"), Quiet():
+                self._give_up_work()
         for listener in self._leaf_listeners:
             listener.handle.remove()
         self._leaf_listeners.clear()
 
     # Collectives that run on after they return
 
-    def await_work(self, call: OpenCall, result: Any) -> bool:
-        """Whether a collective goes on after it returned; it is written down when it is done."""
+    def end_collective(self, call: OpenCall, result: Any) -> None:
+        """Write down a collective that has returned; it may run on."""
         with OnTrouble(self.gap, call.names.name):
-            works = _works_in(result)
-            if not works:
-                return False
-            for tensor, _ in call.inputs:
-                self._values.forget(tensor)
-            self._pending_work.append((call, works, call.inputs))
-            return True
-        return False
+            with _DISABLED():
+                self._begin_running(call, result)
+        self.end(call, result)
 
-    def _finish_work(self, *, last: bool = False) -> None:
-        pending, self._pending_work = self._pending_work, []
-        for item in pending:
-            call, works, inputs = item
-            try:
-                done = all(work.is_completed() for work in works)
-            except (RuntimeError, ValueError) as error:  # one of a coalesced batch has no state
-                self._give_up_work(call, f"asynchronous, and cannot be asked: {error}")
-                continue
-            if done:
-                for tensor, _ in inputs:
-                    self._values.forget(tensor)
-                tree = self._arguments_after(call, inputs, [])
-                notes = [_OUTPUT_IS_ARGUMENTS, "asynchronous: read after it had completed"]
-                self.writer.end(EndLine(id=call.id, outputs=tree, notes=notes))
-            elif last:
-                self._give_up_work(call, "asynchronous, and not waited for when the step ended")
-            else:
-                self._pending_work.append(item)
+    def _begin_running(self, call: OpenCall, result: Any) -> None:
+        api, in_flight = call.names.api, self._values.in_flight
+        given = [numbers_behind(tensor) for tensor, _ in call.inputs]
+        if api.op.startswith(FUNCTIONAL):
+            if api.api == "wait_tensor":
+                in_flight.wait_over(given)
+            elif api.api != "_wrap_tensor_autograd":
+                made: list[torch.Tensor] = []
+                map_tensors(result, lambda tensor, path: made.append(numbers_behind(tensor)))
+                self._run_on(Running(call.names.name, made))
+            return
+        running = Running(call.names.name, given)
+        if api.op.startswith(_C10D):
+            running.works = _works_in(result)
+            if call.collective is not None and not call.collective.is_async:
+                running.thread = threading.get_ident()
+        elif call.collective is not None:
+            running.coalescing = coalescing_of(group_of(call.collective.group_name))
+            if running.coalescing is None:
+                running.works = _works_in(result)
+        if running.works or running.coalescing is not None:
+            self._run_on(running)
+            if running.thread is None:
+                call.notes.append("asynchronous: read after it had completed")
 
-    def _give_up_work(self, call: OpenCall, reason: str) -> None:
-        self.gap(call.names.name, f"{reason}: its result is not recorded")
-        self.writer.end(EndLine(id=call.id, notes=[reason]))
+    def _run_on(self, running: Running) -> None:
+        for tensor in running.tensors:
+            self._values.forget(tensor)
+        if running.tensors:
+            self._values.in_flight.begin(running)
+
+    def _wait_for_written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A call is about to write to results of collectives, if to any: it will wait for them at
+        once, and then they are gone."""
+        waiters: list[Any] = []
+
+        def note(tensor: torch.Tensor, path: Path) -> None:
+            waiter = as_waiter(own_part(tensor))
+            if waiter is not None and not waiter.completed:
+                waiters.append(waiter)
+
+        for value in (*args, *kwargs.values()):
+            map_tensors(value, note)
+        with Quiet():
+            for waiter in waiters:
+                waiter.trigger_wait()
+                self._values.in_flight.wait_over([waiter.elem])
+
+    def before_hidden(self, args: Sequence[Any], kwargs: Mapping[str, Any], writes: bool) -> None:
+        """A call that is not recorded is about to run: read what it may write to."""
+        if self._pending_work:
+            with OnTrouble(self.gap, "collective"), Quiet():
+                self._finish_work()
+                if writes:
+                    self._wait_for_written(args, kwargs)
+
+    def _finish_work(self) -> None:
+        for running, reason in self._values.in_flight.poll():
+            self.gap(running.name, f"{reason}: its result is not recorded")
+
+    def _give_up_work(self) -> None:
+        """The step ends."""
+        self._finish_work()
+        reason = "asynchronous, and not waited for when the step ended"
+        for running in self._values.in_flight.break_promises(reason):
+            self.gap(running.name or "collective", f"{reason}: its result is not recorded")
 
     def stack_number(self, frame: FrameType) -> int:
         """The number of the stack from `frame` outwards."""

@@ -18,8 +18,10 @@ from tensorprobe.record.encode import ATOMS, MAX_TEXT, PLAIN, TensorEncoder
 from tensorprobe.record.encode import encode as encode_tree
 from tensorprobe.record.selection import Selection
 from tensorprobe.record.values import Values
-from tensorprobe.records import HOST, Keep, Role
-from tensorprobe.store.lines import TensorLine, encode
+from tensorprobe.records import HOST, Keep, Role, Sharding
+from tensorprobe.store.collective_lines import pack_sharding
+from tensorprobe.store.lines import ShardingLine, TensorLine, encode
+from tensorprobe.tensors.memory import own_part
 
 # What a line says of a plain tensor, its content excepted: dtype, shape, stride, device, whether it
 # has a gradient; and what is kept of the call.
@@ -47,6 +49,7 @@ class TensorLines:
         self._values = values
         self._dtypes: dict[torch.dtype, tuple[str, bool]] = {}  # name, and whether it is wanted
         self._heads: dict[_Kind, _Head] = {}
+        self._shardings: dict[Any, ShardingLine] = {}  # by mesh, placements and shape
         self.encoded, self.arguments = self._encoded, self._arguments
         self.native: Any = None
         self.swift_named: Any = None  # as `named`, with whether their contents are wanted
@@ -73,6 +76,7 @@ class TensorLines:
         `label` is its name within its role, or the parts of that.
         """
         dtype, wants_dtype = self._dtypes.get(tensor.dtype) or self._look_up(tensor.dtype)
+        part, sharding = tensor, None
         shape: tuple[int, ...] = ()
         stride: tuple[int, ...] | None = None
         try:
@@ -82,17 +86,39 @@ class TensorLines:
                     stride = tensor.stride()
             else:
                 with Quiet():
-                    shape = tuple(map(_length, tensor.shape))
-                    if not tensor.is_contiguous():
-                        stride = tuple(map(_length, tensor.stride()))
+                    part = own_part(tensor)
+                    if part is not tensor:
+                        sharding = self._sharding_of(tensor)
+                    shape = tuple(map(_length, part.shape))
+                    if not part.is_contiguous():
+                        stride = tuple(map(_length, part.stride()))
         except (RuntimeError, NotImplementedError):
             pass  # sparse tensors have no stride, nested ones not even a shape
-        device = HOST if tensor.is_cpu else str(tensor.device)
+        device = HOST if part.is_cpu else str(part.device)
         value = None
         if wanted and wants_dtype and call.keep != "structure":
-            form = self._values.form(tensor, call.keep, stride)
+            form = self._values.form(part, call.keep, stride)
             value = self._values.of(tensor, form, call, role, label, call.keep)
-        return TensorLine(dtype, shape, stride, device, tensor.requires_grad, value)
+        return TensorLine(
+            dtype, shape, stride, device, tensor.requires_grad, value, sharding=sharding
+        )
+
+    def _sharding_of(self, tensor: Any) -> ShardingLine:
+        mesh, placements, shape = tensor.device_mesh, tensor.placements, tuple(tensor.shape)
+        kind = (mesh, placements, shape)
+        known = self._shardings.get(kind)
+        if known is None:
+            if len(self._shardings) >= _MAX_KINDS:
+                self._shardings.clear()
+            sharding = Sharding(
+                shape=shape,
+                placements=tuple(map(repr, placements)),
+                mesh_shape=tuple(mesh.mesh.shape),
+                ranks=tuple(mesh.mesh.flatten().tolist()),
+                mesh_names=tuple(mesh.mesh_dim_names or ()),
+            )
+            known = self._shardings[kind] = pack_sharding(sharding)
+        return known
 
     def kept(self, tensor: torch.Tensor, call: HasTensors, role: Role, label: str) -> TensorLine:
         """The line of a tensor whose content is kept, whatever is selected of its call."""

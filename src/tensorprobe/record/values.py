@@ -12,14 +12,16 @@ import torch
 
 from tensorprobe import native
 from tensorprobe.follow.naming import CallNames
+from tensorprobe.follow.plain_arguments import PLAIN_TENSORS
 from tensorprobe.follow.quiet import Quiet
+from tensorprobe.record.in_flight import InFlight, Promise, nothing_runs, version_of
 from tensorprobe.record.transfer import Transfer
 from tensorprobe.records import Keep, Role
 from tensorprobe.store.shard import Bytes
 from tensorprobe.store.writer import CaptureWriter
 from tensorprobe.tensors.digest import digest_bytes
-from tensorprobe.tensors.memory import Unsupported, is_dense, stretch
-from tensorprobe.tensors.summarizer import Summarizer
+from tensorprobe.tensors.memory import Unsupported, as_waiter, is_dense, own_part, stretch
+from tensorprobe.tensors.summarizer import Result, Summarizer
 from tensorprobe.torch_versions import is_own
 
 # The call, the role and the label within it of a tensor, the label whole or in parts.
@@ -29,6 +31,7 @@ TensorName = tuple["Named", Role, "str | tuple[str, ...]"]
 # set off, soon leaves them out.
 _View = tuple[int, int, Any, int]
 _MAX_FORMS = 10_000  # shapes that are new in every step would fill the table without end
+UNSEEN = "the result of a collective that had not been waited for; record it at level mix"
 _SPARE_NBYTES = 128 << 20  # memory of copies that are written, for the next ones
 _LARGE_NBYTES = 128 << 10
 _SECTIONS: dict[Role, str] = {
@@ -65,6 +68,7 @@ class Values:
         self, writer: CaptureWriter, summarizer: Summarizer, *, checksums: bool = False
     ) -> None:
         self.nbytes = 0  # of the contents kept in this step
+        self.sees_calls = True  # those that wait for collectives, and write to their results
         self._writer = writer
         self._summarizer = summarizer
         self._checksums = checksums  # made of the bytes, on the host
@@ -80,6 +84,7 @@ class Values:
         self._new_forms = itertools.count()
         self._ids = itertools.count(1)
         self._new_marks = itertools.count(1)
+        self.in_flight = InFlight(self._keep_promise, self._give_up, self._hold)
         self.of, self.forget = self._of, self._forget
         # The same in C++: of plain tensors it knows the storages and numbers by itself.
         self.contents: Any = None
@@ -119,6 +124,10 @@ class Values:
 
     def _forget(self, tensor: torch.Tensor) -> None:
         """The content of this tensor's storage was changed by something that moves no version."""
+        inner = numbers_behind(tensor)
+        if inner is not tensor:
+            self.forget(inner)
+            return
         with contextlib.suppress(NotImplementedError, RuntimeError):  # no storage: never known
             self._marks.pop(tensor.untyped_storage()._cdata, None)
 
@@ -156,6 +165,18 @@ class Values:
 
         `form` is what the method of that name says of such tensors.
         """
+        if type(tensor) not in PLAIN_TENSORS:
+            inner = own_part(tensor)
+            waiter = as_waiter(inner)
+            if waiter is not None:
+                inner = waiter.elem
+                if not waiter.completed and not self.sees_calls and not nothing_runs():
+                    self._give_up(unread := next(self._ids), UNSEEN)
+                    return unread
+                if not waiter.completed:
+                    self.in_flight.meet(waiter, inner)
+            if inner is not tensor:  # known by its own memory, whoever writes to that
+                return int(self.of(inner, form, call, role, label, keep))
         try:
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -167,12 +188,18 @@ class Values:
             elif tensor.is_neg() or tensor.is_conj() or tensor.is_nested:
                 # the same memory means other numbers
                 return self._new(tensor, (call, role, label), keep == "tensors")
+            if tensor.is_inference() and key in self.in_flight:
+                return self._promised(key, tensor, form, call, role, label, keep)
             view = (mark, tensor._version, tensor.storage_offset(), form)
         except (NotImplementedError, RuntimeError):
             # inference tensors keep no version; sparse, nested, functorch's and others no storage
             return self._new(tensor, (call, role, label), keep == "tensors")
         number = self._numbers.get(view)
-        if not is_own(storage) or (self._seen_lent and key in self._seen_lent):
+        if self.in_flight.running and key in self.in_flight:
+            if number is None:
+                number = self._promised(key, tensor, form, call, role, label, keep)
+                self._numbers[view] = number
+        elif not is_own(storage) or (self._seen_lent and key in self._seen_lent):
             number = self._of_lent(tensor, number, form, call, role, label, keep)
             self._numbers[view] = number
         elif number is None:
@@ -193,14 +220,47 @@ class Values:
         """The number of a content that others may write to: `known`, unless they have.
 
         Memory that numpy has cannot be resized, says torch; nor can a file's, which nobody writes
-        to. C++ tells the two apart.
+        to. C++ tells the two apart. Memory that a collective writes to comes here from C++, too.
         """
+        if self.in_flight.running and (key := tensor.untyped_storage()._cdata) in self.in_flight:
+            if known is not None:
+                return known
+            return self._promised(key, tensor, form, call, role, label, keep)
         digest = digest_of_memory(tensor)
         if known is not None and digest is not None and self._lent.get(known) == digest:
             return known
         number = self._new(tensor, (call, role, label), keep == "tensors", form)
         self._lent[number] = digest
         return number
+
+    def _promised(
+        self,
+        storage: int,
+        tensor: torch.Tensor,
+        form: int,
+        call: Named,
+        role: Role,
+        label: str | tuple[str, ...],
+        keep: Keep,
+    ) -> int:
+        """The number of a content that a collective has yet to make."""
+        number = next(self._ids)
+        name = _text((call, role, label)) if call is not None else ""
+        promise = Promise(number, tensor, version_of(tensor), name, keep == "tensors", form)
+        self.in_flight.promise(storage, promise)
+        return number
+
+    def _keep_promise(self, promise: Promise) -> None:
+        with Quiet():
+            p = promise
+            self._make(p.number, p.tensor, p.name, p.stored, p.form)
+
+    def _give_up(self, number: int, reason: str) -> None:
+        self._writer.value(number, Result(error=reason, ready=True))
+
+    def _hold(self, tensor: torch.Tensor, on: bool) -> None:
+        if self.contents is not None:
+            self.contents.hold(tensor, on)
 
     def lend(self, tensor: torch.Tensor) -> None:
         """The program has lent this memory to something that is not torch."""
@@ -224,9 +284,20 @@ class Values:
         self, tensor: torch.Tensor, name: TensorName, tensors: bool, form: int | None = None
     ) -> int:
         number = next(self._ids)
+        self._make(number, tensor, name, tensors, form)
+        return number
+
+    def _make(
+        self,
+        number: int,
+        tensor: torch.Tensor,
+        name: TensorName | str,
+        tensors: bool,
+        form: int | None,
+    ) -> None:
         if not tensors and not self._checksums:
             self._writer.value(number, self._summarizer.submit(tensor, form))
-            return number
+            return
         checksum = crc32 if self._checksums else None
         summarizer = self._summarizer
         if tensors and self._statistics is not None and _is_large_on_host(tensor):
@@ -236,13 +307,12 @@ class Values:
             with Quiet():
                 self._copy(number, tensor, name, checksum, tensors)
         self._writer.value(number, result)
-        return number
 
     def _copy(
         self,
         number: int,
         tensor: torch.Tensor,
-        name: TensorName,
+        name: TensorName | str,
         checksum: Callable[[Bytes], str] | None,
         stored: bool,
     ) -> None:
@@ -251,7 +321,7 @@ class Values:
         self.nbytes += copy.nbytes if stored else 0
         self._writer.tensor(
             number,
-            _text(name),
+            name if isinstance(name, str) else _text(name),
             copy.dtype,
             copy.shape,
             copy.get,
@@ -303,6 +373,15 @@ def _text(name: TensorName) -> str:
     call, role, label = name
     label = label if isinstance(label, str) else ".".join(label)
     return f"{call.names.name}.{_SECTIONS[role]}.{label}"
+
+
+def numbers_behind(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in whose memory the numbers of a DTensor, or of a waiting tensor, are."""
+    if type(tensor) in PLAIN_TENSORS:
+        return tensor
+    inner = own_part(tensor)
+    waiter = as_waiter(inner)
+    return inner if waiter is None else waiter.elem
 
 
 def _is_its_storage(tensor: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tensorprobe.errors import NotReplayable, UnreadableCapture
-from tensorprobe.records import Call, Fields, Special, TensorRecord
+from tensorprobe.records import Call, Fields, Sharding, Special, TensorRecord
 from tensorprobe.replay.allowed import dtype_named, format_named, function_named, type_named
 from tensorprobe.replay.decompositions import is_vendor_op
 
@@ -130,6 +130,8 @@ def rebuild(
 ) -> LiveCall:
     """The live call for a forward call of a capture; raises NotReplayable with the reason."""
     refuse(call)
+    if any(record.sharding is not None for record in call.tensors):
+        grad = False  # of a weight that all ranks have, the gradient is a sum over ranks
     builder = _Builder(call, place, grad, source)
     try:
         if call.name.startswith("Module."):
@@ -173,8 +175,35 @@ def refuse(call: Call) -> None:
         reason = "it is a compiled region: the calls inside are not visible"
     if reason is None and call.status == "begun" and not call.tensors:
         reason = "the run ended before its inputs were written"
+    if reason is None and any(record.sharding is not None for record in call.tensors):
+        reason = _why_not_by_parts(call)
     if reason is not None:
         raise NotReplayable(f"{call.name} cannot be run alone: {reason}")
+
+
+def _why_not_by_parts(call: Call) -> str | None:
+    """Why the call is not what it does to one rank's parts of its DTensors; None where it is.
+
+    A dimension of the mesh in which only whole or cut tensors come in, and cut ones go out where
+    any came in cut, has nothing to be exchanged.
+    """
+    shardings: dict[bool, list[Sharding]] = {True: [], False: []}
+    for record in call.tensors:
+        if record.sharding is not None:
+            shardings[record.role == "output"].append(record.sharding)
+    given, made = shardings[False], shardings[True]
+    if len({each.ranks for each in (*given, *made)}) > 1:
+        return "its DTensors lie on several meshes"
+    plain = any(r.sharding is None for r in call.tensors if r.role == "output")
+    for dim in range(len((given or made)[0].placements)):
+        comes_in = {each.placements[dim] for each in given}
+        goes_out = {each.placements[dim] for each in made}
+        if any("Partial" in placement for placement in comes_in | goes_out):
+            return "its DTensors are partial sums"
+        cut = any("Shard" in placement for placement in comes_in)
+        if cut and (plain or not all("Shard" in placement for placement in goes_out)):
+            return "its DTensors are gathered from other ranks"
+    return None
 
 
 def check_callable(op: str) -> None:

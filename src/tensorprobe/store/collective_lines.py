@@ -1,15 +1,16 @@
-"""Collectives as they stand in a log: the ranks of a group as short text, "0-7" or "0-24/8"."""
+"""Groups of ranks as they stand in a log, in collectives and shardings: "0-7" or "0-24/8"."""
 
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from tensorprobe.records import Collective
-from tensorprobe.store.lines import CollectiveLine
+from tensorprobe.records import Collective, Sharding
+from tensorprobe.store.lines import CollectiveLine, ShardingLine
 
 MAX_RANKS = 1 << 20  # a text of a few bytes could name any number of them
 _RUN = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?:/([0-9]{1,9}))?)?")
@@ -24,6 +25,20 @@ def pack_collective(collective: Collective) -> CollectiveLine:
 def unpack_collective(line: CollectiveLine) -> Collective:
     """What `pack_collective` made a line of; ValueError where the ranks are none."""
     return Collective(**{**msgspec.structs.asdict(line), "group": unpack_ranks(line.group)})
+
+
+def pack_sharding(sharding: Sharding) -> ShardingLine:
+    """How a tensor is sharded, as part of its line."""
+    fields = msgspec.structs.asdict(sharding)
+    return ShardingLine(**{**fields, "ranks": pack_ranks(sharding.ranks)})
+
+
+def unpack_sharding(line: ShardingLine) -> Sharding:
+    """What `pack_sharding` made a line of; ValueError where it makes no sense."""
+    ranks = unpack_ranks(line.ranks)
+    if len(line.placements) != len(line.mesh_shape) or math.prod(line.mesh_shape) != len(ranks):
+        raise ValueError(f"no mesh: {len(ranks)} ranks as {list(line.mesh_shape)[:8]}")
+    return Sharding(**{**msgspec.structs.asdict(line), "ranks": ranks})
 
 
 @functools.lru_cache(maxsize=1024)

@@ -12,6 +12,16 @@ import msgspec
 from tensorprobe.records import Direction, Status, TensorSummary
 
 
+class ShardingLine(msgspec.Struct, omit_defaults=True, kw_only=True, gc=False):
+    """What `records.Sharding` holds; `ranks` as text, "0-7" or "0-24/8"."""
+
+    shape: tuple[int, ...]
+    placements: tuple[str, ...]
+    mesh_shape: tuple[int, ...]
+    ranks: str
+    mesh_names: tuple[str, ...] = ()
+
+
 class TensorLine(msgspec.Struct, omit_defaults=True, gc=False):
     """A tensor inside a tree, as `{"tensor": TensorLine}`; `value` is the id of its content."""
 
@@ -23,6 +33,7 @@ class TensorLine(msgspec.Struct, omit_defaults=True, gc=False):
     value: int | None = None
     gap: str | None = None
     same: str | None = None
+    sharding: ShardingLine | None = None
 
 
 # What most lines have of each section: shared, and left out when they are written. An empty dict

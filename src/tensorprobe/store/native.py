@@ -25,7 +25,7 @@ from tensorprobe.records import (
 )
 from tensorprobe.store import lines, tree
 from tensorprobe.store.claim import EARLIER, FORMAT, RANK_FILE, RUN_FILE
-from tensorprobe.store.collective_lines import unpack_collective
+from tensorprobe.store.collective_lines import unpack_collective, unpack_sharding
 from tensorprobe.store.ending import END_FILE, read_ending
 from tensorprobe.store.step_files import LOG_FILE, header_problem, shard_name
 from tensorprobe.tensors.blob import Blob
@@ -411,6 +411,7 @@ class StepReader:
             blob,
             line.gap or gap,
             f"{self._call_name}.{line.same}" if line.same is not None else None,
+            unpack_sharding(line.sharding) if line.sharding is not None else None,
         )
         self._found.append(record)
         return record

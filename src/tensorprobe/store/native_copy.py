@@ -22,7 +22,7 @@ from tensorprobe.records import (
 )
 from tensorprobe.store import tree
 from tensorprobe.store.claim import run_identity
-from tensorprobe.store.collective_lines import pack_collective
+from tensorprobe.store.collective_lines import pack_collective, pack_sharding
 from tensorprobe.store.lines import CallLine, EndLine, GapLine, StackLine, TensorLine
 from tensorprobe.store.shard import Bytes
 from tensorprobe.store.unread import Unread
@@ -150,6 +150,7 @@ class _StepWriter:
             grad=record.requires_grad,
             value=self._value(record),
             same=alias.removeprefix(call.name + ".") if alias is not None else None,
+            sharding=pack_sharding(record.sharding) if record.sharding is not None else None,
         )
 
     def _value(self, record: TensorRecord) -> int | None:

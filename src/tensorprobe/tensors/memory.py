@@ -125,11 +125,35 @@ def register_subclass(kind: type, numbers_of: Callable[[Any], torch.Tensor]) -> 
     _NUMBERS_OF[kind] = numbers_of
 
 
+def as_dtensor(tensor: torch.Tensor) -> Any:
+    """The tensor, if it is a DTensor: this rank's part of a larger one; else None."""
+    for home in ("torch.distributed.tensor", "torch.distributed._tensor"):  # the latter before 2.5
+        kind = getattr(sys.modules.get(home), "DTensor", None)
+        if kind is not None:
+            return tensor if isinstance(tensor, kind) else None
+    return None
+
+
+def as_waiter(tensor: torch.Tensor) -> Any:
+    """The tensor, if it waits at its first use for the collective that makes it; else None."""
+    functional = sys.modules.get("torch.distributed._functional_collectives")
+    kind = getattr(functional, "AsyncCollectiveTensor", None)
+    return tensor if kind is not None and isinstance(tensor, kind) else None
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a DTensor this rank's part of it, which is a tensor of its own; others as they are."""
+    distributed = as_dtensor(tensor)
+    return tensor if distributed is None else distributed._local_tensor
+
+
 def _settle_subclass(tensor: torch.Tensor) -> torch.Tensor:
     kind = type(tensor)
-    distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is not None and distributed.DTensor not in _NUMBERS_OF:
-        register_subclass(distributed.DTensor, lambda tensor: tensor._local_tensor)
+    inner = own_part(tensor)
+    if (waiter := as_waiter(inner)) is not None:
+        inner = waiter.elem
+    if inner is not tensor:
+        return settle(inner, key_bits(inner))
     for base in kind.__mro__:
         if base in _NUMBERS_OF:
             inner = _NUMBERS_OF[base](tensor)

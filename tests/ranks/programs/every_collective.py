@@ -37,5 +37,21 @@ with tp.Recorder(level, level=level, keep="tensors", log=lambda text: None):
     else:
         dist.recv(x, 0)
         dist.irecv(y, 0, tag=5).wait()
-        y.mul_(10)
+    y = y * 10
+    with dist._coalescing_manager():
+        dist.all_reduce(x)
+        dist.all_reduce(y)
+    with dist._coalescing_manager(async_ops=True) as manager:
+        dist.all_reduce(x)
+        dist.all_reduce(y)
+    manager.wait()
+    y.mul_(10)
+    there = torch.zeros(2)
+    messages = [
+        dist.P2POp(dist.isend, mine[:2], 1 - rank, tag=7),
+        dist.P2POp(dist.irecv, there, 1 - rank, tag=7),
+    ]
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
+    there.mul_(10)
 dist.destroy_process_group()
