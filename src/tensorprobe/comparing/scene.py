@@ -519,6 +519,7 @@ class Scene:
         self._effects: set[Hashable] | None = None
         self._names: dict[tuple[int, str], int] | None = None
         self._units: dict[int, float] = {}  # by step
+        self._memory: tuple[set[Hashable], set[Hashable]] | None = None
         self.in_optimizer = {
             at
             for node in self.nodes
@@ -738,6 +739,17 @@ class Scene:
             default=0.0,
         )
 
+    def is_only_overwritten(self, node: Node) -> bool:
+        """Whether a call gives a view of memory that others only write to: FSDP frees and takes the
+        memory of its parameters again, with whatever was there."""
+        if node.op_kind != "exact" or node.call.direction != "forward" or not node.outputs:
+            return False
+        if self._memory is None:
+            self._memory = _read_and_overwritten(self.nodes)
+        read, overwritten = self._memory
+        contents = [_contents(row) for row in node.outputs]
+        return all(each in overwritten and each not in read for each in contents)
+
     def belongs_to(self, node: Node) -> Node | None:
         """Of an operator that runs inside backward, seen at L2, the forward one it belongs to."""
         call = node.call
@@ -816,6 +828,25 @@ class Scene:
                     if record is not None and (key := content(record)) is not None:
                         names.setdefault(key, label)
         return names
+
+
+def _read_and_overwritten(nodes: Sequence[Node]) -> tuple[set[Hashable], set[Hashable]]:
+    """The contents that calls read, but for views of them, and those that they write over."""
+    read: set[Hashable] = set()
+    for node in nodes:
+        if not node.container:
+            given = {_contents(row) for row in node.inputs}
+            is_view = node.op_kind == "exact" and given == {_contents(r) for r in node.outputs}
+            read |= set() if is_view else given
+    overwritten: set[Hashable] = set()
+    for node in nodes:
+        known = {id(row) for row in (*node.inputs, *node.outputs)}
+        overwritten |= {
+            _contents(row)
+            for row in node.pair.tensors
+            if row.role == "input" and id(row) not in known
+        }
+    return read, overwritten
 
 
 def _is_model(call: Call) -> bool:

@@ -87,6 +87,7 @@ class Walk:
                 and not self.taint.is_culprit(node)
                 and (first_step is None or node.call.step <= first_step)
                 and not (self.cuts and has_other_shapes(node))
+                and not scene.is_only_overwritten(node)
             ):
                 found = self._leaf(node) or self._appeared(node)
                 if found is None and (not node.container or self._is_unit(node)):
