@@ -299,9 +299,15 @@ def dtensor(run: Run) -> None:
     mesh = init_device_mesh("cpu", (run.world,))
     parallelize_module(model, mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-    with run.recording(run.kernel(2, "tanh")) as recorder:
+    with run.recording(noise=False) as recorder:
         for step in range(STEPS):
-            model(_batch(step)).square().mean().backward()
+            if step == 0 and run.has("kernel") and run.rank == 2:
+                stack = _SpoiltTanh()
+            else:
+                stack = contextlib.nullcontext()
+            with stack:
+                y = model(_batch(step))
+            y.square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             recorder.step()
@@ -342,6 +348,16 @@ def messages(run: Run) -> None:
                 work.wait()
             (back * 0.1).tanh()
             recorder.step()
+
+
+class _SpoiltTanh(torch.utils._python_dispatch.TorchDispatchMode):
+    """Within it tanh is off by a hundredth: of what a rank has, of a DTensor too."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.__name__.startswith("tanh."):
+            getattr(result, "_local_tensor", result).mul_(1.01)
+        return result
 
 
 @contextlib.contextmanager

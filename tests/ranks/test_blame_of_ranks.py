@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -140,6 +141,19 @@ def test_two_ranks_of_one_run_are_compared_step_by_step(runs: Path) -> None:
     verdict = tp.compare(runs / "manual-healthy/rank0", runs / "manual-healthy/rank1").verdict
     assert verdict.counts["aligned"] == verdict.counts["calls_actual"] > 0
     assert verdict.verdict == "diverged"  # they are given other data
+
+
+def test_a_broken_rank_is_said_and_the_rest_compared(runs: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    subprocess.run(["cp", "-r", str(runs / "manual-kernel"), str(whole)], check=True)
+    (whole / "rank1" / "step0" / "calls.jsonl").write_text("no line of ours")
+    verdict = tp.compare(whole, runs / "manual-healthy").verdict
+    assert [(c.rank, c.name) for c in verdict.culprits] == [(2, "Functional.linear.1.forward")]
+    assert any("step 0 is only in expected" in note for note in verdict.notes)
+    shutil.rmtree(whole / "rank1")
+    verdict = tp.compare(whole, runs / "manual-healthy").verdict
+    assert [(c.rank, c.name) for c in verdict.culprits] == [(2, "Functional.linear.1.forward")]
+    assert any("what rank 1 gave to the others was not compared" in n for n in verdict.notes)
 
 
 # Inside one run

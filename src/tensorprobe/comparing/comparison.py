@@ -289,7 +289,7 @@ def _judge(
     deadline = time.monotonic() + timeout
     for rank in in_causal_order(of_rank):  # the time for replays is for those that may be origins
         by_number[rank] = blame(
-            _recorded(of_rank[rank], narrow),
+            _recorded(_before_loss(of_rank, rank, lacks), narrow),
             replayer=replayer,
             replay=replay,
             seconds=max(deadline - time.monotonic(), 0.0),
@@ -495,6 +495,17 @@ def _rank_results(rank: int, pairs: list[CallPair], found: Findings) -> Iterator
         )
         if culprit:
             return
+
+
+def _before_loss(
+    of_rank: Mapping[int, list[CallPair]], rank: int, lacks: Sequence[Lacking]
+) -> list[CallPair]:
+    """Of several ranks, the calls of one up to a step that a side has lost: from there on nobody
+    knows what it inherits."""
+    lost = [e.step for e in lacks if e.rank == rank and e.has_model and not e.is_meant]
+    if len(of_rank) < 2 or not lost:
+        return of_rank[rank]
+    return [pair for pair in of_rank[rank] if pair.call.step < min(lost)]
 
 
 def _are_all_ranks(actual: Capture, expected: Capture, ranks: Sequence[int]) -> bool:

@@ -222,8 +222,11 @@ def _diverged(verdict: Verdict) -> Iterator[str]:
     size = f"  own error {own}, inherited {inherited} "
     size += f"(1 = one rounding); {_fault(first)}; {first.affected} later calls affected"
     yield size
-    if first.follows:
-        yield f"  {len(first.follows)} more follow from it: {name_some(first.follows)}"
+    same = [c for c in first.follows if (c.name, c.step) == (first.name, first.step)]
+    if ranks := sorted({culprit.rank for culprit in same} - {first.rank}):
+        yield f"  the same on {listed(ranks)}"
+    if others := [culprit for culprit in first.follows if culprit.rank not in ranks]:
+        yield f"  {len(others)} more follow from it: {name_some(others)}"
     yield from _by_ranks(verdict)
     if others := verdict.culprits[1:]:
         yield f"  {len(others)} further, independent: {name_some(others)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ _HEADS = {
     "random": "other random numbers",
     "fact": "ranks differ",
 }
+_MOST_OF_KIND = 4  # findings that are printed
 _MOST_RANKS = 8  # that a line names
 
 
@@ -67,12 +68,19 @@ def inside_lines(inside: InsideRun, capture: Capture) -> Iterator[str]:
             f"{counts.get('communications judged', 0)} of them judged by what was given, "
             f"{count(counts.get('replicas', 0), 'replica')} held against each other"
         )
+    of_kind: Counter[str] = Counter()
     for each in inside.findings:
+        of_kind[each.kind] += 1
+        if of_kind[each.kind] > _MOST_OF_KIND:
+            continue
         yield f"{_HEADS[each.kind]}: {each.reason}"
         where = f"step {each.step}" if each.step is not None else ""
         parts = [part for part in (each.name, where, users_line(each.stack)) if part]
         if parts:
             yield f"  {', '.join(parts)}"
+    for kind, number in of_kind.items():
+        if number > _MOST_OF_KIND:
+            yield f"  and {number - _MOST_OF_KIND} more of '{_HEADS[kind]}': ranks.json has all"
     for note in inside.notes:
         yield f"  note: {note}"
 
