@@ -252,15 +252,19 @@ def test_nothing_recorded_is_said_and_leaves_nothing(here: Here) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_the_program_spawns_are_said_to_be_missing(workshop: Workshop) -> None:
+def test_processes_that_the_program_forks_are_said_to_be_missing(workshop: Workshop) -> None:
     script = workshop.write(
-        "spawn.py",
+        "fork.py",
         """
+        import multiprocessing
         import torch
-        def work(rank):
+        def work():
             torch.ones(2).relu()
         if __name__ == "__main__":
-            torch.multiprocessing.spawn(work, nprocs=2)
+            for _ in range(2):
+                process = multiprocessing.get_context("fork").Process(target=work)
+                process.start()
+                process.join()
         """,
     )
     done = workshop.run("-o", "out", script)

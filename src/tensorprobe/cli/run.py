@@ -29,6 +29,7 @@ from tensorprobe.tensors.opening import open_named
 
 if TYPE_CHECKING:
     from tensorprobe.guarding.guard import Guard
+    from tensorprobe.record.child_processes import ChildProcesses
     from tensorprobe.record.launcher import Program
     from tensorprobe.record.recorder import Recorder
     from tensorprobe.record.start_state import StartState
@@ -238,7 +239,8 @@ def run(args: argparse.Namespace) -> int:
         import_before("torch_npu", "torch")
     session.prepare()
     open_doors(doors)
-    end = Launch(program, words[1:]).run(session.torch_imported)
+    with session.children():
+        end = Launch(program, words[1:]).run(session.torch_imported)
     if not session.explains(end):
         _explain(end)
     return session.finish(end)
@@ -407,6 +409,23 @@ class _Session:
         self._trouble: TensorprobeError | None = None  # of our own; the program goes on
         self._guard_options: dict[str, Any] | None = None
         self._guard: Guard | None = None
+        self._children: ChildProcesses | None = None
+
+    def children(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, processes that the program spawns record themselves beside it."""
+        if self._output is None or self._args.sim_npu:
+            return contextlib.nullcontext()
+        from tensorprobe.record.child_processes import ChildProcesses, Recipe
+
+        recipe = Recipe(
+            self._output.absolute(),
+            self._step_on,
+            self._config.as_arguments(),
+            self._seed,
+            self._args.deterministic,
+        )
+        self._children = ChildProcesses(recipe)
+        return self._children.armed()
 
     def guard_with(self, options: dict[str, Any]) -> None:
         """Watch the program with a tp.Guard of these arguments."""
@@ -419,12 +438,16 @@ class _Session:
     def prepare(self) -> None:
         """What has to be there before the program's first line; it imports torch."""
         self._simulate()  # a device that comes later would not be seeded
-        if self._args.seed is None and not self._args.deterministic:
+        if self._seed is None:
             return
         from tensorprobe.record.seeding import seed_all
 
-        seed = DEFAULT_SEED if self._args.seed is None else self._args.seed
-        seed_all(seed, deterministic=self._args.deterministic)
+        seed_all(self._seed, deterministic=self._args.deterministic)
+
+    @property
+    def _seed(self) -> int | None:
+        is_default = self._args.seed is None and self._args.deterministic
+        return DEFAULT_SEED if is_default else self._args.seed
 
     def torch_imported(self) -> None:
         try:
@@ -588,18 +611,26 @@ class _Session:
             self._trouble = self._trouble or self._start.failed
         if self._output is None:
             return
+        others = self._children is not None and self._children.n_armed and _has_ranks(self._output)
         if self._recorder is not None:
             try:
-                self._recorder.close()
+                self._recorder.close(tell=not others)
             except TensorprobeError as error:
-                sys.stderr.write(f"tensorprobe run: {error}\n")
+                if not (others and isinstance(error, NothingRecorded)):
+                    sys.stderr.write(f"tensorprobe run: {error}\n")
             self._trouble = self._recorder.failed or self._trouble
         elif self._trouble is None:
             text = "nothing was recorded: the program never imported torch"
             self._trouble = NothingRecorded(text)
             sys.stderr.write(f"tensorprobe run: {text}\n")
+        if others and isinstance(self._trouble, NothingRecorded):
+            self._trouble = None  # the processes that it started have recorded
         if isinstance(self._trouble, NothingRecorded):
             sys.stderr.write(_about_processes())
+
+
+def _has_ranks(folder: Path) -> bool:
+    return any(folder.glob("rank*/rank.json"))
 
 
 def _explain(end: BaseException | None) -> None:

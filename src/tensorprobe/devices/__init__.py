@@ -15,13 +15,19 @@ from tensorprobe.devices.device_table import (
     rows,
 )
 from tensorprobe.devices.mistakes import check_environment, check_kernel_dump, explain
-from tensorprobe.devices.process_rank import current_rank, local_rank, world_size
+from tensorprobe.devices.process_rank import (
+    agreed_by_all,
+    current_rank,
+    local_rank,
+    world_size,
+)
 
 __all__ = [
     "Device",
     "FusedOps",
     "OverflowFlag",
     "accelerator",
+    "agreed_by_all",
     "autocast_dtypes",
     "block_launches",
     "check_environment",

@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 
 def current_rank(environment: Mapping[str, str] | None = None) -> int:
-    """The rank: from torch.distributed once it runs, before that from the launcher's variables."""
+    """The rank: from torch.distributed once it runs, before that from the launcher's variables.
+
+    A child of multiprocessing that has neither is taken for the rank of its number.
+    """
     if _is_distributed():
         return torch.distributed.get_rank()
     return _first_number(
-        environment, "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "LOCAL_RANK"
-    )
+        environment, "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "LOCAL_RANK",
+        default=_number_as_child(),
+    )  # fmt: skip
+
+
+def _number_as_child() -> int:
+    process: Any = sys.modules.get("multiprocessing.process")
+    identity = process.current_process()._identity if process is not None else ()
+    return identity[-1] - 1 if identity else 0
+
+
+def agreed_by_all(text: str) -> str:
+    """The text that the first process to come here had, once torch.distributed runs without a
+    launcher that has told all processes the same. Nobody waits for others."""
+    if not _is_distributed() or "TORCHELASTIC_RUN_ID" in os.environ:
+        return text
+    try:
+        store: Any = torch.distributed.distributed_c10d._get_default_store()
+        agreed = store.compare_set("tensorprobe/run", "", text)
+    except (AttributeError, RuntimeError, NotImplementedError, ValueError):  # a store without
+        return text
+    return agreed.decode() if isinstance(agreed, bytes) else str(agreed)
 
 
 def local_rank(environment: Mapping[str, str] | None = None) -> int:

@@ -114,7 +114,7 @@ class Launch:
         main = self._become_main()
         end: BaseException | None = None
         try:
-            _when_imported("torch", on_torch)
+            when_imported("torch", on_torch)
             exec(self._program.code, main.__dict__)
         except (SystemExit, *_STOPPED) as leaving:
             end = leaving
@@ -183,7 +183,7 @@ def _executors_ending() -> Iterator[None]:
         futures._shutdown = before
 
 
-def _when_imported(name: str, act: Callable[[], None]) -> None:
+def when_imported(name: str, act: Callable[[], None]) -> None:
     if name in sys.modules:
         act()
     else:

@@ -54,6 +54,7 @@ class RecordingObserver(Observer):
     def __init__(
         self,
         tape: Tape,
+        identity: Callable[[], object] = lambda: None,
         *,
         records_modules: bool,
         parameter_names: Callable[[], dict[int, str]],
@@ -68,6 +69,7 @@ class RecordingObserver(Observer):
         self._optimizers = OptimizerCalls(tape, parameter_names)
         self._on_backward = on_backward
         self._collectives = Collectives()
+        self._identity = identity  # asked while there are process groups: later they may be gone
 
     @property
     def on(self) -> bool:  # type: ignore[override]
@@ -115,7 +117,10 @@ class RecordingObserver(Observer):
         self, api: ApiName, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> CollectiveLine | None:
         with OnTrouble(self.gap, api.stem):
-            return self._collectives.of(api, func, args, kwargs)
+            found = self._collectives.of(api, func, args, kwargs)
+            if found is not None:
+                self._identity()
+            return found
         return None
 
     def begin_hidden(

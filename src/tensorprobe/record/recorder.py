@@ -52,12 +52,12 @@ from tensorprobe.keywords import keywords
 from tensorprobe.native import background
 from tensorprobe.record.address_space import check_before, check_meanwhile
 from tensorprobe.record.facts import environment_facts
+from tensorprobe.record.identity import ProcessIdentity
 from tensorprobe.record.observing import BackwardTold, RecordingObserver
 from tensorprobe.record.selection import Selection
 from tensorprobe.record.tape import Tape
 from tensorprobe.record.values import Values
 from tensorprobe.records import Keep, Level, count
-from tensorprobe.store.claim import run_identity
 from tensorprobe.store.outputs import check_writable
 from tensorprobe.store.writer import CaptureWriter
 from tensorprobe.tensors.summarizer import Summarizer
@@ -431,10 +431,10 @@ class Recorder:
         checksums = digests and config.digests == "crc32"
         summarizer = Summarizer(stats=True, digest=digests and not checksums)
         facts = environment_facts()
+        identity = ProcessIdentity()
         self._writer = CaptureWriter(
             self.path,
-            rank,
-            run_identity(os.environ),
+            *identity(),
             {**facts, "config": config.as_arguments(), **self._facts},
             facts,
             flush=config.flush,
@@ -442,6 +442,7 @@ class Recorder:
             max_disk_nbytes=config.max_disk,
             compress=config.compress,
             results=summarizer,
+            identify=identity,
             on_warning=self._log,
             on_error=self._fail,
         )
@@ -457,6 +458,7 @@ class Recorder:
         self._paths = ModulePaths()
         observer = self._observer = RecordingObserver(
             tape,
+            identity,
             records_modules=level in ("L0", "mix"),
             parameter_names=self._paths.parameter_names,
             on_backward=BackwardTold(

@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -38,10 +39,14 @@ _JOBS = (
 def run_identity(environ: Mapping[str, str]) -> str:
     """A text that all ranks of one run share and no other run has.
 
-    A process alone is its own run. Ranks on one host share the launcher, their parent process;
-    ranks on several hosts share what torchrun, Slurm or Open MPI tells them.
+    A process alone is its own run, with the children that it starts by multiprocessing. Ranks on
+    one host share the launcher, their parent process; ranks on several hosts share what torchrun,
+    Slurm or Open MPI tells them.
     """
     world_size = environ.get("WORLD_SIZE", "1")
+    parent = _parent_process()
+    if parent is not None and "TORCHELASTIC_RUN_ID" not in environ:
+        return f"{socket.gethostname()}/{parent}/{_start_time(parent)}"
     if world_size == "1" and "TORCHELASTIC_RUN_ID" not in environ:
         for job in _JOBS:
             values = [environ.get(name, "") for name in job]
@@ -54,6 +59,13 @@ def run_identity(environ: Mapping[str, str]) -> str:
         parent = os.getppid()
         parts += [socket.gethostname(), str(parent), _start_time(parent)]
     return "/".join(parts)
+
+
+def _parent_process() -> int | None:
+    """The process that has started this one by multiprocessing."""
+    process: Any = sys.modules.get("multiprocessing.process")
+    parent = process.parent_process() if process is not None else None
+    return parent.pid if parent is not None else None
 
 
 def _start_time(pid: int) -> str:
@@ -87,6 +99,35 @@ def claim(
     if moved is not None:
         on_warning(f"'{root}' held an earlier run: it is in '{moved}' now")
     return mine
+
+
+def move_to_rank(root: Path, rank_fd: int, rank: int) -> Path | None:
+    """Give a folder that is written to, by its descriptor, the name of the rank that it turned out
+    to be. None where it is not among the folders of this run any more.
+
+    A process of the same run that is there by mistake takes the name that becomes free.
+    """
+    mine = os.fstat(rank_fd)
+    with _locked(root):
+        for folder in root.iterdir():
+            if _RANK_FOLDER.fullmatch(folder.name) and os.path.samestat(folder.stat(), mine):
+                break
+        else:
+            return None
+        target = root / f"rank{rank}"
+        if target == folder:  # where another process has put it
+            pass
+        elif target.exists():
+            aside = root / f".moving{os.getpid()}"
+            target.rename(aside)
+            folder.rename(target)
+            aside.rename(folder)
+        else:
+            folder.rename(target)
+        about = read_json(open_file(target / RANK_FILE), target / RANK_FILE)
+        (target / RANK_FILE).unlink()
+        _write_new(target / RANK_FILE, {**about, "rank": rank})
+    return target
 
 
 def make_way(

@@ -20,7 +20,7 @@ import numpy as np
 
 from tensorprobe.records import TensorSummary
 from tensorprobe.store.beside import Beside
-from tensorprobe.store.claim import claim
+from tensorprobe.store.claim import claim, move_to_rank
 from tensorprobe.store.ending import Ending, write_ending
 from tensorprobe.store.lines import (
     CallLine,
@@ -215,13 +215,17 @@ class CaptureWriter:
         compress: bool = False,
         shard_nbytes: int = SHARD_NBYTES,
         results: SummarySource | None = None,
+        identify: Callable[[], tuple[int, str]] | None = None,
         on_warning: Callable[[str], None] = lambda text: None,
         on_error: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self._on_error = on_error
         self.folder = Path(root) / f"rank{rank}"
+        # Rank and run, which a process may learn only after it has begun to record.
+        self._identify = identify or (lambda: (rank, run_id))
+        self._rank = rank
         self._claim = functools.partial(
-            claim, Path(root), rank, run_id, facts, rank_facts, on_warning
+            claim, Path(root), facts=facts, rank_facts=rank_facts, on_warning=on_warning
         )
         self.nbytes_written = 0
         self.waited_s = 0.0
@@ -300,8 +304,11 @@ class CaptureWriter:
         if self._rank_fd is None:
             # Not before: a run that records nothing must not move an earlier one away.
             # By descriptor, not path: a later run may move this folder while we write.
-            self._rank_fd = os.open(self._claim(), os.O_RDONLY | os.O_DIRECTORY)
+            self._rank, run_id = self._identify()
+            self.folder = self._claim(self._rank, run_id)
+            self._rank_fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
             weakref.finalize(self, os.close, self._rank_fd).atexit = False
+        self._follow_rank()
         try:
             if self._has_ended:
                 write_ending(Ending(ended=False), self._rank_fd)
@@ -314,6 +321,16 @@ class CaptureWriter:
             thread = threading.Thread(target=self._run, name="tensorprobe writer", daemon=True)
             thread.start()
             self._thread = thread
+
+    def _follow_rank(self) -> None:
+        """Move the folder if the process has turned out to be another rank."""
+        if self._rank_fd is None:
+            return
+        rank, _ = self._identify()
+        if rank != self._rank:
+            self._rank = rank
+            moved = move_to_rank(self.folder.parent, self._rank_fd, rank)
+            self.folder = moved or self.folder
 
     def _explained(self, error: OSError) -> OSError:
         """The error, or if a file of the capture is missing, that somebody has deleted it."""
@@ -510,6 +527,8 @@ class CaptureWriter:
                 self._packing.stop()
         if not self._has_ended:
             self._write_ending()
+        with OnTrouble(self.fail):
+            self._follow_rank()
 
     def count_deleted(self) -> None:
         """After `close`: count as lost the calls of steps that somebody has deleted meanwhile."""
