@@ -330,7 +330,12 @@ def _by_statistics(
         return None, False
     ops = {reduction_of(here[rank]) for rank in members}
     op = ops.pop() if len(ops) == 1 else None
+    seen: set[object] = set()
     for rank in sorted(here):
+        results = tuple(content(record) for record in got(here[rank], key.kind))
+        if results in seen:
+            continue  # as another member
+        seen.add(results)
         found = out_of_bounds(key, op, here, members, rank)
         if found is not None:
             call = here[rank]

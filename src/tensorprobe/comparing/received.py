@@ -15,13 +15,14 @@ from tensorprobe.comparing.align import content, forward_of
 from tensorprobe.comparing.arguments import differences
 from tensorprobe.comparing.heard import Heard, Others, RankHears
 from tensorprobe.comparing.measure import CallPair, TensorPair
-from tensorprobe.comparing.rounding import ROUNDING, distance, pair_roundoff, rms_size
+from tensorprobe.comparing.rounding import ROUNDING, distance, pair_roundoff, rms_size, same_bits
 from tensorprobe.comparing.scene import label_of
 from tensorprobe.records import Call
 
 if TYPE_CHECKING:
     from tensorprobe.collectives.reductions import ReductionError
 
+_MANY, _MOST_MEMBERS = 64, 8  # rows of one communication, and the members of which some are kept
 _Label = tuple[int, str]  # a step, and the name of a parameter
 
 
@@ -40,6 +41,7 @@ class Exchanges:
         self._otherwise: dict[Key, dict[int, list[str]]] = {}
         self._keys: dict[int, list[tuple[Key, CallPair]]] = {}
         self._locals: dict[_Label, dict[int, tuple[float, float]]] = {}
+        self._worst: dict[Key, list[tuple[int, TensorPair]]] = {}
         self._ddp: dict[int, set[int]] = {}  # the steps in which a rank's model is in DDP
         self._reduced: dict[_Label, dict[object, list[int]]] = {}
         self._judged: dict[
@@ -115,7 +117,7 @@ class Exchanges:
             members = members_of(key, self._ranks)
             found = self._members.get(key, {})
             missing = tuple(each for each in members if each not in found)
-            rows = [row for other, rows in found.items() if other != rank for row in rows]
+            rows = [row for other, row in self._telling(key) if other != rank]
             calls[call.step, call.name] = Heard(
                 key=key,
                 words=told(key, self._ranks),
@@ -135,6 +137,19 @@ class Exchanges:
         own = {label: found[rank] for label, found in self._locals.items() if rank in found}
         ddp = self._ddp.get(rank, set())
         return RankHears(calls, self._gradients_for(rank), own, ddp, self._is_whole)
+
+    def _telling(self, key: Key) -> list[tuple[int, TensorPair]]:
+        """Of what all members gave, the rows that tell most: those that are furthest apart, with
+        other bits, and one of the others. There may be thousands."""
+        if key not in self._worst:
+            rows = [(rank, row) for rank, given in self._members[key].items() for row in given]
+            if len(rows) > _MANY:
+                rows.sort(key=lambda each: (distance(each[1]), same_bits(each[1]) is False))
+                ranks = dict.fromkeys(rank for rank, _ in reversed(rows))
+                kept = set(list(ranks)[:_MOST_MEMBERS]) | {rows[0][0]}
+                rows = [each for each in rows if each[0] in kept]
+            self._worst[key] = rows
+        return self._worst[key]
 
     def _gradients_for(self, rank: int) -> dict[_Label, Others]:
         found = {}
