@@ -192,11 +192,6 @@ def reduction_of(call: Call) -> str | None:
             return _op_word(str(value.text))
         if isinstance(value, str) and value.lower() in ("sum", "avg", "max", "min", "product"):
             return value.lower()
-    if call.name.startswith("Distributed.") and not any(
-        getattr(value, "kind", None) == "unsupported"
-        for value in (*call.args, *call.kwargs.values())
-    ):
-        return "sum"  # the default
     return None
 
 
