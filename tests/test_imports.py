@@ -20,7 +20,7 @@ FLOORS = [
     {"records", "operators"},
     {"config", "parallel_layout"},
     {"store"},
-    {"devices"},
+    {"devices", "collectives"},
     {"follow", "replay"},
     {"record"},
     {"guarding"},

@@ -16,7 +16,9 @@ from tensorprobe.comparing.culprit import (
     unlike_gradients,
 )
 from tensorprobe.comparing.evidence import Replayer
+from tensorprobe.comparing.heard import RankHears
 from tensorprobe.comparing.measure import CallPair
+from tensorprobe.comparing.reach import Reach, reach_of
 from tensorprobe.comparing.rounding import ROUNDING, distance
 from tensorprobe.comparing.scene import (
     AMPLIFIES,
@@ -47,6 +49,7 @@ class Findings(msgspec.Struct):
     n_left: int = 0  # suspects that the time did not suffice for
     first_bits: str | None = None  # the first call whose bits differ, where that is all
     grown: str | None = None  # the first call whose results are far apart, with nobody to blame
+    reach: Reach | None = None  # between communications and culprits
     is_cut: bool = False  # the model works on other pieces, and optimizers agree all the same
 
 
@@ -55,20 +58,24 @@ def blame(
     *,
     replayer: Replayer | None = None,
     seconds: float = 120.0,
+    seconds_below: float | None = None,
     floors: Mapping[str, float] | None = None,
     replay: bool = True,
     is_calibrated: bool = True,
     same_settings: bool = True,
+    hears: RankHears | None = None,
 ) -> Findings:
     """All culprits among the paired calls of one rank, the earliest first.
 
     Without `same_settings` other bits are no proof: other libraries, switches or numbers of threads
     sum in another order.
     """
-    scene = Scene(pairs, floors, same_settings)
+    scene = Scene(pairs, floors, same_settings, hears)
     replays = Replays(
         scene, replayer=replayer, seconds=seconds, enabled=replay, is_calibrated=is_calibrated
     )
+    if seconds_below is not None:
+        replays.seconds_below = min(replays.seconds_below, seconds_below)
     taint = Taint(scene)
     if replays.enabled:
         hunt(scene, replays)
@@ -92,6 +99,8 @@ def blame(
     taint.spread()
     findings = _findings(scene, replays)
     findings.is_cut = is_cut and unlike is None
+    if hears is not None:
+        findings.reach = reach_of(scene, taint, findings.culprits)
     return findings
 
 

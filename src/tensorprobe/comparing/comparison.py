@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
 
 from tensorprobe.comparing.align import Pair, align
-from tensorprobe.comparing.arguments import fact_differences
 from tensorprobe.comparing.blame import Findings, blame
 from tensorprobe.comparing.evidence import Replayer, UserCode, replayer_for
 from tensorprobe.comparing.mapping import NO_MAPPING, read_mapping
@@ -27,6 +27,9 @@ from tensorprobe.comparing.measure import (
     workers_for,
 )
 from tensorprobe.comparing.opaque import opaque_modules
+from tensorprobe.comparing.rank_causes import origins_of, settle_ranks
+from tensorprobe.comparing.rank_facts import facts_of_ranks, world_size
+from tensorprobe.comparing.received import by_rank, hears_for, in_causal_order
 from tensorprobe.comparing.rounding import (
     Mode,
     coarsen,
@@ -36,7 +39,7 @@ from tensorprobe.comparing.rounding import (
     dtype_notes,
 )
 from tensorprobe.comparing.scene import place, sees_operators
-from tensorprobe.comparing.verdict import Culprit, Outcome, RankResult, Side, Verdict, in_short
+from tensorprobe.comparing.verdict import Outcome, RankResult, Side, Verdict, in_short
 from tensorprobe.config import parse_numbers
 from tensorprobe.errors import BadUsage, UnreadableCapture
 from tensorprobe.garbage import no_garbage
@@ -195,7 +198,7 @@ def _opened(source: Source) -> Capture:
 def _align(
     actual: Capture, expected: Capture, mapping: CallMapping, step: int | None, rank: int | None
 ) -> list[Pair]:
-    ours, theirs = units(actual, step, rank), units(expected, step, rank)
+    ours, theirs = _common_units(actual, expected, step, rank)
     for side, found, capture in (("actual", ours, actual), ("expected", theirs, expected)):
         if not found:
             raise UnreadableCapture(
@@ -243,6 +246,7 @@ def _judge(
     replayer: Replayer | None,
     timeout: float,
 ) -> Compared:
+    of_rank = by_rank(pairs)
     n_actual = sum(pair.pair.actual is not None for pair in pairs)
     n_expected = sum(pair.pair.expected is not None for pair in pairs)
     aligned = sum(pair.is_paired for pair in pairs)
@@ -262,7 +266,7 @@ def _judge(
         mode=_mode(pairs),
         counts=counts,
         culprits=[],
-        facts=fact_differences(actual.facts, expected.facts),
+        facts=facts_of_ranks(actual, expected, sorted(of_rank)),
     )
     narrow = is_narrow(actual), is_narrow(expected)
     if not _are_one_program(pairs, narrow):
@@ -275,25 +279,36 @@ def _judge(
     verdict.notes += dtype_notes(pairs)
     structure: list[str] = []
     findings: list[Findings] = []
-    ranks = sorted({pair.call.rank for pair in pairs})
+    ranks = sorted(of_rank)
     replay = replayer is not None
     if replay and verdict.mode == "tensors":
         replay = _torch_is_there(verdict)
-    for rank in ranks:
-        mine = [pair for pair in pairs if pair.call.rank == rank]
-        found = blame(
-            _recorded(mine, narrow),
+    hears, unheard = hears_for(of_rank, _are_all_ranks(actual, expected, ranks))
+    verdict.notes += [unheard] if unheard else []
+    by_number: dict[int, Findings] = {}
+    deadline = time.monotonic() + timeout
+    for rank in in_causal_order(of_rank):  # the time for replays is for those that may be origins
+        by_number[rank] = blame(
+            _recorded(_before_loss(of_rank, rank, lacks), narrow),
             replayer=replayer,
             replay=replay,
-            seconds=timeout / len(ranks),
+            seconds=max(deadline - time.monotonic(), 0.0),
+            seconds_below=timeout / 4 / len(ranks),
             floors=floors,
             is_calibrated=covers(actual.facts) and covers(expected.facts),
             same_settings=not any(fact.startswith(_SUMS_DEPEND_ON) for fact in verdict.facts),
+            hears=hears[rank],
         )
-        findings.append(found)
-        structure += found.structure
-        verdict.ranks += _rank_results(rank, mine, found)
-    verdict.culprits = _merged([c for found in findings for c in found.culprits])
+    for rank in ranks:
+        findings.append(by_number[rank])
+        structure += by_number[rank].structure
+        verdict.ranks += _rank_results(rank, of_rank[rank], by_number[rank])
+    verdict.culprits, verdict.received = settle_ranks(
+        {rank: found.culprits for rank, found in zip(ranks, findings, strict=True)},
+        {r: f.reach for r, f in zip(ranks, findings, strict=True) if f.reach is not None},
+    )
+    if len(ranks) > 1:
+        verdict.origins = origins_of(verdict.culprits, verdict.received)
     counts["diverged"] = sum(sum(found.diverged.values()) for found in findings)
     if verdict.culprits:
         verdict.verdict = "diverged"
@@ -482,20 +497,23 @@ def _rank_results(rank: int, pairs: list[CallPair], found: Findings) -> Iterator
             return
 
 
-def _merged(culprits: list[Culprit]) -> list[Culprit]:
-    """Of all ranks: the earliest step first, faint ones last; within a rank the order stands.
+def _before_loss(
+    of_rank: Mapping[int, list[CallPair]], rank: int, lacks: Sequence[Lacking]
+) -> list[CallPair]:
+    """Of several ranks, the calls of one up to a step that a side has lost: from there on nobody
+    knows what it inherits."""
+    lost = [e.step for e in lacks if e.rank == rank and e.has_model and not e.is_meant]
+    if len(of_rank) < 2 or not lost:
+        return of_rank[rank]
+    return [pair for pair in of_rank[rank] if pair.call.step < min(lost)]
 
-    What appears in one rank without a call that made it may have come from another rank.
-    """
-    several = len({culprit.rank for culprit in culprits}) > 1
-    ordered = sorted(culprits, key=lambda c: (c.weak, c.step, several and c.kind == "boundary"))
-    causes: list[Culprit] = []
-    for culprit in ordered:
-        if several and causes and culprit.kind == "boundary" and culprit.rank != causes[0].rank:
-            causes[0].follows.append(culprit)
-        else:
-            causes.append(culprit)
-    return causes
+
+def _are_all_ranks(actual: Capture, expected: Capture, ranks: Sequence[int]) -> bool:
+    """Whether every rank that was recorded is compared, and there are several."""
+    if not all({*capture.ranks} <= {*ranks} for capture in (actual, expected)):
+        return False
+    worlds = {world_size(capture) for capture in (actual, expected)} - {None}
+    return worlds == {len(ranks)} if worlds else len(ranks) > 1
 
 
 def _mode(pairs: Sequence[CallPair]) -> Mode:
@@ -638,6 +656,18 @@ def units(capture: Capture, step: int | None, rank: int | None) -> Units:
     return found
 
 
+def _common_units(
+    actual: Capture, expected: Capture, step: int | None, rank: int | None
+) -> tuple[Units, Units]:
+    """The calls of both sides by rank and step; one rank each go together, whatever its number."""
+    ours, theirs = units(actual, step, rank), units(expected, step, rank)
+    ranks = [{rank for rank, _ in found} for found in (ours, theirs)]
+    if len(ranks[0]) == len(ranks[1]) == 1 and ranks[0] != ranks[1]:
+        (mine,) = ranks[0]
+        theirs = {(mine, number): calls for (_, number), calls in theirs.items()}
+    return ours, theirs
+
+
 def are_one_each(actual: Units, expected: Units) -> bool:
     """One step each: they go together, whatever their numbers."""
     return len(actual) == len(expected) == 1
@@ -647,7 +677,7 @@ def lacking(
     actual: Capture, expected: Capture, step: int | None, rank: int | None
 ) -> list[Lacking]:
     """What one side has and the other has not."""
-    ours, theirs = units(actual, step, rank), units(expected, step, rank)
+    ours, theirs = _common_units(actual, expected, step, rank)
     if are_one_each(ours, theirs):
         return []
     return [*_only("actual", ours, theirs, expected), *_only("expected", theirs, ours, actual)]

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from tensorprobe.comparing.align import content, is_constant
+from tensorprobe.comparing.communicated import is_reduced
 from tensorprobe.comparing.culprit import (
     Found,
     accuse,
@@ -88,7 +89,7 @@ class Boundaries:
             return self._missing(node, row)
         if same_bits(row) or not (d := self._distance(node, row)):
             return None
-        if not self._has_effect(node):
+        if not self._has_effect(node) or is_reduced(self._scene, node, row):
             return None
         ours, theirs = self._scene.flow.producers(node.i, row.name)
         if ours is not None and ours == theirs:

@@ -12,6 +12,7 @@ import msgspec
 from tensorprobe.comparing import arguments
 from tensorprobe.comparing.align import content, forward_of, is_constant
 from tensorprobe.comparing.evidence import Evidence
+from tensorprobe.comparing.heard import Heard, RankHears
 from tensorprobe.comparing.measure import CallPair, TensorPair
 from tensorprobe.comparing.opaque import opaque_modules
 from tensorprobe.comparing.rounding import (
@@ -74,6 +75,7 @@ class Node(msgspec.Struct):
     differences: list[str] = []
     evidence: tuple[Evidence, Evidence] | None = None
     op_kind: Kind | None = None  # None: a module
+    heard: Heard | None = None  # of other ranks, by a communication
 
     @property
     def is_paired(self) -> bool:
@@ -120,6 +122,16 @@ def make_node(i: int, pair: CallPair, container: bool) -> Node:
     if kind == "uninitialised":
         outputs = []  # torch.empty: whatever was there
     return Node(i, pair, call, container, inputs, outputs, op_kind=kind)
+
+
+def _hear(node: Node, hears: RankHears) -> None:
+    """Of a communication: what it gave and got, and what others gave."""
+    node.heard = hears.calls.get((node.call.step, node.call.name))
+    if node.heard is None or node.call.direction != "forward":
+        return
+    own, made = node.heard.own, node.heard.got
+    node.inputs = [row for row in node.inputs if row.name in own or row.role != "input"]
+    node.outputs = [row for row in node.outputs if row.name in made or row.role != "output"]
 
 
 def exceeds(node: Node, long: float = 1.0) -> bool:
@@ -452,7 +464,8 @@ class Scene:
     """What is known of the calls of one rank, in execution order, and who has been accused.
 
     `floors` gives, for a tensor, how far repeated runs of the expected side are apart;
-    `same_settings` says that no version, switch or number of threads differs.
+    `same_settings` says that no version, switch or number of threads differs; `hears` has what
+    other ranks gave.
     """
 
     def __init__(
@@ -460,8 +473,10 @@ class Scene:
         pairs: Sequence[CallPair],
         floors: Mapping[str, float] | None = None,
         same_settings: bool = True,
+        hears: RankHears | None = None,
     ) -> None:
         self.floors = floors or {}
+        self.hears = hears or RankHears()
         self.same_settings = same_settings
         self.culprits: list[tuple[int, Culprit]] = []  # with the node each is at
         pairs = steps_after_closures(pairs)
@@ -473,6 +488,8 @@ class Scene:
         self.largest_unit = max(map(len, units.values()), default=0)
         self.flow = Dataflow(pairs, containers)
         self.nodes = [make_node(i, p, containers[i]) for i, p in enumerate(pairs)]
+        for node in self.nodes:
+            _hear(node, self.hears)
         for i, inside in units.items():
             self.nodes[i].unit_size = len(inside)
         self._children = self._find_children()
@@ -502,6 +519,7 @@ class Scene:
         self._effects: set[Hashable] | None = None
         self._names: dict[tuple[int, str], int] | None = None
         self._units: dict[int, float] = {}  # by step
+        self._memory: tuple[set[Hashable], set[Hashable]] | None = None
         self.in_optimizer = {
             at
             for node in self.nodes
@@ -572,6 +590,11 @@ class Scene:
         for row in node.inputs:
             d = self.distance(node, row)
             if d:
+                node.d_in, node.r_in = max(node.d_in, d), max(node.r_in, relative(row, d))
+            if same_bits(row) is False:
+                node.same_in = False
+        for row in node.heard.rows if node.heard is not None else ():
+            if d := distance(row):
                 node.d_in, node.r_in = max(node.d_in, d), max(node.r_in, relative(row, d))
             if same_bits(row) is False:
                 node.same_in = False
@@ -716,6 +739,17 @@ class Scene:
             default=0.0,
         )
 
+    def is_only_overwritten(self, node: Node) -> bool:
+        """Whether a call gives a view of memory that others only write to: FSDP frees and takes the
+        memory of its parameters again, with whatever was there."""
+        if node.op_kind != "exact" or node.call.direction != "forward" or not node.outputs:
+            return False
+        if self._memory is None:
+            self._memory = _read_and_overwritten(self.nodes)
+        read, overwritten = self._memory
+        contents = [_contents(row) for row in node.outputs]
+        return all(each in overwritten and each not in read for each in contents)
+
     def belongs_to(self, node: Node) -> Node | None:
         """Of an operator that runs inside backward, seen at L2, the forward one it belongs to."""
         call = node.call
@@ -794,6 +828,25 @@ class Scene:
                     if record is not None and (key := content(record)) is not None:
                         names.setdefault(key, label)
         return names
+
+
+def _read_and_overwritten(nodes: Sequence[Node]) -> tuple[set[Hashable], set[Hashable]]:
+    """The contents that calls read, but for views of them, and those that they write over."""
+    read: set[Hashable] = set()
+    for node in nodes:
+        if not node.container:
+            given = {_contents(row) for row in node.inputs}
+            is_view = node.op_kind == "exact" and given == {_contents(r) for r in node.outputs}
+            read |= set() if is_view else given
+    overwritten: set[Hashable] = set()
+    for node in nodes:
+        known = {id(row) for row in (*node.inputs, *node.outputs)}
+        overwritten |= {
+            _contents(row)
+            for row in node.pair.tensors
+            if row.role == "input" and id(row) not in known
+        }
+    return read, overwritten
 
 
 def _is_model(call: Call) -> bool:

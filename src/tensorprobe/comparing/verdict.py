@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from tensorprobe.collectives.links import is_communication, listed
 from tensorprobe.comparing.rounding import Mode, number_text
 from tensorprobe.notebooks import html_of
 from tensorprobe.records import Call, count
@@ -112,6 +113,16 @@ class RowCounts(msgspec.Struct):
     only_expected: int = 0
 
 
+class Received(msgspec.Struct):
+    """How damage came to a rank that is no origin of it."""
+
+    rank: int
+    step: int
+    name: str  # the call by which it came
+    through: str  # "all_reduce #12 of ranks 0, 1, 2, 3"
+    origin: int  # the rank that it came from
+
+
 class RankResult(msgspec.Struct):
     """One line of the table of ranks and steps."""
 
@@ -139,6 +150,8 @@ class Verdict(msgspec.Struct, kw_only=True):
     notes: list[str] = []  # what weakens or explains the verdict
     facts: list[str] = []  # versions and numeric switches that differ
     ranks: list[RankResult] = []
+    origins: list[int] = []  # of several ranks: those at which a difference begins
+    received: list[Received] = []  # and those to which communications have brought it
     imports: list[str] = []  # what the user allowed a replay to call
     at: list[str] = []  # where the runs were compared, if at chosen places only
     within: float | None = None  # what was stated to be allowed there
@@ -209,12 +222,33 @@ def _diverged(verdict: Verdict) -> Iterator[str]:
     size = f"  own error {own}, inherited {inherited} "
     size += f"(1 = one rounding); {_fault(first)}; {first.affected} later calls affected"
     yield size
-    if first.follows:
-        yield f"  {len(first.follows)} more follow from it: {name_some(first.follows)}"
+    same = [c for c in first.follows if (c.name, c.step) == (first.name, first.step)]
+    if ranks := sorted({culprit.rank for culprit in same} - {first.rank}):
+        yield f"  the same on {listed(ranks)}"
+    if others := [culprit for culprit in first.follows if culprit.rank not in ranks]:
+        yield f"  {len(others)} more follow from it: {name_some(others)}"
+    yield from _by_ranks(verdict)
     if others := verdict.culprits[1:]:
         yield f"  {len(others)} further, independent: {name_some(others)}"
     yield from _sides(verdict)
     yield f"  next: {next_command(verdict, first)}"
+
+
+def _by_ranks(verdict: Verdict) -> Iterator[str]:
+    """Which ranks are origins, and through what the others received it."""
+    if not verdict.received and len(verdict.origins) < 2:
+        return
+    number = count(len(verdict.origins), "origin")
+    text = f"  {number} ({listed(verdict.origins)})"
+    if verdict.received:
+        text += f", {len(verdict.received)} received it"
+    ways: dict[str, list[int]] = {}
+    for each in verdict.received:
+        ways.setdefault(each.through, []).append(each.rank)
+    found = sorted(ways.items(), key=lambda way: -len(way[1]))
+    text += ": " * bool(found)
+    text += "; ".join(f"{listed(ranks)} through {through}" for through, ranks in found[:3])
+    yield text + (f"; and {len(found) - 3} other ways" if len(found) > 3 else "")
 
 
 def _in_words(culprit: Culprit) -> str:
@@ -308,7 +342,7 @@ def next_command(verdict: Verdict, culprit: Culprit) -> str:
     ):
         options = f"--keep tensors --calls {quote(culprit.name)} --steps {culprit.step}"
         return f"record both sides again with: tensorprobe run {options} ..., and compare"
-    if culprit.cause == "result" and not verdict.at:
+    if culprit.cause == "result" and not verdict.at and not is_communication(culprit.name):
         capture, place = verdict.actual, _which(culprit)
         if culprit.side == "expected" and culprit.expected is not None:
             capture, place = verdict.expected, _which(culprit.expected)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from tensorprobe.comparing import arguments, moments
 from tensorprobe.comparing.align import content
+from tensorprobe.comparing.communicated import communicated, reduced_otherwise
 from tensorprobe.comparing.culprit import (
     Found,
     accuse,
@@ -86,6 +87,7 @@ class Walk:
                 and not self.taint.is_culprit(node)
                 and (first_step is None or node.call.step <= first_step)
                 and not (self.cuts and has_other_shapes(node))
+                and not scene.is_only_overwritten(node)
             ):
                 found = self._leaf(node) or self._appeared(node)
                 if found is None and (not node.container or self._is_unit(node)):
@@ -110,6 +112,8 @@ class Walk:
         """An input that differs, that no recorded call made, and that nothing before explains."""
         if node.taint:
             return None
+        if found := reduced_otherwise(self.scene, node):
+            return found
         found = self._boundaries.look_at(node)
         if found is not None and heals(self.scene, found, node):
             found = None
@@ -202,6 +206,8 @@ class Walk:
         """Why this call's outputs differ, when nothing before it explains it."""
         if node.same_out and node.d_out == 0:
             return None
+        if node.heard is not None:
+            return self._called_otherwise(node) or communicated(self.scene, node)
         ways = (self._born_nonfinite, self._called_otherwise, self._drawn, self._wired_otherwise)
         for way in ways:
             found = way(node)
@@ -539,6 +545,10 @@ class Taint:
                     taint |= twin.taint
         return taint | self._bit_at(node.i)
 
+    def bit_of(self, at: int) -> int:
+        """The number of the bit of a call that has one of its own."""
+        return self._own[at]
+
     def _bit_at(self, at: int | None) -> int:
         bit = None if at is None else self._own.get(at)
         return 0 if bit is None else 1 << bit
@@ -553,9 +563,13 @@ class Taint:
             self._gradients |= node.taint
             self.in_backward.add(node.call.step)
 
-    def spread(self) -> None:
-        """Work out again which calls each culprit has reached."""
+    def spread(self, more: Sequence[int] = ()) -> None:
+        """Work out again which calls each culprit has reached; and each of some more calls, by the
+        bits after theirs."""
         self.begin()
+        last = len(self.scene.culprits)
+        for bit, at in enumerate(more, start=last):
+            self._own.setdefault(at, bit)
         for node in self.scene.nodes:
             node.taint = self.inherited(node)
             self.leave(node)

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
 
 import msgspec
 
+from tensorprobe.collectives.links import Key, hears, linked, speaks
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.overflow.call_kinds import Kind
 from tensorprobe.overflow.recorded_calls import BadCall, RankReader, What, api_of, kind_of, words
 from tensorprobe.records import Call, Capture, Direction, by_rank_and_step, count
-
-# Collectives in which each member hears of each other one.
-_OF_ALL = re.compile(
-    r"_?(all_reduce|all_gather|reduce_scatter|all_to_all|barrier|monitored_barrier)"
-)
-_FROM_ONE = ("broadcast", "scatter")  # `src` speaks, the others hear
-_TO_ONE = ("reduce", "gather")  # `dst` hears
-_SENDS, _RECEIVES = ("send", "isend"), ("recv", "irecv")
-_MEMBERS = re.compile(r"ranks \[([\d, ]*)\]")
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -48,14 +38,6 @@ class FirstNonfinite(msgspec.Struct, frozen=True):
     later: list[Origin] = []  # further calls that make it
     received: list[Origin] = []  # for each other rank, how it came there
     notes: list[str] = []  # what could not be ordered, or not be seen
-
-
-class _Link(NamedTuple):
-    """What two calls on different ranks have in common if they are one communication."""
-
-    api: str
-    group: str
-    number: int
 
 
 def find_first(capture: Capture) -> FirstNonfinite:
@@ -97,6 +79,11 @@ def find_first(capture: Capture) -> FirstNonfinite:
         [_told(event) for event in came],
         notes,
     )
+
+
+def has_statistics(capture: Capture) -> bool:
+    """Whether any tensor has statistics, in which NaN would be seen."""
+    return any(record.summary for call in capture.calls for record in call.tensors)
 
 
 def _origins(ranks: dict[int, list[BadCall]]) -> list[BadCall]:
@@ -164,22 +151,23 @@ class _Order:
         for api, number in self._unlinked.items():
             self.notes.append(f"{number} calls of {api}: it is not known who spoke to whom")
 
-    def _stops(self, rank: int, calls: Sequence[Call]) -> Iterator[tuple[_Link | None, Call]]:
+    def _stops(self, rank: int, calls: Sequence[Call]) -> Iterator[tuple[Key | None, Call]]:
         """Where a rank speaks with others, and its event."""
-        numbers: Counter[tuple[str, str]] = Counter()
+        keys = {id(call): key for key, call in linked(calls)}
         for call in calls:
             if call is self._events.get(rank):
                 yield None, call
-            elif kind_of(call) is Kind.COMMUNICATES and call.direction == "forward":
-                key = speakers(call)
+            elif id(call) in keys:
+                key = keys[id(call)]
                 if key is None:
                     self._unlinked[api_of(call)] += 1
-                    continue
-                yield _Link(*key, numbers[key]), call
-                numbers[key] += 1
+                else:
+                    yield key, call
+            elif kind_of(call) is Kind.COMMUNICATES and call.direction == "forward":
+                self._unlinked[api_of(call)] += 1
 
-    def _follow(self, stops: dict[int, list[tuple[_Link | None, Call]]]) -> None:
-        members: dict[_Link, dict[int, Call]] = defaultdict(dict)
+    def _follow(self, stops: dict[int, list[tuple[Key | None, Call]]]) -> None:
+        members: dict[Key, dict[int, Call]] = defaultdict(dict)
         for rank, found in stops.items():
             for link, call in found:
                 if link is not None:
@@ -201,60 +189,25 @@ class _Order:
             for link in met:
                 self._speak(link, members[link])
             if not met:  # they do not all do the same: the first goes on without the others
-                link = min((each for each in here if each is not None), key=lambda each: each[::-1])
-                self._unlinked[link.api] += 1
+                link = min(
+                    (each for each in here if each is not None),
+                    key=lambda each: (each.number, each),
+                )
+                self._unlinked[link.kind] += 1
                 met = [link]
             for rank, link in waiting.items():
                 if link in met:
                     at[rank] += 1
 
-    def _speak(self, link: _Link, members: dict[int, Call]) -> None:
+    def _speak(self, link: Key, members: dict[int, Call]) -> None:
         if len(members) < 2:
             return
-        hears = set(members)
-        speaks = set(members)
-        if link.api in _FROM_ONE:
-            speaks = {rank for rank, call in members.items() if _argument(call, "src", 1) == rank}
-        elif link.api in _TO_ONE:
-            hears = {rank for rank, call in members.items() if _argument(call, "dst", 1) == rank}
-        elif link.api == "message":
-            speaks = {rank for rank, call in members.items() if api_of(call) in _SENDS}
-            hears -= speaks
-        if not speaks or not hears:
-            self._unlinked[link.api] += 1
+        hearing = {rank for rank, call in members.items() if hears(call, link.kind)}
+        speaking = {rank for rank, call in members.items() if speaks(call, link.kind)}
+        if not speaking or not hearing:
+            self._unlinked[link.kind] += 1
         known = 0
-        for rank in speaks:
+        for rank in speaking:
             known |= self._knows[rank]
-        for rank in hears:
+        for rank in hearing:
             self._knows[rank] |= known
-
-
-def speakers(call: Call) -> tuple[str, str] | None:
-    """By what a communication is known to all of its members; None where that is not recorded."""
-    api = api_of(call)
-    if api in _SENDS or api in _RECEIVES:
-        sends = api in _SENDS
-        other = _argument(call, "dst" if sends else "src", 1)
-        if type(other) is not int:
-            return None
-        ends = (call.rank, other) if sends else (other, call.rank)
-        return "message", f"{ends[0]} to {ends[1]}"
-    found = _OF_ALL.match(api)
-    if found is None and api not in (*_FROM_ONE, *_TO_ONE):
-        return None
-    return (found[1] if found else api), _group(call)
-
-
-def _group(call: Call) -> str:
-    for value in (*call.args, *call.kwargs.values()):
-        text = getattr(value, "text", None)
-        if getattr(value, "kind", None) == "process_group" and isinstance(text, str):
-            members = _MEMBERS.match(text)
-            return members[1] if members else text
-    return ""
-
-
-def _argument(call: Call, name: str, position: int) -> Any:
-    if name in call.kwargs:
-        return call.kwargs[name]
-    return call.args[position] if len(call.args) > position else None

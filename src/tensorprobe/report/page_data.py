@@ -488,7 +488,7 @@ def _links(pairs: Sequence[CallPair]) -> dict[str, Any]:
     columns = Columns(call="i", link="i")
     names = []
     for link, (what, places) in enumerate(communications(pairs).items()):
-        names.append([shown(what.api), shown(what.group), what.number, what.step])
+        names.append([what.kind, shown(what.group), what.number, what.step])
         columns.columns["call"].extend(places)
         columns.columns["link"].extend([link] * len(places))
     return {**columns.to_json(), "names": names}

@@ -4,40 +4,85 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from tensorprobe.comparing.inside_run import InsideRun
 from tensorprobe.overflow.across_ranks import FirstNonfinite
 from tensorprobe.records import Capture, count
 from tensorprobe.store.frames import users_line
 
 RANKS_FILE = "ranks.json"
+_HEADS = {
+    "hang": "it hung",
+    "order": "other communications",
+    "arguments": "other arguments",
+    "collective": "wrong communication",
+    "parameter": "replicas part",
+    "gradient": "replicas part",
+    "random": "other random numbers",
+    "fact": "ranks differ",
+}
+_MOST_OF_KIND = 4  # findings that are printed
 _MOST_RANKS = 8  # that a line names
 
 
-def as_json(found: FirstNonfinite, capture: Capture) -> dict[str, Any]:
-    """The content of ranks.json."""
+def as_json(
+    found: FirstNonfinite, capture: Capture, inside: InsideRun | None = None
+) -> dict[str, Any]:
+    """The content of ranks.json; `inside` where several ranks were held against each other."""
+    told = {} if inside is None else msgspec.to_builtins(inside)
     return {
         "format": 1,
         "run": str(capture.path),
         "ranks": list(capture.ranks),
         "steps": list(capture.steps),
         "calls": len(capture.calls),
+        **told,
         "nonfinite": msgspec.to_builtins(found),
     }
 
 
-def save(found: FirstNonfinite, capture: Capture, folder: Path) -> Path:
+def save(
+    found: FirstNonfinite, capture: Capture, folder: Path, inside: InsideRun | None = None
+) -> Path:
     """Write ranks.json into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RANKS_FILE
-    text = json.dumps(as_json(found, capture), indent=1, allow_nan=False)
+    text = json.dumps(as_json(found, capture, inside), indent=1, allow_nan=False)
     path.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
     return path
+
+
+def inside_lines(inside: InsideRun, capture: Capture) -> Iterator[str]:
+    """What the ranks do not agree in, for a person."""
+    if not inside.findings:
+        counts = inside.counts
+        yield (
+            f"{count(len(capture.ranks), 'rank')} agree: "
+            f"{count(counts.get('communications', 0), 'communication')} linked, "
+            f"{counts.get('communications judged', 0)} of them judged by what was given, "
+            f"{count(counts.get('replicas', 0), 'replica')} held against each other"
+        )
+    of_kind: Counter[str] = Counter()
+    for each in inside.findings:
+        of_kind[each.kind] += 1
+        if of_kind[each.kind] > _MOST_OF_KIND:
+            continue
+        yield f"{_HEADS[each.kind]}: {each.reason}"
+        where = f"step {each.step}" if each.step is not None else ""
+        parts = [part for part in (each.name, where, users_line(each.stack)) if part]
+        if parts:
+            yield f"  {', '.join(parts)}"
+    for kind, number in of_kind.items():
+        if number > _MOST_OF_KIND:
+            yield f"  and {number - _MOST_OF_KIND} more of '{_HEADS[kind]}': ranks.json has all"
+    for note in inside.notes:
+        yield f"  note: {note}"
 
 
 def lines(found: FirstNonfinite, capture: Capture) -> Iterator[str]:
