@@ -337,7 +337,7 @@ class Walk:
             reason = f"its inputs agree, and what it wrote to {row.name} differs {magnitude(d)}"
             return accuse(node, "output", reason, d, row=row, proof=proof_of(row))
         if node.d_out <= FAINT and not node.same_in:
-            return None
+            return self._drifted(node)
         if node.evidence is not None and not any(found.problem for found in node.evidence):
             scores = [score(node, worst(node, found)) for found in node.evidence]
             if min(scores) <= ROUNDING:
