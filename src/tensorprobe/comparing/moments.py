@@ -53,12 +53,17 @@ def drifted(scene: Scene, node: Node) -> tuple[TensorPair, float] | None:
     coarsest = scene.coarsest_unit(node.call.step)  # what was rounded so may be float32 again
     for row in node.outputs:
         unit = max(pair_roundoff(row), coarsest) if pair_roundoff(row) else 0.0
-        if row.metrics is not None or unit < _COARSE or row.role != "output":
+        if unit < _COARSE or row.role != "output" or (row.metrics and _was_replayed(node)):
             continue
         moved = shift(row, summed_size(node, row))
         if moved > _SHIFT * unit * _spread(row) + _PER_SHIFT_IN * inherited:
             return row, moved / unit
     return None
+
+
+def _was_replayed(node: Node) -> bool:
+    """Whether a replay can tell more exactly; none can of a call that draws random numbers."""
+    return not node.is_random and not any(found.problem for found in node.evidence or ())
 
 
 def _is_too_small(row: TensorPair) -> bool:
