@@ -79,9 +79,9 @@ def _spread(row: TensorPair) -> float:
     of the norm, theirs is all there is."""
     assert row.expected is not None
     t = row.expected.summary
-    peak = max(abs(float(t.min)), abs(float(t.max))) if t and t.min is not None else 0.0
-    if row.expected.numel < _FEWEST or not peak or t is None or not t.norm:
+    if row.expected.numel < _FEWEST or t is None or not t.norm or t.min is None or t.max is None:
         return math.inf
+    peak = max(abs(float(t.min)), abs(float(t.max)))
     return math.sqrt(max(1.0, _ENOUGH / (t.norm / peak) ** 2))
 
 
