@@ -37,8 +37,8 @@ def shift(row: TensorPair, floor: float = 0.0) -> float:
 
 
 def drifted(scene: Scene, node: Node) -> tuple[TensorPair, float] | None:
-    """The result of a call whose norm or mean is moved by more than those of its inputs explain, and
-    by how many roundings.
+    """The result of a call whose norm or mean is moved by more than its inputs explain, and by how
+    many roundings.
 
     Only where something is in 16 bit, and in the first step: once an optimizer has stepped, weights
     may be far apart without a trace in their norm.
