@@ -152,6 +152,31 @@ def test_contents_tell_which_of_equal_calls_is_the_extra_one() -> None:
     ]  # fmt: skip
 
 
+def drawn(n: int, held: float, drew: float) -> Call:
+    """Numbers drawn into memory that held others before."""
+    name = f"Torch.nn.init.uniform_.{n}.forward"
+    tensors = tuple(
+        TensorRecord(
+            f"{name}.{suffix}", role, "float32", (2, 3),
+            summary=TensorSummary(0.0, norm, 0.5, norm, 0, 0, 0),
+        )
+        for suffix, role, norm in (("input.0", "input", held), ("output.0", "output", drew))
+    )  # fmt: skip
+    return Call(
+        index=n, name=name, op="torch.nn.init.uniform_", module="", direction="forward",
+        tensors=tensors,
+    )  # fmt: skip
+
+
+def test_what_was_drawn_tells_which_draw_is_the_extra_one() -> None:
+    actual = [drawn(n, 7.0, drew) for n, drew in enumerate((1.0, 2.0, 3.0))]
+    expected = [drawn(0, 8.0, 1.0), drawn(1, 7.0, 3.0)]
+    pairs = align(actual, expected)
+    assert [e.name if e else None for _, e, _ in pairs] == [
+        "Torch.nn.init.uniform_.0.forward", None, "Torch.nn.init.uniform_.1.forward",
+    ]  # fmt: skip
+
+
 def test_a_module_of_another_class_is_paired_by_its_place() -> None:
     actual = [call("Module.fc.ColumnParallelLinear.forward.0", 0, "fc"),
               call("Module.out.Linear.forward.0", 1, "out")]  # fmt: skip

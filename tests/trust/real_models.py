@@ -1,4 +1,4 @@
-"""Models as they are published, trained in loops as people write them, and what goes wrong there."""
+"""Published models, trained in loops as people write them, and what goes wrong there."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _fit(
     zero_grad: bool = True,
     train: bool = True,
 ) -> None:
-    """Train a small model for some steps under a recorder. Each argument is a place to differ at."""
+    """Train a small model under a recorder. Each argument is a place to differ at."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -365,7 +365,6 @@ def _case(name: str, program: Program, *, runs: tuple[str, ...] = BOTH, **more: 
 
 EAGER = _attention("eager")
 TEXT = {"loss": _next_tokens}
-ANY_PARAMETER = "Optimizer.*|Module.*|Functional.*|Torch.*|Tensor.*"
 
 CASES = [
     _case("whisper-eager", fitting("whisper", prepare=EAGER), runs=HEALTHY),
@@ -373,117 +372,282 @@ CASES = [
     _case("t5-bf16", fitting("t5", prepare=_to(BF16)), runs=HEALTHY, **DTYPE),
     _case("bert-autocast-f16", fitting("bert", around=_autocast(F16)), runs=HEALTHY, **DTYPE),
     _case("mixtral-bf16", fitting("mixtral", {"steps": 1}, prepare=_to(BF16)), **DTYPE),
-    _case("whisper-bf16", fitting("whisper", {"train": False},
-          around=_autocast()), runs=HEALTHY, **DTYPE),
-    _case("llama-bf16-for-twelve-steps", fitting(
-        "llama", {**TEXT, "steps": 12}, around=_autocast()), runs=BOTH[1:], **DTYPE),
+    _case(
+        "whisper-bf16",
+        fitting("whisper", {"train": False}, around=_autocast()),
+        runs=HEALTHY,
+        **DTYPE,
+    ),
+    _case(
+        "llama-bf16-for-twelve-steps",
+        fitting("llama", {**TEXT, "steps": 12}, around=_autocast()),
+        runs=BOTH[1:],
+        **DTYPE,
+    ),
     _case("bert-transposed-weights", fitting("bert", prepare=_transposed_storage), runs=HEALTHY),
-    _case("gpt2-averaged-by-numpy", fitting(
-        "gpt2", {"steps": 3, "after_step": _averaged_by_numpy()}, inside=other_kernels)),
-    _case("llama-clipped-in-a-loop", fitting(
-        "llama", {**TEXT, "steps": 3, "before_step": _clipped(0.1, True)},
-        before_step=_clipped(0.1, False)), runs=HEALTHY),
+    _case(
+        "gpt2-averaged-by-numpy",
+        fitting("gpt2", {"steps": 3, "after_step": _averaged_by_numpy()}, inside=other_kernels),
+    ),
+    _case(
+        "llama-clipped-in-a-loop",
+        fitting(
+            "llama",
+            {**TEXT, "steps": 3, "before_step": _clipped(0.1, True)},
+            before_step=_clipped(0.1, False),
+        ),
+        runs=HEALTHY,
+    ),
     _case("mixtral-checkpointed", fitting("mixtral", prepare=_checkpointed)),
     _case("gpt2-step-skipped-on-both-sides", _scaled(2.0**10, True, both_spoil=True), runs=HEALTHY),
-    _case("llama-schedule-by-hand", fitting(
-        "llama", {**TEXT, "steps": 3, "schedule": _steps_down()},
-        schedule=None, after_step=_by_hand), runs=HEALTHY),
-    _case("llama-flash-or-math", fitting(
-        "llama", {"inside": _backend("FLASH_ATTENTION")}, inside=_backend("MATH")), runs=HEALTHY),
-    _case("llama-flash-or-math-bf16", fitting(
-        "llama", {"inside": _backend("FLASH_ATTENTION"), "prepare": _to(BF16)},
-        inside=_backend("MATH")), runs=HEALTHY),
+    _case(
+        "llama-schedule-by-hand",
+        fitting(
+            "llama",
+            {**TEXT, "steps": 3, "schedule": _steps_down()},
+            schedule=None,
+            after_step=_by_hand,
+        ),
+        runs=HEALTHY,
+    ),
+    _case(
+        "llama-flash-or-math",
+        fitting("llama", {"inside": _backend("FLASH_ATTENTION")}, inside=_backend("MATH")),
+        runs=HEALTHY,
+    ),
+    _case(
+        "llama-flash-or-math-bf16",
+        fitting(
+            "llama",
+            {"inside": _backend("FLASH_ATTENTION"), "prepare": _to(BF16)},
+            inside=_backend("MATH"),
+        ),
+        runs=HEALTHY,
+    ),
     _case("gpt2-threads", fitting("gpt2", inside=_threads), runs=HEALTHY),
-    _case("bert-bf16-without-mkldnn", fitting(
-        "bert", {"prepare": _to(BF16)}, inside=_no_mkldnn), runs=HEALTHY),
-    _case("llama-labels-selected", fitting(
-        "llama", {"loss": _shifted_loss("ignored")}, loss=_shifted_loss("selected"))),
-    _case("llama-loss-summed", fitting(
-        "llama", {"loss": _shifted_loss("ignored")}, loss=_shifted_loss("summed"))),
+    _case(
+        "bert-bf16-without-mkldnn",
+        fitting("bert", {"prepare": _to(BF16)}, inside=_no_mkldnn),
+        runs=HEALTHY,
+    ),
+    _case(
+        "llama-labels-selected",
+        fitting("llama", {"loss": _shifted_loss("ignored")}, loss=_shifted_loss("selected")),
+    ),
+    _case(
+        "llama-loss-summed",
+        fitting("llama", {"loss": _shifted_loss("ignored")}, loss=_shifted_loss("summed")),
+    ),
     _case("llama-padded-eager", fitting("llama", TEXT, prepare=EAGER), runs=HEALTHY),
-    _case("gpt2-shrunk-through-data", fitting(
-        "gpt2", {"steps": 3, "after_step": _shrunk_through_data}, inside=other_kernels),
-        runs=HEALTHY),
+    _case(
+        "gpt2-shrunk-through-data",
+        fitting("gpt2", {"steps": 3, "after_step": _shrunk_through_data}, inside=other_kernels),
+        runs=HEALTHY,
+    ),
     _case("llama-positions-given", fitting("llama", TEXT, loss=_own_positions)),
     # faults
-    _case("llama-schedule-late", fitting(
-        "llama", {**TEXT, "steps": 3, "schedule": _steps_down()}, schedule=_steps_down(1)),
-        at="Optimizer.AdamW.step.0", cause="argument", step=1),
-    _case("llama-other-shuffle", fitting(
-        "llama", TEXT, data=lambda step: _batch(step, 200)),
-        at="Module.LlamaForCausalLM.*|Tensor.masked_fill.0.*|Functional.embedding.0.*|Tensor.__eq__.0*",
-        cause="data", culprits=2),
-    _case("llama-padding-counted", fitting(
-        "llama", {"loss": _shifted_loss("summed")}, loss=_shifted_loss("all counted")),
-        at="Tensor.mean.*|Tensor.sum.*|Tensor.div.*|Tensor.mul.*", cause="structure|boundary"),
-    _case("gpt2-smoothed", fitting("gpt2", {"loss": _smoothed(0.0)}, loss=_smoothed(0.1)),
-        at="Functional.cross_entropy.0.*", cause="argument"),
-    _case("llama-mask-forgotten", fitting("llama", TEXT, loss=_without_mask),
-        at="Module.LlamaForCausalLM.*|Functional.scaled_dot_product_attention.0.*|Tensor.*|Torch.*|Module.model.*",
-        cause="structure|boundary|argument|data"),
-    _case("gpt2-untied", fitting("gpt2", prepare=_untied),
-        at="Module.transformer.wte.*|Module.lm_head.*|Optimizer.*", cause="boundary|structure|weights"),
-    _case("gpt2-averaged-otherwise", fitting(
-        "gpt2", {"steps": 3, "after_step": _averaged_by_numpy()},
-        after_step=_averaged_by_numpy(0.9)),
-        at=ANY_PARAMETER, cause="boundary|weights", step=2),
-    _case("gpt2-shrunk-by-numpy", fitting("gpt2", {"steps": 3}, after_step=_shrunk_by_numpy),
-        at=ANY_PARAMETER, cause="boundary|weights", step=1),
-    _case("llama-clipped-otherwise", fitting(
-        "llama", {**TEXT, "steps": 2, "before_step": _clipped(0.1)}, before_step=_clipped(0.2)),
-        at="Torch.nn.utils.clip*|Torch.*clip*|Tensor.*|Torch.*", cause="argument|structure|boundary"),
-    _case("gpt2-step-skipped", _scaled(2.0**10, True),
-        at=ANY_PARAMETER, cause="boundary|structure|result"),
-    _case("llama-rope", fitting("llama", prepare=_steeper_rope),
-        at="Tensor.expand*|Tensor.__getitem__*|Module.model.rotary_emb*|Tensor.*|Torch.*", cause="weights|data"),
-    _case("llama-query-scale", fitting("llama", prepare=_query_scale),
-        at="Functional.scaled_dot_product_attention.1.*", cause="argument"),
-    _case("llama-query-scale-eager", fitting("llama", {"prepare": EAGER}, prepare=lambda net: (
-        EAGER(net), _query_scale(net))), at="Tensor.mul.*", cause="argument"),
-    _case("gpt2-other-dropout", fitting("gpt2", prepare=_other_dropout),
-        at="Functional.dropout.0.*", cause="argument"),
-    _case("gpt2-no-dropout", fitting("gpt2", prepare=_no_dropout),
-        at="Functional.dropout.0.*", cause="argument|seed"),
-    _case("gpt2-frozen", fitting("gpt2", prepare=_frozen),
-        at="Module.transformer.h.0.mlp.c_fc*|Torch.addmm.*|Optimizer.*", cause="structure|boundary|weights"),
-    _case("llama-layers-swapped", fitting("llama", prepare=_layers_swapped),
-        at="Module.model.layers.*|Functional.*|Tensor.*", cause="weights"),
-    _case("llama-layer-missing", fitting("llama", prepare=_without_layer),
-        at="Module.model.*|Functional.*|Tensor.*|Torch.*", cause="structure|boundary|weights|argument"),
-    _case("llama-layer-loaded-twice", fitting("llama", prepare=_first_layer_twice),
-        at="Module.model.layers.1.*|Functional.linear.*", cause="weights"),
-    _case("bert-through-bf16", fitting("bert", prepare=_through_bf16),
-        at="Module.bert*|Functional.embedding.0*", cause="weights"),
-    _case("mixtral-one-expert", fitting("mixtral", {"steps": 1}, prepare=_one_expert),
-        at="Torch.topk.0.*|Module.*gate*", cause="argument|structure"),
-    _case("gpt2-norms-decayed", fitting(
-        "gpt2", {"steps": 2, "optimizer": _not_norms}, optimizer=_all_decayed),
-        at="Optimizer.AdamW.step.0|Tensor.mul_.*", cause="argument|structure|boundary"),
-    _case("gpt2-gradients-kept", fitting("gpt2", {"steps": 3}, zero_grad=False),
-        at="Module.*parameters_grad*|Optimizer.*|Torch.*", cause="boundary", step=1),
-    _case("gpt2-other-betas", fitting(
-        "gpt2", {"steps": 3}, optimizer=lambda p: adamw(p, betas=(0.9, 0.99))),
-        at="Optimizer.AdamW.step.0", cause="argument"),
-    _case("whisper-one-softmax-row", fitting("whisper", {"prepare": EAGER}, inside=lambda: _all_of(
-        other_kernels, _wrong("_softmax", 1, one_row(gain(1.2))))),
-        at="Functional.softmax.1.forward", cause="result"),
-    _case("llama-autocast-and-silu-wrong", fitting(
-        "llama", TEXT, around=_autocast(), inside=_wrong("silu", 1, gain(1.1))),
-        at="Functional.silu.1.forward", cause="result"),
-    _case("bert-bf16-and-gelu-wrong", fitting(
-        "bert", prepare=_to(BF16), inside=_wrong("gelu", 0, gain(1.1))),
-        at="Functional.gelu.0.forward", cause="result"),
-    _case("t5-bf16-and-softmax-wrong", fitting(
-        "t5", prepare=_to(BF16), inside=_wrong("_softmax", 2, gain(1.1))),
-        at="Functional.scaled_dot_product_attention.2.forward", cause="result"),
-    _case("gpt2-autocast-and-linear-backward-wrong", fitting(
-        "gpt2", around=_autocast(), inside=_wrong("tanh_backward", 1, gain(1.2))),
-        at="Torch.tanh.0.backward", cause="result"),
-    _case("bert-transposed-and-linear-wrong", fitting(
-        "bert", prepare=_transposed_storage, inside=_wrong("addmm", 3, gain(1.01))),
-        at="Functional.linear.3.forward", cause="result"),
-    _case("llama-math-and-softmax-wrong", fitting(
-        "llama", {"inside": _backend("FLASH_ATTENTION")},
-        inside=lambda: _all_of(_backend("MATH"), _wrong("_safe_softmax", 0, gain(1.05)))),
-        at="Functional.scaled_dot_product_attention.0.forward", cause="result"),
-]  # fmt: skip
+    _case(
+        "llama-schedule-late",
+        fitting("llama", {**TEXT, "steps": 3, "schedule": _steps_down()}, schedule=_steps_down(1)),
+        at="Optimizer.AdamW.step.0",
+        cause="argument",
+        step=1,
+    ),
+    _case(
+        "llama-other-shuffle",
+        fitting("llama", TEXT, data=lambda step: _batch(step, 200)),
+        at="Tensor.masked_fill.0.*|Module.LlamaForCausalLM.*",
+        cause="data",
+    ),
+    _case(
+        "llama-padding-counted",
+        fitting("llama", {"loss": _shifted_loss("summed")}, loss=_shifted_loss("all counted")),
+        at="Tensor.mean.5.*|Tensor.sum.*",
+        cause="structure",
+    ),
+    _case(
+        "gpt2-smoothed",
+        fitting("gpt2", {"loss": _smoothed(0.0)}, loss=_smoothed(0.1)),
+        at="Functional.cross_entropy.0.*",
+        cause="argument",
+    ),
+    _case(
+        "llama-mask-forgotten",
+        fitting("llama", TEXT, loss=_without_mask),
+        at="Module.model.LlamaModel.*|Module.LlamaForCausalLM.*",
+        cause="argument|data|structure",
+    ),
+    _case(
+        "gpt2-untied",
+        fitting("gpt2", prepare=_untied),
+        at="Module.transformer.wte.*|Module.lm_head.*",
+        cause="boundary",
+    ),
+    _case(
+        "gpt2-averaged-otherwise",
+        fitting(
+            "gpt2",
+            {"steps": 3, "after_step": _averaged_by_numpy()},
+            after_step=_averaged_by_numpy(0.9),
+        ),
+        at="Module.transformer.wte.*",
+        cause="boundary",
+        step=2,
+    ),
+    _case(
+        "gpt2-shrunk-by-numpy",
+        fitting("gpt2", {"steps": 3}, after_step=_shrunk_by_numpy),
+        at="Module.transformer.wte.*",
+        cause="boundary",
+        step=1,
+    ),
+    _case(
+        "llama-clipped-otherwise",
+        fitting(
+            "llama", {**TEXT, "steps": 2, "before_step": _clipped(0.1)}, before_step=_clipped(0.2)
+        ),
+        at="Tensor.__rtruediv__.0.*|Torch.nn.utils.clip*",
+        cause="argument",
+    ),
+    _case(
+        "gpt2-step-skipped",
+        _scaled(2.0**10, True),
+        at="Tensor.fill_.0.*",
+        cause="structure",
+    ),
+    _case(
+        "llama-rope",
+        fitting("llama", prepare=_steeper_rope),
+        at="Module.model.rotary_emb.*",
+        cause="weights",
+    ),
+    _case(
+        "llama-query-scale",
+        fitting("llama", prepare=_query_scale),
+        at="Functional.scaled_dot_product_attention.1.*",
+        cause="argument",
+    ),
+    _case(
+        "llama-query-scale-eager",
+        fitting("llama", {"prepare": EAGER}, prepare=lambda net: (EAGER(net), _query_scale(net))),
+        at="Tensor.mul.*",
+        cause="argument",
+    ),
+    _case(
+        "gpt2-other-dropout",
+        fitting("gpt2", prepare=_other_dropout),
+        at="Functional.dropout.0.*",
+        cause="argument",
+    ),
+    _case(
+        "gpt2-no-dropout",
+        fitting("gpt2", prepare=_no_dropout),
+        at="Functional.dropout.0.*",
+        cause="argument|seed",
+    ),
+    _case(
+        "gpt2-frozen",
+        fitting("gpt2", prepare=_frozen),
+        at="Optimizer.AdamW.step.0|Module.transformer.h.0.mlp.c_fc*",
+        cause="structure",
+    ),
+    _case(
+        "llama-layers-swapped",
+        fitting("llama", prepare=_layers_swapped),
+        at="Module.model.layers.0.*",
+        cause="weights",
+    ),
+    _case(
+        "llama-layer-missing",
+        fitting("llama", prepare=_without_layer),
+        at="Tensor.pow.2.*|Module.model.layers.1.*|Module.model.norm.*",
+        cause="structure",
+    ),
+    _case(
+        "llama-layer-loaded-twice",
+        fitting("llama", prepare=_first_layer_twice),
+        at="Module.model.layers.1.*",
+        cause="weights",
+    ),
+    _case(
+        "bert-through-bf16",
+        fitting("bert", prepare=_through_bf16),
+        at="Module.bert.embeddings.word_embeddings.*",
+        cause="weights",
+    ),
+    _case(
+        "mixtral-one-expert",
+        fitting("mixtral", {"steps": 1}, prepare=_one_expert),
+        at="Torch.topk.0.*",
+        cause="argument",
+    ),
+    _case(
+        "gpt2-norms-decayed",
+        fitting("gpt2", {"steps": 2, "optimizer": _not_norms}, optimizer=_all_decayed),
+        at="Tensor.mul_.*|Optimizer.AdamW.step.0",
+        cause="boundary|argument",
+    ),
+    _case(
+        "gpt2-gradients-kept",
+        fitting("gpt2", {"steps": 3}, zero_grad=False),
+        at="Module.transformer.wte.*parameters_grad*",
+        cause="boundary",
+        step=1,
+    ),
+    _case(
+        "gpt2-other-betas",
+        fitting("gpt2", {"steps": 3}, optimizer=lambda p: adamw(p, betas=(0.9, 0.99))),
+        at="Optimizer.AdamW.step.0",
+        cause="argument",
+    ),
+    _case(
+        "whisper-one-softmax-row",
+        fitting(
+            "whisper",
+            {"prepare": EAGER},
+            inside=lambda: _all_of(other_kernels, _wrong("_softmax", 1, one_row(gain(1.2)))),
+        ),
+        at="Functional.softmax.1.forward",
+        cause="result",
+    ),
+    _case(
+        "llama-autocast-and-silu-wrong",
+        fitting("llama", TEXT, around=_autocast(), inside=_wrong("silu", 1, gain(1.1))),
+        at="Functional.silu.1.forward",
+        cause="result",
+    ),
+    _case(
+        "bert-bf16-and-gelu-wrong",
+        fitting("bert", prepare=_to(BF16), inside=_wrong("gelu", 0, gain(1.1))),
+        at="Functional.gelu.0.forward",
+        cause="result",
+    ),
+    _case(
+        "t5-bf16-and-softmax-wrong",
+        fitting("t5", prepare=_to(BF16), inside=_wrong("_softmax", 2, gain(1.1))),
+        at="Functional.scaled_dot_product_attention.2.forward",
+        cause="result",
+    ),
+    _case(
+        "gpt2-autocast-and-linear-backward-wrong",
+        fitting("gpt2", around=_autocast(), inside=_wrong("tanh_backward", 1, gain(1.2))),
+        at="Torch.tanh.0.backward",
+        cause="result",
+    ),
+    _case(
+        "bert-transposed-and-linear-wrong",
+        fitting("bert", prepare=_transposed_storage, inside=_wrong("addmm", 3, gain(1.01))),
+        at="Functional.linear.3.forward",
+        cause="result",
+    ),
+    _case(
+        "llama-math-and-softmax-wrong",
+        fitting(
+            "llama",
+            {"inside": _backend("FLASH_ATTENTION")},
+            inside=lambda: _all_of(_backend("MATH"), _wrong("_safe_softmax", 0, gain(1.05))),
+        ),
+        at="Functional.scaled_dot_product_attention.0.forward",
+        cause="result",
+    ),
+]

@@ -155,9 +155,10 @@ def _explains(scene: Scene, cause: Culprit, bit: int, at: int, culprit: Culprit)
             return True  # one line: `average.mul_(decay).add_(new, alpha=1 - decay)`
     if all(c.cause == "boundary" and _is_of_parameter(c) for c in (cause, culprit)):
         return True  # the program has changed its weights, all of them at once
-    if cause.cause == culprit.cause == "argument" and _gives_other_shapes(scene, cause):
-        if any(map(has_other_shape, scene.nodes[at].outputs)):
-            return True  # it makes as many as the first one gave
+    if cause.cause == culprit.cause == "argument" and all(
+        _gives_other_shapes(scene, each) for each in (cause, culprit)
+    ):
+        return True  # it makes as many as the first one gave
     if _GRADIENTS in cause.name and _GRADIENTS in culprit.name:
         return True  # what the engine has added up
     if at in scene.in_optimizer and culprit.kind in ("boundary", "structure"):

@@ -37,8 +37,8 @@ def shift(row: TensorPair, floor: float = 0.0) -> float:
 
 
 def drifted(scene: Scene, node: Node) -> tuple[TensorPair, float] | None:
-    """The result of a call whose norm or mean is moved by more than those of its inputs explain, and
-    by how many roundings.
+    """The result of a call whose norm or mean is moved by more than its inputs explain, and by how
+    many roundings.
 
     Only where something is in 16 bit, and in the first step: once an optimizer has stepped, weights
     may be far apart without a trace in their norm.
@@ -53,12 +53,17 @@ def drifted(scene: Scene, node: Node) -> tuple[TensorPair, float] | None:
     coarsest = scene.coarsest_unit(node.call.step)  # what was rounded so may be float32 again
     for row in node.outputs:
         unit = max(pair_roundoff(row), coarsest) if pair_roundoff(row) else 0.0
-        if row.metrics is not None or unit < _COARSE or row.role != "output":
+        if unit < _COARSE or row.role != "output" or (row.metrics and _was_replayed(node)):
             continue
         moved = shift(row, summed_size(node, row))
         if moved > _SHIFT * unit * _spread(row) + _PER_SHIFT_IN * inherited:
             return row, moved / unit
     return None
+
+
+def _was_replayed(node: Node) -> bool:
+    """Whether a replay can tell more exactly; none can of a call that draws random numbers."""
+    return not node.is_random and not any(found.problem for found in node.evidence or ())
 
 
 def _is_too_small(row: TensorPair) -> bool:
@@ -74,9 +79,9 @@ def _spread(row: TensorPair) -> float:
     of the norm, theirs is all there is."""
     assert row.expected is not None
     t = row.expected.summary
-    peak = max(abs(float(t.min)), abs(float(t.max))) if t and t.min is not None else 0.0
-    if row.expected.numel < _FEWEST or not peak or t is None or not t.norm:
+    if row.expected.numel < _FEWEST or t is None or not t.norm or t.min is None or t.max is None:
         return math.inf
+    peak = max(abs(float(t.min)), abs(float(t.max)))
     return math.sqrt(max(1.0, _ENOUGH / (t.norm / peak) ** 2))
 
 

@@ -488,7 +488,8 @@ def _back(node: Node) -> Call | None:
 
 
 def _is_replayable(node: Node) -> bool:
-    return any(row.metrics is not None for row in node.outputs)
+    is_kept = any(row.metrics is not None for row in node.outputs)
+    return is_kept and node.is_random != "random"
 
 
 class Taint:
