@@ -1,6 +1,8 @@
 """Tensors of every dtype, content and layout, and what is true of them by exact arithmetic."""
 
+import functools
 import math
+import struct
 from collections.abc import Iterator
 from decimal import Decimal, localcontext
 from fractions import Fraction
@@ -8,6 +10,7 @@ from fractions import Fraction
 import torch
 
 from tensorprobe.records import TensorSummary
+from tensorprobe.tensors.layouts import is_dense
 
 INF, NAN = float("inf"), float("nan")
 
@@ -168,9 +171,57 @@ def as_float(value: Fraction) -> float:
         return INF
 
 
+@functools.cache
+def weight_of(number: int) -> Fraction:
+    """The weight of a tile or a cell, from the definition in the format's page."""
+    bits = (number * 0x9E3779B1 + 0x7F4A7C15) % 2**32
+    bits = ((bits ^ (bits // 2**15)) * 0x85EBCA77) % 2**32
+    magnitude = 1 + Fraction(bits % 2**20, 2**20)
+    return -magnitude if bits // 2**31 else magnitude
+
+
+def true_sketch(tensor: torch.Tensor) -> tuple[list[Fraction], list[Fraction]]:
+    """The sums of the sketch by exact arithmetic, and those of magnitudes."""
+    weighed: list[list[Fraction]] = [[] for _ in range(16)]
+    position = 0
+    for value in elements(tensor):
+        parts = (value.real, value.imag) if isinstance(value, complex) else (value,)
+        is_finite = all(map(math.isfinite, parts))
+        for part in parts:
+            bucket = position // 256 % 4 * 4 + position % 4
+            weight = weight_of(position // 256) * weight_of(0x7DB06470 + position % 256 // 8)
+            if position % 8 >= 4:
+                weight = -weight
+            weighed[bucket].append(weight * Fraction(part) if is_finite else Fraction(0))
+            position += 1
+    return [sum(of, Fraction(0)) for of in weighed], [sum(map(abs, of)) for of in weighed]
+
+
+SUBNORMAL = Fraction(1, 2**1060)  # of numbers below the normal range every product is rounded
+
+
+def as_sketched(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in the order in which a sketch is made of them."""
+    if tensor.is_contiguous() or not is_dense(tensor.shape, tensor.stride()):
+        return tensor
+    return tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim)))
+
+
+def assert_sketch(actual: TensorSummary, tensor: torch.Tensor) -> None:
+    """A sketch is right; only of what does not lie in its order may there be none."""
+    sums, sizes = true_sketch(as_sketched(tensor))
+    if actual.sketch is None:
+        assert not tensor.is_contiguous() or max(sizes) > 2**1020
+        return
+    found = struct.unpack("<16d", actual.sketch)
+    for number, wanted, size in zip(found, sums, sizes, strict=True):
+        assert abs(Fraction(number) - wanted) <= size / 10**13 + SUBNORMAL, (found, sums)
+
+
 def assert_summary(actual: TensorSummary | None, tensor: torch.Tensor) -> None:
     expected = true_summary(tensor)
     assert actual is not None
+    assert_sketch(actual, tensor)
     counts = (actual.nan_count, actual.inf_count, actual.zero_count)
     assert counts == (expected.nan_count, expected.inf_count, expected.zero_count)
     for bound, wanted in ((actual.min, expected.min), (actual.max, expected.max)):

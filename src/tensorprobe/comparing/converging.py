@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tensorprobe.comparing.rounding import ROUNDING, roundoff, summary_distance
+from tensorprobe.comparing.rounding import ROUNDING, roundoff, sketched_error, summary_distance
 from tensorprobe.comparing.scene import FAINT, Node, Scene
 from tensorprobe.records import TensorRecord
 
@@ -91,4 +91,4 @@ def _are_alike(a: TensorRecord, e: TensorRecord) -> bool:
     if a.shape != e.shape or a.summary is None or e.summary is None:
         return False
     unit = max(roundoff(a.dtype), roundoff(e.dtype))
-    return summary_distance(a, e) <= ROUNDING * unit
+    return max(summary_distance(a, e), sketched_error(a, e)) <= ROUNDING * unit

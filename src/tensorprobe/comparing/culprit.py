@@ -115,9 +115,10 @@ def proof_of(row: TensorPair) -> str:
 
 def digest_reason(row: TensorPair) -> str:
     """Why other bits are blamed on a call, where only digests and statistics are known."""
+    how = "bit for bit" if row.actual and row.actual.digest else "by all that was kept of them"
     if is_moved(row):
-        return f"its inputs are equal bit for bit; {row.name} has the same numbers in other places"
-    return f"its inputs are equal bit for bit; {row.name} is not"
+        return f"its inputs are equal {how}; {row.name} has the same numbers in other places"
+    return f"its inputs are equal {how}; {row.name} is not"
 
 
 def percent(relative: float) -> str:

@@ -23,6 +23,7 @@ from tensorprobe.comparing.mapping import plain_path
 from tensorprobe.errors import BadUsage
 from tensorprobe.records import LAST_NODE, Call, TensorRecord, TensorSummary
 from tensorprobe.tensors.blob import Blob
+from tensorprobe.tensors.layouts import is_dense
 from tensorprobe.tensors.pair_metrics import FRACTION_BITS, PairMetrics, equal_metrics
 
 if TYPE_CHECKING:
@@ -154,7 +155,51 @@ def _tensor_pair(
     if s is not None and t is not None and not (s.counted and t.counted):
         actual = msgspec.structs.replace(actual, summary=_as_peers(s, t))
         expected = msgspec.structs.replace(expected, summary=_as_peers(t, s))
-    return TensorPair(name, actual, expected)
+    row = TensorPair(name, actual, expected)
+    if not _sketched_alike(actual, expected):
+        leave_out_sketch(row)
+    return row
+
+
+def _sketched_alike(actual: TensorRecord, expected: TensorRecord) -> bool:
+    """Whether both have a sketch of as many numbers in the same order, or neither has one."""
+    s, t = actual.summary, expected.summary
+    if s is None or t is None or s.sketch is None or t.sketch is None:
+        return (s and s.sketch) is (t and t.sketch)
+    is_complex = [record.dtype.startswith("complex") for record in (actual, expected)]
+    if actual.shape != expected.shape or is_complex[0] != is_complex[1]:
+        return False
+    if actual.stride == expected.stride:
+        return True
+    return not _is_turned(actual) and not _is_turned(expected)
+
+
+def _is_turned(record: TensorRecord) -> bool:
+    """Whether a tensor fills its memory, and in another order than its own: its sketch is that of
+    the tensor that it is a view of."""
+    return record.stride is not None and is_dense(record.shape, record.stride)
+
+
+def has_places(row: TensorPair) -> bool:
+    """Whether it is known of both sides where their numbers are."""
+    if row.metrics is not None:
+        return True
+    sides = [record for record in (row.actual, row.expected) if record is not None]
+    if all(record.digest is not None for record in sides):
+        return True
+    return all(record.summary is not None and record.summary.sketch is not None for record in sides)
+
+
+def leave_out_sketch(row: TensorPair) -> None:
+    """Compare by other statistics."""
+    row.actual, row.expected = _without_sketch(row.actual), _without_sketch(row.expected)
+
+
+def _without_sketch(record: TensorRecord | None) -> TensorRecord | None:
+    if record is None or record.summary is None or record.summary.sketch is None:
+        return record
+    summary = msgspec.structs.replace(record.summary, sketch=None)
+    return msgspec.structs.replace(record, summary=summary)
 
 
 def digest_kind(digest: str) -> str:

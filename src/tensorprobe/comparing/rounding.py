@@ -7,14 +7,20 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import msgspec
+
 from tensorprobe.comparing.measure import CallPair, TensorPair
 from tensorprobe.records import Call, TensorRecord, TensorSummary
 from tensorprobe.replay.kinds import api_of, kind_of
+from tensorprobe.tensors import sketch
 from tensorprobe.tensors.pair_metrics import FRACTION_BITS
 
 Mode = Literal["tensors", "digest", "stats", "structure"]
+_MOVED = 1e-6  # relative: no rounding of float32 makes so much and leaves the norm as it is
 _ENOUGH = 8  # numbers: of fewer, rounding may leave statistics as they are
 _SAME_SUM = 1e-13  # relative: sums of the same numbers in another order
+_SAME_SKETCH = 1e-12  # relative to the norm, likewise
+_MASK = 1e30  # numbers beside which others count for nothing
 # A healthy kernel stays below 3 units of own error, whatever its dtype; see docs/compare.md.
 ROUNDING = 16.0
 _TF32, _BF16 = 2.0**-11, 2.0**-9  # unit roundoffs
@@ -71,12 +77,40 @@ def same_bits(pair: TensorPair) -> bool | None:
         return a.digest == e.digest and a.shape == e.shape
     if pair.metrics is not None:
         return pair.metrics.is_equal
-    if a.summary is not None and e.summary is not None and a.summary != e.summary:
-        if a.stride != e.stride and moved_values(a.summary, e.summary):
+    if a.summary is not None and e.summary is not None:
+        if same_statistics(a.summary, e.summary):
+            return None
+        is_in_order = not sketches_differ(a.summary, e.summary)
+        if a.stride != e.stride and is_in_order and moved_values(a.summary, e.summary):
             return None  # in another order in memory, sums of the same numbers are others
         # another tool's mean and norm of the same bits are others
         return False if a.summary.counted else None
     return None
+
+
+def same_statistics(a: TensorSummary, e: TensorSummary) -> bool:
+    """Whether two summaries say the same. Of the sums of sketches only the last digits may differ:
+    other devices add them up in another order. Neither proves that the numbers are the same."""
+    if a.sketch == e.sketch:
+        return a == e
+    return _without_sketch(a) == _without_sketch(e) and not sketches_differ(a, e)
+
+
+def _without_sketch(summary: TensorSummary) -> TensorSummary:
+    return msgspec.structs.replace(summary, sketch=None)
+
+
+def sketches_differ(a: TensorSummary, e: TensorSummary) -> bool:
+    """Whether both have sketches, and these are of other numbers or of the same elsewhere."""
+    if a.sketch is None or e.sketch is None or a.sketch == e.sketch:
+        return False
+    size = max(_norm(a), _norm(e))
+    return sketch.difference(a.sketch, e.sketch) > _SAME_SKETCH * size
+
+
+def _norm(summary: TensorSummary) -> float:
+    """The norm; of bools, which have none, that of a number."""
+    return 1.0 if summary.norm is None else summary.norm
 
 
 def distance(pair: TensorPair, floor: float = 0.0) -> float:
@@ -111,10 +145,45 @@ def _distance(pair: TensorPair, floor: float) -> float:
     other_bits = a.dtype == e.dtype and same_bits(pair) is False
     if other_bits and is_moved(pair):
         return math.inf if not u else 1 / u
-    if a.summary == e.summary:
+    if same_statistics(a.summary, e.summary):
         return math.inf if not u and other_bits else 0.0
-    relative = summary_distance(a, e, floor)
+    relative = max(summary_distance(a, e, floor), sketched_error(a, e, floor))
     return _ratio(relative, u) if u else (math.inf if relative else 0.0)
+
+
+def sketched_error(a: TensorRecord, e: TensorRecord, floor: float = 0.0) -> float:
+    """The relative error that two sketches show, within a factor of two that of the tensors; 0
+    where they show none, which proves nothing."""
+    s, t = a.summary, e.summary
+    if s is None or t is None or s.sketch is None or t.sketch is None:
+        return 0.0
+    if not (s.is_finite and t.is_finite and sketches_differ(s, t)):
+        return 0.0
+    if max(map(_size, (s.min, s.max, t.min, t.max))) > _MASK:
+        return 0.0
+    size = max(_norm(t), floor * math.sqrt(max(e.numel, 1)))
+    return _ratio(sketch.difference(s.sketch, t.sketch), size)
+
+
+def gain(pair: TensorPair) -> float:
+    """By how many roundings a tensor is larger or smaller than its partner as a whole. Rounding
+    errors, which have either sign, leave the norm as it is."""
+    a, e = pair.actual, pair.expected
+    u = pair_roundoff(pair)
+    if a is None or e is None or a.summary is None or e.summary is None or not u:
+        return 0.0
+    s, t = a.summary, e.summary
+    if s.norm is None or t.norm is None or not s.is_finite or not t.is_finite:
+        return 0.0
+    return _ratio(abs(s.norm - t.norm), u * t.norm)
+
+
+def is_sketched(pair: TensorPair) -> bool:
+    """Whether it is known of both sides where their numbers are, without their contents."""
+    a, e = pair.actual, pair.expected
+    if a is None or e is None or a.summary is None or e.summary is None:
+        return False
+    return a.summary.sketch is not None and e.summary.sketch is not None
 
 
 def summary_distance(a: TensorRecord, e: TensorRecord, floor: float = 0.0) -> float:
@@ -132,8 +201,8 @@ def summary_distance(a: TensorRecord, e: TensorRecord, floor: float = 0.0) -> fl
     n = max(e.numel, 1)
     rms = max(t.norm / math.sqrt(n), floor)
     peak = max(_size(t.min), _size(t.max), floor)
-    if peak > 1e30:  # a mask: only the other end says something of the rest
-        ends = [(a, e) for a, e in ((s.min, t.min), (s.max, t.max)) if _size(e) < 1e30]
+    if peak > _MASK:  # a mask: only the other end says something of the rest
+        ends = [(a, e) for a, e in ((s.min, t.min), (s.max, t.max)) if _size(e) < _MASK]
         return max((_ratio(_shift(a, e), max(_size(e), 1.0)) for a, e in ends), default=0.0)
     return max(
         _ratio(max(abs(s.norm - t.norm) / math.sqrt(n), abs(s.mean - t.mean)), rms),
@@ -159,7 +228,13 @@ def is_moved(pair: TensorPair) -> bool:
     a, e = pair.actual, pair.expected
     if pair.is_made_anew or a is None or e is None or a.summary is None or e.summary is None:
         return False
-    return e.numel >= _ENOUGH and moved_values(a.summary, e.summary)
+    if e.numel < _ENOUGH or not moved_values(a.summary, e.summary):
+        return False
+    if a.digest is not None and e.digest is not None:
+        return True
+    if a.summary.sketch is None or e.summary.sketch is None:
+        return True
+    return sketch.difference(a.summary.sketch, e.summary.sketch) > _MOVED * _norm(e.summary)
 
 
 def reduction(n_in: int, n_out: int) -> float:

@@ -12,7 +12,12 @@ import msgspec
 from tensorprobe.comparing import arguments
 from tensorprobe.comparing.align import content, forward_of, is_constant
 from tensorprobe.comparing.evidence import Evidence
-from tensorprobe.comparing.measure import CallPair, TensorPair
+from tensorprobe.comparing.measure import (
+    CallPair,
+    TensorPair,
+    has_places,
+    leave_out_sketch,
+)
 from tensorprobe.comparing.opaque import opaque_modules
 from tensorprobe.comparing.rounding import (
     ROUNDING,
@@ -22,6 +27,7 @@ from tensorprobe.comparing.rounding import (
     reduction,
     rms_size,
     same_bits,
+    same_statistics,
 )
 from tensorprobe.comparing.verdict import Culprit
 from tensorprobe.errors import UnreadableCapture
@@ -211,7 +217,9 @@ def leaf_differs(row: TensorPair) -> bool:
     a, e = row.actual, row.expected
     assert a is not None
     assert e is not None
-    if same_bits(row) or (a.digest is None and e.digest is None and a.summary == e.summary):
+    if same_bits(row):
+        return False
+    if a.digest is None and e.digest is None and _say_the_same(a, e):
         return False
     if a.shape != e.shape:
         return True
@@ -221,6 +229,12 @@ def leaf_differs(row: TensorPair) -> bool:
     if a.digest is not None and e.digest is not None and a.dtype == e.dtype:
         return a.digest != e.digest
     return distance(row) > 4
+
+
+def _say_the_same(a: TensorRecord, e: TensorRecord) -> bool:
+    if a.summary is None or e.summary is None:
+        return a.summary is e.summary
+    return same_statistics(a.summary, e.summary)
 
 
 def drew_otherwise(node: Node, kind: str) -> bool:
@@ -476,6 +490,7 @@ class Scene:
         self._children = self._find_children()
         for node in self.nodes:
             self._leave_out_workspaces(node)
+        self._leave_out_sketches()
         self._settle_places()
         for node in self.nodes:
             self._measure(node)
@@ -544,6 +559,24 @@ class Scene:
             if made > _CHANGED * max(given, 1.0):
                 return True
         return False
+
+    def _leave_out_sketches(self) -> None:
+        """Judge a call by sketches of its results only if all that it was given has some too: else
+        it would be blamed for numbers that were in other places before."""
+        unknown = [
+            any(not has_places(row) for row in node.inputs if row.role != "buffer")
+            for node in self.nodes
+        ]
+        for node in self.nodes:
+            at = self.flow.forward.get(node.i)
+            hidden = unknown[node.i] or (at is not None and self._leaves_unknown(at, unknown))
+            if hidden:
+                for row in node.outputs:
+                    leave_out_sketch(row)
+
+    def _leaves_unknown(self, at: int, unknown: Sequence[bool]) -> bool:
+        """Whether a forward call leaves to its backward what has no sketch."""
+        return unknown[at] or any(not has_places(row) for row in self.nodes[at].outputs)
 
     def _settle_places(self) -> None:
         """Tell numbers in other places from others that have the same statistics.

@@ -27,9 +27,13 @@ from tensorprobe.comparing.origins import (
 from tensorprobe.comparing.rounding import (
     ROUNDING,
     distance,
+    gain,
     is_moved,
+    is_sketched,
+    number_text,
     pair_roundoff,
     same_bits,
+    sketches_differ,
 )
 from tensorprobe.comparing.scene import (
     FAINT,
@@ -43,6 +47,7 @@ from tensorprobe.comparing.scene import (
     nonfinite_counts,
     nonfinite_differs,
     shrink_factor,
+    size_floor,
     summed_size,
     wrong_buffer,
 )
@@ -54,6 +59,12 @@ from tensorprobe.replay.kinds import api_of, kind_of
 _CUTS = ("chunk", "split", "tensor_split", "split_with_sizes", "unbind")
 # In roundings: what another kernel of the same sums may differ by, as statistics show it.
 _MORE_THAN_ROUNDING = 2.0
+# In roundings: as a whole, the result of a healthy kernel is larger or smaller by less. Of 17,435
+# healthy calls in float32, and 3,400 in 16 bit, none was by 2, and 0.1.
+_GAIN, _GAIN_16 = 2.5, 1.0
+_MANY = 1024  # numbers: of fewer, chance may leave a gain
+_ACTIVATIONS = ("gelu", "silu", "mish", "elu", "celu", "selu", "softplus", "glu", "logsigmoid")
+_SCALED_KINDS = ("product", "elementwise", "compound", "reduction")
 
 
 class Walk:
@@ -345,7 +356,14 @@ class Walk:
         kind = kind_by_direction(node)
         if node.same_in and self._bits_tell(node, row):
             reason = digest_reason(row)
-            return accuse(node, kind, reason, node.d_out, row=row, proof="digests")
+            return accuse(node, kind, reason, node.d_out, row=row, proof=proof_of(row))
+        if (found := self._scaled(node)) is not None:
+            by = number_text(gain(found))
+            reason = (
+                f"its inputs are equal by all that was kept of them; {found.name} is larger or "
+                f"smaller as a whole, by {by} roundings, and rounding has either sign"
+            )
+            return accuse(node, kind, reason, gain(found), row=found, proof=proof_of(found))
         if not exceeds(node, shrink_factor(node, row)):
             return None
         if self.scene.distance(node, row, summed_size(node, row)) <= ROUNDING:
@@ -370,15 +388,16 @@ class Walk:
         what they differ by.
         """
         a, e = row.actual, row.expected
-        if a is None or e is None or a.digest is None or e.digest is None or a.dtype != e.dtype:
+        if a is None or e is None or a.dtype != e.dtype or row.metrics is not None:
             return False
-        if a.digest == e.digest or row.metrics is not None:
+        digests = a.digest is not None and e.digest is not None
+        if same_bits(row) is not False or not (digests or _sketches_tell(node, row)):
             return False
         if is_moved(row):
             return True
         if node.call.direction == "forward" and kind_of(node.call) in ("exact", "conversion"):
             return True
-        return self._reproducible_before(node)
+        return digests and self._reproducible_before(node)
 
     def _reproducible_before(self, node: Node) -> bool:
         """Whether sums have come out bit for bit alike so far: of this op, or of three others."""
@@ -393,6 +412,37 @@ class Walk:
             if earlier.same_in:
                 alike.add(earlier.call.op)
         return node.d_out > _MORE_THAN_ROUNDING and (node.call.op in alike or len(alike) >= 3)
+
+    def _scaled(self, node: Node) -> TensorPair | None:
+        """The output of a call with equal inputs that has another size than rounding gives it."""
+        if not node.same_in or node.d_in or not _inputs_are_known(node):
+            return None
+        name = node.call.op.rpartition(".")[2]
+        if node.op_kind not in _SCALED_KINDS and name not in _ACTIVATIONS:
+            return None
+        for row in node.outputs:
+            if not is_sketched(row) or row.expected is None or row.expected.numel < _MANY:
+                continue
+            most = _GAIN_16 if pair_roundoff(row) >= 2.0**-11 else _GAIN
+            if gain(row) > most and self.scene.distance(node, row, size_floor(node, row)) > most:
+                return row
+        return None
+
+
+def _sketches_tell(node: Node, row: TensorPair) -> bool:
+    """Whether other numbers came out of a call, by sketches, and nothing says so of its inputs."""
+    a, e = row.actual, row.expected
+    if a is None or e is None or a.summary is None or e.summary is None:
+        return False
+    return sketches_differ(a.summary, e.summary) and _inputs_are_known(node)
+
+
+def _inputs_are_known(node: Node) -> bool:
+    """Whether digests or sketches show no difference between the two sides of any input."""
+    return all(
+        same_bits(row) or (same_bits(row) is None and is_sketched(row) and not distance(row))
+        for row in node.inputs
+    )
 
 
 def _cuts_otherwise(node: Node) -> bool:

@@ -15,6 +15,7 @@ from tensorprobe.overflow.cases import NamedCall, NotedCall
 from tensorprobe.records import Direction
 from tensorprobe.tensors import memory
 from tensorprobe.tensors.finiteness import LIMITS, REAL, Extents, Flags, flags_for, readable
+from tensorprobe.tensors.layouts import is_dense
 
 UNFLAGGED = -1  # a ticket: the tensor has what the inputs of its call had
 
@@ -328,7 +329,7 @@ class _Storages:
 
 def _has_no_holes(tensor: torch.Tensor) -> bool:
     shape, strides, _ = memory.without_repeats(tensor)
-    return memory.is_dense(shape, strides)
+    return is_dense(shape, strides)
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -18,7 +18,8 @@ from tensorprobe.records import Keep, Role
 from tensorprobe.store.shard import Bytes
 from tensorprobe.store.writer import CaptureWriter
 from tensorprobe.tensors.digest import digest_bytes
-from tensorprobe.tensors.memory import Unsupported, is_dense, stretch
+from tensorprobe.tensors.layouts import is_dense
+from tensorprobe.tensors.memory import Unsupported, stretch
 from tensorprobe.tensors.summarizer import Summarizer
 from tensorprobe.torch_versions import is_own
 

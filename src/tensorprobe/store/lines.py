@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeGuard
 import msgspec
 
 from tensorprobe.records import Direction, Status, TensorSummary
+from tensorprobe.tensors import sketch
 
 
 class TensorLine(msgspec.Struct, omit_defaults=True, gc=False):
@@ -86,6 +87,7 @@ class ValueLine(
 
     id: int
     summary: list[Any] | None = None
+    sketch: bytes | None = None
     digest: str | None = None
     blob: Annotated[tuple[int, ...], msgspec.Meta(min_length=3, max_length=4)] | None = None
     gap: str | None = None
@@ -164,12 +166,17 @@ def pack_summary(summary: TensorSummary | None) -> list[Any] | None:
 _USUAL = (*(float,) * 4, *(int,) * 3)  # what most summaries hold
 
 
-def unpack_summary(fields: list[Any]) -> TensorSummary:
-    """What `pack_summary` made seven or eight values of; ValueError or TypeError for others."""
+def unpack_summary(fields: list[Any], packed: bytes | None = None) -> TensorSummary:
+    """What `pack_summary` made seven or eight values of, and its sketch; ValueError or TypeError
+    for others."""
+    sums = None if packed is None else sketch.check(packed)
     if tuple(map(type, fields)) == _USUAL and min(fields[4:]) >= 0 and max(fields[4:]) < 2**63:
-        return TensorSummary(*fields)
+        low, high, mean, norm, nan, inf, zero = fields
+        return TensorSummary(low, high, mean, norm, nan, inf, zero, True, sums)
     values: list[Any] = [float(field) if type(field) is str else field for field in fields]
-    summary = TensorSummary(*values)
+    if len(values) > 8:
+        raise ValueError(f"no summary of a tensor: {str(fields)[:80]}")
+    summary = msgspec.structs.replace(TensorSummary(*values), sketch=sums)
     if not all(map(_is_statistic, values[:4])) or not all(map(_is_count, values[4:7])):
         raise ValueError(f"no summary of a tensor: {str(fields)[:80]}")
     return summary

@@ -427,7 +427,9 @@ class StepReader:
         return self._values.get(value_id, NOT_THERE)
 
     def _read_value(self, line: lines.ValueLine) -> Content:
-        summary = lines.unpack_summary(line.summary) if line.summary is not None else None
+        summary = None
+        if line.summary is not None:
+            summary = lines.unpack_summary(line.summary, line.sketch)
         if line.blob is None:
             return summary, line.digest, None, line.gap
         if min(line.blob) < 0 or max(line.blob) >= 1 << 63:

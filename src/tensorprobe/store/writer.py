@@ -906,8 +906,13 @@ class CaptureWriter:
 
 
 def _value_line(id: int, result: PendingSummary) -> ValueLine:
+    summary = result.summary
     return ValueLine(
-        id=id, summary=pack_summary(result.summary), digest=result.digest, gap=result.error
+        id=id,
+        summary=pack_summary(summary),
+        sketch=None if summary is None else summary.sketch,
+        digest=result.digest,
+        gap=result.error,
     )
 
 

@@ -13,8 +13,9 @@ import torch
 
 from tensorprobe import native
 from tensorprobe.tensors import cuda_graphs as captures
-from tensorprobe.tensors import digest, host, memory, tally, torch_ops
+from tensorprobe.tensors import digest, host, memory, sketch, tally, torch_ops
 from tensorprobe.tensors import tally_rows as rows
+from tensorprobe.tensors.layouts import is_dense
 from tensorprobe.tensors.readback import MAX_AGE_S, ROWS, SLOTS, Bank, Port, Queue, await_arrival
 from tensorprobe.tensors.result import Result
 from tensorprobe.tensors.tally import Reader
@@ -93,7 +94,7 @@ class HostBackend:
         count, repeat = tensor.numel(), 1
         if not tensor.is_contiguous():
             shape, strides, repeat = memory.without_repeats(tensor)
-            if self._digest or not memory.is_dense(shape, strides):
+            if self._digest or not is_dense(shape, strides):
                 return None
             count //= repeat
         if not count:
@@ -121,8 +122,8 @@ class HostBackend:
 
 
 # Of a form of tensors: the dtype, how its kernel starts, rows and units that are given to it, how
-# many different elements there are, how often each, and the bytes of all.
-_Plan = tuple[str, "Start", int, int, int, int, int]
+# many different elements there are, how often each, the bytes of all, and whether it has a sketch.
+_Plan = tuple[str, "Start", int, int, int, int, int, bool]
 
 
 class KernelBackend:
@@ -195,14 +196,14 @@ class KernelBackend:
         stream = self._usual_stream()
         if stream is None or not address or address & 15:
             return None
-        name, start, n_rows, units, count, repeat, nbytes = plan
+        name, start, n_rows, units, count, repeat, nbytes, ordered = plan
         queue, result = self._queue, Result()
         queue.acquire()  # half of what `with` takes
         try:
             bank, slot, row = queue.place(n_rows, stream)
             start.begin(n_rows, stream, address, units, bank, row, slot)
             # Does not hold the tensor, which must go when the program lets it go.
-            bank.tickets[slot] = (result, name, count, repeat, nbytes)
+            bank.tickets[slot] = (result, name, count, repeat, nbytes, ordered)
         except self._failures as error:
             self._refuse(name, tensor.dtype, error)
             return None
@@ -216,27 +217,38 @@ class KernelBackend:
         if usual is None or tensor.is_nested or tensor.is_neg():
             return None
         start: Start | None = usual.start
-        count, repeat = tensor.numel(), 1
+        count, repeat, in_order = tensor.numel(), 1, True
         if not tensor.is_contiguous():
-            shape, strides, repeat = self._elements_of(tensor)
+            how = self._how_to_read(tensor, usual.dtype)
+            if how is None:
+                return None
+            repeat, in_order, runs = how
             count //= repeat
-            if self._digest or not memory.is_dense(shape, strides):
-                runs = self._runs_of(tensor, usual.dtype, shape, strides)
-                if runs is None:
-                    return None
+            if runs is not None:
                 start = self._launcher.start_runs(usual.dtype, runs, digest=self._digest)
         if start is None or not 0 < count < 1 << 31 or count % usual.unit:
             return None
         n_rows = min(usual.max_programs, -(-count // usual.tile))
         nbytes = count * usual.itemsize
-        return usual.dtype, start, n_rows, count // usual.unit, count, repeat, nbytes
+        sketched = in_order and self._launcher.sketches
+        return usual.dtype, start, n_rows, count // usual.unit, count, repeat, nbytes, sketched
 
-    def _elements_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Shape and strides of what is to be read, and how often each element of it counts."""
-        if self._digest:  # which is of all elements in their order
-            return tuple(tensor.shape), tensor.stride(), 1
+    def _how_to_read(
+        self, tensor: torch.Tensor, name: str
+    ) -> tuple[int, bool, memory.Runs | None] | None:
+        """Of a tensor that is not contiguous: how often each element counts, whether they are read
+        in the order that sketches have, and in which runs they lie (None: in one piece). None if it
+        must be copied."""
+        if self._digest:  # which is of all elements row by row
+            runs = self._runs_of(tensor, name, tuple(tensor.shape), tensor.stride())
+            return None if runs is None else (1, has_rows_apart(tensor), runs)
         shape, strides, repeat = memory.without_repeats(tensor)
-        return *memory.as_in_memory(shape, strides), repeat
+        if is_dense(shape, strides):
+            return repeat, repeat == 1, None
+        if repeat == 1 and (runs := self._runs_of(tensor, name, shape, strides)) is not None:
+            return 1, True, runs
+        runs = self._runs_of(tensor, name, *memory.as_in_memory(shape, strides))
+        return None if runs is None else (repeat, False, runs)
 
     def _runs_of(
         self, tensor: torch.Tensor, name: str, shape: tuple[int, ...], strides: tuple[int, ...]
@@ -269,19 +281,19 @@ class KernelBackend:
         with self._port.on_device():
             count, repeat = tensor.numel(), 1
             nbytes = count * tensor.element_size()
-            runs = None
+            in_order, runs = True, None
             if not tensor.is_contiguous():
-                shape, strides, repeat = self._elements_of(tensor)
-                runs = self._runs_of(tensor, name, shape, strides)
-                if runs is not None:
+                how = self._how_to_read(tensor, name)
+                if how is not None:
+                    repeat, in_order, runs = how
                     count //= repeat
-                elif self._digest:
-                    with memory.kernels_only():
-                        tensor = tensor.contiguous()
                 else:
-                    tensor, count, repeat = _in_one_piece(tensor)
+                    in_order = has_rows_apart(tensor)
+                    tensor, repeat = self._copied(tensor)
+                    count = tensor.numel()
             try:
-                self._launch((result, name, count, repeat, nbytes), tensor, runs)
+                sketched = in_order and self._launcher.sketches
+                self._launch((result, name, count, repeat, nbytes, sketched), tensor, runs)
             except self._failures as error:
                 self._refuse(name, tensor.dtype, error)
                 self._use_spare(result, tensor, name)
@@ -291,9 +303,17 @@ class KernelBackend:
                 if usual is not None:
                     self._usual[tensor.dtype] = usual
 
+    def _copied(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """The elements of a tensor in one piece and in their order, and how often each counts."""
+        with memory.kernels_only():
+            if self._digest:
+                return tensor.contiguous(), 1
+            base, repeat = torch_ops.distinct(tensor)
+            return base.contiguous(), repeat
+
     def _launch(self, ticket: rows.Ticket, tensor: torch.Tensor, runs: memory.Runs | None) -> None:
         launcher, queue = self._launcher, self._queue
-        _, name, count, _, nbytes = ticket
+        _, name, count, _, nbytes, _ = ticket
         both = self._stats and self._digest and self._takes_both(name, tensor, nbytes)
         n_rows = self._rows_for_both(nbytes) if both else self._rows_for(name, count)
         stream = self._port.current_stream()
@@ -342,25 +362,25 @@ class KernelBackend:
             self._spare.land()
 
 
-def _in_one_piece(tensor: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """A tensor from whose first element on all different ones follow, how many, how often each."""
+def has_rows_apart(tensor: torch.Tensor) -> bool:
+    """Whether a tensor repeats no element and does not fill its memory: its sketch is made row by
+    row, not in the order of memory."""
     shape, strides, repeat = memory.without_repeats(tensor)
-    if memory.is_dense(shape, strides):
-        return tensor, tensor.numel() // repeat, repeat
-    with memory.kernels_only():
-        base, repeat = torch_ops.distinct(tensor)
-        return base.contiguous(), base.numel(), repeat
+    return repeat == 1 and not is_dense(shape, strides)
 
 
 class _Pending:
     """A tensor whose numbers are on the device."""
 
-    __slots__ = ("complete", "floats", "ints", "mixed")
+    __slots__ = ("buckets", "complete", "floats", "ints", "mixed")
 
-    def __init__(self, complete: Callable[[list[float], list[int], int], None]) -> None:
+    def __init__(
+        self, complete: Callable[[list[float], list[int], list[float], int], None]
+    ) -> None:
         self.complete = complete
         self.floats: torch.Tensor | None = None
         self.ints: torch.Tensor | None = None
+        self.buckets: torch.Tensor | None = None
         self.mixed: torch.Tensor | None = None
 
 
@@ -373,6 +393,7 @@ class _Batch:
         self.event = event
         self.floats = _fetched([p.floats for p in pending if p.floats is not None])
         self.ints = _fetched([p.ints for p in pending if p.ints is not None])
+        self.buckets = _fetched([p.buckets for p in pending if p.buckets is not None])
         self.mixed = _fetched([p.mixed for p in pending if p.mixed is not None])
         if event is not None:
             event.record()
@@ -381,14 +402,15 @@ class _Batch:
         return self.event is None or bool(captures.ask(self.device, self.event.query))
 
     def deliver(self) -> None:
-        floats, ints, mixed = (
+        floats, ints, buckets, mixed = (
             [] if numbers is None else numbers.tolist()
-            for numbers in (self.floats, self.ints, self.mixed)
+            for numbers in (self.floats, self.ints, self.buckets, self.mixed)
         )
         for index, pending in enumerate(self.pending):
             pending.complete(
                 floats[index] if floats else [],
                 ints[index] if ints else [],
+                buckets[index] if buckets else [],
                 mixed[index] if mixed else 0,
             )
 
@@ -414,6 +436,7 @@ class TorchBackend:
         self._digest = digest
         self._host = HostBackend(stats=stats, digest=digest)
         self._digests: torch_ops.Digests | None = None
+        self._sketches: torch_ops.Sketches | None = None
         self._missing: dict[str, str] = {}  # dtype: why the device cannot do it
         self._is_wide: bool | None = None  # whether it has float64; asked at the first tensor
         self._cannot_digest = ""
@@ -452,6 +475,8 @@ class TorchBackend:
         """Why tensors of this dtype have to be copied to the host."""
         if self._is_wide is None:
             self._is_wide = torch_ops.has_float64(self._device)
+            if self._stats and self._is_wide:
+                self._sketches = torch_ops.sketches_of(self._device)
             if self._digest and not torch_ops.digests_agree(self._device):
                 self._cannot_digest = "its 64-bit integers are not those of the host"
         if self._cannot_digest:
@@ -491,21 +516,27 @@ class TorchBackend:
         base, repeat = torch_ops.distinct(tensor)
         count, nbytes = base.numel(), tensor.numel() * tensor.element_size()
 
-        def complete(floats: list[float], ints: list[int], mixed: int) -> None:
+        def complete(
+            floats: list[float], ints: list[int], buckets: list[float], mixed: int
+        ) -> None:
             if self._stats:
+                packed = sketch.pack(buckets) if buckets and repeat == 1 else None
                 if self._is_wide:
                     row = torch_ops.to_row(floats, ints, name)
                 else:
                     row = torch_ops.narrow_row(floats, ints)
-                result.summary = rows.decode(row, name, count, repeat)
+                result.summary = rows.decode(row, name, count, repeat, packed)
             if self._digest:
                 result.digest = digest.finish(mixed, nbytes)
             result.ready = True
 
         pending = _Pending(complete)
         if self._stats:
-            tallied = torch_ops.tally(base, name) if self._is_wide else torch_ops.tally_narrow(base)
-            pending.floats, pending.ints = tallied
+            if not self._is_wide:
+                pending.floats, pending.ints = torch_ops.tally_narrow(base)
+            else:
+                tallied = torch_ops.tally(base, name, self._sketches)
+                pending.floats, pending.ints, pending.buckets = tallied
         if self._digest:
             if self._digests is None:
                 self._digests = torch_ops.Digests(self._device)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from tensorprobe.tensors import memory
+from tensorprobe.tensors.layouts import is_dense
 from tensorprobe.torch_versions import key_bits
 
 if TYPE_CHECKING:
@@ -290,7 +291,7 @@ class KernelFlags:
         if count is None:
             shape, strides, _ = memory.without_repeats(tensor)
             # in whatever order: they are the same numbers
-            count = math.prod(shape) if memory.is_dense(shape, strides) else 0
+            count = math.prod(shape) if is_dense(shape, strides) else 0
             if len(self._dense) < _MOST_LAYOUTS:
                 self._dense[layout] = count
         if count:

@@ -10,14 +10,17 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any
 
+import msgspec
 import numpy as np
 
+from tensorprobe.tensors import sketch
 from tensorprobe.tensors import tally as compiled
 from tensorprobe.tensors.digest import CHUNK_NBYTES, Digester
 from tensorprobe.tensors.dtypes import ML_DTYPES
 from tensorprobe.tensors.summary import TensorSummary
+from tensorprobe.tensors.weighing import add_weighed
 
 Array = np.ndarray[Any, Any]
 
@@ -83,6 +86,7 @@ class Tally:
     """
 
     __slots__ = (
+        "buckets",
         "count",
         "high",
         "inf",
@@ -101,6 +105,7 @@ class Tally:
         self.high: Any = None
         self.total = self.square = 0.0
         self.total_scale = self.square_scale = 0
+        self.buckets = np.zeros(sketch.BUCKETS)
 
     def bounds(self, low: Any, high: Any) -> None:
         if self.low is None:
@@ -131,6 +136,7 @@ class Tally:
             self.nan * repeat,
             self.inf * repeat,
             self.zero * repeat,
+            sketch=sketch.pack(self.buckets),
         )
 
 
@@ -187,8 +193,10 @@ def _tally_bounded(tally: Tally, chunk: Array, low: float, high: float, scratch:
 
 
 def _add_sums(tally: Tally, wide: Array) -> None:
+    """Add the numbers that were counted last."""
     tally.total += _sum(wide)
     tally.square += sum_of_squares(wide)
+    add_weighed(tally.buckets, wide, tally.count - wide.size)
 
 
 def _sum(wide: Array) -> float:
@@ -292,6 +300,7 @@ def tally_bool(tally: Tally, chunk: Array, scratch: Scratch) -> None:
     tally.count += chunk.size
     tally.zero += chunk.size - true
     tally.bounds(true == chunk.size, true > 0)
+    add_weighed(tally.buckets, chunk.astype(np.float64), tally.count - chunk.size)
 
 
 def tally_complex64(tally: Tally, chunk: Array, scratch: Scratch) -> None:
@@ -335,6 +344,7 @@ def _tally_parts(tally: Tally, parts: Array, scratch: Scratch) -> None:
         tally.zero += _count_zeros(magnitude, scratch)
     tally.total += _sum(magnitude)
     tally.square += sum_of_squares(wide)
+    add_weighed(tally.buckets, wide, 2 * (tally.count - size))
 
 
 STEPS: dict[str, Step] = {
@@ -364,17 +374,29 @@ _LOCAL = _Local()
 
 
 def summarize_array(
-    array: Array, dtype: str, *, repeat: int = 1, digester: Digester | None = None
+    array: Array,
+    dtype: str,
+    *,
+    repeat: int = 1,
+    digester: Digester | None = None,
 ) -> TensorSummary:
     """The summary of an array whose memory holds numbers of `dtype` (torch's name for it).
 
     The array has the dtype that STORAGE names. With `repeat`, as if every element were there so
-    often. A digester is given the bytes on the way, while they are in the cache.
+    often; then there is no sketch. A digester is given the bytes on the way, while they are in the
+    cache.
     """
+    summary = None
     if digester is None and compiled.LIBRARY is not None and dtype in compiled.KINDS and array.size:
         summary = _by_library(compiled.LIBRARY, array, dtype, repeat)
-        if summary is not None:
-            return summary
+    if summary is None:
+        summary = _by_numpy(array, dtype, repeat, digester)
+    if repeat == 1:
+        return summary
+    return msgspec.structs.replace(summary, sketch=None)
+
+
+def _by_numpy(array: Array, dtype: str, repeat: int, digester: Digester | None) -> TensorSummary:
     if dtype in FLOAT8:
         return _count_float8(array, dtype, digester).summary(repeat)
     tally = Tally()
@@ -388,14 +410,14 @@ def summarize_array(
 def _by_library(
     library: compiled.TallyLibrary, array: Array, dtype: str, repeat: int
 ) -> TensorSummary | None:
-    if array.flags.c_contiguous:
-        reader = compiled.Reader(library, dtype, array.nbytes, repeat, stats=True, digest=False)
-        outcome = reader.read(array.ctypes.data)
-        return None if outcome is None else outcome[0]
-    adder = compiled.Adder(library, dtype)
-    for piece in _pieces(array, CHUNK, "K"):
-        adder.add(piece.ctypes.data, piece.nbytes)
-    return adder.summary(repeat)
+    layout: compiled.Layout | None = None
+    if not array.flags.c_contiguous:
+        layout = array.shape, tuple(step // array.itemsize for step in array.strides)
+    reader = compiled.Reader(
+        library, dtype, array.nbytes, repeat, stats=True, digest=False, layout=layout
+    )
+    outcome = reader.read(array.ctypes.data)
+    return None if outcome is None else outcome[0]
 
 
 def add_array(tally: Tally, array: Array, dtype: str, digester: Digester | None = None) -> None:
@@ -415,7 +437,10 @@ def finish(tally: Tally, array: Array, dtype: str, repeat: int) -> TensorSummary
             _rescale(tally, array, dtype)
     if dtype != "bool":
         return tally.summary(repeat)
-    return TensorSummary(tally.low, tally.high, None, None, 0, 0, tally.zero * repeat)
+    packed = sketch.pack(tally.buckets)
+    return TensorSummary(
+        tally.low, tally.high, None, None, 0, 0, tally.zero * repeat, sketch=packed
+    )
 
 
 def digest_strided(array: Array) -> str:
@@ -424,7 +449,7 @@ def digest_strided(array: Array) -> str:
     if array.flags.c_contiguous:
         return digester.whole(array.reshape(-1).view(np.uint8))
     digester.reset()
-    for piece in _pieces(array, CHUNK, "C"):
+    for piece in _pieces(array, CHUNK):
         digester.update(piece.view(np.uint8))
     return digester.hexdigest()
 
@@ -447,9 +472,9 @@ def chunk_size(dtype: str) -> int:
 
 
 def chunks(array: Array, size: int) -> Iterator[Array]:
-    """One-dimensional contiguous pieces that cover the array, in the order of memory."""
+    """One-dimensional contiguous pieces that cover the array, in the order of its elements."""
     if not array.flags.c_contiguous:
-        yield from _pieces(array, size, "K")
+        yield from _pieces(array, size)
         return
     flat = array.reshape(-1)
     if 0 < flat.size <= size:
@@ -459,10 +484,10 @@ def chunks(array: Array, size: int) -> Iterator[Array]:
             yield flat[start : start + size]
 
 
-def _pieces(array: Array, size: int, order: Literal["K", "C"]) -> Iterator[Array]:
+def _pieces(array: Array, size: int) -> Iterator[Array]:
     flags: Any = ["external_loop", "buffered", "zerosize_ok"]
     access: Any = [["readonly", "contig"]]
-    pieces: Any = np.nditer(array, flags, access, order=order, buffersize=size)
+    pieces: Any = np.nditer(array, flags, access, order="C", buffersize=size)
     for piece in pieces:
         # The size is a wish: without need of a buffer the iterator gives what lies in one piece.
         yield from chunks(piece, size)
@@ -471,13 +496,15 @@ def _pieces(array: Array, size: int, order: Literal["K", "C"]) -> Iterator[Array
 def _count_float8(array: Array, dtype: str, digester: Digester | None) -> Tally:
     """From how often each of the 256 bit patterns occurs."""
     counts = np.zeros(256, np.int64)
+    values = float8_values(dtype)
+    numbers = np.where(np.isfinite(values), values, 0.0)
+    tally = Tally()
     for chunk in chunks(array, CHUNK):
         if digester is not None:
             digester.update(chunk)
         counts += np.bincount(chunk, minlength=256)
-    values = float8_values(dtype)
-    tally = Tally()
-    tally.count = array.size
+        add_weighed(tally.buckets, numbers[chunk], tally.count)
+        tally.count += chunk.size
     tally.nan = int(counts[np.isnan(values)].sum())
     tally.inf = int(counts[np.isinf(values)].sum())
     tally.zero = int(counts[values == 0].sum())

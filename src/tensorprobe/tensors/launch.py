@@ -28,6 +28,7 @@ BLOCK = 2048  # elements that a program takes at once elsewhere
 MAX_ROWS = 528  # programs a tensor is spread over: four fill a multiprocessor of an H100
 MAX_FLAGGERS = 1056  # the same of those that look for what is not finite, which take few registers
 WARPS = 8
+SKETCHES = True  # whether kernels make sketches; without them there are none of CUDA tensors
 # So many registers let four programs of LANES threads run on a multiprocessor at once; the compiler
 # would take more for float16, and let three.
 _OPTIONS = {} if torch.version.hip else {"maxnreg": 64}
@@ -229,7 +230,8 @@ class Usual(NamedTuple):
 class Launcher:
     """Starts kernels on one device; keeps the tables they read."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, sketches: bool | None = None) -> None:
+        self.sketches = SKETCHES if sketches is None else sketches
         names = [name for name in host.FLOAT8 if hasattr(torch, name)]
         arrays = [WEIGHTS.view(np.int64)]
         arrays += [host.float8_values(name).astype(np.float32) for name in names]
@@ -239,23 +241,16 @@ class Launcher:
         self._weights, *tables = self.constants
         self._weights_at = self._weights.data_ptr()
         self._tables = dict(zip(names, tables, strict=True))
-        self._floats = Kernel(
-            kernels.tally_floats, device, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES
-        )
-        self._runs = Kernel(
-            kernels.tally_runs, device, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES
-        )
-        self._integers = Kernel(
-            kernels.tally_integers, device, WARPS, FIELDS=rows.FIELDS, BLOCK=BLOCK
-        )
+        both = {"FIELDS": rows.FIELDS, "SKETCHED": self.sketches}
+        lanes = {"LANES": LANES, **both}
+        warps = LANES // 32
+        self._floats = Kernel(kernels.tally_floats, device, warps, **lanes)
+        self._runs = Kernel(kernels.tally_runs, device, warps, **lanes)
+        self._integers = Kernel(kernels.tally_integers, device, WARPS, BLOCK=BLOCK, **both)
         self._digest = Kernel(kernels.digest_chunks, device, WARPS, BLOCK=BLOCK)
-        self._both = Kernel(
-            kernels.digest_and_tally_floats, device, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES
-        )
-        self._both_runs = Kernel(
-            kernels.digest_and_tally_runs, device, LANES // 32, FIELDS=rows.FIELDS, LANES=LANES
-        )
-        self._reduce = Kernel(kernels.reduce_rows, device, 4, FIELDS=rows.FIELDS, BLOCK=128)
+        self._both = Kernel(kernels.digest_and_tally_floats, device, warps, **lanes)
+        self._both_runs = Kernel(kernels.digest_and_tally_runs, device, warps, **lanes)
+        self._reduce = Kernel(kernels.reduce_rows, device, WARPS, BLOCK=128, **both)
 
     def tally(
         self, tensor: torch.Tensor, name: str, count: int, programs: int, bank: Bank, slot: int,

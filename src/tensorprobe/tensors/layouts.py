@@ -45,5 +45,17 @@ def check_layout(dtype: str, shape: Sequence[int], stride: Sequence[int] | None 
         raise ValueError(f"{_short(stride)} are no strides of a tensor")
 
 
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether these elements fill a stretch of memory without holes, in whatever order."""
+    expected = 1
+    for step, length in sorted(zip(strides, shape, strict=True)):
+        if length == 1:
+            continue
+        if step != expected:
+            return False
+        expected *= length
+    return True
+
+
 def _short(numbers: Sequence[int]) -> str:
     return f"{[*numbers]}"[:80]

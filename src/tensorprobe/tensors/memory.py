@@ -15,6 +15,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tensorprobe.tensors.host import STORAGE
+from tensorprobe.tensors.layouts import is_dense
 from tensorprobe.torch_versions import bit_of, key_bits
 
 Array = np.ndarray[Any, Any]
@@ -241,7 +242,8 @@ def logical_array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> Array:
 
 
 def distinct_array(tensor: torch.Tensor, dtype: np.dtype[Any]) -> tuple[Array, int]:
-    """The elements of a CPU tensor in the order of memory, and how often each is repeated."""
+    """The elements of a CPU tensor, and how often each is repeated: in the order of memory if they
+    fill it, else row by row."""
     if tensor.is_contiguous():
         return borrow(tensor, dtype, (tensor.numel(),)), 1
     shape, strides, repeat = without_repeats(tensor)
@@ -296,15 +298,3 @@ def as_in_memory(
     """Shape and strides of the same elements in the order of their addresses."""
     pairs = sorted(zip(strides, shape, strict=True), reverse=True)
     return tuple(length for _, length in pairs), tuple(step for step, _ in pairs)
-
-
-def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether these elements fill a stretch of memory without holes, in whatever order."""
-    expected = 1
-    for step, length in sorted(zip(strides, shape, strict=True)):
-        if length == 1:
-            continue
-        if step != expected:
-            return False
-        expected *= length
-    return True

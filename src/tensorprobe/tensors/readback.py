@@ -22,7 +22,7 @@ from tensorprobe.tensors.memory import Array
 from tensorprobe.tensors.tally_rows import Ticket
 
 SLOTS = 2048
-ROWS = 1 << 19  # of 96 bytes; the tallies of a large tensor take 528
+ROWS = 1 << 18  # of 224 bytes; the tallies of a large tensor take 528
 MAX_AGE_S = 0.5
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from tensorprobe.tensors import backends, digest, memory
+from tensorprobe.tensors import backends, digest, memory, sketch
 from tensorprobe.tensors.backends import Backend, HostBackend, KernelBackend
 from tensorprobe.tensors.result import Result
 from tensorprobe.tensors.summary import TensorSummary
@@ -17,6 +17,7 @@ from tensorprobe.torch_versions import key_bits
 __all__ = ["Result", "Summarizer", "summarize"]
 
 _Start = Callable[[torch.Tensor, "int | None", bool], "Result | None"]
+_NO_NUMBERS = bytes(sketch.NBYTES)
 _OWN_TYPES = frozenset([torch.Tensor, torch.nn.Parameter])
 _function_mode_is_on = torch._C._is_torch_function_mode_enabled
 
@@ -127,7 +128,7 @@ class Summarizer:
 
     def _finish_empty(self, result: Result) -> None:
         if self._stats:
-            result.summary = TensorSummary(None, None, None, None, 0, 0, 0)
+            result.summary = TensorSummary(None, None, None, None, 0, 0, 0, sketch=_NO_NUMBERS)
         if self._digest:
             result.digest = digest.finish(0, 0)
         result.ready = True

@@ -13,7 +13,8 @@ class TensorSummary(msgspec.Struct, frozen=True, gc=False):
     such value. `mean` and `norm` (L2) are over the finite values, accumulated in float64; None for
     bools and where there is no finite value. Counts are of elements, a complex one counting once.
     Summaries of the peers' dumps are not `counted`: whether there is a NaN or an infinity is known
-    (1 or 0), not how many; of zeros nothing is.
+    (1 or 0), not how many; of zeros nothing is. `sketch` sees where the numbers are (sketch.py);
+    None where there is none: of another tool, an earlier version, or sums beyond float64.
     """
 
     min: float | int | bool | None
@@ -24,6 +25,7 @@ class TensorSummary(msgspec.Struct, frozen=True, gc=False):
     inf_count: int
     zero_count: int
     counted: bool = True
+    sketch: bytes | None = None
 
     @property
     def is_finite(self) -> bool:

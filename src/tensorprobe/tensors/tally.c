@@ -13,12 +13,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define VERSION 2 /* tally.py uses a library of its own version only */
+#define VERSION 4 /* tally.py uses a library of its own version only */
 
 enum { CHUNK_NBYTES = 65536, CHUNK_WORDS = CHUNK_NBYTES / 8 };
 enum { BLOCK = 4096 }; /* elements that are summed before lanes are added up: 1e-13 holds */
-enum { LANES = 16 };
+enum { LANES = 16, BUCKETS = 16 };
+enum { TILE = 256 };  /* numbers of a sketch that share a weight */
 enum { STATS = 1, DIGEST = 2 };
+enum { MOST_DIMS = 64 }; /* as torch has them */
 enum { AHEAD = 4096 }; /* bytes: without a word about it, memory waits for arithmetic */
 enum { F64, F32, F16, BF16, I64, I32, I16, I8, U32, U16, U8, U64, BOOL };
 
@@ -45,6 +47,7 @@ typedef struct {
     sum total, square;  /* over what is finite */
     int64_t nan, inf, zero;
     uint64_t mixed; /* of the digest: fmix(p + (c + 1) * GOLD) */
+    double sketch[BUCKETS];
 } part;
 
 typedef struct {
@@ -53,11 +56,19 @@ typedef struct {
     int64_t nan, inf, zero;
     uint64_t digest;
     int64_t state;
+    double sketch[BUCKETS];
 } row;
+
+/* How the elements of a tensor lie: by steps in bytes, the last dimension innermost. */
+typedef struct {
+    int64_t dims;
+    int64_t lengths[MOST_DIMS], steps[MOST_DIMS];
+} layout;
 
 typedef struct {
     int64_t wants, kind, nbytes, repeat, threads;
-    row row; /* the answer */
+    const layout *layout; /* if they do not lie in one piece */
+    row row;              /* the answer */
 } request; /* arguments one by one would cost ctypes 0.2 us each */
 
 enum { BOUNDED = 1, FINITE = 2, OUT_OF_RANGE = 4 }; /* states of a row */
@@ -95,39 +106,92 @@ typedef uint8_t __attribute__((may_alias)) u8_any;
     for (int step = LANES / 2; step; step /= 2) \
         for (int j = 0; j < step; j++) (lanes)[j] += (lanes)[j + step];
 
-#define FLOAT_STEP(x, j)                \
-    low[j] = LOWER(x, low[j]);          \
-    high[j] = UPPER(x, high[j]);        \
-    zero[j] += (x) == 0;                \
-    if (careful) {                      \
-        nan[j] += (x) != (x);           \
-        finite[j] += IS_FINITE(x);      \
-        (x) = IS_FINITE(x) ? (x) : 0;   \
-    }                                   \
-    total[j] += (double)(x);            \
-    square[j] += (double)(x) * (double)(x);
+/* The sketch: see sketch.py. Lanes of a tile are added up with the weights of cells, and the lanes
+   of tiles with those of tiles. */
+
+static double within[TILE]; /* weights of the numbers of a tile, without that of the tile */
+
+INLINE double weight_of(uint32_t number) {
+    uint32_t x = number * 0x9E3779B1u + 0x7F4A7C15u;
+    uint64_t bits = (uint64_t)(((x ^ x >> 15) * 0x85EBCA77u & 0x800FFFFFu) | 0x3FF00000u) << 32;
+    double weight;
+    memcpy(&weight, &bits, 8);
+    return weight;
+}
+
+INLINE void add_sketch(part *into, double sketch[4][LANES]) {
+    for (int b = 0; b < BUCKETS; b++) {
+        const double *of = sketch[b / 4] + b % 4;
+        into->sketch[b] += (of[0] + of[4]) + (of[8] + of[12]);
+    }
+}
+
+/* Both give the same where the product is exact: of numbers that have no more than 32 bits. */
+#define PLUS(sum, x, weight) ((sum) + (x) * (weight))
+#define PLUS_AT_ONCE(sum, x, weight) \
+    (fused ? __builtin_fma(x, weight, sum) : PLUS(sum, x, weight))
+
+#define END_TILE                                                                 \
+    {                                                                            \
+        double *to = sketch[tile % 4], by = weight_of((uint32_t)tile);           \
+        for (int j = 0; j < LANES; j++) to[j] += by * weighed[j];                \
+        tile++;                                                                  \
+    }
+
+/* A block of numbers, of which each goes through STEP(x, j, weights), in tiles and lanes. */
+#define IN_TILES(NUMBER, STEP)                                                   \
+    while (i + TILE <= n) {                                                      \
+        double weighed[LANES] = {0};                                             \
+        const double *by = within;                                               \
+        for (int s = 0; s < TILE / LANES; s++, i += LANES, by += LANES) {        \
+            __builtin_prefetch((const char *)(data + i) + AHEAD);                \
+            for (int j = 0; j < LANES; j++) {                                    \
+                NUMBER x = data[i + j];                                          \
+                STEP(x, j, by)                                                   \
+            }                                                                    \
+        }                                                                        \
+        END_TILE                                                                 \
+    }                                                                            \
+    if (i < n) {                                                                 \
+        double weighed[LANES] = {0};                                             \
+        const double *by = within;                                               \
+        for (; i + LANES <= n; i += LANES, by += LANES)                          \
+            for (int j = 0; j < LANES; j++) {                                    \
+                NUMBER x = data[i + j];                                          \
+                STEP(x, j, by)                                                   \
+            }                                                                    \
+        for (int j = 0; i < n; i++, j++) {                                       \
+            ONE_BY_ONE(j)                                                        \
+            NUMBER x = data[i];                                                  \
+            STEP(x, j, by)                                                       \
+        }                                                                        \
+        END_TILE                                                                 \
+    }
+
+#define FLOAT_STEP(x, j, by)                                    \
+    low[j] = LOWER(x, low[j]);                                  \
+    high[j] = UPPER(x, high[j]);                                \
+    zero[j] += (x) == 0;                                        \
+    if (careful) {                                              \
+        nan[j] += (x) != (x);                                   \
+        finite[j] += IS_FINITE(x);                              \
+        (x) = IS_FINITE(x) ? (x) : 0;                           \
+    }                                                           \
+    total[j] += (double)(x);                                    \
+    square[j] = ADD_PRODUCT(square[j], (double)(x), (double)(x)); \
+    weighed[j] = ADD_PRODUCT(weighed[j], (double)(x), by[j]);
 
 /* A block of numbers. A sum that is not finite tells that something has to be left out of it: then
    once more, carefully. */
 #define FLOAT_BLOCK(NAME, MEMORY, NUMBER)                                              \
-    INLINE int NAME##_pass(const MEMORY *data, int n, part *into, const int careful) { \
-        double total[LANES] = {0}, square[LANES] = {0};                                \
+    INLINE int NAME##_pass(const MEMORY *data, int n, int64_t tile, part *into,        \
+                           const int fused, const int careful) {                       \
+        double total[LANES] = {0}, square[LANES] = {0}, sketch[4][LANES] = {0};        \
         int32_t zero[LANES] = {0}, nan[LANES] = {0}, finite[LANES] = {0};              \
         NUMBER low[LANES], high[LANES];                                                \
         int i = 0;                                                                     \
         for (int j = 0; j < LANES; j++) low[j] = INFINITE, high[j] = -INFINITE;        \
-        for (; i + LANES <= n; i += LANES) {                                           \
-            __builtin_prefetch((const char *)(data + i) + AHEAD);                      \
-            for (int j = 0; j < LANES; j++) {                                          \
-                NUMBER x = data[i + j];                                                \
-                FLOAT_STEP(x, j)                                                       \
-            }                                                                          \
-        }                                                                              \
-        for (int j = 0; i < n; i++, j++) {                                             \
-            ONE_BY_ONE(j)                                                              \
-            NUMBER x = data[i];                                                        \
-            FLOAT_STEP(x, j)                                                           \
-        }                                                                              \
+        IN_TILES(NUMBER, FLOAT_STEP)                                                   \
         ADD_UP(total)                                                                  \
         if (!careful && !IS_FINITE(total[0])) return 0;                                \
         ADD_UP(square)                                                                 \
@@ -145,44 +209,42 @@ typedef uint8_t __attribute__((may_alias)) u8_any;
         into->zero += zero[0];                                                         \
         add(&into->total, total[0]);                                                   \
         add(&into->square, square[0]);                                                 \
+        add_sketch(into, sketch);                                                      \
         return 1;                                                                      \
     }                                                                                  \
-    INLINE void NAME##_block(const void *data, int n, part *into) {                    \
-        if (!NAME##_pass(data, n, into, 0)) NAME##_pass(data, n, into, 1);             \
+    INLINE void NAME##_block(const void *data, int n, int64_t tile, part *into,        \
+                             const int fused) {                                        \
+        if (!NAME##_pass(data, n, tile, into, fused, 0))                               \
+            NAME##_pass(data, n, tile, into, fused, 1);                                \
     }
 
+#define ADD_PRODUCT PLUS
 FLOAT_BLOCK(f64, f64_any, double)
+#undef ADD_PRODUCT
+#define ADD_PRODUCT PLUS_AT_ONCE
 FLOAT_BLOCK(f32, f32_any, float)
 
-#define WHOLE_STEP(x, j, TOTAL)  \
-    low[j] = LOWER(x, low[j]);   \
-    high[j] = UPPER(x, high[j]); \
-    zero[j] += (x) == 0;         \
-    total[j] += (TOTAL)(x);      \
-    square[j] += (double)(x) * (double)(x);
+#define WHOLE_STEP(x, j, by)                 \
+    low[j] = LOWER(x, low[j]);               \
+    high[j] = UPPER(x, high[j]);             \
+    zero[j] += (x) == 0;                     \
+    total[j] += (x);                         \
+    square[j] += (double)(x) * (double)(x);  \
+    weighed[j] = PLUS(weighed[j], (double)(x), by[j]);
 
 /* Integers, likewise. TOTAL holds the sum over a lane exactly, or is double. */
 #define WHOLE_BLOCK(NAME, MEMORY, NUMBER, FIELD, TOTAL)                  \
-    INLINE void NAME##_block(const void *memory, int n, part *into) {    \
+    INLINE void NAME##_block(const void *memory, int n, int64_t tile,    \
+                             part *into, const int fused) {              \
+        (void)fused;                                                     \
         const MEMORY *data = memory;                                     \
         TOTAL total[LANES] = {0};                                        \
-        double square[LANES] = {0};                                      \
+        double square[LANES] = {0}, sketch[4][LANES] = {0};              \
         int32_t zero[LANES] = {0};                                       \
         NUMBER low[LANES], high[LANES];                                  \
         int i = 0;                                                       \
         for (int j = 0; j < LANES; j++) low[j] = high[j] = data[0];      \
-        for (; i + LANES <= n; i += LANES) {                             \
-            __builtin_prefetch((const char *)(data + i) + AHEAD);        \
-            for (int j = 0; j < LANES; j++) {                            \
-                NUMBER x = data[i + j];                                  \
-                WHOLE_STEP(x, j, TOTAL)                                  \
-            }                                                            \
-        }                                                                \
-        for (int j = 0; i < n; i++, j++) {                               \
-            ONE_BY_ONE(j)                                                \
-            NUMBER x = data[i];                                          \
-            WHOLE_STEP(x, j, TOTAL)                                      \
-        }                                                                \
+        IN_TILES(NUMBER, WHOLE_STEP)                                     \
         ADD_UP(total)                                                    \
         ADD_UP(square)                                                   \
         ADD_UP(zero)                                                     \
@@ -193,17 +255,28 @@ FLOAT_BLOCK(f32, f32_any, float)
         into->zero += zero[0];                                           \
         add(&into->total, (double)total[0]);                             \
         add(&into->square, square[0]);                                   \
+        add_sketch(into, sketch);                                        \
     }
 
 WHOLE_BLOCK(i64, i64_any, int64_t, whole, double)
 WHOLE_BLOCK(u64, u64_any, uint64_t, natural, double)
 WHOLE_BLOCK(i32, i32_any, int32_t, whole, int64_t)
 
-INLINE void bool_block(const void *memory, int n, part *into) {
-    const u8_any *data = memory;
-    int32_t zero = 0;
-    for (int i = 0; i < n; i++) zero += data[i] == 0;
-    into->zero += zero;
+#define BOOL_STEP(x, j, by) \
+    total[j] += (x);        \
+    weighed[j] = PLUS_AT_ONCE(weighed[j], (double)(x), by[j]);
+
+INLINE void bool_block(const void *memory, int n, int64_t tile, part *into, const int fused) {
+    const u8_any *bytes = memory;
+    float data[BLOCK], total[LANES] = {0}; /* exact: a lane has no more than BLOCK / LANES */
+    double sketch[4][LANES] = {0};
+    int i = 0;
+    for (; i < n; i++) data[i] = bytes[i] != 0;
+    i = 0;
+    IN_TILES(float, BOOL_STEP)
+    ADD_UP(total)
+    into->zero += n - (int)total[0];
+    add_sketch(into, sketch);
 }
 
 /* The others are blocks of a wider kind, made in the cache. */
@@ -226,7 +299,8 @@ INLINE float wide_f16(uint16_t x) {
 }
 
 #define WIDE_BLOCK(NAME, MEMORY, WIDER, NUMBER, WIDEN)                                \
-    INLINE void NAME##_block(const void *memory, int n, part *into) {                 \
+    INLINE void NAME##_block(const void *memory, int n, int64_t tile, part *into,     \
+                             const int fused) {                                       \
         const MEMORY *data = memory;                                                  \
         NUMBER wide[BLOCK];                                                           \
         int i = 0;                                                                    \
@@ -236,7 +310,7 @@ INLINE float wide_f16(uint16_t x) {
             for (int j = 0; j < 64; j++) wide[i + j] = WIDEN(data[i + j]);            \
         }                                                                             \
         for (; i < n; i++) wide[i] = WIDEN(data[i]);                                  \
-        WIDER##_block(wide, n, into);                                                 \
+        WIDER##_block(wide, n, tile, into, fused);                                    \
     }
 
 WIDE_BLOCK(f16, u16_any, f32, float, wide_f16)
@@ -271,7 +345,7 @@ INLINE uint64_t digest_chunk(const unsigned char *memory, int nbytes, int64_t nu
     return fmix(product + (uint64_t)(number + 1) * GOLD);
 }
 
-typedef void block_tally(const void *data, int n, part *into);
+typedef void block_tally(const void *data, int n, int64_t tile, part *into);
 
 typedef struct {
     uint64_t (*digest)(const unsigned char *data, int nbytes, int64_t number);
@@ -286,8 +360,8 @@ typedef struct {
     DO(u16, LEVEL, TARGET) DO(u8, LEVEL, TARGET) DO(u64, LEVEL, TARGET)                  \
     DO(bool, LEVEL, TARGET)
 #define FUNCTION(KIND, LEVEL, TARGET)                                                    \
-    TARGET static void KIND##_##LEVEL(const void *data, int n, part *into) {             \
-        KIND##_block(data, n, into);                                                     \
+    TARGET static void KIND##_##LEVEL(const void *data, int n, int64_t tile, part *into) { \
+        KIND##_block(data, n, tile, into, FUSED_##LEVEL);                                \
     }
 #define ADDRESS(KIND, LEVEL, TARGET) KIND##_##LEVEL,
 #define LEVEL(LEVEL, TARGET)                                                             \
@@ -297,16 +371,18 @@ typedef struct {
     }                                                                                    \
     static const level LEVEL = {digest_##LEVEL, {FOR_EACH_KIND(ADDRESS, LEVEL, TARGET)}};
 
+enum { FUSED_plain = 0, FUSED_avx2 = 1, FUSED_avx512 = 1 };
+
 LEVEL(plain, )
 static const level *use = &plain;
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #ifdef __clang__
-#define WIDE "avx512f,avx512dq,avx512bw,avx512vl"
+#define WIDE "avx512f,avx512dq,avx512bw,avx512vl,fma"
 #else
-#define WIDE "avx512f,avx512dq,avx512bw,avx512vl,prefer-vector-width=512"
+#define WIDE "avx512f,avx512dq,avx512bw,avx512vl,fma,prefer-vector-width=512"
 #endif
-LEVEL(avx2, __attribute__((target("avx2"))))
+LEVEL(avx2, __attribute__((target("avx2,fma"))))
 LEVEL(avx512, __attribute__((target(WIDE))))
 
 /* 0: what every processor has, 1: AVX2, 2: AVX-512. Gives back what is used. */
@@ -314,7 +390,8 @@ int tally_use(int most) {
     __builtin_cpu_init();
     int wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-    int best = wide ? 2 : __builtin_cpu_supports("avx2") ? 1 : 0;
+    int some = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    int best = wide && some ? 2 : some ? 1 : 0;
     best = most < best ? most : best;
     use = best == 2 ? &avx512 : best == 1 ? &avx2 : &plain;
     return best;
@@ -364,8 +441,10 @@ static part read_chunk(int wants, int kind, const unsigned char *data, int nbyte
     int item = ITEM_NBYTES[kind], step = BLOCK * item;
     if (wants & STATS) {
         __typeof__(own_mode()) mode = own_mode();
-        for (int at = 0; at < nbytes; at += step)
-            use->tally[kind](data + at, (nbytes - at < step ? nbytes - at : step) / item, &part);
+        int64_t tile = number * (CHUNK_NBYTES / item / TILE);
+        for (int at = 0; at < nbytes; at += step, tile += BLOCK / TILE)
+            use->tally[kind](data + at, (nbytes - at < step ? nbytes - at : step) / item, tile,
+                             &part);
         back_to(mode);
     }
     if (wants & DIGEST) part.mixed = use->digest(data, nbytes, number);
@@ -389,6 +468,7 @@ static void join(int kind, part *to, const part *from) {
     to->square.rest += from->square.rest;
     to->nan += from->nan, to->inf += from->inf, to->zero += from->zero;
     to->mixed += from->mixed;
+    for (int b = 0; b < BUCKETS; b++) to->sketch[b] += from->sketch[b];
 }
 
 /* One tensor, read by several threads. */
@@ -494,6 +574,10 @@ __attribute__((constructor)) static void prepare(void) {
         z = (z ^ z >> 27) * 0x94D049BB133111EBu;
         weights[i] = (z ^ z >> 31) | 1;
     }
+    for (int i = 0; i < TILE; i++) {
+        double weight = weight_of(0x7DB06470u + i / 8);
+        within[i] = i % 8 < 4 ? weight : -weight;
+    }
     tally_use(2);
     forget_threads();
     pthread_atfork(NULL, NULL, forget_threads);
@@ -509,15 +593,6 @@ int tally_version(void) { return VERSION; }
         back_to(mode);                           \
     } while (0)
 #define APART static __attribute__((noinline))
-
-APART void add_piece(int kind, const unsigned char *data, int64_t nbytes, int64_t at, part *to) {
-    if (!at) *to = nothing(kind);
-    for (int64_t c = 0; c < nbytes; c += CHUNK_NBYTES) {
-        int size = nbytes - c < CHUNK_NBYTES ? nbytes - c : CHUNK_NBYTES;
-        part part = read_chunk(STATS, kind, data + c, size, 0);
-        join(kind, to, &part);
-    }
-}
 
 /* The sum over chunks of which a digest is made; `number` is that of the first. */
 uint64_t tally_mixed(const unsigned char *data, int64_t nbytes, int64_t number) {
@@ -544,6 +619,7 @@ APART void finish(int kind, int64_t nbytes, int64_t repeat, const part *all, row
     row->norm = __builtin_sqrt(square) * __builtin_sqrt((double)repeat);
     row->nan = all->nan * repeat, row->inf = all->inf * repeat, row->zero = all->zero * repeat;
     row->digest = fmix(all->mixed + (uint64_t)nbytes * GOLD);
+    memcpy(row->sketch, all->sketch, sizeof(row->sketch));
 }
 
 APART int answer(request *request, const unsigned char *data) {
@@ -564,19 +640,69 @@ APART int answer(request *request, const unsigned char *data) {
     return 1;
 }
 
-/* Add a piece of a tensor, its first where `at` is 0; before the last one whole chunks, please. */
-void tally_add(int kind, const unsigned char *data, int64_t nbytes, int64_t at, part *to) {
-    IN_OWN_MODE(add_piece(kind, data, nbytes, at, to));
+/* A place among such elements. */
+typedef struct {
+    const layout *layout;
+    const unsigned char *row; /* the first element of the row that is being read */
+    int64_t done;             /* elements of it that were read */
+    int64_t at[MOST_DIMS];    /* where the row is, but for the last dimension */
+} cursor;
+
+static void next_row(cursor *cursor) {
+    const layout *layout = cursor->layout;
+    cursor->done = 0;
+    for (int64_t d = layout->dims - 2; d >= 0; d--) {
+        cursor->row += layout->steps[d];
+        if (++cursor->at[d] < layout->lengths[d]) return;
+        cursor->row -= layout->steps[d] * layout->lengths[d];
+        cursor->at[d] = 0;
+    }
 }
 
-/* The row of all that was added, which were `nbytes`. */
-void tally_finish(int kind, int64_t nbytes, int64_t repeat, const part *all, row *row) {
-    IN_OWN_MODE(finish(kind, nbytes, repeat, all, row));
+#define GATHER(TYPE) \
+    for (int64_t i = 0; i < n; i++) ((TYPE *)to)[i] = *(const TYPE *)(from + i * step);
+
+/* The next `count` elements, side by side. */
+static void gather(cursor *cursor, unsigned char *to, int64_t count, int item) {
+    const layout *layout = cursor->layout;
+    int64_t length = layout->lengths[layout->dims - 1], step = layout->steps[layout->dims - 1];
+    while (count) {
+        int64_t n = length - cursor->done < count ? length - cursor->done : count;
+        const unsigned char *from = cursor->row + cursor->done * step;
+        if (step == item)
+            memcpy(to, from, n * item);
+        else if (item == 8)
+            GATHER(u64_any)
+        else if (item == 4)
+            GATHER(u32_any)
+        else if (item == 2)
+            GATHER(u16_any)
+        else
+            GATHER(u8_any)
+        to += n * item, count -= n, cursor->done += n;
+        if (cursor->done == length) next_row(cursor);
+    }
+}
+
+APART int answer_strided(request *request, const unsigned char *data) {
+    _Alignas(64) unsigned char room[CHUNK_NBYTES]; /* stays in the cache */
+    int kind = request->kind, item = ITEM_NBYTES[kind];
+    cursor cursor = {request->layout, data, 0, {0}};
+    part all = nothing(kind);
+    for (int64_t c = 0; c * CHUNK_NBYTES < request->nbytes; c++) {
+        int64_t left = request->nbytes - c * CHUNK_NBYTES;
+        int size = left < CHUNK_NBYTES ? left : CHUNK_NBYTES;
+        gather(&cursor, room, size / item, item);
+        part part = read_chunk(request->wants, kind, room, size, c);
+        join(kind, &all, &part);
+    }
+    finish(kind, request->nbytes, request->repeat, &all, &request->row);
+    return 1;
 }
 
 /* Answer a request about memory; 0 where there is no room for the parts. */
 int tally_memory(request *request, const unsigned char *data) {
     int done;
-    IN_OWN_MODE(done = answer(request, data));
+    IN_OWN_MODE(done = request->layout ? answer_strided(request, data) : answer(request, data));
     return done;
 }

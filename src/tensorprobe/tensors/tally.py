@@ -15,7 +15,7 @@ from typing import Any
 
 from tensorprobe.tensors.summary import TensorSummary
 
-VERSION = 2  # as in tally.c
+VERSION = 4  # as in tally.c
 PATH = Path(__file__).with_name("libtally.so")
 
 # From here on a call lets go of the interpreter. What takes a few microseconds does not: another
@@ -30,13 +30,16 @@ KINDS = {name: kind for kind, name in enumerate(_NAMES.split())}
 _ITEMSIZES = dict(zip(KINDS, (8, 4, 2, 2, 8, 4, 2, 1, 4, 2, 1, 8, 1), strict=True))
 _STATS, _DIGEST = 1, 2
 _BOUNDED, _FINITE, _USUAL, _OUT_OF_RANGE = 1, 2, 3, 4
-_QUESTION = struct.Struct("<5q")  # wanted, kind, bytes, repeat, threads
-# The answer after it: low, high, mean, norm; nan, inf, zero; the digest, the state.
-_REALS, _WHOLES, _NATURALS = (struct.Struct(f"<2{kind}2d3qQq") for kind in "dqQ")
+# Wanted, kind, bytes, repeat, threads, the address of a layout.
+_QUESTION = struct.Struct("<6q")
+# The answer after it: low, high, mean, norm; nan, inf, zero; the digest, the state, the sketch.
+_REALS, _WHOLES, _NATURALS = (struct.Struct(f"<2{kind}2d3qQq128s") for kind in "dqQ")
 _THREADS_AT = 32
-_PART_NBYTES = 80
+MOST_DIMS = 64
 
 Outcome = tuple["TensorSummary | None", "str | None"]
+# Of elements that do not lie in one piece: how many, and the steps between them in elements.
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Reader:
@@ -48,6 +51,8 @@ class Reader:
         "_call",
         "_digest",
         "_dtype",
+        "_has_sketch",
+        "_layout",
         "_request",
         "_stats",
         "_unpack",
@@ -65,13 +70,17 @@ class Reader:
         *,
         stats: bool,
         digest: bool,
+        layout: Layout | None = None,
     ) -> None:
         self.nbytes, self.itemsize = nbytes, _ITEMSIZES[dtype]
         self._dtype, self._stats, self._digest = dtype, stats, digest
+        self._has_sketch = repeat == 1
         self._unpack = _unpacking(dtype)
         self._request = request = bytearray(_QUESTION.size + _REALS.size)
         wanted = _STATS * stats + _DIGEST * digest
-        _QUESTION.pack_into(request, 0, wanted, KINDS[dtype], nbytes, repeat, 1)
+        self._layout = None if layout is None else _layout(layout, self.itemsize)
+        layout_at = 0 if self._layout is None else ctypes.addressof(self._layout)
+        _QUESTION.pack_into(request, 0, wanted, KINDS[dtype], nbytes, repeat, 1, layout_at)
         self._answer = memoryview(request)[_QUESTION.size :]
         self._at = ctypes.addressof(ctypes.c_char.from_buffer(request))
         self.most_threads = nbytes // SHARE_NBYTES
@@ -84,16 +93,28 @@ class Reader:
             struct.pack_into("<q", self._request, _THREADS_AT, some)
         if not self._call(self._at, address):
             return None
-        low, high, mean, norm, nan, inf, zero, digest, state = self._unpack(self._answer)
+        low, high, mean, norm, nan, inf, zero, digest, state, sums = self._unpack(self._answer)
         summary = None
         if self._stats:
+            if not self._has_sketch:
+                sums = None
             if state == _USUAL:
-                summary = TensorSummary(low, high, mean, norm, nan, inf, zero)
+                summary = TensorSummary(low, high, mean, norm, nan, inf, zero, True, sums)
             else:
-                summary = _unusual(self._dtype, low, high, mean, norm, nan, inf, zero, state)
+                summary = _unusual(self._dtype, low, high, mean, norm, nan, inf, zero, state, sums)
                 if summary is None:
                     return None
         return summary, f"{digest:016x}" if self._digest else None
+
+
+def _layout(layout: Layout, itemsize: int) -> Any:
+    """The layout as tally.c has it."""
+    shape, strides = layout
+    numbers = (ctypes.c_int64 * (1 + 2 * MOST_DIMS))()
+    numbers[0] = len(shape)
+    for dim, (length, step) in enumerate(zip(shape, strides, strict=True)):
+        numbers[1 + dim], numbers[1 + MOST_DIMS + dim] = length, step * itemsize
+    return numbers
 
 
 def _unpacking(dtype: str) -> Any:
@@ -104,13 +125,13 @@ def _unpacking(dtype: str) -> Any:
 
 def _unusual(
     dtype: str, low: float, high: float, mean: float, norm: float,
-    nan: int, inf: int, zero: int, state: int,
+    nan: int, inf: int, zero: int, state: int, sums: bytes | None,
 ) -> TensorSummary | None:  # fmt: skip
     """The summary of booleans, of no or no finite numbers; None if a sum left its range."""
     if state & _OUT_OF_RANGE:
         return None
     if dtype == "bool":
-        return TensorSummary(bool(low), bool(high), None, None, 0, 0, zero)
+        return TensorSummary(bool(low), bool(high), None, None, 0, 0, zero, True, sums)
     bounded, finite = state & _BOUNDED, state & _FINITE
     return TensorSummary(
         low if bounded else None,
@@ -120,26 +141,9 @@ def _unusual(
         nan,
         inf,
         zero,
+        True,
+        sums,
     )
-
-
-class Adder:
-    """Adds up the pieces of a tensor that does not lie in one."""
-
-    def __init__(self, library: TallyLibrary, dtype: str) -> None:
-        self._library, self._dtype, self._nbytes = library, dtype, 0
-        self._part = ctypes.create_string_buffer(_PART_NBYTES)
-
-    def add(self, address: int, nbytes: int) -> None:
-        self._library.add(KINDS[self._dtype], address, nbytes, self._nbytes, self._part)
-        self._nbytes += nbytes
-
-    def summary(self, repeat: int) -> TensorSummary | None:
-        """The summary of the pieces added so far, at least one; None if numpy must do it."""
-        answer = ctypes.create_string_buffer(_REALS.size)
-        self._library.finish(KINDS[self._dtype], self._nbytes, repeat, self._part, answer)
-        low, high, mean, norm, nan, inf, zero, _, state = _unpacking(self._dtype)(answer)
-        return _unusual(self._dtype, low, high, mean, norm, nan, inf, zero, state)
 
 
 class TallyLibrary:
@@ -154,8 +158,6 @@ class TallyLibrary:
         number, size, address = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
         self.read = _declared(releasing.tally_memory, number, address, address)
         self.read_held = _declared(holding.tally_memory, number, address, address)
-        self.add = _declared(releasing.tally_add, None, number, address, size, size, address)
-        self.finish = _declared(holding.tally_finish, None, number, size, size, address, address)
         self.mixed = _declared(releasing.tally_mixed, ctypes.c_uint64, address, size, size)
         self.use = _declared(holding.tally_use, number, number)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tensorprobe.tensors import memory, narrow_sums
+from tensorprobe.tensors import memory, narrow_sums, sketch
 from tensorprobe.tensors import tally_rows as rows
 from tensorprobe.tensors.digest import (
     CHUNK_WORDS,
@@ -26,20 +26,32 @@ from tensorprobe.tensors.digest import (
     finish,
 )
 from tensorprobe.tensors.host import SCALE
+from tensorprobe.tensors.layouts import is_dense
+from tensorprobe.tensors.weighing import add_weighed, weights_within
 
+SKETCHES = True  # whether these operations make sketches
 BLOCK = 1 << 22  # elements at a time: bounds the float64 copies that these operations need
 _INT64_MIN = -(1 << 63)
+_LOW_WORD = 0xFFFFFFFF
 
 
-def tally(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The floats (FLOAT_FIELDS) and the integers (INT_FIELDS) of a row, on the tensor's device."""
+def tally(
+    tensor: torch.Tensor, name: str, sketches: Sketches | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The floats (FLOAT_FIELDS) and the integers (INT_FIELDS) of a row, on the tensor's device; and
+    the sums of the sketch, if this device makes any."""
     floats: dict[int, torch.Tensor] = {}
     ints: dict[int, torch.Tensor] = {}
-    for piece in _pieces(tensor):
-        found_floats, found_ints = _tally_piece(piece, name)
+    buckets: torch.Tensor | None = None
+    for index, piece in enumerate(_pieces(tensor)):
+        found_floats, found_ints, numbers = _tally_piece(piece, name)
         _combine(floats, found_floats)
         _combine(ints, found_ints)
-    return _stacked(floats, FLOAT_FIELDS), _stacked(ints, INT_FIELDS)
+        if sketches is not None:
+            start = index * BLOCK * (numbers.numel() // piece.numel())
+            sums = sketches.sums(numbers.reshape(-1), start)
+            buckets = sums if buckets is None else buckets + sums
+    return _stacked(floats, FLOAT_FIELDS), _stacked(ints, INT_FIELDS), buckets
 
 
 def tally_narrow(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,7 +101,7 @@ def _stacked(found: dict[int, torch.Tensor], fields: tuple[int, ...]) -> torch.T
 
 
 def to_row(floats: list[float], ints: list[int], name: str) -> list[int]:
-    """The row of fields that both together are."""
+    """The row of fields that both together are, without the sketch."""
     row = [0] * rows.FIELDS
     for field, number in zip(INT_FIELDS, ints, strict=True):
         row[field] = number
@@ -118,7 +130,8 @@ def _combine(sofar: dict[int, torch.Tensor], found: dict[int, torch.Tensor]) -> 
             sofar[field] = sofar[field] + value
 
 
-Found = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]
+# What is found in a piece: floats, integers, and its finite numbers as float64.
+Found = tuple[dict[int, torch.Tensor], dict[int, torch.Tensor], torch.Tensor]
 
 
 def _tally_piece(x: torch.Tensor, name: str) -> Found:
@@ -136,7 +149,7 @@ def _tally_bool(x: torch.Tensor) -> Found:
     zero = torch.logical_not(x).sum()
     low, high = x.all().to(torch.int64), x.any().to(torch.int64)
     ints = {rows.LOW: low, rows.HIGH: high, rows.ZERO: zero}
-    return {rows.TOTAL: zero.to(torch.float64)}, ints
+    return {rows.TOTAL: zero.to(torch.float64)}, ints, x.to(torch.float64)
 
 
 def _tally_integer(x: torch.Tensor, name: str) -> Found:
@@ -151,7 +164,7 @@ def _tally_integer(x: torch.Tensor, name: str) -> Found:
         wide = value.to(torch.float64)
         zero = (value == 0).sum()
     ints = {rows.LOW: value.amin(), rows.HIGH: value.amax(), rows.ZERO: zero}
-    return {rows.TOTAL: wide.sum(), rows.SQUARE: (wide * wide).sum()}, ints
+    return {rows.TOTAL: wide.sum(), rows.SQUARE: (wide * wide).sum()}, ints, wide
 
 
 def _tally_float(x: torch.Tensor, *, wide: bool) -> Found:
@@ -168,7 +181,8 @@ def _tally_float(x: torch.Tensor, *, wide: bool) -> Found:
     else:
         floats[rows.TOTAL] = finite.sum()
         floats[rows.SQUARE] = (finite * finite).sum()
-    return floats, {rows.NAN: nan.sum(), rows.INF: inf.sum(), rows.ZERO: (value == 0).sum()}
+    ints = {rows.NAN: nan.sum(), rows.INF: inf.sum(), rows.ZERO: (value == 0).sum()}
+    return floats, ints, finite
 
 
 def _tally_complex(re: torch.Tensor, im: torch.Tensor, *, wide: bool) -> Found:
@@ -188,7 +202,8 @@ def _tally_complex(re: torch.Tensor, im: torch.Tensor, *, wide: bool) -> Found:
         floats[rows.TOTAL] = magnitude.sum()
         floats[rows.SQUARE] = (re * re + im * im).sum()
     zero = ((value == 0) & ~nan).sum()
-    return floats, {rows.NAN: nan.sum(), rows.INF: inf.sum(), rows.ZERO: zero}
+    ints = {rows.NAN: nan.sum(), rows.INF: inf.sum(), rows.ZERO: zero}
+    return floats, ints, torch.stack([re, im], -1)
 
 
 def _sum_wide(
@@ -211,13 +226,61 @@ def _sum_wide(
 
 
 def distinct(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """A view of what an expanded tensor repeats, and how often it does."""
+    """A view of what an expanded tensor repeats, in the order of memory if that fills it; and how
+    often it does."""
     repeat = 1
     for dim in reversed(range(tensor.dim())):
         if tensor.stride(dim) == 0 and tensor.size(dim) > 1:
             repeat *= tensor.size(dim)
             tensor = tensor.select(dim, 0)
-    return tensor, repeat
+    if tensor.is_contiguous() or not is_dense(tensor.shape, tensor.stride()):
+        return tensor, repeat
+    order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
+    return tensor.permute(order), repeat
+
+
+class Sketches:
+    """Makes sketches of tensors of one device; keeps the weights of a tile there."""
+
+    def __init__(self, device: torch.device) -> None:
+        # Kept: a copy that does not block may still be reading its source.
+        self._source = torch.from_numpy(weights_within().copy())
+        self._within = self._source.to(device, non_blocking=True)
+
+    def sums(self, numbers: torch.Tensor, start: int) -> torch.Tensor:
+        """The sixteen sums of float64 numbers, the first of which has the position `start`."""
+        missing = -numbers.numel() % sketch.ROUND
+        if missing:
+            numbers = torch.cat([numbers, numbers.new_zeros(missing)])
+        tiles = numbers.view(-1, sketch.TILE)
+        first = start // sketch.TILE
+        tile = torch.arange(first, first + len(tiles), device=numbers.device)
+        rounds = (tiles * _weights(tile)[:, None]).view(-1, sketch.ROUND).sum(0)
+        parts = rounds.view(-1, sketch.TILE) * self._within
+        return parts.view(sketch.ROUND // sketch.TILE, -1, sketch.QUARTER).sum(1).view(-1)
+
+
+def _weights(tile: torch.Tensor) -> torch.Tensor:
+    """The weights of tiles with these numbers, in int64."""
+    one, two = sketch.FACTORS
+    x = ((tile & _LOW_WORD) * one + sketch.FIRST) & _LOW_WORD
+    x = ((x ^ (x >> 15)) * two) & _LOW_WORD
+    return (((x & sketch.SIGN_AND_FRACTION) | sketch.ONE) << 32).view(torch.float64)
+
+
+def sketches_of(device: torch.device) -> Sketches | None:
+    """What makes sketches on this device; None if it does not make those of the host."""
+    if not SKETCHES:
+        return None
+    numbers = torch.linspace(-1, 1, 3 * sketch.TILE + 5, dtype=torch.float64)
+    expected = np.zeros(sketch.BUCKETS)
+    add_weighed(expected, numbers.numpy(), 0)
+    try:
+        sketches = Sketches(device)
+        found = sketches.sums(numbers.to(device), 0).cpu().tolist()
+    except (NotImplementedError, TypeError, RuntimeError):
+        return None
+    return sketches if np.allclose(found, expected, rtol=0, atol=1e-10) else None
 
 
 def digests_agree(device: torch.device) -> bool:

@@ -12,7 +12,18 @@ import triton.language as tl
 
 from tensorprobe.tensors.digest import CHUNK_WORDS, GOLD
 from tensorprobe.tensors.host import SCALE
-from tensorprobe.tensors.tally_rows import BIG, SMALL
+from tensorprobe.tensors.sketch import (
+    BUCKETS,
+    CELLS,
+    FACTORS,
+    FIRST,
+    ONE,
+    QUARTER,
+    ROUND,
+    SIGN_AND_FRACTION,
+    TILE,
+)
+from tensorprobe.tensors.tally_rows import BIG, SKETCH, SMALL
 
 # How the elements are to be read.
 FLOAT, BFLOAT16, TABLE, INTEGER, UNSIGNED64, BOOL, COMPLEX = range(7)
@@ -35,6 +46,18 @@ _CHUNK_WORDS = tl.constexpr(CHUNK_WORDS)
 _GOLD = tl.constexpr(GOLD - (1 << 64))
 _FMIX_1 = tl.constexpr(0xFF51AFD7ED558CCD - (1 << 64))
 _FMIX_2 = tl.constexpr(0xC4CEB9FE1A85EC53 - (1 << 64))
+_SKETCH = tl.constexpr(SKETCH)
+_BUCKETS = tl.constexpr(BUCKETS)
+_SKETCH_TILE = tl.constexpr(TILE)
+_ROUND = tl.constexpr(ROUND)
+_QUARTER = tl.constexpr(QUARTER)
+# As int32, likewise.
+_FACTOR_1 = tl.constexpr(FACTORS[0] - (1 << 32))
+_FACTOR_2 = tl.constexpr(FACTORS[1] - (1 << 32))
+_FIRST = tl.constexpr(FIRST)
+_CELLS = tl.constexpr(CELLS)
+_SIGN_AND_FRACTION = tl.constexpr(SIGN_AND_FRACTION - (1 << 32))
+_ONE = tl.constexpr(ONE)
 _INT64_MIN = tl.constexpr(-(1 << 63))
 _INT64_MAX = tl.constexpr((1 << 63) - 1)
 
@@ -60,6 +83,96 @@ def _await_others(EARLY: tl.constexpr):
 @triton.jit
 def _store_bits(pointer, value):
     tl.store(pointer, value.to(tl.int64, bitcast=True))
+
+
+@triton.jit
+def _weight(number):
+    """The weights of tiles or cells with these numbers, in the sketch."""
+    x = number.to(tl.int32) * _FACTOR_1 + _FIRST
+    x = (x ^ (x.to(tl.uint32, bitcast=True) >> 15).to(tl.int32, bitcast=True)) * _FACTOR_2
+    upper = (x & _SIGN_AND_FRACTION) | _ONE
+    return (upper.to(tl.int64) << 32).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _weight_within(at):
+    """What numbers at these positions are multiplied by, but for the weight of the tile."""
+    within = (at & 255).to(tl.int32)
+    weight = _weight((within >> 3) + _CELLS)
+    return tl.where((within & 4) == 0, weight, -weight)
+
+
+@triton.jit
+def _weights_at(at):
+    """What numbers at these positions are multiplied by."""
+    return _weight(at >> 8) * _weight_within(at)
+
+
+@triton.jit
+def _halves(numbers, LANES: tl.constexpr, EACH: tl.constexpr):
+    """The first EACH and the last EACH numbers of each lane."""
+    pairs = tl.reshape(numbers, [LANES, 2, EACH])
+    return tl.split(tl.permute(pairs, (0, 2, 1)))
+
+
+@triton.jit
+def _add_weighed(sketch, wide, start, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """Add vectors, one a lane, from the position `start` of a tile on, by their places in a
+    quarter. What depends on the lane alone is left to `_lane_weights`."""
+    lane = tl.arange(0, LANES)
+    by_tile = _weight((start >> 8).to(tl.int32) + (lane * VECTOR >> 8))[:, None]
+    if VECTOR == 16:
+        one, two = _halves(wide, LANES, 8)
+        cell = lane * VECTOR
+        one = _of_cell(one, LANES) * _weight_within(cell)[:, None]
+        wide = one + _of_cell(two, LANES) * _weight_within(cell + 8)[:, None]
+    if VECTOR == 8:
+        wide = _of_cell(wide, LANES)
+    return sketch + wide * by_tile
+
+
+@triton.jit
+def _of_cell(numbers, LANES: tl.constexpr):
+    one, two = _halves(numbers, LANES, 4)
+    return one - two
+
+
+@triton.jit
+def _lane_weights(LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """What the sums of lanes that hold VECTOR numbers each are multiplied by at last."""
+    weights = tl.full([LANES], 1.0, tl.float64)
+    if VECTOR < 16:
+        weights = _weight_within(tl.arange(0, LANES) * VECTOR)
+    return weights[:, None]
+
+
+@triton.jit
+def _in_buckets(places, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    """The sums of a sketch, of lanes that hold VECTOR numbers each, and together whole rounds."""
+    places *= _lane_weights(LANES, VECTOR)
+    rounds: tl.constexpr = LANES * VECTOR // _ROUND
+    places = tl.reshape(places, [rounds, _BUCKETS // _QUARTER, _SKETCH_TILE // VECTOR, _QUARTER])
+    return tl.reshape(tl.sum(tl.sum(places, 2), 0), [_BUCKETS])
+
+
+@triton.jit
+def _in_tiles(signed, at):
+    """Numbers at any positions, in the rows of the four tiles that they may be in."""
+    tile = (at >> 8 & 3).to(tl.int32)
+    row = tl.arange(0, _BUCKETS // _QUARTER)
+    return tl.where(row[:, None] == tile[None, :], signed[None, :], 0.0)
+
+
+@triton.jit
+def _of_tiles(rows, N: tl.constexpr):
+    """The sums of a sketch, of N numbers in rows of tiles."""
+    rows = tl.reshape(rows, [_BUCKETS // _QUARTER, N // _QUARTER, _QUARTER])
+    return tl.reshape(tl.sum(rows, 1), [_BUCKETS])
+
+
+@triton.jit
+def _store_sketch(to, buckets):
+    _store_bits(to + _SKETCH + tl.arange(0, _BUCKETS), buckets)
 
 
 @triton.jit
@@ -106,14 +219,14 @@ def _numbers(raw, table, KIND: tl.constexpr, narrow: tl.constexpr):
 @triton.jit(do_not_specialize=["n", "row", "slot"])
 def tally_floats(
     x, table, rows, meta, n, row, slot,
-    KIND: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr,
-    FIELDS: tl.constexpr, LANES: tl.constexpr, EARLY: tl.constexpr,
+    KIND: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, FIELDS: tl.constexpr,
+    LANES: tl.constexpr, SKETCHED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row of tallies per program over float or complex elements, `n` in all."""
     _await_others(EARLY)
     _tally(
         x, table, rows, meta, n.to(tl.int64), 1, 1, 1, 0, 0, 0, row, slot,
-        KIND, WIDE, VECTOR, False, FIELDS, LANES,
+        KIND, WIDE, VECTOR, False, FIELDS, LANES, SKETCHED,
     )  # fmt: skip
 
 
@@ -121,13 +234,13 @@ def tally_floats(
 def tally_runs(
     x, table, rows, meta, n, run, n1, n2, s0, s1, s2, row, slot,
     KIND: tl.constexpr, VECTOR: tl.constexpr, FIELDS: tl.constexpr,
-    LANES: tl.constexpr, EARLY: tl.constexpr,
+    LANES: tl.constexpr, SKETCHED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The same of elements that lie in `memory.Runs`: whole vectors, in 31 bits."""
     _await_others(EARLY)
     _tally(
         x, table, rows, meta, n, run, n1, n2, s0, s1, s2, row, slot,
-        KIND, False, VECTOR, True, FIELDS, LANES,
+        KIND, False, VECTOR, True, FIELDS, LANES, SKETCHED,
     )  # fmt: skip
 
 
@@ -145,15 +258,18 @@ def _place(at, run, n1, n2, s0, s1, s2, RUNS: tl.constexpr, UNIT: tl.constexpr):
 
 @triton.jit
 def _tile(
-    x, table, index, run, n1, n2, s0, s1, s2,
+    sketch, x, table, index, run, n1, n2, s0, s1, s2,
     KIND: tl.constexpr, VECTOR: tl.constexpr, RUNS: tl.constexpr, LANES: tl.constexpr,
+    SKETCHED: tl.constexpr,
 ):  # fmt: skip
-    """What the elements of the whole tile of this number give to the tallies, each for itself.
+    """What the elements of the whole tile of this number give to the tallies, each for itself; and
+    to the sketch.
 
     Zeros are counted as floats, two instructions each; of integers the compiler makes masks and
     counts their bits, in three and more.
     """
     vector = tl.arange(0, LANES)
+    first = tl.zeros([], tl.int64) + index * (LANES * VECTOR)
     if RUNS:
         vector = _place(index * LANES + vector, run, n1, n2, s0, s1, s2, RUNS, VECTOR)
     else:  # one sum in 64 bits for all lanes
@@ -161,14 +277,16 @@ def _tile(
     raw = tl.load(x + (vector[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]))
     value = _numbers(raw, table, KIND, tl.float32)
     wide = value.to(tl.float64)
-    return value, value, wide, wide * wide, (value == 0.0).to(tl.float32)
+    if SKETCHED:
+        sketch = _add_weighed(sketch, wide, first, LANES, VECTOR)
+    return (value, value, wide, wide * wide, (value == 0.0).to(tl.float32)), sketch
 
 
 @triton.jit
 def _tally(
     x, table, rows, meta, n, run, n1, n2, s0, s1, s2, row, slot,
     KIND: tl.constexpr, WIDE: tl.constexpr, VECTOR: tl.constexpr, RUNS: tl.constexpr,
-    FIELDS: tl.constexpr, LANES: tl.constexpr,
+    FIELDS: tl.constexpr, LANES: tl.constexpr, SKETCHED: tl.constexpr,
 ):  # fmt: skip
     """The rows of all programs.
 
@@ -185,7 +303,7 @@ def _tally(
     if WIDE or KIND == _COMPLEX:
         _tally_with_care(
             x, table, to, n, run, n1, n2, s0, s1, s2, pid, programs,
-            KIND, WIDE, RUNS, LANES, LANES * VECTOR,
+            KIND, WIDE, RUNS, LANES, LANES * VECTOR, SKETCHED,
         )  # fmt: skip
     else:
         low = tl.full([LANES], float("inf"), tl.float32)
@@ -193,6 +311,7 @@ def _tally(
         total = tl.zeros([LANES], tl.float64)
         square = tl.zeros([LANES], tl.float64)
         zeros = tl.zeros([LANES], tl.float32)
+        sketch = tl.zeros([LANES, _QUARTER], tl.float64)
         tile: tl.constexpr = LANES * VECTOR
         lane = tl.arange(0, LANES)
         whole = n // tile
@@ -201,21 +320,33 @@ def _tally(
         pairs = tl.maximum(tl.cdiv(whole - programs - pid, 2 * programs), 0)
         for pair in range(pairs):
             index = last - pair * 2 * programs
-            one = _tile(x, table, index, run, n1, n2, s0, s1, s2, KIND, VECTOR, RUNS, LANES)
+            one, sketch = _tile(
+                sketch, x, table, index, run, n1, n2, s0, s1, s2, KIND, VECTOR, RUNS, LANES,
+                SKETCHED,
+            )  # fmt: skip
             index -= programs
-            two = _tile(x, table, index, run, n1, n2, s0, s1, s2, KIND, VECTOR, RUNS, LANES)
+            two, sketch = _tile(
+                sketch, x, table, index, run, n1, n2, s0, s1, s2, KIND, VECTOR, RUNS, LANES,
+                SKETCHED,
+            )  # fmt: skip
             # All at once: a pass of Triton 3.6 fails on a sum that stands alone in a loop.
             low, high, total, square, zeros = _merge(
                 low, high, total, square, zeros, *tl.reduce(_merge(*one, *two), 1, _merge)
             )
         for done in range(pairs * 2 * programs, whole - pid, programs):
-            one = _tile(x, table, last - done, run, n1, n2, s0, s1, s2, KIND, VECTOR, RUNS, LANES)
+            one, sketch = _tile(
+                sketch, x, table, last - done, run, n1, n2, s0, s1, s2, KIND, VECTOR, RUNS, LANES,
+                SKETCHED,
+            )  # fmt: skip
             low, high, total, square, zeros = _merge(
                 low, high, total, square, zeros, *tl.reduce(one, 1, _merge)
             )
         tallies = (low, high, total, square, zeros.to(tl.int64))
         low, high, total, square, zeros = tl.reduce(tallies, 0, _merge)
+        if SKETCHED:
+            buckets = _in_buckets(sketch, LANES, VECTOR)
         if pid == whole % programs:
+            rest = tl.zeros([_BUCKETS // _QUARTER, LANES], tl.float64)
             for start in range(whole * tile, n, LANES):
                 inside = start + lane < n
                 at = _place(start + lane, run, n1, n2, s0, s1, s2, RUNS, 1)
@@ -231,12 +362,18 @@ def _tally(
                 low, high, total, square, zeros = _merge(
                     low, high, total, square, zeros, *tl.reduce(tallies, 0, _merge)
                 )
+                if SKETCHED:
+                    rest += _in_tiles(wide * _weights_at(start + lane), start + lane)
+            if SKETCHED:
+                buckets += _of_tiles(rest, LANES)
         if total - total == 0.0:
             _store_finite(to, low, high, total, square, zeros)
+            if SKETCHED:
+                _store_sketch(to, buckets)
         else:
             _tally_with_care(
                 x, table, to, n, run, n1, n2, s0, s1, s2, pid, programs,
-                KIND, WIDE, RUNS, LANES, tile,
+                KIND, WIDE, RUNS, LANES, tile, SKETCHED,
             )  # fmt: skip
     if pid == 0:
         tl.store(meta + slot * _META, row)
@@ -248,7 +385,7 @@ def _tally(
 def _tally_with_care(
     x, table, to, n, run, n1, n2, s0, s1, s2, pid, programs,
     KIND: tl.constexpr, WIDE: tl.constexpr, RUNS: tl.constexpr, LANES: tl.constexpr,
-    tile: tl.constexpr,
+    tile: tl.constexpr, SKETCHED: tl.constexpr,
 ):  # fmt: skip
     """The row of one program where some numbers are not finite, or leave the range squared."""
     narrow: tl.constexpr = tl.float64 if (WIDE or KIND == _COMPLEX) else tl.float32
@@ -259,6 +396,8 @@ def _tally_with_care(
     total_big = tl.zeros([LANES], tl.float64)
     square_big = tl.zeros([LANES], tl.float64)
     square_small = tl.zeros([LANES], tl.float64)
+    numbers: tl.constexpr = 2 * LANES if KIND == _COMPLEX else LANES
+    sketch = tl.zeros([_BUCKETS // _QUARTER, numbers], tl.float64)
     nans = tl.zeros([LANES], tl.int32)
     infs = tl.zeros([LANES], tl.int32)
     zeros = tl.zeros([LANES], tl.int32)
@@ -285,6 +424,10 @@ def _tally_with_care(
                 value = tl.where(inf, float("inf"), wide)
                 squared = re * re + im * im
                 size = tl.maximum(tl.abs(re), tl.abs(im))
+                if SKETCHED:
+                    both = tl.reshape(tl.join(re, im), [numbers])
+                    first = 2 * (index + part) * LANES + tl.arange(0, numbers)
+                    sketch += _in_tiles(both * _weights_at(first), first)
             else:
                 place = _place(at, run, n1, n2, s0, s1, s2, RUNS, 1)
                 value = _values(x, table, place, inside, KIND, narrow)
@@ -294,6 +437,8 @@ def _tally_with_care(
                 wide = tl.where(finite, value, 0.0).to(tl.float64)
                 squared = wide * wide
                 size = tl.abs(wide)
+                if SKETCHED:
+                    sketch += _in_tiles(wide * _weights_at(at), at)
             known = inside & (~nan)
             low = tl.minimum(low, tl.where(known, value, float("inf")))
             high = tl.maximum(high, tl.where(known, value, float("-inf")))
@@ -329,12 +474,15 @@ def _tally_with_care(
     tl.store(to + 7, tl.sum(nans.to(tl.int64), 0))
     tl.store(to + 8, tl.sum(infs.to(tl.int64), 0))
     tl.store(to + 9, tl.sum(zeros.to(tl.int64), 0))
+    if SKETCHED:
+        _store_sketch(to, _of_tiles(sketch, numbers))
 
 
 @triton.jit(do_not_specialize=["n", "row", "slot"])
 def tally_integers(
     x, rows, meta, n, row, slot,
-    KIND: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    KIND: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr, SKETCHED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row of tallies per program over integer or bool elements, `n` in all."""
     _await_others(EARLY)
@@ -347,6 +495,7 @@ def tally_integers(
     total = tl.zeros([BLOCK], tl.float64)
     square = tl.zeros([BLOCK], tl.float64)
     zeros = tl.zeros([BLOCK], tl.int32)
+    sketch = tl.zeros([BLOCK], tl.float64)
     steps = tl.cdiv(n, programs * BLOCK)
     at = pid.to(tl.int64) * BLOCK + lane
     for _ in range(steps):
@@ -367,6 +516,8 @@ def tally_integers(
         high = tl.maximum(high, tl.where(inside, value, _INT64_MIN))
         total += wide
         square += wide * wide
+        if SKETCHED:
+            sketch += wide * _weight(at >> 8)
         at += programs * BLOCK
     to = rows + (row + pid).to(tl.int64) * FIELDS
     tl.store(to + 0, tl.min(low, 0))
@@ -376,6 +527,9 @@ def tally_integers(
     for field in tl.static_range(4, 9):
         tl.store(to + field, tl.zeros([], tl.int64))
     tl.store(to + 9, tl.sum(zeros.to(tl.int64), 0))
+    if SKETCHED:
+        places = tl.reshape(sketch, [BLOCK // _QUARTER, _QUARTER])
+        _store_sketch(to, _in_buckets(places, BLOCK // _QUARTER, _QUARTER))
     if pid == 0:
         tl.store(meta + slot * _META, row)
         tl.store(meta + slot * _META + 1, programs)
@@ -552,6 +706,50 @@ def _digest_and_tally(word, weight, inside, KIND: tl.constexpr, UNIT: tl.constex
 
 
 @triton.jit
+def _weighed(word, at, KIND: tl.constexpr, UNIT: tl.constexpr):
+    """What the elements of words give to the sketch, in their order; the words have these numbers.
+    The elements of one word have one weight."""
+    weights = _weights_at(at * (8 // UNIT))
+    one = _element(word, 0, KIND, UNIT).to(tl.float64) * weights
+    two = _element(word, 1, KIND, UNIT).to(tl.float64) * weights
+    if UNIT == 2:
+        three = _element(word, 2, KIND, UNIT).to(tl.float64) * weights
+        four = _element(word, 3, KIND, UNIT).to(tl.float64) * weights
+        one, two = tl.join(one, three), tl.join(two, four)
+    return tl.join(one, two)
+
+
+@triton.jit
+def _pair_elements(pairs, k: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr):
+    """The k-th elements of both words of pairs, as float64."""
+    return tl.split(_element(pairs, k, KIND, UNIT).to(tl.float64))
+
+
+@triton.jit
+def _add_pairs(
+    q0, q1, q2, q3, pairs, start, KIND: tl.constexpr, UNIT: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Add pairs of words, one a lane, from the position `start` of a tile on, to sums by places in
+    a quarter."""
+    by_tile = _weight((start >> 8).to(tl.int32) + (tl.arange(0, LANES) * (16 // UNIT) >> 8))
+    one, two = _pair_elements(pairs, 0, KIND, UNIT)
+    three, four = _pair_elements(pairs, 1, KIND, UNIT)
+    if UNIT == 4:
+        q0 += one * by_tile
+        q1 += three * by_tile
+        q2 += two * by_tile
+        q3 += four * by_tile
+    else:
+        five, six = _pair_elements(pairs, 2, KIND, UNIT)
+        seven, eight = _pair_elements(pairs, 3, KIND, UNIT)
+        q0 += (one - two) * by_tile
+        q1 += (three - four) * by_tile
+        q2 += (five - six) * by_tile
+        q3 += (seven - eight) * by_tile
+    return q0, q1, q2, q3
+
+
+@triton.jit
 def _pairs(
     x, weights, chunk, start, run, n1, n2, s0, s1, s2,
     UNIT: tl.constexpr, RUNS: tl.constexpr, LANES: tl.constexpr,
@@ -573,13 +771,13 @@ def _pairs(
 def digest_and_tally_floats(
     x, elements, weights, rows, meta, digests, words, row, slot,
     KIND: tl.constexpr, UNIT: tl.constexpr, FIELDS: tl.constexpr,
-    LANES: tl.constexpr, EARLY: tl.constexpr,
+    LANES: tl.constexpr, SKETCHED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """digest_chunks and tally_floats in one pass over whole words; x and elements are one place."""
     _await_others(EARLY)
     _digest_and_tally_all(
         x, elements, weights, rows, meta, digests, words.to(tl.int64), 1, 1, 1, 0, 0, 0, row, slot,
-        KIND, UNIT, False, FIELDS, LANES,
+        KIND, UNIT, False, FIELDS, LANES, SKETCHED,
     )  # fmt: skip
 
 
@@ -587,13 +785,13 @@ def digest_and_tally_floats(
 def digest_and_tally_runs(
     x, elements, weights, rows, meta, digests, words, run, n1, n2, s0, s1, s2, row, slot,
     KIND: tl.constexpr, UNIT: tl.constexpr, FIELDS: tl.constexpr,
-    LANES: tl.constexpr, EARLY: tl.constexpr,
+    LANES: tl.constexpr, SKETCHED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The same of elements that lie in `memory.Runs`: pairs of words, in 31 bits."""
     _await_others(EARLY)
     _digest_and_tally_all(
         x, elements, weights, rows, meta, digests, words, run, n1, n2, s0, s1, s2, row, slot,
-        KIND, UNIT, True, FIELDS, LANES,
+        KIND, UNIT, True, FIELDS, LANES, SKETCHED,
     )  # fmt: skip
 
 
@@ -601,7 +799,7 @@ def digest_and_tally_runs(
 def _digest_and_tally_all(
     x, elements, weights, rows, meta, digests, words, run, n1, n2, s0, s1, s2, row, slot,
     KIND: tl.constexpr, UNIT: tl.constexpr, RUNS: tl.constexpr, FIELDS: tl.constexpr,
-    LANES: tl.constexpr,
+    LANES: tl.constexpr, SKETCHED: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -614,6 +812,10 @@ def _digest_and_tally_all(
     total = tl.zeros([LANES], tl.float64)
     square = tl.zeros([LANES], tl.float64)
     zeros = tl.zeros([LANES], tl.float32)
+    q0 = tl.zeros([LANES], tl.float64)
+    q1 = tl.zeros([LANES], tl.float64)
+    q2 = tl.zeros([LANES], tl.float64)
+    q3 = tl.zeros([LANES], tl.float64)
     mixed = tl.zeros([], tl.int64)
     whole = words // _CHUNK_WORDS
     for done in range(pid, whole, programs):
@@ -626,6 +828,11 @@ def _digest_and_tally_all(
             two, by_two = _pairs(
                 x, weights, chunk, start + tile, run, n1, n2, s0, s1, s2, UNIT, RUNS, LANES
             )
+            if SKETCHED:
+                at = (tl.zeros([], tl.int64) + chunk * _CHUNK_WORDS + start) * (8 // UNIT)
+                q0, q1, q2, q3 = _add_pairs(q0, q1, q2, q3, one, at, KIND, UNIT, LANES)
+                at += tile * (8 // UNIT)
+                q0, q1, q2, q3 = _add_pairs(q0, q1, q2, q3, two, at, KIND, UNIT, LANES)
             tallies = _digest_and_tally(one, by_one, True, KIND, UNIT)
             sums, low, high, total, square, zeros = _merge_digested(
                 sums, low, high, total, square, zeros, *tl.reduce(tallies, 1, _merge_digested)
@@ -638,31 +845,44 @@ def _digest_and_tally_all(
         mixed += _fmix(tl.sum(sums, 0) + number * _GOLD)
     lanes = (low, high, total, square, zeros.to(tl.float64))
     low, high, total, square, zeros = tl.reduce(lanes, 0, _merge)
+    if SKETCHED:
+        sketch = tl.reshape(tl.join(tl.join(q0, q2), tl.join(q1, q3)), [LANES, _QUARTER])
+        buckets = _in_buckets(sketch, LANES, per_pair)
+    rest_numbers: tl.constexpr = LANES * per_pair // 2
     first = whole * _CHUNK_WORDS
     if (pid == whole % programs) & (first < words):
         sums = tl.zeros([], tl.int64)
+        rest = tl.zeros([_BUCKETS // _QUARTER, rest_numbers], tl.float64)
         for start in range(0, words - first, LANES):
             at = first + start + lane
             inside = at < words
+            word_number = at
             if RUNS:
                 pair = _place(at // 2, run, n1, n2, s0, s1, s2, RUNS, per_pair)
                 at = pair * 2 + at % 2
             word = tl.load(x + at, mask=inside, other=0)
             weight = tl.load(weights + start + lane, mask=inside, other=0)
+            if SKETCHED:
+                weighed = _weighed(word, word_number, KIND, UNIT)
+                position = (first + start) * (per_pair // 2) + tl.arange(0, rest_numbers)
+                rest += _in_tiles(tl.reshape(weighed, [rest_numbers]), position)
             tallies = _digest_and_tally(word, weight, inside, KIND, UNIT)
             sums, low, high, total, square, zeros = _merge_digested(
                 sums, low, high, total, square, zeros, *tl.reduce(tallies, 0, _merge_digested)
             )
-        number = tl.zeros([], tl.int64) + whole + 1
-        mixed += _fmix(sums + number * _GOLD)
+        if SKETCHED:
+            buckets += _of_tiles(rest, rest_numbers)
+        mixed += _fmix(sums + (tl.zeros([], tl.int64) + whole + 1) * _GOLD)
     tl.atomic_add(digests + slot, mixed)
     if total - total == 0.0:
         _store_finite(to, low, high, total, square, zeros.to(tl.int64))
+        if SKETCHED:
+            _store_sketch(to, buckets)
     else:
         per_word: tl.constexpr = 8 // UNIT
         _tally_with_care(
             elements, weights, to, words * per_word, run, n1, n2, s0, s1, s2, pid, programs,
-            KIND, False, RUNS, LANES, _CHUNK_WORDS * per_word,
+            KIND, False, RUNS, LANES, _CHUNK_WORDS * per_word, SKETCHED,
         )  # fmt: skip
     if pid == 0:
         tl.store(meta + slot * _META, row)
@@ -672,7 +892,8 @@ def _digest_and_tally_all(
 
 @triton.jit
 def reduce_rows(
-    rows, meta, digests, out, FIELDS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    rows, meta, digests, out, FIELDS: tl.constexpr, BLOCK: tl.constexpr, SKETCHED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per slot: its rows become one, and the slot is ready to be used again."""
     _await_others(EARLY)
@@ -693,6 +914,8 @@ def reduce_rows(
     nans = tl.zeros([BLOCK], tl.int64)
     infs = tl.zeros([BLOCK], tl.int64)
     zeros = tl.zeros([BLOCK], tl.int64)
+    bucket = tl.arange(0, _BUCKETS)
+    sketch = tl.zeros([BLOCK, _BUCKETS], tl.float64)
     for start in range(0, count, BLOCK):
         inside = start + lane < count
         at = rows + (first + start + lane) * FIELDS
@@ -711,6 +934,9 @@ def reduce_rows(
         nans += tl.load(at + 7, mask=inside, other=0)
         infs += tl.load(at + 8, mask=inside, other=0)
         zeros += tl.load(at + 9, mask=inside, other=0)
+        if SKETCHED:
+            sums = tl.load(at[:, None] + (bucket + _SKETCH)[None, :], mask=inside[:, None], other=0)
+            sketch += sums.to(tl.float64, bitcast=True)
     to = out + slot.to(tl.int64) * FIELDS
     if floats == 1:
         _store_bits(to + 0, tl.min(low, 0))
@@ -726,6 +952,8 @@ def reduce_rows(
     tl.store(to + 7, tl.sum(nans, 0))
     tl.store(to + 8, tl.sum(infs, 0))
     tl.store(to + 9, tl.sum(zeros, 0))
+    if SKETCHED:
+        _store_sketch(to, tl.sum(sketch, 0))
     tl.store(to + 10, tl.load(digests + slot))
     tl.store(digests + slot, tl.zeros([], tl.int64))
     tl.store(meta + slot * _META + 1, tl.zeros([], tl.int32))
