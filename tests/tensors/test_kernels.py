@@ -24,7 +24,8 @@ PLACES = {"table": "*i64", "weights": "*i64", "rows": "*i64", "meta": "*i32", "d
 PLACES |= {"flags": "*i32", "out": "*i64"}
 RUNS = ["run", "n1", "n2", "s0", "s1", "s2"]
 NUMBERS = dict.fromkeys(["n", "words", "units", "row", "slot", *RUNS], "i32")
-SAME = {"FIELDS": rows.FIELDS, "LANES": launch.LANES, "EARLY": True}
+SKETCHED = {"FIELDS": rows.FIELDS, "SKETCHED": True, "EARLY": True}
+SAME = {"LANES": launch.LANES, **SKETCHED}
 
 def ptx(function, pointers, constants):
     types = {**pointers, **PLACES, **NUMBERS}
@@ -67,10 +68,9 @@ for name, read in READS.items():
             kernel, {"x": "*i64", "elements": read}, {"KIND": kind, "UNIT": unit, **SAME}
         )
         assert "ld.global.v2.b64" in both, name
-BLOCKS = {"BLOCK": launch.BLOCK, "EARLY": True}
-ptx(kernels.tally_integers, {"x": "*i64"}, {"KIND": 3, "FIELDS": rows.FIELDS, **BLOCKS})
-ptx(kernels.digest_chunks, {"x": "*i64"}, {"UNIT": 8, **BLOCKS})
-ptx(kernels.reduce_rows, {}, {"FIELDS": rows.FIELDS, "BLOCK": 128, "EARLY": True})
+ptx(kernels.tally_integers, {"x": "*i64"}, {"KIND": 3, "BLOCK": launch.BLOCK, **SKETCHED})
+ptx(kernels.digest_chunks, {"x": "*i64"}, {"UNIT": 8, "BLOCK": launch.BLOCK, "EARLY": True})
+ptx(kernels.reduce_rows, {}, {"BLOCK": 128, **SKETCHED})
 print("passed")
 """
 # Triton's own layer and ours, each before a function that notes what it is given.
