@@ -17,6 +17,7 @@ from tensorprobe.comparing.rounding import (
     is_moved,
     number_text,
     pair_roundoff,
+    rms_size,
     same_bits,
 )
 from tensorprobe.comparing.scene import (
@@ -29,6 +30,14 @@ from tensorprobe.comparing.scene import (
 from tensorprobe.comparing.verdict import Cause, Culprit, CulpritKind, Place, Side
 
 Found = tuple[int, Culprit] | None  # with the node that it is at
+# Of dtypes with a smaller range than float32: the smallest normal number, and the largest.
+_RANGES = {
+    "float16": (2.0**-14, 65504.0),
+    "float8_e4m3fn": (2.0**-6, 448.0),
+    "float8_e4m3fnuz": (2.0**-7, 240.0),
+    "float8_e5m2": (2.0**-14, 57344.0),
+    "float8_e5m2fnuz": (2.0**-15, 57344.0),
+}
 _CAUSES: dict[CulpritKind, Cause] = {
     "argument": "argument",
     "parameter": "weights",
@@ -78,10 +87,23 @@ def accuse(
 def _cause(node: Node, kind: CulpritKind, row: TensorPair | None, proof: str) -> Cause:
     if kind in _CAUSES:
         return _CAUSES[kind]
-    a, e = (row.actual, row.expected) if row is not None else (None, None)
-    if proof != "replayed" and a is not None and e is not None and a.dtype != e.dtype:
-        return "dtype"
-    return "result"
+    is_seen = row is not None and proof != "replayed"
+    return "dtype" if is_seen and row is not None and _is_out_of_range(row) else "result"
+
+
+def _is_out_of_range(row: TensorPair) -> bool:
+    """Whether the two sides give another dtype, and one of them has no room for such numbers."""
+    a, e = row.actual, row.expected
+    if a is None or e is None or a.dtype == e.dtype or a.summary is None or e.summary is None:
+        return False
+    for record, other in ((a, e), (e, a)):
+        smallest, largest = _RANGES.get(record.dtype, (0.0, math.inf))
+        t = other.summary
+        if t is not None and t.min is not None and t.max is not None:
+            peak = max(abs(float(t.min)), abs(float(t.max)))
+            if peak > largest or 0 < rms_size(other) < smallest:
+                return True
+    return False
 
 
 def accuse_nonfinite(node: Node, row: TensorPair, proof: str) -> Culprit:

@@ -190,6 +190,25 @@ def has_places(row: TensorPair) -> bool:
     return all(record.summary is not None and record.summary.sketch is not None for record in sides)
 
 
+def has_sketches(row: TensorPair) -> bool:
+    """Whether two tensors are compared by sketches, among others."""
+    a, e = row.actual, row.expected
+    if a is None or e is None or a.summary is None or e.summary is None:
+        return False
+    return a.summary.sketch is not None and e.summary.sketch is not None
+
+
+def without_sketches(pairs: Sequence[CallPair]) -> list[CallPair]:
+    """The same pairs, to be compared by other statistics alone."""
+    return [CallPair(pair.pair, list(map(_by_other_statistics, pair.tensors))) for pair in pairs]
+
+
+def _by_other_statistics(row: TensorPair) -> TensorPair:
+    found = msgspec.structs.replace(row, distance=None, is_made_anew=False)
+    leave_out_sketch(found)
+    return found
+
+
 def leave_out_sketch(row: TensorPair) -> None:
     """Compare by other statistics."""
     row.actual, row.expected = _without_sketch(row.actual), _without_sketch(row.expected)

@@ -68,6 +68,7 @@ class Boundaries:
         self._gradients: list[tuple[float, float]] = []  # of this step: norm, and how far apart
         self._sums: dict[str, float] = {}  # the size that a gradient's terms add up to
         self._of_module: dict[tuple[int, str], list[int]] = {}  # backward calls so far
+        self._stepped: set[str] = set()  # parameters that an optimizer has stepped
         self._largest = 0.0  # of all in `_before`
         self._step: int | None = None
 
@@ -248,6 +249,9 @@ class Boundaries:
 
     def leave(self, node: Node) -> None:
         """Go on from a call: what comes later may be made of its results."""
+        if node.call.name.startswith("Optimizer."):
+            given = (row for row in node.inputs if row.role == "parameter")
+            self._stepped.update(label_of(node.call, row) for row in given)
         for row in (*node.inputs, *node.outputs):
             if row.actual is None or row.expected is None:
                 continue
@@ -288,8 +292,8 @@ class Boundaries:
         kind: CulpritKind = "structure"
         reason = f"{label} has a gradient only in {side}"
         if row.role == "state":
-            if self._step != self._scene.first_step:
-                return None
+            if label.rpartition(".")[0] in self._stepped:
+                return None  # each optimizer begins once
             kind = "parameter"
             reason = f"only in {side} does the optimizer begin with a state ({label})"
         return node.i, accuse(node, kind, reason, math.inf, row=row, inherited=0.0)

@@ -18,13 +18,14 @@ from tensorprobe.comparing.culprit import (
     percent,
 )
 from tensorprobe.comparing.evidence import Evidence, OwnError, Replayer, UserCode, replayer_for
-from tensorprobe.comparing.rounding import ROUNDING, number_text, roundoff
+from tensorprobe.comparing.rounding import ROUNDING, number_text, pair_roundoff
 from tensorprobe.comparing.scene import FAINT, Node, Scene, nonfinite_differs, shrink_factor
 from tensorprobe.comparing.verdict import Culprit, Side
 from tensorprobe.records import Call, Fields, TensorRecord
 from tensorprobe.replay.calibration import check_own_table
 
 _LEAST_S = 2.0
+_STANDS_OUT = 6.0  # times the error of all rows: a row that is wrong alone
 _CONTROLS = 4  # other calls of the same kernel that are asked whether they obey its law
 # In roundings: what is systematic to this degree is no way of rounding, whatever the kernel.
 _PLAIN = {"float32": 2.0, "bfloat16": 0.25, "float16": 0.25}
@@ -155,10 +156,13 @@ def _scaled(node: Node, own: OwnError) -> float:
     row = node.output(own.name)
     long = shrink_factor(node, row)
     found = own.size / long
-    if row is not None and row.coarse:
-        return found * roundoff("float32") / row.coarse
+    coarser = 0.0 if row is None else pair_roundoff(row)
+    if coarser > own.unit > 0:  # what is healthy there is far more than what this side is off by
+        return found * own.unit / coarser
     if abs(own.gain) > 8 * own.gain_sigma:
         found = max(found, abs(own.gain) / math.sqrt(long))
+    if own.row > _STANDS_OUT * own.rms:  # long sums are as long in all rows
+        found = max(found, own.row / 1.5)
     return 4 * found if own.exact else found
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from tensorprobe.comparing import arguments
+from tensorprobe.comparing import arguments, moments
 from tensorprobe.comparing.align import content
 from tensorprobe.comparing.culprit import (
     Found,
     accuse,
     accuse_nonfinite,
     digest_reason,
+    has_steps,
     heals,
     kind_by_direction,
     magnitude,
     proof_of,
 )
-from tensorprobe.comparing.measure import TensorPair
+from tensorprobe.comparing.measure import TensorPair, has_sketches
 from tensorprobe.comparing.origins import (
     Boundaries,
     reordered,
@@ -29,18 +30,19 @@ from tensorprobe.comparing.rounding import (
     distance,
     gain,
     is_moved,
-    is_sketched,
     number_text,
     pair_roundoff,
     same_bits,
     sketches_differ,
 )
 from tensorprobe.comparing.scene import (
+    APART,
     FAINT,
     Node,
     Scene,
     drew_otherwise,
     exceeds,
+    has_other_shape,
     has_other_shapes,
     label_of,
     leaf_differs,
@@ -49,6 +51,7 @@ from tensorprobe.comparing.scene import (
     shrink_factor,
     size_floor,
     summed_size,
+    unit_growth,
     wrong_buffer,
 )
 from tensorprobe.comparing.suspects import Replays, score, worst
@@ -342,7 +345,7 @@ class Walk:
             reason = f"its inputs agree, and what it wrote to {row.name} differs {magnitude(d)}"
             return accuse(node, "output", reason, d, row=row, proof=proof_of(row))
         if node.d_out <= FAINT and not node.same_in:
-            return None
+            return self._drifted(node)
         if node.evidence is not None and not any(found.problem for found in node.evidence):
             scores = [score(node, worst(node, found)) for found in node.evidence]
             if min(scores) <= ROUNDING:
@@ -357,19 +360,21 @@ class Walk:
         if node.same_in and self._bits_tell(node, row):
             reason = digest_reason(row)
             return accuse(node, kind, reason, node.d_out, row=row, proof=proof_of(row))
+        if node.same_in and self._statistics_tell(node, row):
+            reason = (
+                f"its inputs have equal statistics, and norm or mean of {row.name} differs, "
+                "as in no earlier call"
+            )
+            return accuse(node, kind, reason, node.d_out, row=row, proof="statistics")
         if (found := self._scaled(node)) is not None:
             by = number_text(gain(found))
             reason = (
-                f"its inputs are equal by all that was kept of them; {found.name} is larger or "
-                f"smaller as a whole, by {by} roundings, and rounding has either sign"
+                f"its inputs have equal statistics; {found.name} is larger or smaller as a whole, "
+                f"by {by} roundings, and rounding has either sign"
             )
             return accuse(node, kind, reason, gain(found), row=found, proof=proof_of(found))
-        if not exceeds(node, shrink_factor(node, row)):
-            return None
-        if self.scene.distance(node, row, summed_size(node, row)) <= ROUNDING:
-            return None  # what a sum that cancels has left
-        if node.i in self.scene.in_optimizer and not node.same_in:
-            return None  # Adam divides noise by noise: only a replay can tell
+        if not self._exceeds(node, row):
+            return self._drifted(node) or self._rejoined(node, row)
         what = "result" if node.call.direction == "forward" else "gradient"
         inputs = "are equal" if node.same_in and node.d_in == 0 else "agree"
         if proof_of(row) == "statistics":
@@ -379,6 +384,44 @@ class Walk:
         if problem:
             reason += f"; not replayed: {problem}"
         return accuse(node, kind, reason, node.d_out, row=row, proof=proof_of(row))
+
+    def _exceeds(self, node: Node, row: TensorPair) -> bool:
+        if not exceeds(node, shrink_factor(node, row)):
+            return False
+        if self.scene.distance(node, row, summed_size(node, row)) <= ROUNDING:
+            return False  # what a sum that cancels has left
+        # Adam divides noise by noise: only a replay can tell
+        return not (node.i in self.scene.in_optimizer and not node.same_in)
+
+    def _drifted(self, node: Node) -> Culprit | None:
+        """A call whose result is within the loose bound for single numbers, but whose norm or mean
+        is not within that of many."""
+        found = moments.drifted(self.scene, node)
+        if found is None:
+            return None
+        row, size = found
+        reason = (
+            f"its inputs agree, and norm or mean of {row.name} is moved by {number_text(size)} "
+            "roundings, more than rounding moves those: seen in statistics only"
+        )
+        kind = kind_by_direction(node)
+        return accuse(node, kind, reason, size, row=row, proof=proof_of(row), weak=True)
+
+    def _rejoined(self, node: Node, row: TensorPair) -> Culprit | None:
+        """A call that takes the same part of tensors of other shapes, of all tokens and of the last
+        with a cache: what it takes must agree, or some call before it was wrong."""
+        if row.metrics is not None or node.op_kind != "exact" or node.call.direction == "backward":
+            return None
+        is_given_other = any(has_other_shape(given) for given in node.inputs)
+        if not is_given_other or any(map(has_other_shape, node.outputs)) or has_steps(self.scene):
+            return None
+        if not ROUNDING * node.unit_out * unit_growth(node.i) < node.r_out < APART:
+            return None
+        reason = (
+            f"{row.name}, a part that both sides take of tensors of other shapes, differs "
+            f"{magnitude(node.d_out)}; what came before could not be compared, for its shapes"
+        )
+        return accuse(node, "boundary", reason, node.d_out, row=row, proof=proof_of(row))
 
     def _bits_tell(self, node: Node, row: TensorPair) -> bool:
         """Whether equal inputs and other bits are proof enough without the content.
@@ -397,21 +440,20 @@ class Walk:
             return True
         if node.call.direction == "forward" and kind_of(node.call) in ("exact", "conversion"):
             return True
-        return digests and self._reproducible_before(node)
-
-    def _reproducible_before(self, node: Node) -> bool:
-        """Whether sums have come out bit for bit alike so far: of this op, or of three others."""
-        if not self.scene.same_settings:
+        if not digests or node.d_out <= _MORE_THAN_ROUNDING:
             return False
-        alike: set[str] = set()
-        for earlier in self.scene.nodes[: node.i]:
-            if earlier.container or not earlier.is_paired or not earlier.makes_sums:
-                continue
-            if earlier.same_in and not earlier.same_out:
-                return False
-            if earlier.same_in:
-                alike.add(earlier.call.op)
-        return node.d_out > _MORE_THAN_ROUNDING and (node.call.op in alike or len(alike) >= 3)
+        return self._reproducible_before(node)
+
+    def _statistics_tell(self, node: Node, row: TensorPair) -> bool:
+        """The same where only statistics were kept."""
+        a, e = row.actual, row.expected
+        if a is None or e is None or a.digest or e.digest or a.dtype != e.dtype or node.d_in:
+            return False
+        if row.metrics is not None:
+            return False
+        if moments.is_cast_otherwise(node, row):
+            return True
+        return moments.tells(node, row) and self._reproducible_before(node)
 
     def _scaled(self, node: Node) -> TensorPair | None:
         """The output of a call with equal inputs that has another size than rounding gives it."""
@@ -421,12 +463,32 @@ class Walk:
         if node.op_kind not in _SCALED_KINDS and name not in _ACTIVATIONS:
             return None
         for row in node.outputs:
-            if not is_sketched(row) or row.expected is None or row.expected.numel < _MANY:
+            if not has_sketches(row) or row.expected is None or row.expected.numel < _MANY:
                 continue
             most = _GAIN_16 if pair_roundoff(row) >= 2.0**-11 else _GAIN
             if gain(row) > most and self.scene.distance(node, row, size_floor(node, row)) > most:
                 return row
         return None
+
+    def _reproducible_before(self, node: Node) -> bool:
+        """Whether sums have come out bit for bit alike so far: of this op, or of three others."""
+        if not self.scene.same_settings:
+            return False
+        alike: set[str] = set()
+        for earlier in self.scene.nodes[: node.i]:
+            if earlier.container or not earlier.is_paired or not _makes_sums(earlier):
+                continue
+            if earlier.same_in and not earlier.same_out:
+                return False
+            if earlier.same_in:
+                alike.add(earlier.call.op)
+        return node.call.op in alike or len(alike) >= 3
+
+
+def _makes_sums(node: Node) -> bool:
+    """Whether a call adds numbers up; a module with weights does, as far as one can see."""
+    is_module = node.op_kind is None and any(row.role == "parameter" for row in node.inputs)
+    return node.makes_sums or is_module
 
 
 def _sketches_tell(node: Node, row: TensorPair) -> bool:
@@ -440,7 +502,7 @@ def _sketches_tell(node: Node, row: TensorPair) -> bool:
 def _inputs_are_known(node: Node) -> bool:
     """Whether digests or sketches show no difference between the two sides of any input."""
     return all(
-        same_bits(row) or (same_bits(row) is None and is_sketched(row) and not distance(row))
+        same_bits(row) or (same_bits(row) is None and has_sketches(row) and not distance(row))
         for row in node.inputs
     )
 
