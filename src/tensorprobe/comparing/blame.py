@@ -18,7 +18,14 @@ from tensorprobe.comparing.culprit import (
 from tensorprobe.comparing.evidence import Replayer
 from tensorprobe.comparing.measure import CallPair
 from tensorprobe.comparing.rounding import ROUNDING, distance
-from tensorprobe.comparing.scene import AMPLIFIES, Node, Scene, exceeds, unit_growth
+from tensorprobe.comparing.scene import (
+    AMPLIFIES,
+    Node,
+    Scene,
+    exceeds,
+    has_other_shape,
+    unit_growth,
+)
 from tensorprobe.comparing.suspects import Replays, hunt, hunt_all
 from tensorprobe.comparing.verdict import Culprit
 from tensorprobe.comparing.walk import Taint, Walk
@@ -75,7 +82,7 @@ def blame(
     is_cut = is_cut_otherwise(scene) and has_steps(scene)
     unlike = unlike_gradients(scene) if is_cut else None
     if is_cut and unlike is None:
-        scene.culprits = [item for item in scene.culprits if item[1].proof == "replayed"]
+        scene.culprits = [item for item in scene.culprits if _holds_in_pieces(scene, *item)]
     elif unlike is not None and all(c.step > unlike[1].step for _, c in scene.culprits):
         scene.culprits = [unlike]
     elif not scene.culprits and walk.cuts:
@@ -86,6 +93,14 @@ def blame(
     findings = _findings(scene, replays)
     findings.is_cut = is_cut and unlike is None
     return findings
+
+
+def _holds_in_pieces(scene: Scene, at: int, culprit: Culprit) -> bool:
+    """Whether a culprit is one even if the model works on other pieces: a replay has shown it, or
+    a call of the model's, before it is given other pieces, has other arguments."""
+    node = scene.nodes[at]
+    is_whole = bool(node.call.module) and not any(map(has_other_shape, node.inputs))
+    return culprit.proof == "replayed" or (culprit.kind == "argument" and is_whole)
 
 
 def _findings(scene: Scene, replays: Replays) -> Findings:
@@ -129,6 +144,11 @@ def _explains(scene: Scene, cause: Culprit, bit: int, at: int, culprit: Culprit)
             return True
         if cause.cause == "argument" and cause.stack[:1] == culprit.stack[:1] != ():
             return True  # one line: `average.mul_(decay).add_(new, alpha=1 - decay)`
+    if all(c.cause == "boundary" and _is_of_parameter(c) for c in (cause, culprit)):
+        return True  # the program has changed its weights, all of them at once
+    if cause.cause == culprit.cause == "argument" and _gives_other_shapes(scene, cause):
+        if any(map(has_other_shape, scene.nodes[at].outputs)):
+            return True  # it makes as many as the first one gave
     if _GRADIENTS in cause.name and _GRADIENTS in culprit.name:
         return True  # what the engine has added up
     if at in scene.in_optimizer and culprit.kind in ("boundary", "structure"):
@@ -137,6 +157,15 @@ def _explains(scene: Scene, cause: Culprit, bit: int, at: int, culprit: Culprit)
     if first in scene.in_optimizer and at in scene.in_optimizer:
         return True
     return bool(scene.nodes[at].taint & bit)
+
+
+def _gives_other_shapes(scene: Scene, culprit: Culprit) -> bool:
+    at = scene.named(culprit.step, culprit.name)
+    return at is not None and any(map(has_other_shape, scene.nodes[at].outputs))
+
+
+def _is_of_parameter(culprit: Culprit) -> bool:
+    return (culprit.tensor or "").startswith("parameters.")
 
 
 def _grown(scene: Scene) -> str | None:

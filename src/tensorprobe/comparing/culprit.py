@@ -13,6 +13,7 @@ from tensorprobe.comparing.align import content
 from tensorprobe.comparing.converging import converge
 from tensorprobe.comparing.measure import TensorPair
 from tensorprobe.comparing.rounding import (
+    RANGES,
     ROUNDING,
     is_moved,
     number_text,
@@ -30,14 +31,6 @@ from tensorprobe.comparing.scene import (
 from tensorprobe.comparing.verdict import Cause, Culprit, CulpritKind, Place, Side
 
 Found = tuple[int, Culprit] | None  # with the node that it is at
-# Of dtypes with a smaller range than float32: the smallest normal number, and the largest.
-_RANGES = {
-    "float16": (2.0**-14, 65504.0),
-    "float8_e4m3fn": (2.0**-6, 448.0),
-    "float8_e4m3fnuz": (2.0**-7, 240.0),
-    "float8_e5m2": (2.0**-14, 57344.0),
-    "float8_e5m2fnuz": (2.0**-15, 57344.0),
-}
 _CAUSES: dict[CulpritKind, Cause] = {
     "argument": "argument",
     "parameter": "weights",
@@ -97,7 +90,7 @@ def _is_out_of_range(row: TensorPair) -> bool:
     if a is None or e is None or a.dtype == e.dtype or a.summary is None or e.summary is None:
         return False
     for record, other in ((a, e), (e, a)):
-        smallest, largest = _RANGES.get(record.dtype, (0.0, math.inf))
+        smallest, largest = RANGES.get(record.dtype, (0.0, math.inf))
         t = other.summary
         if t is not None and t.min is not None and t.max is not None:
             peak = max(abs(float(t.min)), abs(float(t.max)))

@@ -172,7 +172,11 @@ class Boundaries:
             forward = self._scene.forward_of(node)
             sent = self._sent_to_result(forward, row) if forward is not None else 0.0
             return sent or max(self._backward, self._forward)
-        return self._forward
+        return max(self._forward, self._context_of_weight(row))
+
+    def _context_of_weight(self, row: TensorPair) -> float:
+        """The same for an operator's input that its module has as a parameter."""
+        return max((self._before.get(label, 0.0) for label in self._weights(row)), default=0.0)
 
     def _context_of_gradient(self, node: Node, row: TensorPair) -> float:
         sent = self._sent_to_parameter(node, row)
@@ -188,7 +192,15 @@ class Boundaries:
 
     def has_seen(self, node: Node, row: TensorPair) -> bool:
         """Whether the program has used a parameter or buffer before."""
+        if row.role == "input":
+            return any(label in self._before for label in self._weights(row))
         return label_of(node.call, row) in self._before
+
+    def _weights(self, row: TensorPair) -> set[str]:
+        """What modules call an operator's input that they have as a parameter."""
+        names = self._scene.parameter_names
+        keys = (content(record) for record in (row.actual, row.expected) if record is not None)
+        return {names[key] for key in keys if key in names}
 
     def _is_in_closure(self, node: Node) -> bool:
         """Whether a call is in the closure of an optimizer that has had gradients: by them it may

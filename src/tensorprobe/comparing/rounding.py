@@ -23,6 +23,14 @@ _SAME_SKETCH = 1e-12  # relative to the norm, likewise
 _MASK = 1e30  # numbers beside which others count for nothing
 # A healthy kernel stays below 3 units of own error, whatever its dtype; see docs/compare.md.
 ROUNDING = 16.0
+# Of dtypes with a smaller range than float32: the smallest normal number, and the largest.
+RANGES = {
+    "float16": (2.0**-14, 65504.0),
+    "float8_e4m3fn": (2.0**-6, 448.0),
+    "float8_e4m3fnuz": (2.0**-7, 240.0),
+    "float8_e5m2": (2.0**-14, 57344.0),
+    "float8_e5m2fnuz": (2.0**-15, 57344.0),
+}
 _TF32, _BF16 = 2.0**-11, 2.0**-9  # unit roundoffs
 _WORDS = {"tf32": _TF32, "bf16": _BF16, "high": _TF32, "medium": _BF16}
 _NAMES = {_TF32: "TF32", _BF16: "bfloat16"}

@@ -25,6 +25,7 @@ from tensorprobe.records import Call, Fields, TensorRecord
 from tensorprobe.replay.calibration import check_own_table
 
 _LEAST_S = 2.0
+_COARSE = 2.0**-11  # the unit roundoff of 16 bit
 _STANDS_OUT = 6.0  # times the error of all rows: a row that is wrong alone
 _CONTROLS = 4  # other calls of the same kernel that are asked whether they obey its law
 # In roundings: what is systematic to this degree is no way of rounding, whatever the kernel.
@@ -312,7 +313,7 @@ def _faint_suspects(scene: Scene) -> Iterator[Node]:
     for node in scene.nodes:
         if node.container or not node.is_paired or node.same_out or node.d_out < 2:
             continue
-        if node.unit_out >= 2.0**-11:
+        if node.unit_out >= _COARSE:
             yield node
 
 
@@ -345,10 +346,14 @@ def _own(node: Node, replays: Replays, faint: bool) -> Culprit | None:
     a, e = (worst(node, evidence) for evidence in sides)
     score_a, score_e = score(node, a), score(node, e)
     ratio = 3.0 if faint else 2.0
-    if a is not None and score_a > threshold and score_a > ratio * score_e:
-        return _accuse(node, "actual", a, score_a, faint)
-    if e is not None and score_e > threshold and score_e > ratio * score_a:
-        return _accuse(node, "expected", e, score_e, faint)
+    for side, own, mine, other in (
+        ("actual", a, score_a, score_e),
+        ("expected", e, score_e, score_a),
+    ):
+        if own is None or (faint and own.unit < _COARSE):
+            continue  # in float32 as much as that is rounding, whatever the other side's dtype
+        if mine > threshold and mine > ratio * other:
+            return _accuse(node, side, own, mine, faint)
     return None
 
 

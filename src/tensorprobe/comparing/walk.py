@@ -151,10 +151,11 @@ class Walk:
                 continue
             if not (scene.sees_all or self._is_known_leaf(row, keys)):
                 continue  # it may be a result of calls that were not recorded
-            if node.call.step != scene.first_step and row.role != "input":
+            is_later = node.call.step != scene.first_step
+            if is_later and row.role != "input":
                 continue
-            if row.role == "parameter" and self._boundaries.has_seen(node, row):
-                continue  # stepped since, in the closure of an optimizer
+            if (is_later or row.role == "parameter") and self._boundaries.has_seen(node, row):
+                continue  # stepped since, in the closure of an optimizer, say
             if not self._changes_something(node):
                 continue
             if row.role == "input" and (origin := written_through_view(scene, node, row)):
@@ -338,7 +339,7 @@ class Walk:
 
     def _unreplayed(self, node: Node) -> Culprit | None:
         """A call that cannot be replayed, or whose tensors were not kept."""
-        if node.taint or not node.outputs or node.is_random == "random":
+        if node.taint or not node.outputs or _draws_only(node):
             return None
         if (row := wrong_buffer(node)) is not None:
             d = distance(row)
@@ -383,6 +384,7 @@ class Walk:
         problem = next((e.problem for e in node.evidence or () if e.problem), None)
         if problem:
             reason += f"; not replayed: {problem}"
+        reason += _dtypes(row)
         return accuse(node, kind, reason, node.d_out, row=row, proof=proof_of(row))
 
     def _exceeds(self, node: Node, row: TensorPair) -> bool:
@@ -402,7 +404,7 @@ class Walk:
         row, size = found
         reason = (
             f"its inputs agree, and norm or mean of {row.name} is moved by {number_text(size)} "
-            "roundings, more than rounding moves those: seen in statistics only"
+            f"roundings, more than rounding moves those: seen in statistics only{_dtypes(row)}"
         )
         kind = kind_by_direction(node)
         return accuse(node, kind, reason, size, row=row, proof=proof_of(row), weak=True)
@@ -483,6 +485,18 @@ class Walk:
             if earlier.same_in:
                 alike.add(earlier.call.op)
         return node.call.op in alike or len(alike) >= 3
+
+
+def _dtypes(row: TensorPair) -> str:
+    a, e = row.actual, row.expected
+    if a is None or e is None or a.dtype == e.dtype:
+        return ""
+    return f" ({a.dtype} here, {e.dtype} expected)"
+
+
+def _draws_only(node: Node) -> bool:
+    """Whether a call gives random numbers and nothing else; attention with dropout computes too."""
+    return node.is_random == "random" and api_of(node.call.op) != "scaled_dot_product_attention"
 
 
 def _makes_sums(node: Node) -> bool:
