@@ -18,6 +18,7 @@ from trust.kernels import (
     off_by_roundings,
     one_row,
     other_kernels,
+    swapped_rows,
     through,
     truncating_casts,
     wrong_kernel,
@@ -96,6 +97,58 @@ def truncated(x: Tensor) -> Tensor:
     bits = x.contiguous().view(kinds[x.dtype])
     lower = torch.arange(x.numel()).reshape(x.shape) % 2 == 0
     return torch.where(lower & (x != 0), bits - 1, bits).view(x.dtype)
+
+
+class Few(nn.Module):
+    """Of 128 numbers, whose rows change places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Heads(nn.Module):
+    """Attention, whose result fills its memory in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(4, 16, 12, 8).transpose(1, 2).chunk(3, 1)
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.transpose(1, 2).reshape(4, 16, 32))
+
+
+def _places(
+    name: str, make: Callable[[], nn.Module], shape: tuple[int, ...], op: str, alter: Alter, at: str
+) -> Case:
+    def program(start: Start, is_actual: bool) -> None:
+        torch.manual_seed(0)
+        net, x = make(), numbers(*shape)
+        with wrong_kernel(op, alter) if is_actual else contextlib.nullcontext(), start():
+            net(x).square().mean().backward()
+
+    return Case(f"places-{name}", FAMILY, program, at=at, cause="result", runs=BOTH, quick=True)
+
+
+def one_head(factor: float) -> Alter:
+    def alter(x: Tensor) -> Tensor:
+        x[:, 1] *= factor
+        return x
+
+    return alter
+
+
+def _reordered(name: str, alter: Alter) -> list[Case]:
+    """Rows in other places, of few numbers and of many."""
+    return [
+        _places(f"{name}-of-few", Few, (8, 16), "addmm", alter, LINEAR0),
+        _places(f"{name}-of-many", Wide, (128, 64), "addmm", alter, LINEAR0),
+    ]
 
 
 def _cast(dtype: torch.dtype) -> Any:
@@ -198,6 +251,20 @@ CASES = [
         at="Tensor.to.0.forward",
         cause="result",
         runs=BOTH,
+    ),
+    *_reordered("rows-reversed", lambda x: x.flip(0)),
+    *_reordered("rows-shifted", lambda x: x.roll(1, 0)),
+    *_reordered("rows-swapped", swapped_rows),
+    *_reordered("columns-shifted", lambda x: x.roll(1, 1)),
+    _places("times-1.0001", Wide, (128, 64), "addmm", gain(1.0001), LINEAR0),
+    _places("one-row-times-1.01", Wide, (128, 64), "addmm", one_row(gain(1.01)), LINEAR0),
+    _places(
+        "one-head-times-1.01",
+        Heads,
+        (4, 16, 32),
+        "_scaled_dot_product_flash_attention_for_cpu",
+        one_head(1.01),
+        "Functional.scaled_dot_product_attention.0.forward",
     ),
     # healthy
     *(

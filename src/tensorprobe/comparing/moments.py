@@ -74,7 +74,11 @@ def _spread(row: TensorPair) -> float:
     of the norm, theirs is all there is."""
     assert row.expected is not None
     t = row.expected.summary
-    peak = max(abs(float(t.min)), abs(float(t.max))) if t and t.min is not None else 0.0
+    peak = (
+        max(abs(float(t.min)), abs(float(t.max)))
+        if t and t.min is not None and t.max is not None
+        else 0.0
+    )
     if row.expected.numel < _FEWEST or not peak or t is None or not t.norm:
         return math.inf
     return math.sqrt(max(1.0, _ENOUGH / (t.norm / peak) ** 2))
