@@ -48,7 +48,7 @@ def tally(
         _combine(floats, found_floats)
         _combine(ints, found_ints)
         if sketches is not None:
-            start = index * BLOCK * (numbers.numel() // piece.numel())
+            start = index * BLOCK * (numbers.numel() // max(piece.numel(), 1))
             sums = sketches.sums(numbers.reshape(-1), start)
             buckets = sums if buckets is None else buckets + sums
     return _stacked(floats, FLOAT_FIELDS), _stacked(ints, INT_FIELDS), buckets
