@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Any
 
@@ -15,6 +16,10 @@ import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from tensorprobe.errors import UnsupportedTorch
 
@@ -153,6 +158,17 @@ else:
     def bit_of(kind: str) -> int:
         """The bit of a kind of tensors in `key_bits`: Quantized, Python..."""
         return 1 << _KINDS.index(kind)
+
+
+# ---- dispatch modes ------------------------------------------------------------------------------
+
+
+def dispatch_modes_off() -> AbstractContextManager[Any]:
+    """Inside, this thread's dispatch modes do not see what is run."""
+    # 2.2 to 2.9 free a mode that nothing but the stack holds while they take it off, and crash.
+    off: AbstractContextManager[Any] = _disable_current_modes()
+    vars(off)["held"] = _get_current_dispatch_mode_stack()
+    return off
 
 
 # ---- memory --------------------------------------------------------------------------------------

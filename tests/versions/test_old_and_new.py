@@ -73,6 +73,39 @@ def test_memory_that_numpy_has_is_not_torchs_own() -> None:
     assert not torch_versions.is_own(torch.from_numpy(array).untyped_storage())
 
 
+# A mode that the program enters and forgets: nothing but torch's stack holds it.
+_FORGOTTEN = """
+import torch, sys
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+import tensorprobe as tp
+class Doubling(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.factor = 2
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * self.factor if func.__name__.startswith("relu") else result
+def program():
+    Doubling().__enter__()
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    for parameter in net.parameters():
+        torch.nn.init.ones_(parameter)
+    (loss := net(torch.ones(2, 4)).sum()).backward()
+    torch.set_printoptions(precision=2)
+    print(loss.item(), net[0].weight.grad.sum().item(), len(_get_current_dispatch_mode_stack()))
+with tp.Recorder(sys.argv[1], level=sys.argv[2], keep="tensors", log=lambda text: None):
+    program()
+"""
+
+
+@pytest.mark.parametrize("level", ["L1", "L2", "mix"])
+def test_a_mode_that_only_torch_holds_lives_on(level: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _FORGOTTEN, str(tmp_path / "c"), level]
+    done = subprocess.run(command, cwd=SRC, capture_output=True, text=True, check=False)
+    modes = 1 + (level == "L2")
+    assert done.stdout == f"80.0 32.0 {modes}\n", done.stderr[-500:]
+
+
 def test_autocast_and_the_default_device() -> None:
     assert torch_versions.autocast_dtype("cpu") is None
     with torch.autocast("cpu", dtype=torch.bfloat16):
