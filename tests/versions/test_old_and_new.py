@@ -171,3 +171,26 @@ def test_a_version_without_the_simulated_device_says_which_has_it() -> None:
     assert done.stderr.splitlines()[-1].endswith(
         "the simulated NPU needs torch 2.10 or newer. Everything else works with this torch"
     )
+
+
+def test_every_file_can_be_imported() -> None:
+    """But for the simulated device, and what this Triton has not."""
+    root = SRC / "tensorprobe"
+    names = [
+        ".".join(("tensorprobe", *path.relative_to(root).with_suffix("").parts))
+        for path in sorted(root.rglob("*.py"))
+        if "sim_npu" not in path.parts
+        and not path.name.startswith(("__main__", "train_npu", "simulation"))
+    ]
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    try: importlib.import_module(name)\n"
+        "    except ImportError as error:\n"
+        '        if not str(error).startswith("No module named \'triton"): raise\n'
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *names], cwd=SRC, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-500:]
+    assert len(names) > 200
