@@ -174,13 +174,13 @@ def test_a_version_without_the_simulated_device_says_which_has_it() -> None:
 
 
 def test_every_file_can_be_imported() -> None:
-    """But for the simulated device, and what this Triton has not."""
+    """But for the simulated device, and for the kernels where Triton is missing or too old."""
     root = SRC / "tensorprobe"
+    left_out = ("__main__.py", "train_npu.py", "simulation.py", "triton_kernels.py")
     names = [
         ".".join(("tensorprobe", *path.relative_to(root).with_suffix("").parts))
         for path in sorted(root.rglob("*.py"))
-        if "sim_npu" not in path.parts
-        and not path.name.startswith(("__main__", "train_npu", "simulation"))
+        if "sim_npu" not in path.parts and path.name not in left_out
     ]
     code = (
         "import importlib, sys\n"
