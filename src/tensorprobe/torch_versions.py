@@ -103,6 +103,11 @@ def gradient_edge(tensor: torch.Tensor) -> tuple[Any, int]:
     return user.next_functions[0][0], 0
 
 
+# The functions of torch.utils.checkpoint that run a region without reentry: 2.15 renamed it. Both
+# are here because the program may not have imported that file yet.
+CHECKPOINT_RUNNERS = ("checkpoint", "_checkpoint_impl")
+
+
 # ---- kinds of tensors ----------------------------------------------------------------------------
 
 # Functionalities that make a tensor something else than its strided memory.
