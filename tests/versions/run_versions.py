@@ -145,6 +145,11 @@ def tested(program: str, home: Path) -> Row:
         return {"note": f"the tests took more than {LIMIT_S} s"}
     if not report.exists():
         return {"note": f"the tests ended early: {last_line(done.stderr or done.stdout)}"}
+    return counted(report)
+
+
+def counted(report: Path) -> Row:
+    """What a report of pytest says."""
     suite = ElementTree.parse(report).getroot()[0]
     failed = [
         f"{case.get('classname')}.{case.get('name')}"
