@@ -2,6 +2,7 @@
 
     python benchmarks/below_rounding.py --dtypes fp32 bf16 fp16 --rounds 10
     python benchmarks/below_rounding.py --calibrate table.json --rounds 40
+    python benchmarks/below_rounding.py --device cuda --calibrate table.json --rounds 40
 
 Each round records training steps of five Hugging Face models and a program of single operators,
 with sizes, numbers, threads, attention and libraries drawn by its seed. With --calibrate the table
@@ -103,16 +104,17 @@ def resnet(draw: random.Random, attention: str) -> Any:
 MODELS = (llama, gpt2, bert, t5, resnet)
 
 
-def train(model: Callable[..., Any], draw: random.Random, dtype: torch.dtype) -> None:
+def train(model: Callable[..., Any], draw: random.Random, dtype: torch.dtype, device: str) -> None:
     """Two steps of training."""
     net, batch = model(draw, draw.choice(("sdpa", "eager")))
     if draw.random() < 0.5:  # as large as trained weights may be
         with torch.no_grad():
             for parameter in net.parameters():
                 parameter.mul_(draw.choice((1.0, 2.0, 4.0)))
-    net = net.to(dtype).train()
+    net = net.to(device=device, dtype=dtype).train()
     if "pixel_values" in batch:
         batch["pixel_values"] = batch["pixel_values"].to(dtype)
+    batch = {name: value.to(device) for name, value in batch.items()}
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     for _ in range(2):
         net(**batch).loss.backward()
@@ -121,13 +123,13 @@ def train(model: Callable[..., Any], draw: random.Random, dtype: torch.dtype) ->
         optimizer.zero_grad()
 
 
-def operators(draw: random.Random, dtype: torch.dtype) -> None:
+def operators(draw: random.Random, dtype: torch.dtype, device: str) -> None:
     """Single operators on numbers of other sizes and shapes than models give them."""
     rows, width = draw.choice((8, 40, 100)), draw.choice((16, 96, 256, 1024))
     size = draw.choice((0.01, 1.0, 1.0, 8.0))
 
     def given(*shape: int) -> torch.Tensor:
-        return (torch.randn(*shape) * size).to(dtype).requires_grad_()
+        return (torch.randn(*shape) * size).to(device=device, dtype=dtype).requires_grad_()
 
     x = given(rows, width)
     results = [
@@ -142,13 +144,13 @@ def operators(draw: random.Random, dtype: torch.dtype) -> None:
         x + 0.7, x.pow(2), torch.rsqrt(x.abs() + 0.01), torch.sqrt(x.abs() + 0.01), x.sum(-1),
         x.mean(0), x.sum(), torch.sin(x), torch.cos(x), F.softplus(x), torch.sigmoid(x) * x,
         F.leaky_relu(x), torch.log(x.abs() + 0.5), F.mse_loss(x, given(rows, width)),
-        F.cross_entropy(x, torch.arange(rows) % width), F.relu(x), torch.var(x, -1),
+        F.cross_entropy(x, torch.arange(rows, device=device) % width), F.relu(x), torch.var(x, -1),
         F.group_norm(given(2, 16, 9, 9), 4, given(16), given(16)),
         F.batch_norm(given(4, 12, 9, 9), None, None, given(12), given(12), training=True),
         F.conv2d(given(2, 8, 15, 15), given(12, 8, 3, 3), given(12), padding=1),
         F.conv1d(given(2, 8, 40), given(12, 8, 3), given(12)),
         F.avg_pool2d(given(2, 8, 16, 16), 2), F.adaptive_avg_pool2d(given(2, 8, 16, 16), 1),
-        F.embedding(torch.randint(0, 20, (4, 30)), given(20, 64)),
+        F.embedding(torch.randint(0, 20, (4, 30)).to(device), given(20, 64)),
         F.scaled_dot_product_attention(
             given(2, 4, 24, 16), given(2, 4, 24, 16), given(2, 4, 24, 16),
             is_causal=draw.random() < 0.5,
@@ -159,7 +161,7 @@ def operators(draw: random.Random, dtype: torch.dtype) -> None:
         torch.einsum("bij,bjk->bik", given(3, 20, 30), given(3, 30, 20)),
     ]  # fmt: skip
     finite = [each for each in results if each.requires_grad]
-    incoming = [(torch.randn(each.shape) * size).to(dtype) for each in finite]
+    incoming = [(torch.randn(each.shape) * size).to(device, dtype) for each in finite]
     torch.autograd.backward(finite, incoming)
 
 
@@ -183,7 +185,7 @@ def surroundings(draw: random.Random) -> Iterator[str]:
 
 
 def record_round(
-    seed: int, dtype: torch.dtype, folder: Path, programs: list[str]
+    seed: int, dtype: torch.dtype, folder: Path, programs: list[str], device: str
 ) -> Iterator[tuple[str, Path]]:
     """Captures of one round, each with how it came about."""
     draw = random.Random(seed)
@@ -193,9 +195,9 @@ def record_round(
         path = folder / str(at)
         with surroundings(draw) as how, tp.Recorder(path, keep="tensors", level=level):
             if program is operators:
-                operators(draw, dtype)
+                operators(draw, dtype, device)
             else:
-                train(program, draw, dtype)
+                train(program, draw, dtype, device)
         yield f"{program.__name__} at {level}, {how}, seed {seed}", path
 
 
@@ -211,6 +213,20 @@ def judge(path: Path, how: str) -> Iterator[tuple[str, str]]:
                 yield error.law or "none", text
 
 
+def _made_by(device: str) -> dict[str, str]:
+    made_by = {"torch": str(torch.__version__)}
+    if device == "cpu":
+        return made_by | {
+            "machine": platform.machine(),
+            "processor": torch.backends.cpu.get_cpu_capability(),
+            "library": "oneDNN and ATen, 1 to 3 threads",
+        }
+    return made_by | {
+        "machine": torch.cuda.get_device_name(device),
+        "library": f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}",
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
@@ -219,6 +235,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many")
     parser.add_argument("--calibrate", type=Path, help="make a table of kernels, in this file")
+    parser.add_argument("--device", default="cpu", help="where the calls run")
     arguments = parser.parse_args()
     hf.logging.set_verbosity_error()
     torch.set_num_threads(1)  # for replaying; each recording has a number of its own
@@ -226,11 +243,7 @@ def main() -> None:
     table = arguments.calibrate
     if table is not None and table.exists():
         sections = read_table(table)
-    made_by = {
-        "torch": str(torch.__version__), "machine": platform.machine(),
-        "processor": torch.backends.cpu.get_cpu_capability(),
-        "library": "oneDNN and ATen, 1 to 3 threads",
-    }  # fmt: skip
+    made_by = _made_by(arguments.device)
     counts = {name: Counter() for name in arguments.dtypes}
     alarms: list[str] = []
     begun = time.monotonic()
@@ -239,7 +252,9 @@ def main() -> None:
             if time.monotonic() - begun > arguments.seconds:
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                for how, path in record_round(seed, DTYPES[name], Path(folder), arguments.programs):
+                for how, path in record_round(
+                    seed, DTYPES[name], Path(folder), arguments.programs, arguments.device
+                ):
                     if table is not None:
                         counts[name]["measured"] += calibrate(sections, [path], made_by)
                         continue

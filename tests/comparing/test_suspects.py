@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import planting
 import pytest
 import torch
@@ -13,7 +14,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorprobe as tp
-from tensorprobe.comparing.evidence import own_error
+from tensorprobe.comparing.evidence import OwnError, own_error
+from tensorprobe.comparing.scene import make_node
+from tensorprobe.comparing.suspects import score
 
 Alter = Callable[[torch.Tensor, torch.dtype], torch.Tensor]  # the exact result, and its dtype
 
@@ -166,3 +169,17 @@ def test_an_unknown_kernel_has_no_law(tmp_path: Path) -> None:
     (error,) = own_error(tp.load(tmp_path / "run").calls[0]).errors.values()
     assert error.law is None
     assert error.breach is None
+
+
+def test_a_fine_side_is_not_blamed_for_a_coarse_difference(tmp_path: Path) -> None:
+    """Attention in float32 is off by some ten roundings on a GPU: nothing beside bfloat16's."""
+    fine = OwnError("output.0", 9.0, 9.0, -5.0, 0.01, 1e-6, unit=2.0**-24)
+    coarse = msgspec.structs.replace(fine, unit=2.0**-8)
+    right = record(tmp_path / "right", torch.float32)
+    for dtype, is_beside_coarse in ((torch.bfloat16, True), (torch.float32, False)):
+        actual = record(tmp_path / str(dtype), dtype)
+        pairs = tp.compare(actual, right).pairs
+        pair = next(p for p in pairs if p.call.name == "Functional.linear.1.forward")
+        node = make_node(0, pair, container=False)
+        assert (score(node, fine) < 0.001) is is_beside_coarse
+        assert score(node, coarse) > 4

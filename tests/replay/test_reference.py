@@ -305,3 +305,21 @@ def test_random_numbers_are_drawn_again(api: str, tmp_path: Path) -> None:
     replays(capture, api)
     forward = the_call(capture, api)
     assert replay(forward).error("output.0", forward.tensor("output.0").load()) < 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_rms_norm_without_eps_has_that_of_the_recorded_dtype(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    x = (torch.randn(8, 96) * 1e-3).to(dtype)
+
+    def small_numbers() -> None:
+        F.rms_norm(x, (96,))
+        torch.rms_norm(x, (96,), None, None)
+        torch.nn.Sequential(torch.nn.RMSNorm(96)).to(dtype)(x)
+
+    calls = record(tmp_path, small_numbers).calls
+    norms = [call for call in calls if "RMSNorm" in call.name or ".rms_norm." in call.name]
+    assert len(norms) == 4
+    for call in norms:
+        assert replay(call).error("output.0", call.tensor("output.0").load()) < 2, call.name

@@ -18,6 +18,7 @@ from trust import (
     nonfinite,
     optimizers,
     others_programs,
+    real_models,
     rounding,
     scripts,
     shaped,
@@ -49,6 +50,7 @@ CASES: list[Case] = [
     *shaped.CASES,
     *conversion.CASES,
     *others_programs.CASES,
+    *real_models.CASES,
 ]
 _BY_NAME = {case.name: case for case in CASES}
 assert len(_BY_NAME) == len(CASES), "two cases have one name"

@@ -18,10 +18,16 @@ OTHER_ORDER = ("mm", "addmm", "bmm", "baddbmm", "_softmax", "_log_softmax", "nat
 
 @contextlib.contextmanager
 def wrong_kernel(
-    op: str, alter: Alter, *, nth: int = 0, output: int = 0, every: bool = False
+    op: str,
+    alter: Alter,
+    *,
+    nth: int = 0,
+    output: int = 0,
+    every: bool = False,
+    device: str = "CPU",
 ) -> Iterator[None]:
-    """The `nth` run of an ATen kernel on the CPU gives `alter` of its result; `every`: each run."""
-    original = torch.library.get_kernel(f"aten::{op}", "CPU")
+    """The `nth` run of an ATen kernel of a device gives `alter` of its result; `every`: each."""
+    original = torch.library.get_kernel(f"aten::{op}", device)
     runs = 0
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -31,7 +37,7 @@ def wrong_kernel(
             result = original.call_boxed(keyset, *args, **kwargs)
             return _altered(result, alter, output) if every or runs == nth + 1 else result
 
-    with _in_place_of(op, kernel):
+    with _in_place_of(op, kernel, device):
         yield
     assert runs > nth, f"{op} ran {runs} times"
 
@@ -100,12 +106,12 @@ def _in_float64(op: str) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _in_place_of(op: str, kernel: Callable[..., Any]) -> Iterator[None]:
+def _in_place_of(op: str, kernel: Callable[..., Any], device: str = "CPU") -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            library.impl(op, kernel, "CPU", with_keyset=True)
+            library.impl(op, kernel, device, with_keyset=True)
         yield
     finally:
         library._destroy()
@@ -120,7 +126,9 @@ def _altered(result: Any, alter: Alter, output: int) -> Any:
 
 
 def _like(new: Tensor, old: Tensor) -> Tensor:
-    return torch.empty_strided(old.size(), old.stride(), dtype=old.dtype).copy_(new)
+    return torch.empty_strided(old.size(), old.stride(), dtype=old.dtype, device=old.device).copy_(
+        new
+    )
 
 
 # Ways to be wrong

@@ -582,8 +582,8 @@ SHAPE_CASES = [
         "cache-and-a-wrong-linear",
         SHAPES,
         functools.partial(_decoded, inside=lambda: wrong_kernel("addmm", gain(1.1), nth=4)),
-        at="Functional.linear.4.forward",
-        cause="result",
+        at="Functional.linear.4.forward|Tensor.__getitem__.2.forward",  # where shapes agree again
+        cause="result|boundary",
     ),
 ]
 

@@ -19,6 +19,7 @@ from tensorprobe.comparing.mapping import (
 )
 from tensorprobe.operators import native_name
 from tensorprobe.records import Call, TensorRecord
+from tensorprobe.replay.kinds import overwrites
 
 How = Literal["exact", "aligned", "mapped"]
 _NUMBER = re.compile(r"\.\d+(?=$|\.(?:forward|backward)$)")
@@ -465,8 +466,10 @@ def _line(call: Call) -> str | None:
 
 
 def _inputs(call: Call) -> Hashable | None:
-    """The content of what a call was given; None where nothing tells it from another."""
-    given = [r for r in call.tensors if r.role == "input" and not is_constant(r)]
+    """The content of what a call was given, or, of a draw that fills its argument, what it drew;
+    None where nothing tells it from another."""
+    role = "output" if overwrites(call) else "input"
+    given = [r for r in call.tensors if r.role == role and not is_constant(r)]
     keys = tuple(content(record) for record in given)
     return keys if keys and None not in keys else None
 

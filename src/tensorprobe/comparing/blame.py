@@ -8,32 +8,32 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from tensorprobe.comparing.culprit import (
-    Found,
     accuse,
     has_steps,
     is_cut_otherwise,
     kind_by_direction,
     magnitude,
-    proof_of,
     unlike_gradients,
 )
 from tensorprobe.comparing.evidence import Replayer
-from tensorprobe.comparing.measure import CallPair, TensorPair
-from tensorprobe.comparing.rounding import ROUNDING, distance, number_text, roundoff
-from tensorprobe.comparing.scene import AMPLIFIES, Node, Scene, exceeds, unit_growth
+from tensorprobe.comparing.measure import CallPair
+from tensorprobe.comparing.rounding import ROUNDING, distance
+from tensorprobe.comparing.scene import (
+    AMPLIFIES,
+    Node,
+    Scene,
+    exceeds,
+    has_other_shape,
+    unit_growth,
+)
 from tensorprobe.comparing.suspects import Replays, hunt, hunt_all
 from tensorprobe.comparing.verdict import Culprit
 from tensorprobe.comparing.walk import Taint, Walk
 
 _MUCH = 0.1  # of a result's size
+_MUCH_UNSEEN = 1e-3  # the same where no replay could tell
 # What other settings can be behind; a wrong result inside is that call's own.
 _BY_SETTINGS = ("argument", "structure", "boundary")
-# In roundings of a norm. Noise of 1-2 ULP on every kernel of seven models moved the norm of a
-# result by 1.7 at most where the norms that went in agreed; four ULP more move it by 5.6.
-_SHIFT = 4.0
-_PER_SHIFT_IN = 8.0
-_ENOUGH = 256  # numbers, for rounding to average out
-_COARSE = 2.0**-11
 _GRADIENTS = ".parameters_grad."
 
 
@@ -76,15 +76,13 @@ def blame(
     walk.run()
     if replays.enabled and not scene.culprits:
         hunt_all(scene, replays)
-    if not scene.culprits and not scene.has_tensors and (found := drifted(scene)):
-        scene.culprits.append(found)
     if not scene.culprits and walk.hazards:
         scene.culprits.append(walk.hazards[0])
     settle_containers(scene)
     is_cut = is_cut_otherwise(scene) and has_steps(scene)
     unlike = unlike_gradients(scene) if is_cut else None
     if is_cut and unlike is None:
-        scene.culprits = [item for item in scene.culprits if item[1].proof == "replayed"]
+        scene.culprits = [item for item in scene.culprits if _holds_in_pieces(scene, *item)]
     elif unlike is not None and all(c.step > unlike[1].step for _, c in scene.culprits):
         scene.culprits = [unlike]
     elif not scene.culprits and walk.cuts:
@@ -95,6 +93,14 @@ def blame(
     findings = _findings(scene, replays)
     findings.is_cut = is_cut and unlike is None
     return findings
+
+
+def _holds_in_pieces(scene: Scene, at: int, culprit: Culprit) -> bool:
+    """Whether a culprit is one even if the model works on other pieces: a replay has shown it, or
+    a call of the model's, before it is given other pieces, has other arguments."""
+    node = scene.nodes[at]
+    is_whole = bool(node.call.module) and not any(map(has_other_shape, node.inputs))
+    return culprit.proof == "replayed" or (culprit.kind == "argument" and is_whole)
 
 
 def _findings(scene: Scene, replays: Replays) -> Findings:
@@ -138,6 +144,11 @@ def _explains(scene: Scene, cause: Culprit, bit: int, at: int, culprit: Culprit)
             return True
         if cause.cause == "argument" and cause.stack[:1] == culprit.stack[:1] != ():
             return True  # one line: `average.mul_(decay).add_(new, alpha=1 - decay)`
+    if all(c.cause == "boundary" and _is_of_parameter(c) for c in (cause, culprit)):
+        return True  # the program has changed its weights, all of them at once
+    if cause.cause == culprit.cause == "argument" and _gives_other_shapes(scene, cause):
+        if any(map(has_other_shape, scene.nodes[at].outputs)):
+            return True  # it makes as many as the first one gave
     if _GRADIENTS in cause.name and _GRADIENTS in culprit.name:
         return True  # what the engine has added up
     if at in scene.in_optimizer and culprit.kind in ("boundary", "structure"):
@@ -148,12 +159,22 @@ def _explains(scene: Scene, cause: Culprit, bit: int, at: int, culprit: Culprit)
     return bool(scene.nodes[at].taint & bit)
 
 
+def _gives_other_shapes(scene: Scene, culprit: Culprit) -> bool:
+    at = scene.named(culprit.step, culprit.name)
+    return at is not None and any(map(has_other_shape, scene.nodes[at].outputs))
+
+
+def _is_of_parameter(culprit: Culprit) -> bool:
+    return (culprit.tensor or "").startswith("parameters.")
+
+
 def _grown(scene: Scene) -> str | None:
     """The first call whose results are far apart, though every call did what it should."""
+    much = _MUCH if scene.has_tensors else _MUCH_UNSEEN
     for node in scene.nodes:
         if node.container or node.taint or node.is_random or not node.is_paired:
             continue
-        if node.call.direction == "forward" and node.r_out > _MUCH:
+        if node.call.direction == "forward" and node.r_out > much:
             u = node.unit_out
             if node.r_out > ROUNDING * u:
                 return node.call.name
@@ -252,48 +273,3 @@ def _exceeds_inside(scene: Scene, node: Node) -> bool:
 
 def _forward(scene: Scene, node: Node) -> Node:
     return scene.forward_of(node) or node
-
-
-def drifted(scene: Scene) -> Found:
-    """The first forward call, in 16 bit, whose norm is moved by more than those of its inputs."""
-    for node in scene.nodes:
-        if node.container or not node.is_paired or node.call.direction != "forward":
-            continue
-        if node.is_random or node.i in scene.in_optimizer:
-            continue
-        given = max((_shift(row) for row in node.inputs), default=0.0)
-        for row in node.outputs:
-            moved = _shift(row)
-            if _is_coarse(row) and moved > max(_SHIFT * _unit(row), _PER_SHIFT_IN * given):
-                return node.i, _accuse_drifted(node, row, moved)
-    return None
-
-
-def _accuse_drifted(node: Node, row: TensorPair, moved: float) -> Culprit:
-    size = moved / _unit(row)
-    reason = (
-        f"its inputs agree, and the norm of {row.name} is moved by {number_text(size)} roundings, "
-        "more than rounding moves one: a small factor, seen in statistics only"
-    )
-    kind = kind_by_direction(node)
-    return accuse(node, kind, reason, size, row=row, proof=proof_of(row), weak=True)
-
-
-def _is_coarse(row: TensorPair) -> bool:
-    e = row.expected
-    return e is not None and e.numel >= _ENOUGH and _unit(row) >= _COARSE
-
-
-def _unit(row: TensorPair) -> float:
-    a, e = row.actual, row.expected
-    return max((roundoff(record.dtype) for record in (a, e) if record is not None), default=0.0)
-
-
-def _shift(row: TensorPair) -> float:
-    """How far the two norms are apart, relative to their size."""
-    s = row.actual.summary if row.actual is not None else None
-    t = row.expected.summary if row.expected is not None else None
-    if s is None or t is None or s.norm is None or not t.norm:
-        return 0.0
-    moved = abs(s.norm - t.norm) / t.norm
-    return moved if math.isfinite(moved) else 0.0

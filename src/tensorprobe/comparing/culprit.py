@@ -13,10 +13,12 @@ from tensorprobe.comparing.align import content
 from tensorprobe.comparing.converging import converge
 from tensorprobe.comparing.measure import TensorPair
 from tensorprobe.comparing.rounding import (
+    RANGES,
     ROUNDING,
     is_moved,
     number_text,
     pair_roundoff,
+    rms_size,
     same_bits,
 )
 from tensorprobe.comparing.scene import (
@@ -25,10 +27,12 @@ from tensorprobe.comparing.scene import (
     Scene,
     nonfinite_counts,
     relative,
+    unit_growth,
 )
 from tensorprobe.comparing.verdict import Cause, Culprit, CulpritKind, Place, Side
 
 Found = tuple[int, Culprit] | None  # with the node that it is at
+_MOST_GROWN = 1e-3  # of its size: what rounding of many calls is taken to make of a gradient
 _CAUSES: dict[CulpritKind, Cause] = {
     "argument": "argument",
     "parameter": "weights",
@@ -78,10 +82,23 @@ def accuse(
 def _cause(node: Node, kind: CulpritKind, row: TensorPair | None, proof: str) -> Cause:
     if kind in _CAUSES:
         return _CAUSES[kind]
-    a, e = (row.actual, row.expected) if row is not None else (None, None)
-    if proof != "replayed" and a is not None and e is not None and a.dtype != e.dtype:
-        return "dtype"
-    return "result"
+    is_seen = row is not None and proof != "replayed"
+    return "dtype" if is_seen and row is not None and _is_out_of_range(row) else "result"
+
+
+def _is_out_of_range(row: TensorPair) -> bool:
+    """Whether the two sides give another dtype, and one of them has no room for such numbers."""
+    a, e = row.actual, row.expected
+    if a is None or e is None or a.dtype == e.dtype or a.summary is None or e.summary is None:
+        return False
+    for record, other in ((a, e), (e, a)):
+        smallest, largest = RANGES.get(record.dtype, (0.0, math.inf))
+        t = other.summary
+        if t is not None and t.min is not None and t.max is not None:
+            peak = max(abs(float(t.min)), abs(float(t.max)))
+            if peak > largest or 0 < rms_size(other) < smallest:
+                return True
+    return False
 
 
 def accuse_nonfinite(node: Node, row: TensorPair, proof: str) -> Culprit:
@@ -174,14 +191,21 @@ def heals(scene: Scene, found: tuple[int, Culprit], seen_at: Node | None = None)
     return converge(scene, seen_at) and gradients_agree(scene, seen_at)
 
 
-def gradients_agree(scene: Scene, node: Node) -> bool:
+def gradients_agree(scene: Scene, node: Node, *, in_pieces: bool = False) -> bool:
     """Whether what the optimizers of its step were given agrees, by the coarsest dtype in it and by
-    how far the model is apart in forward."""
+    how far the model is apart in forward.
+
+    Made of other pieces (`in_pieces`), they have the rounding of all calls behind them.
+    """
     unit = scene.coarsest_unit(node.call.step)
+    grown = 0.0
+    if in_pieces:
+        n_calls = sum(other.call.step == node.call.step for other in scene.nodes)
+        grown = min(unit * unit_growth(n_calls), _MOST_GROWN)
     inherited = AMPLIFIES * scene.forward_difference(node.call.step)
     return all(
         relative(row, scene.gradient_distance(other, row))
-        <= ROUNDING * max(unit, pair_roundoff(row)) + inherited
+        <= max(ROUNDING * max(unit, pair_roundoff(row)), grown) + inherited
         for other in _optimizers(scene, node)
         for row in other.inputs
         if row.role == "parameter_grad"
@@ -210,7 +234,9 @@ def _is_given_other_shapes(node: Node) -> bool:
 def unlike_gradients(scene: Scene) -> Found:
     """The first optimizer that is given other gradients than on the other side."""
     for node in scene.nodes:
-        if not node.call.name.startswith("Optimizer.") or gradients_agree(scene, node):
+        if not node.call.name.startswith("Optimizer."):
+            continue
+        if gradients_agree(scene, node, in_pieces=True):
             continue
         rows = [row for row in node.inputs if row.role == "parameter_grad"]
         row = max(rows, key=lambda row: scene.gradient_distance(node, row))

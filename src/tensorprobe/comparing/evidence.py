@@ -48,6 +48,7 @@ class OwnError(msgspec.Struct, frozen=True):
     gain_sigma: float
     relative: float
     exact: bool = False  # there is one right answer
+    unit: float = 0.0  # the unit roundoff of the coarsest dtype that took part, autocast's included
     law: str | None = None  # how its kernel rounds; None: nobody has calibrated it
     breach: Breach | None = None  # what of that the result breaks
     systematic: Breach | None = None  # the same if its kernel may round as often as it likes
@@ -268,7 +269,8 @@ def _compare(
     row_unit = torch.clamp(row_unit.sqrt(), min=scale / 2)
     square = float(y.flatten() @ y.flatten())
     gain = float(d.flatten() @ y.flatten()) / square if square else 0.0
-    sigma = rms_d / (rms_y * math.sqrt(n)) if rms_y else math.inf
+    rest = math.sqrt(max(rms_d**2 - (gain * rms_y) ** 2, 0.0))  # beside the factor
+    sigma = rest / (rms_y * math.sqrt(n)) if rms_y else math.inf
     # a system of equations that is nearly singular moves its whole solution
     moved = [float(part.flatten() @ y.flatten()) / square for part in noise] if square else []
     gain_unit = math.hypot(u, *(each / math.sqrt(len(moved)) for each in moved))
@@ -280,6 +282,7 @@ def _compare(
         sigma / gain_unit if u else 0.0,
         rms_d / rms_y if rms_y else math.inf,
         exact,
+        u,
     )
 
 

@@ -68,6 +68,7 @@ class Boundaries:
         self._gradients: list[tuple[float, float]] = []  # of this step: norm, and how far apart
         self._sums: dict[str, float] = {}  # the size that a gradient's terms add up to
         self._of_module: dict[tuple[int, str], list[int]] = {}  # backward calls so far
+        self._stepped: set[str] = set()  # parameters that an optimizer has stepped
         self._largest = 0.0  # of all in `_before`
         self._step: int | None = None
 
@@ -171,7 +172,11 @@ class Boundaries:
             forward = self._scene.forward_of(node)
             sent = self._sent_to_result(forward, row) if forward is not None else 0.0
             return sent or max(self._backward, self._forward)
-        return self._forward
+        return max(self._forward, self._context_of_weight(row))
+
+    def _context_of_weight(self, row: TensorPair) -> float:
+        """The same for an operator's input that its module has as a parameter."""
+        return max((self._before.get(label, 0.0) for label in self._weights(row)), default=0.0)
 
     def _context_of_gradient(self, node: Node, row: TensorPair) -> float:
         sent = self._sent_to_parameter(node, row)
@@ -187,7 +192,15 @@ class Boundaries:
 
     def has_seen(self, node: Node, row: TensorPair) -> bool:
         """Whether the program has used a parameter or buffer before."""
+        if row.role == "input":
+            return any(label in self._before for label in self._weights(row))
         return label_of(node.call, row) in self._before
+
+    def _weights(self, row: TensorPair) -> set[str]:
+        """What modules call an operator's input that they have as a parameter."""
+        names = self._scene.parameter_names
+        keys = (content(record) for record in (row.actual, row.expected) if record is not None)
+        return {names[key] for key in keys if key in names}
 
     def _is_in_closure(self, node: Node) -> bool:
         """Whether a call is in the closure of an optimizer that has had gradients: by them it may
@@ -248,6 +261,9 @@ class Boundaries:
 
     def leave(self, node: Node) -> None:
         """Go on from a call: what comes later may be made of its results."""
+        if node.call.name.startswith("Optimizer."):
+            given = (row for row in node.inputs if row.role == "parameter")
+            self._stepped.update(label_of(node.call, row) for row in given)
         for row in (*node.inputs, *node.outputs):
             if row.actual is None or row.expected is None:
                 continue
@@ -288,8 +304,8 @@ class Boundaries:
         kind: CulpritKind = "structure"
         reason = f"{label} has a gradient only in {side}"
         if row.role == "state":
-            if self._step != self._scene.first_step:
-                return None
+            if label.rpartition(".")[0] in self._stepped:
+                return None  # each optimizer begins once
             kind = "parameter"
             reason = f"only in {side} does the optimizer begin with a state ({label})"
         return node.i, accuse(node, kind, reason, math.inf, row=row, inherited=0.0)

@@ -14,9 +14,17 @@ from tensorprobe.tensors.pair_metrics import FRACTION_BITS
 
 Mode = Literal["tensors", "digest", "stats", "structure"]
 _ENOUGH = 8  # numbers: of fewer, rounding may leave statistics as they are
-_SAME_SUM = 1e-13  # relative: sums of the same numbers in another order
+SAME_SUM = 1e-13  # relative: sums of the same numbers in another order
 # A healthy kernel stays below 3 units of own error, whatever its dtype; see docs/compare.md.
 ROUNDING = 16.0
+# Of dtypes with a smaller range than float32: the smallest normal number, and the largest.
+RANGES = {
+    "float16": (2.0**-14, 65504.0),
+    "float8_e4m3fn": (2.0**-6, 448.0),
+    "float8_e4m3fnuz": (2.0**-7, 240.0),
+    "float8_e5m2": (2.0**-14, 57344.0),
+    "float8_e5m2fnuz": (2.0**-15, 57344.0),
+}
 _TF32, _BF16 = 2.0**-11, 2.0**-9  # unit roundoffs
 _WORDS = {"tf32": _TF32, "bf16": _BF16, "high": _TF32, "medium": _BF16}
 _NAMES = {_TF32: "TF32", _BF16: "bfloat16"}
@@ -72,11 +80,16 @@ def same_bits(pair: TensorPair) -> bool | None:
     if pair.metrics is not None:
         return pair.metrics.is_equal
     if a.summary is not None and e.summary is not None and a.summary != e.summary:
-        if a.stride != e.stride and moved_values(a.summary, e.summary):
-            return None  # in another order in memory, sums of the same numbers are others
+        if _sums_in_another_order(a, e) and moved_values(a.summary, e.summary):
+            return None  # the same numbers may have these sums
         # another tool's mean and norm of the same bits are others
         return False if a.summary.counted else None
     return None
+
+
+def _sums_in_another_order(a: TensorRecord, e: TensorRecord) -> bool:
+    """Whether means and norms of equal numbers may differ in their last digits."""
+    return a.stride != e.stride or a.device.partition(":")[0] != e.device.partition(":")[0]
 
 
 def distance(pair: TensorPair, floor: float = 0.0) -> float:
@@ -150,7 +163,7 @@ def moved_values(a: TensorSummary, e: TensorSummary) -> bool:
         return False
     peak = max(_size(a.min), _size(a.max))
     return (
-        math.isclose(a.norm, e.norm, rel_tol=_SAME_SUM) and abs(a.mean - e.mean) <= _SAME_SUM * peak
+        math.isclose(a.norm, e.norm, rel_tol=SAME_SUM) and abs(a.mean - e.mean) <= SAME_SUM * peak
     )
 
 

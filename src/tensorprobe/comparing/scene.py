@@ -142,13 +142,15 @@ def unit_growth(n_calls: int) -> float:
     return 4 * math.sqrt(1 + n_calls)
 
 
+def has_other_shape(row: TensorPair) -> bool:
+    """Whether a tensor has another shape than on the other side, or is not there."""
+    return row.actual is None or row.expected is None or row.actual.shape != row.expected.shape
+
+
 def has_other_shapes(node: Node) -> bool:
     """Whether a call was given, or gives, tensors of other shapes than on the other side."""
-    return any(
-        row.actual is None or row.expected is None or row.actual.shape != row.expected.shape
-        for row in (*node.inputs, *node.outputs)
-        if row.role in ("input", "output")
-    )
+    rows = (*node.inputs, *node.outputs)
+    return any(has_other_shape(row) for row in rows if row.role in ("input", "output"))
 
 
 def wrong_buffer(node: Node) -> TensorPair | None:

@@ -18,13 +18,15 @@ from tensorprobe.comparing.culprit import (
     percent,
 )
 from tensorprobe.comparing.evidence import Evidence, OwnError, Replayer, UserCode, replayer_for
-from tensorprobe.comparing.rounding import ROUNDING, number_text, roundoff
+from tensorprobe.comparing.rounding import ROUNDING, number_text, pair_roundoff
 from tensorprobe.comparing.scene import FAINT, Node, Scene, nonfinite_differs, shrink_factor
 from tensorprobe.comparing.verdict import Culprit, Side
 from tensorprobe.records import Call, Fields, TensorRecord
 from tensorprobe.replay.calibration import check_own_table
 
 _LEAST_S = 2.0
+_COARSE = 2.0**-11  # the unit roundoff of 16 bit
+_STANDS_OUT = 6.0  # times the error of all rows: a row that is wrong alone
 _CONTROLS = 4  # other calls of the same kernel that are asked whether they obey its law
 # In roundings: what is systematic to this degree is no way of rounding, whatever the kernel.
 _PLAIN = {"float32": 2.0, "bfloat16": 0.25, "float16": 0.25}
@@ -155,10 +157,13 @@ def _scaled(node: Node, own: OwnError) -> float:
     row = node.output(own.name)
     long = shrink_factor(node, row)
     found = own.size / long
-    if row is not None and row.coarse:
-        return found * roundoff("float32") / row.coarse
+    coarser = 0.0 if row is None else pair_roundoff(row)
+    if coarser > own.unit > 0:  # what is healthy there is far more than what this side is off by
+        return found * own.unit / coarser
     if abs(own.gain) > 8 * own.gain_sigma:
         found = max(found, abs(own.gain) / math.sqrt(long))
+    if own.row > _STANDS_OUT * own.rms:  # long sums are as long in all rows
+        found = max(found, own.row / 1.5)
     return 4 * found if own.exact else found
 
 
@@ -308,7 +313,7 @@ def _faint_suspects(scene: Scene) -> Iterator[Node]:
     for node in scene.nodes:
         if node.container or not node.is_paired or node.same_out or node.d_out < 2:
             continue
-        if node.unit_out >= 2.0**-11:
+        if node.unit_out >= _COARSE:
             yield node
 
 
@@ -341,10 +346,14 @@ def _own(node: Node, replays: Replays, faint: bool) -> Culprit | None:
     a, e = (worst(node, evidence) for evidence in sides)
     score_a, score_e = score(node, a), score(node, e)
     ratio = 3.0 if faint else 2.0
-    if a is not None and score_a > threshold and score_a > ratio * score_e:
-        return _accuse(node, "actual", a, score_a, faint)
-    if e is not None and score_e > threshold and score_e > ratio * score_a:
-        return _accuse(node, "expected", e, score_e, faint)
+    for side, own, mine, other in (
+        ("actual", a, score_a, score_e),
+        ("expected", e, score_e, score_a),
+    ):
+        if own is None or (faint and own.unit < _COARSE):
+            continue  # in float32 as much as that is rounding, whatever the other side's dtype
+        if mine > threshold and mine > ratio * other:
+            return _accuse(node, side, own, mine, faint)
     return None
 
 

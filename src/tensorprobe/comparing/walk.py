@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from tensorprobe.comparing import arguments
+from tensorprobe.comparing import arguments, moments
 from tensorprobe.comparing.align import content
 from tensorprobe.comparing.culprit import (
     Found,
     accuse,
     accuse_nonfinite,
     digest_reason,
+    has_steps,
     heals,
     kind_by_direction,
     magnitude,
@@ -28,15 +29,18 @@ from tensorprobe.comparing.rounding import (
     ROUNDING,
     distance,
     is_moved,
+    number_text,
     pair_roundoff,
     same_bits,
 )
 from tensorprobe.comparing.scene import (
+    APART,
     FAINT,
     Node,
     Scene,
     drew_otherwise,
     exceeds,
+    has_other_shape,
     has_other_shapes,
     label_of,
     leaf_differs,
@@ -44,6 +48,7 @@ from tensorprobe.comparing.scene import (
     nonfinite_differs,
     shrink_factor,
     summed_size,
+    unit_growth,
     wrong_buffer,
 )
 from tensorprobe.comparing.suspects import Replays, score, worst
@@ -137,10 +142,11 @@ class Walk:
                 continue
             if not (scene.sees_all or self._is_known_leaf(row, keys)):
                 continue  # it may be a result of calls that were not recorded
-            if node.call.step != scene.first_step and row.role != "input":
+            is_later = node.call.step != scene.first_step
+            if is_later and row.role != "input":
                 continue
-            if row.role == "parameter" and self._boundaries.has_seen(node, row):
-                continue  # stepped since, in the closure of an optimizer
+            if (is_later or row.role == "parameter") and self._boundaries.has_seen(node, row):
+                continue  # stepped since, in the closure of an optimizer, say
             if not self._changes_something(node):
                 continue
             if row.role == "input" and (origin := written_through_view(scene, node, row)):
@@ -324,14 +330,14 @@ class Walk:
 
     def _unreplayed(self, node: Node) -> Culprit | None:
         """A call that cannot be replayed, or whose tensors were not kept."""
-        if node.taint or not node.outputs or node.is_random == "random":
+        if node.taint or not node.outputs or _draws_only(node):
             return None
         if (row := wrong_buffer(node)) is not None:
             d = distance(row)
             reason = f"its inputs agree, and what it wrote to {row.name} differs {magnitude(d)}"
             return accuse(node, "output", reason, d, row=row, proof=proof_of(row))
         if node.d_out <= FAINT and not node.same_in:
-            return None
+            return self._drifted(node)
         if node.evidence is not None and not any(found.problem for found in node.evidence):
             scores = [score(node, worst(node, found)) for found in node.evidence]
             if min(scores) <= ROUNDING:
@@ -346,12 +352,14 @@ class Walk:
         if node.same_in and self._bits_tell(node, row):
             reason = digest_reason(row)
             return accuse(node, kind, reason, node.d_out, row=row, proof="digests")
-        if not exceeds(node, shrink_factor(node, row)):
-            return None
-        if self.scene.distance(node, row, summed_size(node, row)) <= ROUNDING:
-            return None  # what a sum that cancels has left
-        if node.i in self.scene.in_optimizer and not node.same_in:
-            return None  # Adam divides noise by noise: only a replay can tell
+        if node.same_in and self._statistics_tell(node, row):
+            reason = (
+                f"its inputs have equal statistics, and norm or mean of {row.name} differs, "
+                "as in no earlier call"
+            )
+            return accuse(node, kind, reason, node.d_out, row=row, proof="statistics")
+        if not self._exceeds(node, row):
+            return self._drifted(node) or self._rejoined(node, row)
         what = "result" if node.call.direction == "forward" else "gradient"
         inputs = "are equal" if node.same_in and node.d_in == 0 else "agree"
         if proof_of(row) == "statistics":
@@ -360,7 +368,46 @@ class Walk:
         problem = next((e.problem for e in node.evidence or () if e.problem), None)
         if problem:
             reason += f"; not replayed: {problem}"
+        reason += _dtypes(row)
         return accuse(node, kind, reason, node.d_out, row=row, proof=proof_of(row))
+
+    def _exceeds(self, node: Node, row: TensorPair) -> bool:
+        if not exceeds(node, shrink_factor(node, row)):
+            return False
+        if self.scene.distance(node, row, summed_size(node, row)) <= ROUNDING:
+            return False  # what a sum that cancels has left
+        # Adam divides noise by noise: only a replay can tell
+        return not (node.i in self.scene.in_optimizer and not node.same_in)
+
+    def _drifted(self, node: Node) -> Culprit | None:
+        """A call whose result is within the loose bound for single numbers, but whose norm or mean
+        is not within that of many."""
+        found = moments.drifted(self.scene, node)
+        if found is None:
+            return None
+        row, size = found
+        reason = (
+            f"its inputs agree, and norm or mean of {row.name} is moved by {number_text(size)} "
+            f"roundings, more than rounding moves those: seen in statistics only{_dtypes(row)}"
+        )
+        kind = kind_by_direction(node)
+        return accuse(node, kind, reason, size, row=row, proof=proof_of(row), weak=True)
+
+    def _rejoined(self, node: Node, row: TensorPair) -> Culprit | None:
+        """A call that takes the same part of tensors of other shapes, of all tokens and of the last
+        with a cache: what it takes must agree, or some call before it was wrong."""
+        if row.metrics is not None or node.op_kind != "exact" or node.call.direction == "backward":
+            return None
+        is_given_other = any(has_other_shape(given) for given in node.inputs)
+        if not is_given_other or any(map(has_other_shape, node.outputs)) or has_steps(self.scene):
+            return None
+        if not ROUNDING * node.unit_out * unit_growth(node.i) < node.r_out < APART:
+            return None
+        reason = (
+            f"{row.name}, a part that both sides take of tensors of other shapes, differs "
+            f"{magnitude(node.d_out)}; what came before could not be compared, for its shapes"
+        )
+        return accuse(node, "boundary", reason, node.d_out, row=row, proof=proof_of(row))
 
     def _bits_tell(self, node: Node, row: TensorPair) -> bool:
         """Whether equal inputs and other bits are proof enough without the content.
@@ -378,7 +425,18 @@ class Walk:
             return True
         if node.call.direction == "forward" and kind_of(node.call) in ("exact", "conversion"):
             return True
-        return self._reproducible_before(node)
+        return node.d_out > _MORE_THAN_ROUNDING and self._reproducible_before(node)
+
+    def _statistics_tell(self, node: Node, row: TensorPair) -> bool:
+        """The same where only statistics were kept."""
+        a, e = row.actual, row.expected
+        if a is None or e is None or a.digest or e.digest or a.dtype != e.dtype or node.d_in:
+            return False
+        if row.metrics is not None:
+            return False
+        if moments.is_cast_otherwise(node, row):
+            return True
+        return moments.tells(node, row) and self._reproducible_before(node)
 
     def _reproducible_before(self, node: Node) -> bool:
         """Whether sums have come out bit for bit alike so far: of this op, or of three others."""
@@ -386,13 +444,31 @@ class Walk:
             return False
         alike: set[str] = set()
         for earlier in self.scene.nodes[: node.i]:
-            if earlier.container or not earlier.is_paired or not earlier.makes_sums:
+            if earlier.container or not earlier.is_paired or not _makes_sums(earlier):
                 continue
             if earlier.same_in and not earlier.same_out:
                 return False
             if earlier.same_in:
                 alike.add(earlier.call.op)
-        return node.d_out > _MORE_THAN_ROUNDING and (node.call.op in alike or len(alike) >= 3)
+        return node.call.op in alike or len(alike) >= 3
+
+
+def _dtypes(row: TensorPair) -> str:
+    a, e = row.actual, row.expected
+    if a is None or e is None or a.dtype == e.dtype:
+        return ""
+    return f" ({a.dtype} here, {e.dtype} expected)"
+
+
+def _draws_only(node: Node) -> bool:
+    """Whether a call gives random numbers and nothing else; attention with dropout computes too."""
+    return node.is_random == "random" and api_of(node.call.op) != "scaled_dot_product_attention"
+
+
+def _makes_sums(node: Node) -> bool:
+    """Whether a call adds numbers up; a module with weights does, as far as one can see."""
+    is_module = node.op_kind is None and any(row.role == "parameter" for row in node.inputs)
+    return node.makes_sums or is_module
 
 
 def _cuts_otherwise(node: Node) -> bool:

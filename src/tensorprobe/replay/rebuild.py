@@ -13,6 +13,7 @@ from tensorprobe.errors import NotReplayable, UnreadableCapture
 from tensorprobe.records import Call, Fields, Special, TensorRecord
 from tensorprobe.replay.allowed import dtype_named, format_named, function_named, type_named
 from tensorprobe.replay.decompositions import is_vendor_op
+from tensorprobe.replay.dtype_defaults import keep_eps, keep_eps_of_module
 
 # Where the content of a recorded tensor comes from: its file, or a generator.
 Source = Callable[[TensorRecord], torch.Tensor]
@@ -138,6 +139,7 @@ def rebuild(
             function = _function_at(place, call.op)
         args = tuple(builder.value(arg, f"argument {i}") for i, arg in enumerate(call.args))
         kwargs = {key: builder.value(value, key) for key, value in call.kwargs.items()}
+        args, kwargs = keep_eps(call, args, kwargs)
     except NotReplayable:
         raise
     except Exception as error:  # replaying one call: what its record says cannot be made
@@ -273,6 +275,7 @@ class _Builder:
         from tensorprobe.replay.modules import build_module
 
         module = build_module(self._call)
+        keep_eps_of_module(self._call, module)
         if self._place.dtype is not None:
             module = module.to(self._place.dtype)
         module = module.to(self._place.device)

@@ -222,6 +222,8 @@ def distinct(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def digests_agree(device: torch.device) -> bool:
     """Whether this device, whose 64-bit integers may be made of others, digests as the host."""
+    if device.type in ("cpu", "cuda"):  # they do, and to ask one would wait for it
+        return True
     sample = torch.arange(1, 600, dtype=torch.int32) * 7_654_321
     nbytes = sample.numel() * sample.element_size()
     try:
