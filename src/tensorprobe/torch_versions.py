@@ -235,10 +235,15 @@ def default_device() -> torch.device:
 
 def accelerator_type() -> str | None:
     """The kind of device that this build of torch is for, whether or not one is there."""
-    # 2.1 to 2.5 have no torch.accelerator: cuda, or the device that a package has registered.
+    # 2.1 to 2.5 have no torch.accelerator: cuda, or the device that a package has registered. That
+    # of 2.6 raises where no such device is there.
     if hasattr(torch, "accelerator"):
-        found = torch.accelerator.current_accelerator()
-        return None if found is None else found.type
+        try:
+            found = torch.accelerator.current_accelerator()
+        except RuntimeError:
+            pass
+        else:
+            return None if found is None else found.type
     private = torch._C._get_privateuse1_backend_name()
     if hasattr(torch, private):
         return private

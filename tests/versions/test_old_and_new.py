@@ -68,6 +68,14 @@ def test_kinds_of_tensors_are_told_apart(kind: str, make: Any) -> None:
     assert [torch_versions.key_bits(tensor) & bit for tensor in plain] == [0, 0, 0]
 
 
+def test_the_accelerator_of_the_build_is_told_without_a_device() -> None:
+    kind = torch_versions.accelerator_type()
+    if torch.version.cuda is None:
+        assert kind is None
+    else:
+        assert kind == "cuda"
+
+
 def test_memory_that_numpy_has_is_not_torchs_own() -> None:
     array = np.zeros(3)
     assert not torch_versions.is_own(torch.from_numpy(array).untyped_storage())
