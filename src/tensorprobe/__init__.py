@@ -14,6 +14,7 @@ from tensorprobe._version import __version__
 if TYPE_CHECKING:
     from tensorprobe.checking.run import Checked, check
     from tensorprobe.comparing.verdict import Culprit, Verdict
+    from tensorprobe.environment.collecting import Environment, env
     from tensorprobe.errors import (
         BadArtefact,
         BadUsage,
@@ -59,6 +60,7 @@ __all__ = [
     "Comparison",
     "Culprit",
     "DeviceUnusable",
+    "Environment",
     "Fields",
     "Finding",
     "Gap",
@@ -82,6 +84,7 @@ __all__ = [
     "__version__",
     "check",
     "compare",
+    "env",
     "load",
     "reference",
     "repro",
@@ -99,6 +102,7 @@ _HOMES = {
     "Comparison": "tensorprobe.report.saving",
     "Culprit": "tensorprobe.comparing.verdict",
     "DeviceUnusable": "tensorprobe.errors",
+    "Environment": "tensorprobe.environment.collecting",
     "Fields": "tensorprobe.records",
     "Finding": "tensorprobe.guarding.findings",
     "Gap": "tensorprobe.records",
@@ -121,6 +125,7 @@ _HOMES = {
     "WriteFailed": "tensorprobe.errors",
     "check": "tensorprobe.checking.run",
     "compare": "tensorprobe.report.saving",
+    "env": "tensorprobe.environment.collecting",
     "load": "tensorprobe.store.loading",
     "reference": "tensorprobe.replay.references",
     "repro": "tensorprobe.replay.repro",

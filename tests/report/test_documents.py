@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import tensorprobe as tp
 from conftest import Made, type_command
+from recorded import record
 from tensorprobe.errors import BadArtefact
 from tensorprobe.report.documents import read_document
 
@@ -49,6 +53,33 @@ def test_a_guard(tmp_path: Path, opened: Callable[..., Any]) -> None:
     for text in (found["name"], found["reason"], found["next"], *found["travelled"]):
         assert text in shown
     assert f"it reached {found['reached']}" in shown
+
+
+def test_in_python_too_they_write_a_page(tmp_path: Path, opened: Callable[..., Any]) -> None:
+    capture = record(tmp_path / "run", lambda: torch.linspace(1, 2, 6).sin().sqrt())
+    checked = tp.check(capture, tmp_path / "checked")
+    shown = opened((checked.path / "report.html").as_uri()).locator("main").inner_text()
+    assert "All checked calls pass" in shown
+    assert "torch.Tensor.sin" in shown
+
+    with tp.Guard(tmp_path / "guard", overflow_nums=-1) as guard:
+        torch.zeros(3).log().sum()
+        torch.zeros(3).div(torch.zeros(3))
+    shown = opened((guard.path / "report.html").as_uri()).locator("main").inner_text()
+    assert guard.findings
+    assert guard.findings[0].name in shown
+    assert guard.findings[0].reason in shown
+
+
+def test_a_guard_with_nowhere_to_write_leaves_the_program_alone(tmp_path: Path) -> None:
+    told: list[str] = []
+    with tp.Guard(tmp_path / "guard", overflow_nums=-1, log=told.append) as guard:
+        shutil.rmtree(tmp_path / "guard", ignore_errors=True)
+        (tmp_path / "guard").write_text("in the way")
+        torch.zeros(3).div(torch.zeros(3))
+    assert guard.failed is not None
+    assert guard.findings
+    assert told.count(f"{guard.failed}. The program goes on") == 1
 
 
 def test_an_incident(tmp_path: Path, opened: Callable[..., Any]) -> None:

@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,15 @@ def test_no_text_gets_out_of_its_block() -> None:
 def test_long_hidden_and_broken_texts_are_shown_safely() -> None:
     assert shown("a" * 10_000_000).endswith("... (10000000 characters)")
     assert shown("\u202egpj\ud800\x1b") == "\\u202egpj\\ud800\\x1b"
+
+
+def test_the_script_waits_for_the_first_block_only() -> None:
+    blocks = {"index": b"1", "details": b"2"}
+    page = html.page("", (), blocks).decode()
+    index, script, details = (page.index(f"<script{each}") for each in (
+        ' type="application/json" id="index"', ">", ' type="application/json" id="details"',
+    ))  # fmt: skip
+    assert index < script < details
 
 
 def test_the_page_without_data_is_small() -> None:
@@ -275,6 +285,61 @@ def test_model_explorer_has_the_graph_and_its_errors(
     assert found["value"] == pytest.approx(comparison.verdict.culprits[0].own_error, rel=0.5)
     assert found["bgColor"] == "#d1430b"
     assert all(math.isfinite(each["value"]) for each in errors[one["id"]]["results"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_model_explorers_own_classes_take_the_files(
+    comparison: tp.Comparison, tmp_path: Path
+) -> None:
+    """The package is not run: it looks for updates. Its classes say which fields there are."""
+    where = tmp_path / "package"
+    words = ["pip", "install", "--quiet", "--no-deps", "--target", where, "ai-edge-model-explorer"]
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"ai-edge-model-explorer cannot be installed: {done.stderr[-200:]}")
+    paths = comparison.save(tmp_path / "out", model_explorer=True)
+    code = MODEL_EXPLORER.format(where=str(where), graph=str(paths[-2]), errors=str(paths[-1]))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == len(nodes_of(paths[-2]))
+
+
+def nodes_of(path: Path) -> list[Any]:
+    return [node for graph in json.loads(path.read_text())["graphs"] for node in graph["nodes"]]
+
+
+MODEL_EXPLORER = """
+import json, sys, types
+package = types.ModuleType("model_explorer")
+package.__path__ = [{where!r} + "/model_explorer"]
+sys.modules["model_explorer"] = package
+from model_explorer import graph_builder as g, node_data_builder as n
+found = json.load(open({graph!r}))
+for graph in found["graphs"]:
+    for node in graph["nodes"]:
+        node["attrs"] = [g.KeyValue(**each) for each in node["attrs"]]
+        node["incomingEdges"] = [g.IncomingEdge(**each) for each in node["incomingEdges"]]
+    graph["nodes"] = [g.GraphNode(**node) for node in graph["nodes"]]
+    ids = {{node.id for node in graph["nodes"]}}
+    assert len(ids) == len(graph["nodes"])
+    assert {{e.sourceNodeId for node in graph["nodes"] for e in node.incomingEdges}} <= ids
+found["graphs"] = [g.Graph(**graph) for graph in found["graphs"]]
+collection = g.GraphCollection(**found)
+text = open({errors!r}).read()
+errors = json.loads(text)
+for each in errors.values():
+    each["results"] = {{k: n.NodeDataResult(**v) for k, v in each["results"].items()}}
+    each["thresholds"] = [n.ThresholdItem(**v) for v in each["thresholds"]]
+data = n.ModelNodeData({{k: n.GraphNodeData(**each) for k, each in errors.items()}})
+written = json.loads(data.to_json_string())
+for key, each in json.loads(text).items():
+    assert {{k: written[key][k] for k in each}} == each
+assert set(data.graphsData) == {{graph.id for graph in collection.graphs}}
+assert all(set(data.graphsData[graph.id].results) == {{node.id for node in graph.nodes}}
+           for graph in collection.graphs)
+print(sum(len(graph.nodes) for graph in collection.graphs))
+"""
 
 
 # --- what it is built from

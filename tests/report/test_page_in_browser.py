@@ -16,6 +16,8 @@ from conftest import Made
 from recorded import record
 from tensorprobe.comparing.rounding import number_text
 from tensorprobe.records import Call, Capture, Gap, Special, TensorRecord
+from tensorprobe.report.chinese import in_chinese
+from tensorprobe.report.documents import FILES, write_document
 from tensorprobe.store.frames import users_line
 
 Make = Callable[[str, str], Made]
@@ -61,6 +63,9 @@ def test_what_is_shown_is_what_the_verdict_says(
     assert panel.locator("svg.chart").count() >= 1
     assert "worst elements" in panel.inner_text()
     assert first["stack"][0] in panel.inner_text()
+    if "worst" in first["metrics"]:
+        assert "float64 says" in panel.inner_text()
+    assert (wrong == "nan") != ("worst" in first["metrics"])
     assert f"call={first['name']}" in page.url
 
     # the table
@@ -159,12 +164,29 @@ def test_links_languages_and_colours_survive(made: Make, opened: Open) -> None:
     page.locator("#language").click()
     assert "出现偏差" in page.locator("#answer").inner_text()
     assert page.evaluate("document.documentElement.lang") == "zh-CN"
+    reason = report.verdict["culprits"][0]["reason"]
+    assert page.locator("#verdict .reason").first.inner_text() == in_chinese(reason)
+    assert reason not in page.locator("body").inner_text()
     before = page.evaluate("getComputedStyle(document.body).backgroundColor")
     page.locator("#theme").click()
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") != before
 
     page = opened(report.url, locale="zh-CN", color_scheme="dark")
     assert "出现偏差" in page.locator("#answer").inner_text()
+
+
+@pytest.mark.slow
+def test_on_paper_nothing_is_folded(made: Make, opened: Open) -> None:
+    page = opened(made("llama", "silu").url)
+    assert page.locator("#environments[open]").count() == 0
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.locator("details:not([open])").count() == 0
+    page.locator("#graph .box").first.wait_for()
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.locator("#environments[open]").count() == 0
+    page.emulate_media(media="print")
+    grey = page.locator("#verdict").evaluate("e => getComputedStyle(e).borderLeftColor")
+    assert len(set(re.findall(r"\d+", grey))) == 1
 
 
 def test_both_runs_stand_side_by_side(made: Make, opened: Open) -> None:
@@ -276,6 +298,75 @@ def test_nothing_in_a_hostile_capture_is_executed(tmp_path: Path, opened: Open) 
     assert page.locator("img, svg[onload], iframe, object, embed").count() == 0
     assert page.locator("script:not([type])").count() == 1
     assert page.evaluate("({}).polluted === undefined")
+
+
+def _attacked(value: Any, attack: str) -> Any:
+    """The same with the attack in the place of every text."""
+    if isinstance(value, dict):
+        return {key: _attacked(part, attack) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_attacked(part, attack) for part in value]
+    return attack if isinstance(value, str) else value
+
+
+DOCUMENTS: dict[str, dict[str, Any]] = {
+    "check": {
+        "counts": {"calls": 1, "checked": 1, "pass": 0, "fail": 1, "crashed": 0, "skipped": 0},
+        "notes": ["n"],
+        "calls": [{
+            "name": "a", "op": "o", "module": "m", "verdict": "fail", "reason": "r", "error": 2.0,
+            "alike": 0, "repro": "c", "recorded": "w", "tensors": [{
+                "name": "t", "device_dtype": "d", "shape": ["s"], "error": 1.0, "limit": 1.0,
+                "max_abs": 1.0, "reason": "r",
+            }],
+        }],
+    },
+    "guard": {
+        "warnings": [{"reason": "w"}],
+        "findings": [{
+            "name": "a", "kind": "nonfinite", "step": 0, "rank": 0, "module": "m", "op": "o",
+            "reason": "r", "stack": ["s"], "metrics": {"output.0": {"dtype": "d"}}, "affected": 2,
+            "inputs": "i", "repro": "p", "travelled": ["b"], "reached": "l", "next": "n",
+        }],
+    },
+    "incident": {
+        "incidents": [{
+            "node": "a", "op_type": "t", "conclusion": "c", "next": ["n", "tensorprobe x"],
+            "kernel": "k", "files": {"f": "g"}, "inputs": [{"x": "y"}], "warnings": ["w"],
+            "missing": [{"what": "w", "why": "y", "settings": ["s"]}], "error_codes": ["0x1"],
+        }],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DOCUMENTS)
+def test_nothing_in_a_hostile_document_is_executed(kind: str, tmp_path: Path, opened: Open) -> None:
+    for number, attack in enumerate(ATTACKS[:4]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        found = _attacked(DOCUMENTS[kind], attack)
+        if kind == "check":
+            found["calls"][0]["verdict"] = "fail"
+        (folder / FILES[kind][0]).write_bytes(msgspec.json.encode(found))
+        page = opened(write_document(kind, folder).as_uri())
+        if kind == "check":
+            page.locator("#calls .vt-spacer .vt-row").first.click()
+        page.locator("#language").click()
+        assert attack in page.locator("main").inner_text()
+        assert page.locator("img, svg[onload], iframe, object, embed").count() == 0
+        assert page.locator("script:not([type])").count() == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [360, 720])  # a telephone; a screen at 200 %
+def test_nothing_sticks_out_of_a_narrow_window(made: Make, opened: Open, width: int) -> None:
+    page = opened(made("llama", "silu").url, viewport={"width": width, "height": 800})
+    page.locator("#graph").scroll_into_view_if_needed()
+    page.locator("#graph .box").first.wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.locator("button.primary").first.click()
+    page.locator("#call canvas").first.wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_the_policy_lets_no_other_script_run(made: Make, browser: Any) -> None:

@@ -32,12 +32,12 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("cli/doors.py", "importlib"): (1, "the doors of the peers, by their own names"),
     ("cli/doors.py", "importlib.abc"): (1, "types"),
     ("cli/doors.py", "importlib.machinery"): (1, "the same: a finder for those names"),
+    ("cli/env.py", "importlib"): (1, "torch and torch_npu, by these names"),
     ("cli/main.py", "importlib"): (1, "verbs, from our table"),
     ("cli/run.py", "getattr"): (1, "options of our own parser"),
     ("comparing/align.py", "getattr"): (2, "fields of our own records"),
     ("comparing/comparison.py", "importlib.util"): (1, "whether torch is there"),
     ("comparing/culprit.py", "getattr"): (1, "fields of our own records"),
-    ("comparing/mapping.py", "yaml.load"): (1, "with a loader made of yaml.SafeLoader"),
     ("comparing/measure.py", "pickle.load"): (1, "what our own worker sends back, on its socket"),
     ("comparing/suspects.py", "getattr"): (1, "fields of our own records"),
     ("demo/train_npu.py", "runpy"): (1, "the demo's own script"),
@@ -83,7 +83,7 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
         2,
         "about its own state, for the type checker",
     ),
-    ("peers/msprobe/msprobe_command.py", "getattr"): (2, "options of our own parser"),
+    ("peers/msprobe/msprobe_command.py", "getattr"): (3, "options of our own parser"),
     ("peers/msprobe/msprobe_seeding.py", "getattr"): (
         1,
         "dropout functions, from the table of that file",
@@ -142,6 +142,7 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
         "what `compare` sends to its worker, on its socket",
     ),
     ("tensors/torch_ops.py", "getattr"): (1, "torch's module of the device of a live tensor"),
+    ("tensors/yaml_files.py", "yaml.load"): (1, "with a loader made of yaml.BaseLoader"),
     ("torch_versions.py", "getattr"): (2, "dispatch keys and devices, by names of our own"),
 }
 

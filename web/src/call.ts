@@ -2,12 +2,13 @@
 
 import { command, commandsFor, recordMore, viewCommand } from "./commands";
 import { CallDetails, FLAG, Report, TensorLine } from "./data";
-import { announce, copy, exact, h, name, number, whole } from "./dom";
+import { announce, copy, exact, h, name, number, said, whole } from "./dom";
 import { marksOf, severityBadge } from "./calls";
 import { pictureOf } from "./pictures";
 import { plainTable } from "./table";
+import { sameOnOthers } from "./ranks";
 import { sourceLines } from "./verdict";
-import { t, tOf } from "./words";
+import { t, tOf, Word } from "./words";
 
 const STATISTICS = ["m_min", "m_max", "m_mean", "m_norm", "m_nan", "m_inf", "m_zero"] as const;
 
@@ -63,6 +64,8 @@ export class CallPanel {
       this.tensors(details, body);
       this.stack(details, body);
     }
+    const others = sameOnOthers(r, i, this.go);
+    if (others) body.append(others);
     this.neighbours(i, body);
     body.append(h("h3", {}, t("commands")), ...commandsFor(r, i).map(([what, text]) => command(text, what)));
   }
@@ -74,7 +77,10 @@ export class CallPanel {
   private culprit(i: number, body: HTMLElement): void {
     const culprit = this.report.culpritAt.get(i);
     if (!culprit) return;
-    body.append(h("div", { class: "note bad" }, h("strong", {}, culprit.proof === "replayed" ? `${t("replay")}: ` : ""), name(culprit.reason, { class: "text" })));
+    body.append(h("div", { class: "note bad" }, h("strong", {}, culprit.proof === "replayed" ? `${t("replay")}: ` : ""), said(culprit.reason)));
+    const worst = culprit.metrics.worst as { at: number[]; recorded: number | string; replayed: number | string } | undefined;
+    if (worst && culprit.side)
+      body.append(h("p", { class: "replayed" }, t("replayedWorst", { at: `${culprit.tensor ?? ""}[${worst.at.join(", ")}]`, right: exact(worst.replayed), side: t(culprit.side as Word), wrong: exact(worst.recorded) })));
     const at = this.report.index.verdict!.culprits.indexOf(culprit);
     const source = this.report.index.culprits?.[at]?.source;
     if (source) body.append(h("h3", {}, t("source")), sourceLines(source));

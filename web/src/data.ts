@@ -35,11 +35,13 @@ export interface Picture {
   maps?: { top: number; decades: number; shape: number[]; folded: number; of: Record<string, [number, number, string]> } | null;
 }
 
+export interface Links { call: string; link: string; names: [string, string, number, number][] }
+
 export interface Index {
   format: number; kind: string; tool: string; verdict?: Verdict; text?: string[]; path?: string; culprits?: MoreOfCulprit[];
   structure?: string[]; environments: string[][]; gaps: { total: number; rows: [string, string, string, number, number][] };
   kept: string[]; calls: Record<string, string>; n: number; strings: string[]; edges: Record<string, string>;
-  pictures: Record<string, Picture[]>; lacks?: boolean; of?: number; out?: string;
+  links?: Links; chinese?: Record<string, string>; pictures: Record<string, Picture[]>; lacks?: boolean; of?: number; out?: string;
 }
 
 export interface Details {
@@ -91,9 +93,10 @@ export class Report {
   readonly severity: Uint8Array; // places in SEVERITIES
   readonly isComparison: boolean;
   private names: Map<string, number[]> | null = null;
-  private source: DetailSource | null | undefined; // read when a call is opened
+  private source: Promise<DetailSource | null> | undefined; // read when a call is opened
+  private communications: Map<number, number[]> | undefined;
 
-  constructor(readonly index: Index, private readonly readDetails: () => Details | null, private readonly served: Served | null) {
+  constructor(readonly index: Index, private readonly readDetails: () => Promise<Details | null>, private readonly served: Served | null) {
     const c = index.calls;
     this.n = index.n;
     this.strings = index.strings;
@@ -142,13 +145,28 @@ export class Report {
 
   /** What is known of one call; null where neither the page nor a server has it. */
   async details(i: number): Promise<CallDetails | null> {
-    if (this.source === undefined) {
-      const details = this.readDetails();
-      this.source = details === null ? null : new DetailSource(details);
-    }
-    if (this.source !== null) return this.source.get(i);
+    this.source ??= this.readDetails().then((details) => (details === null ? null : new DetailSource(details)));
+    const source = await this.source;
+    if (source !== null) return source.get(i);
     if (this.served !== null) return new DetailSource(await this.served.get(`call/${i}`) as Details).get(0);
     return null;
+  }
+
+  /** The calls of several ranks that are one communication, by its number. */
+  links(): Map<number, number[]> {
+    if (this.communications === undefined) {
+      this.communications = new Map();
+      const links = this.index.links;
+      if (links) {
+        const calls = i32(links.call), of = i32(links.link);
+        for (let k = 0; k < calls.length; k++) {
+          const known = this.communications.get(of[k]);
+          if (known) known.push(calls[k]);
+          else this.communications.set(of[k], [calls[k]]);
+        }
+      }
+    }
+    return this.communications;
   }
 
   async pictures(i: number): Promise<Picture[] | null> {
@@ -207,4 +225,10 @@ export class Served {
 export function block(id: string): any {
   const element = document.getElementById(id);
   return element === null ? null : JSON.parse(element.textContent ?? "null");
+}
+
+/** A block that stands behind the script: the page can be used before the browser has read it. */
+export async function laterBlock(id: string): Promise<any> {
+  if (document.readyState === "loading") await new Promise((done) => document.addEventListener("DOMContentLoaded", done, { once: true }));
+  return block(id);
 }

@@ -1,16 +1,16 @@
 // The pages of a check, of a guard, of an incident, and of a folder.
 
 import { command } from "./commands";
-import { h, name, number, whole } from "./dom";
+import { h, name, number, said, whole } from "./dom";
 import { plainTable, VirtualTable } from "./table";
-import { t, tOf, Word } from "./words";
+import { sentence, t, tOf, Word } from "./words";
 
 type Row = Record<string, any>;
 
 const title = (badge: string, sign: string, words: string): HTMLElement =>
   h("h1", { id: "answer" }, h("span", { class: "badge" }, h("span", { "aria-hidden": "true" }, `${sign} `), badge), " ", words);
 
-const text = (value: unknown): HTMLElement => name(value === null || value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value), { class: "text" });
+const text = (value: unknown): HTMLElement => said(value === null || value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value));
 const list = (word: Word, items: unknown[]): HTMLElement | null =>
   items.length ? h("div", { class: "note warn" }, h("strong", {}, t(word)), h("ul", {}, ...items.map((each) => h("li", {}, text(each))))) : null;
 
@@ -68,7 +68,7 @@ function callRows(rows: Row[]): HTMLElement {
     { title: t("c_module"), width: "minmax(100px, 1fr)", cell: (i) => name(rows[i].module), compare: by("module") },
     { title: t("limit"), width: "90px", right: true, cell: (i) => (typeof rows[i].error === "number" ? number(rows[i].error) : ""), compare: (a, b) => (rows[a].error ?? -1) - (rows[b].error ?? -1) },
     { title: t("alike"), width: "70px", right: true, cell: (i) => whole(rows[i].alike ?? 0), compare: (a, b) => (rows[a].alike ?? 0) - (rows[b].alike ?? 0) },
-    { title: t("reason"), width: "minmax(160px, 3fr)", cell: (i) => String(rows[i].reason ?? "") },
+    { title: t("reason"), width: "minmax(160px, 3fr)", cell: (i) => sentence(String(rows[i].reason ?? "")) },
   ], t("calls"), open, (i) => rows[i].verdict);
   const count = h("span", { class: "count", role: "status" });
   const input = h("input", { type: "search", class: "filter", placeholder: t("filter"), "aria-label": t("filter") });
@@ -125,17 +125,24 @@ function metricsTable(metrics: [string, unknown][]): HTMLElement {
 
 // --- incident
 
+/** A fact as lines of a table: each part of a larger one has its own. */
+function lines(key: string, value: unknown): (HTMLElement | string)[][] {
+  if (value !== null && typeof value === "object" && !Array.isArray(value))
+    return Object.entries(value).filter(([, part]) => part !== null && part !== "").map(([inner, part]) => [h("span", { class: "key-name" }, name(`${key}.${inner}`)), text(part)]);
+  return [[h("span", { class: "key-name" }, name(key)), text(Array.isArray(value) ? value.map((each) => (typeof each === "string" ? each : JSON.stringify(each))).join(", ") : value)]];
+}
+
 export function incidentPage(index: Row): HTMLElement[] {
   const incidents = index.incidents as Row[];
   if (!incidents.length) return [h("section", { class: "verdict match", id: "verdict" }, title(t("pass"), "✓", t("incident_none")))];
   return incidents.map((each, at) => {
     const section = h("section", { class: "verdict diverged", id: at === 0 ? "verdict" : null },
-      h(at === 0 ? "h1" : "h2", {}, h("span", { class: "badge" }, h("span", { "aria-hidden": "true" }, "✗ "), "AI Core"), " ", name(each.node ?? each.kernel ?? "?", { class: "name culprit-name" }), each.op_type ? ` (${each.op_type})` : ""),
-      h("p", { class: "reason" }, text(each.conclusion)));
+      h(at === 0 ? "h1" : "h2", { id: at === 0 ? "answer" : null }, h("span", { class: "badge" }, h("span", { "aria-hidden": "true" }, "✗ "), t("aiCoreError")), " ", name(each.node ?? each.kernel ?? "?", { class: "name culprit-name" }), each.op_type && each.op_type !== each.node ? ` (${each.op_type})` : ""),
+      h("p", { class: "fault" }, text(each.conclusion)));
     const next = (each.next ?? []) as string[];
     if (next.length) section.append(h("div", { class: "next" }, h("h2", {}, t("next")), ...next.map((step) => (/^(tensorprobe|python|export|msaicerr) /.test(step) ? command(step) : h("p", {}, text(step))))));
     const facts = Object.entries(each).filter(([key, value]) => !["conclusion", "next", "inputs", "outputs", "values", "warnings", "missing", "error_bits", "cores", "addresses"].includes(key) && value !== null && value !== "" && !(Array.isArray(value) && !value.length));
-    section.append(h("h3", {}, t("details")), plainTable(["", ""], facts.map(([key, value]) => [name(key), text(value)]), [], t("details")));
+    section.append(h("h3", {}, t("details")), plainTable(["", ""], facts.flatMap(([key, value]) => lines(key, value)), [], t("details")));
     for (const key of ["error_bits", "cores", "inputs", "outputs", "values", "addresses"]) {
       const rows = (each[key] ?? []) as Row[];
       if (!rows.length) continue;

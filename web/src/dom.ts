@@ -1,5 +1,7 @@
 // Elements made of text: nothing here takes markup, so no data can become any.
 
+import { currentLanguage, sentence } from "./words";
+
 type Child = Node | string | number | null | undefined | false;
 type Props = Record<string, string | number | boolean | null | undefined | ((event: any) => void)>;
 
@@ -36,6 +38,12 @@ export function clear(element: Element): void {
 /** A name that came from a file: kept apart from the text around it, whatever letters it has. */
 export function name(text: string, more: Props = {}): HTMLElement {
   return h("bdi", { class: "name", ...more }, text);
+}
+
+/** A sentence of the report, in the language of the page; a screen reader is told where that is another one. */
+export function said(text: string, more: Props = {}): HTMLElement {
+  const shown = sentence(text);
+  return h("bdi", { class: "text", lang: shown === text && currentLanguage() === "zh" ? "en" : null, ...more }, shown);
 }
 
 export function download(filename: string, type: string, text: string): void {

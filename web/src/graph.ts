@@ -89,7 +89,8 @@ export class GraphView {
     }).observe(this.element);
   }
 
-  private ready(): void {
+  /** Lay it out, if it is not yet. */
+  ready(): void {
     if (this.made) return;
     this.made = true;
     const first = this.report.index.verdict?.culprits[0];

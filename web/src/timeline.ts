@@ -11,6 +11,7 @@ const LEAST = 0.05;
 const SERIES: Severity[] = ["equal", "rounding", "inherited", "own", "one-sided", "follows", "culprit"];
 const SIZE: Record<Severity, number> = { equal: 4, rounding: 4, inherited: 5, own: 7, "one-sided": 6, follows: 8, culprit: 13 };
 const HEIGHT = 280;
+const SHAPED: Severity[] = ["own", "culprit"]; // drawn here: not by their colour alone are they known
 
 interface Stretch { from: number; to: number; step: number; rank: number; phase: number }
 
@@ -95,14 +96,14 @@ export class Timeline {
     const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, font: "12px system-ui, sans-serif" };
     const from = (kind: Severity): uPlot.Series => ({
       label: kind, scale: "y", stroke: colour(`--${kind}`), fill: colour(`--${kind}`), paths: () => null,
-      points: { show: true, size: SIZE[kind], width: 0, fill: colour(`--${kind}`), stroke: colour(`--${kind}`) },
+      points: { show: !SHAPED.includes(kind), size: SIZE[kind], width: 0, fill: colour(`--${kind}`), stroke: colour(`--${kind}`) },
     });
     const options: uPlot.Options = {
       width, height: HEIGHT, legend: { show: false }, padding: [14, 12, 0, 4],
       cursor: { drag: { x: true, y: false, setScale: false, dist: 6 }, points: { show: false }, y: false, focus: { prox: 30 } },
       scales: {
         x: { time: false, range: () => this.range },
-        y: { range: () => [FLOOR - 0.5, this.top + 0.5] },
+        y: { range: () => [FLOOR - 0.5, this.top + 0.14 * (this.top - FLOOR)] }, // names of phases are above
       },
       axes: [
         { ...axis, size: 34, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) && this.calls[tick] !== undefined ? String(this.calls[tick]) : "")) },
@@ -215,6 +216,7 @@ export class Timeline {
     ctx.font = `bold ${12 * devicePixelRatio}px system-ui, sans-serif`;
     ctx.textAlign = "left";
     const d = devicePixelRatio;
+    this.shapes(u, d);
     this.crosses(u, d);
     let named = 0;
     for (let k = Math.max(0, Math.ceil(this.range[0])); k <= Math.min(this.calls.length - 1, this.range[1]); k++) {
@@ -252,15 +254,38 @@ export class Timeline {
     ctx.restore();
   }
 
+  /** Culprits as triangles, calls that add an error as diamonds: as the legend has them. */
+  private shapes(u: uPlot, d: number): void {
+    const { ctx } = u;
+    for (const kind of SHAPED) {
+      const size = (SIZE[kind] / 2 + 1) * d;
+      ctx.fillStyle = colour(`--${kind}`);
+      ctx.beginPath();
+      for (const k of this.shown[0] ?? []) {
+        if (SERIES[this.group[k]] !== kind) continue;
+        const x = u.valToPos(k, "x", true), y = u.valToPos(this.y[k], "y", true);
+        ctx.moveTo(x, y - size);
+        ctx.lineTo(x + size, kind === "culprit" ? y + size : y);
+        if (kind === "own") ctx.lineTo(x, y + size);
+        ctx.lineTo(x - size, kind === "culprit" ? y + size : y);
+        ctx.closePath();
+      }
+      ctx.fill();
+    }
+  }
+
   /** Over each call that gives NaN or infinity, on either side. */
   private crosses(u: uPlot, d: number): void {
     const { ctx } = u;
     ctx.strokeStyle = colour("--ink");
-    ctx.lineWidth = 1.4 * d;
+    ctx.lineWidth = 1.2 * d;
     ctx.beginPath();
+    let free = -Infinity;
     for (const k of this.shown[0] ?? []) {
       if (!(this.report.flags[this.calls[k]] & (FLAG.nonfiniteActual | FLAG.nonfiniteExpected))) continue;
-      const x = u.valToPos(k, "x", true), y = u.valToPos(this.y[k], "y", true) - 7 * d;
+      const x = u.valToPos(k, "x", true), y = u.valToPos(this.y[k], "y", true) - 8 * d;
+      if (x < free) continue; // beside each other they would be a bar
+      free = x + 9 * d;
       ctx.moveTo(x - 3 * d, y - 3 * d);
       ctx.lineTo(x + 3 * d, y + 3 * d);
       ctx.moveTo(x + 3 * d, y - 3 * d);

@@ -2,9 +2,9 @@
 
 import { command, quote } from "./commands";
 import { Culprit, MoreOfCulprit, Report, Source } from "./data";
-import { h, name, number, whole } from "./dom";
+import { h, name, number, said, whole } from "./dom";
 import { plainTable } from "./table";
-import { has, t, tOf, Word } from "./words";
+import { has, sentence, t, tOf, Word } from "./words";
 
 export function inWords(culprit: Culprit): string {
   const cause = `cause_${culprit.cause}`;
@@ -34,7 +34,7 @@ export function verdictSection(report: Report, open: (i: number) => void): HTMLE
     // at chosen places "match" promises something else, which the verdict's own words say
     const own = (report.index.text?.[0] ?? "").replace(/^[a-z]+: /, "");
     const words = verdict.verdict !== "match" ? verdict.reason ?? own : verdict.at?.length ? own : t("matchLong");
-    section.append(h("h1", { id: "answer" }, badge, " ", words));
+    section.append(h("h1", { id: "answer" }, badge, " ", said(words)));
     section.append(h("p", { class: "sub" }, t("alignedCalls", { n: whole(verdict.counts.aligned) }), " · ", tOf("by_", verdict.mode)));
   }
   const places = verdict.boundaries ?? [];
@@ -51,8 +51,8 @@ function placesTable(report: Report, open: (i: number) => void): HTMLElement {
     const label = name(each.actual);
     const bad = each.status === "beyond" || each.status === "undecided";
     return [at >= 0 ? h("button", { class: "link", click: () => open(at) }, label) : label, name(each.expected), name(each.tensor),
-      h("span", { class: bad ? "other" : null }, each.status), each.error === null ? "" : size(each.error), each.limit === null ? "" : size(each.limit),
-      name([each.row, each.note].filter(Boolean).join(" · "), { class: "text" })];
+      h("span", { class: bad ? "other" : null }, tOf("status_", each.status)), each.error === null ? "" : size(each.error), each.limit === null ? "" : size(each.limit),
+      name([each.row, each.note && sentence(each.note)].filter(Boolean).join(" · "), { class: "text" })];
   });
   return h("details", { class: "follows", open: places.length <= 40 }, h("summary", {}, t("places", { n: whole(places.length) })),
     plainTable([t("actual"), t("expected"), t("t_name"), t("c_status"), t("t_error"), t("limitWord"), ""], rows, [4, 5], t("places", { n: places.length })));
@@ -69,7 +69,7 @@ function culpritCard(report: Report, culprit: Culprit, more: MoreOfCulprit | nul
       h("span", { class: "sub" }, tOf("proof_", culprit.proof), culprit.weak ? ` · ${t("weak")}` : "")),
     h("p", { class: "where" }, `${t("inModule")} `, culprit.module ? name(culprit.module) : t("theProgram"), ", ", name(culprit.op),
       ` · ${t("step")} ${culprit.step}, ${t("rank")} ${culprit.rank}`),
-    h("p", { class: "reason" }, name(culprit.reason, { class: "reason-text" })),
+    h("p", { class: "reason" }, said(culprit.reason, { class: "reason-text" })),
     facts,
     at >= 0 ? h("p", {}, h("button", { class: "primary", click: () => open(at) }, t("openCall"))) : null);
   const right = h("div", { class: "card-right" }, more?.line ? h("p", { class: "line" }, name(more.line)) : null, more?.source ? sourceLines(more.source) : null);
@@ -78,10 +78,12 @@ function culpritCard(report: Report, culprit: Culprit, more: MoreOfCulprit | nul
     const verdict = report.index.verdict!;
     const next = h("div", { class: "next" }, h(isFirst ? "h2" : "h3", {}, t("next")));
     const found = /tensorprobe (run|repro|show|compare) .*/.exec(more.next);
-    next.append(found && found.index > 0 && !more.next.startsWith("tensorprobe") ? h("p", {}, name(more.next.slice(0, found.index))) : "", command(found ? found[0] : more.next));
+    const again = /^(.*), and compare$/.exec(found?.[0] ?? ""); // record more, on both sides
+    if (again) next.append(h("p", {}, t("recordAgain")), command(again[1].replace("...", "-o OUT train.py"), t("cmd_run")));
+    else next.append(command(found ? found[0] : more.next, tOf("cmd_", found ? found[1] : "")));
     if (culprit.cause === "result" && culprit.op.startsWith("torch.") && at >= 0)
       next.append(command(`tensorprobe run --reroute ${quote(culprit.name.replace(/\.(forward|backward)$/, ""))}=cpu train.py`, t("cmd_reroute")));
-    if (isFirst && verdict.mode === "tensors") next.append(command(`tensorprobe show ${quote(verdict.actual)} ${quote(culprit.name)}${culprit.step ? ` --step ${culprit.step}` : ""}`, t("cmd_show")));
+    if (isFirst && verdict.mode === "tensors" && found?.[1] !== "show") next.append(command(`tensorprobe show ${quote(verdict.actual)} ${quote(culprit.name)}${culprit.step ? ` --step ${culprit.step}` : ""}`, t("cmd_show")));
     card.append(next);
   }
   return card;
@@ -118,13 +120,13 @@ function beside(report: Report): HTMLElement {
   const verdict = index.verdict!;
   const found = h("div", { class: "beside" });
   const list = (title: string, items: string[], kind: string) => {
-    if (items.length) found.append(h("div", { class: `note ${kind}` }, h("strong", {}, title), h("ul", {}, ...items.map((each) => h("li", {}, name(each, { class: "text" }))))));
+    if (items.length) found.append(h("div", { class: `note ${kind}` }, h("strong", {}, title), h("ul", {}, ...items.map((each) => h("li", {}, said(each))))));
   };
   list(t("notes"), verdict.notes, "warn");
   list(t("facts"), verdict.facts, "warn");
   list(t("structure"), index.structure ?? [], "plain");
   if (index.gaps.total) {
-    const rows = index.gaps.rows.map(([side, what, why, step, rank]) => [side, name(what), name(why, { class: "text" }), `${step}`, `${rank}`]);
+    const rows = index.gaps.rows.map(([side, what, why, step, rank]) => [side, name(what), said(why), `${step}`, `${rank}`]);
     found.append(h("details", { class: "note warn" }, h("summary", {}, h("strong", {}, t("gaps")), ": ", t("gapsLong", { n: whole(index.gaps.total) })),
       plainTable(["", t("c_name"), t("reason"), t("step"), t("rank")], rows, [3, 4], t("gaps"))));
   } else found.append(h("p", { class: "sub" }, t("noGaps")));

@@ -1,4 +1,4 @@
-// Every word of the page, in two languages. What a report says in sentences of its own stays as it was written.
+// Every word of the page, in two languages. The Chinese of what a report says in sentences of its own comes with the data.
 
 export type Language = "en" | "zh";
 
@@ -164,6 +164,8 @@ const WORDS = {
   allEqual: ["All elements are equal.", "所有元素相等。"],
   disagree: ["{n} elements are NaN or infinite on one side only", "{n} 个元素仅一侧为 NaN 或无穷大"],
   replay: ["Replay", "重放"],
+  replayedWorst: ["At {at} float64 says {right}; {side} has {wrong}.", "在 {at} 处，float64 的结果是 {right}；{side} 为 {wrong}。"],
+  aiCoreError: ["AI Core error", "AI Core 错误"],
   inputsFrom: ["Made by", "来源"],
   outputsTo: ["Used by", "去向"],
   commands: ["Commands", "命令"],
@@ -171,15 +173,37 @@ const WORDS = {
   cmd_repro: ["Run it alone", "单独运行"],
   cmd_reroute: ["Run it elsewhere", "换到别处运行"],
   cmd_record: ["Record more of it", "记录更多"],
+  cmd_run: ["Record more of it", "记录更多"],
+  recordAgain: ["Record both sides again, and compare:", "重新记录两侧，再比较："],
+  cmd_compare: ["Compare again", "重新比较"],
+  cmd_: ["", ""],
   noDetails: ["The details of this call are not in this file. To see them:", "此文件中没有该调用的详细信息。查看方式："],
   notInFile: ["This file holds the verdict, the timeline and the culprits. For everything:", "此文件包含结论、时间轴和原因。查看全部："],
   thinned: ["{n} of {all} calls are in this file.", "此文件包含 {all} 个调用中的 {n} 个。"],
   ranks: ["Ranks and steps", "Rank 与步"],
   ranksHelp: [
-    "Each cell is a step of a rank. A triangle marks where a cause begins; the number is how many calls differ.",
-    "每个单元格是一个 rank 的一步。三角形标记原因的起点，数字为有差异的调用数。",
+    "Each cell is a step of a rank: ▲ a cause begins here, ↘ it came from another rank, · after the first cause and not judged. The number is how many calls differ.",
+    "每个单元格是一个 rank 的一步：▲ 原因始于此处，↘ 由其他 rank 传来，· 在首个原因之后，未作判断。数字为有差异的调用数。",
   ],
   notJudged: ["after the first culprit: inherits from it", "在首个原因之后：由其继承"],
+  received: ["came from rank {n}", "来自 rank {n}"],
+  nDiffer: ["{n} calls differ", "{n} 个调用有差异"],
+  collectives: ["What ranks told each other", "各 rank 之间的通信"],
+  collectivesHelp: [
+    "A line for each rank, in execution order; a column for each collective or message, which joins those that took part. Colours are those of the timeline: where a line changes colour, the damage came in.",
+    "每个 rank 一行，按执行顺序排列；每列是一次集合通信或消息，连接参与的 rank。颜色与时间轴相同：一行变色之处即损坏传入之处。",
+  ],
+  noCollectives: ["No collective was recorded that joins these ranks (those of DDP and FSDP are not calls of torch).", "没有记录到连接这些 rank 的集合通信（DDP 与 FSDP 的集合通信不是 torch 调用）。"],
+  collectivesShown: ["{a} to {b} of {n}", "第 {a} 至 {b} 个，共 {n} 个"],
+  earlier: ["Earlier", "更早"],
+  later: ["Later", "更晚"],
+  sameOnOthers: ["The same on the other ranks", "其他 rank 上的同一次通信"],
+  allRanks: ["all ranks", "所有 rank"],
+  status_equal: ["equal", "相等"],
+  status_within: ["within", "在限值内"],
+  status_undecided: ["undecided", "无法判定"],
+  status_beyond: ["beyond", "超出限值"],
+  "status_not compared": ["not compared", "未比较"],
   language: ["中文", "English"],
   theme: ["Light or dark", "浅色或深色"],
   skip: ["Skip to the calls", "跳到调用列表"],
@@ -239,6 +263,18 @@ export function t(word: Word, values: Record<string, string | number> = {}): str
 export function tOf(prefix: string, key: string): string {
   const word = `${prefix}${key}`;
   return word in WORDS ? t(word as Word) : key;
+}
+
+let sentences: Record<string, string> = {};
+
+/** The Chinese of the report's own sentences. */
+export function setSentences(chinese: Record<string, string>): void {
+  sentences = chinese;
+}
+
+/** A sentence of the report, in the language of the page where it is known. */
+export function sentence(text: string): string {
+  return language === "zh" && Object.hasOwn(sentences, text) ? sentences[text] : text;
 }
 
 export const has = (word: string): boolean => word in WORDS;

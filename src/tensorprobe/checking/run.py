@@ -19,6 +19,7 @@ from tensorprobe.checking.worker import Setting
 from tensorprobe.errors import BadUsage
 from tensorprobe.keywords import keywords
 from tensorprobe.notebooks import html_of
+from tensorprobe.pages import write_page
 from tensorprobe.records import Capture, count
 from tensorprobe.replay.pairing import ForwardBackward, pair
 from tensorprobe.store.loading import load
@@ -142,6 +143,7 @@ def check(
     rows = ordered(results.rows.values())
     if tables is not None:
         tables.write_tables(folder, rows)
+    write_page("check", folder)
     return Checked(folder, rows, counts, notes)
 
 

@@ -103,9 +103,6 @@ def run(args: argparse.Namespace) -> int:
             f"done and kept in '{args.path}'. The same command goes on from there"
         )
         return 1
-    from tensorprobe.report.documents import write_document
-
-    write_document("check", checked.path)
     say(*(as_options(line, args.option_names) for line in describe(checked, args.limit)))
     if checked.is_idle:
         warn("tensorprobe check: nothing was checked, every call was skipped for the reasons above")

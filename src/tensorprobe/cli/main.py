@@ -23,6 +23,7 @@ VERBS: dict[str, str] = {
     "demo": "the whole story on built-in data, no accelerator needed",
     "run": "record a script without editing it",
     "compare": "align two runs, name the call that made them differ",
+    "checkpoints": "two checkpoints: which weights differ, and by rounding only or not",
     "ranks": "the first call of all ranks that made NaN or infinity",
     "show": "what was recorded: calls, stacks, statistics",
     "check": "each recorded call alone against a high-precision reference",
@@ -30,6 +31,7 @@ VERBS: dict[str, str] = {
     "bisect": "the smallest set of ops which, run elsewhere, cures it",
     "view": "reports and recordings in a browser",
     "convert": "a capture in another layout: native, msprobe, ptdbg",
+    "env": "the environment of a run, and what two of them differ by",
     "doctor": "what makes recording quick here, what is missing, and why",
     "ascend": "Ascend artefacts: dumps, graphs, AI Core errors, OpUT cases",
 }

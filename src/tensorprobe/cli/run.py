@@ -569,17 +569,7 @@ class _Session:
         except GuardStopped as stopped:
             end = end or stopped
         self._trouble = self._trouble or self._guard.failed
-        self._write_page(self._guard)
         return end
-
-    def _write_page(self, guard: Guard) -> None:
-        """Beside findings.json; without that, on a full disk say, there is nothing to show."""
-        from tensorprobe.devices.process_rank import current_rank, world_size
-        from tensorprobe.report.documents import write_document
-
-        place = guard.path if world_size() == 1 else guard.path / f"rank{current_rank()}"
-        with contextlib.suppress(TensorprobeError, OSError):
-            write_document("guard", place)
 
     def _close(self) -> None:
         """End the recording; what is wrong with it is said."""

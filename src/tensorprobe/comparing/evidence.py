@@ -38,7 +38,8 @@ class OwnError(msgspec.Struct, frozen=True):
     """How far one output is from its replay, in units of what rounding explains.
 
     `rms` is over the whole tensor, `row` over the worst row, `gain` the share of the result that
-    is a systematic factor, in roundings, with its standard error `gain_sigma`.
+    is a systematic factor, in roundings, with its standard error `gain_sigma`. `worst` is the
+    element with the largest error: where it is, what was recorded, what the replay gives.
     """
 
     name: str
@@ -52,10 +53,18 @@ class OwnError(msgspec.Struct, frozen=True):
     law: str | None = None  # how its kernel rounds; None: nobody has calibrated it
     breach: Breach | None = None  # what of that the result breaks
     systematic: Breach | None = None  # the same if its kernel may round as often as it likes
+    worst: tuple[tuple[int, ...], float, float] | None = None
 
     @property
     def size(self) -> float:
         return max(self.rms, self.row / 2)
+
+    def told(self) -> dict[str, Any]:
+        """The worst element, for the metrics of a culprit."""
+        if self.worst is None:
+            return {}
+        at, recorded, replayed = self.worst
+        return {"worst": {"at": list(at), "recorded": recorded, "replayed": replayed}}
 
 
 class Evidence(msgspec.Struct, frozen=True):
@@ -283,7 +292,20 @@ def _compare(
         rms_d / rms_y if rms_y else math.inf,
         exact,
         u,
+        worst=_worst(d, x, y),
     )
+
+
+def _worst(
+    d: torch.Tensor, x: torch.Tensor, y: torch.Tensor
+) -> tuple[tuple[int, ...], float, float]:
+    """The element with the largest error, of a tensor and its replay."""
+    at = int(d.abs().argmax())
+    place, rest = [], at
+    for size in reversed(d.shape):
+        rest, index = divmod(rest, size)
+        place.append(index)
+    return tuple(reversed(place)), float(x.flatten()[at]), float(y.flatten()[at])
 
 
 def _row_rms(x: torch.Tensor) -> torch.Tensor:

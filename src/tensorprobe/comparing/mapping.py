@@ -8,17 +8,13 @@ from collections.abc import Mapping as AnyMapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tensorprobe.errors import BadArtefact, BadUsage, MissingDependency
+from tensorprobe.errors import BadUsage
 from tensorprobe.operators import native_name
 from tensorprobe.records import Call
-from tensorprobe.tensors.opening import open_named, read_text
+from tensorprobe.tensors.yaml_files import read_yaml
 
 # What wraps a model and adds a part to every path below it.
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-# As much as PyYAML reads in a few seconds.
-_MAX_NBYTES = 4 << 20
-_MAX_NAMES = 100_000
-_MAX_DEPTH = 20
 _CALL_PREFIXES = (
     "Functional", "Tensor", "Torch", "VF", "NPU", "Aten", "Distributed", "Module", "Ops",
     "Optimizer", "Function", "Saved", "Mint", "MintFunctional", "Primitive", "Cell", "Jit",
@@ -173,55 +169,12 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = read_text(open_named(path), path, _MAX_NBYTES)
-    except FileNotFoundError:
-        raise BadUsage(
-            f"no file '{path}': `mapping` takes a YAML or JSON file of actual: expected"
-        ) from None
-    tree = _parse(path, text)
+    tree = read_yaml(path, "mapping file", "actual: expected")
     if not isinstance(tree, dict):
         raise BadUsage(
             f"mapping file '{path}' holds a {type(tree).__name__}; expected 'actual: expected'"
         )
     return tree
-
-
-def _parse(path: Path, text: bytes) -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise MissingDependency("PyYAML", "a mapping file", "yaml") from None
-
-    class Loader(yaml.BaseLoader):
-        """Makes text of all that is no mapping or list, and follows no alias: one within another
-        within another is more than any memory holds."""
-
-        depth = nodes = 0
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-            self.nodes += 1
-            problem = (
-                ("an alias" if isinstance(event, yaml.AliasEvent) else "")
-                or (f"nested deeper than {_MAX_DEPTH}" if self.depth > _MAX_DEPTH else "")
-                or (f"more than {_MAX_NAMES} names" if self.nodes > _MAX_NAMES else "")
-            )
-            if problem:
-                raise BadArtefact(
-                    f"mapping file '{path}', line {event.start_mark.line + 1}: {problem}; "
-                    "expected 'actual: expected'"
-                )
-            self.depth += 1
-            node = super().compose_node(parent, index)
-            self.depth -= 1
-            return node
-
-    try:
-        return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise BadUsage(f"mapping file '{path}' is not YAML: {reason}") from error
 
 
 def _is_call(name: str) -> bool:

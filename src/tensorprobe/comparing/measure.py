@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import queue
+import re
 import socket
 import subprocess
 import sys
@@ -59,6 +60,7 @@ class Done(NamedTuple):
 
 
 Progress = Callable[[Done], None]
+_PLACE = re.compile(r"\.(?:input|output)\.\d+$")
 _Job = tuple[Blob, Blob, str, str]  # the contents of both sides, and their dtypes
 
 
@@ -100,7 +102,7 @@ class CallPair(msgspec.Struct, gc=False):
 
 def pair_tensors(pair: Pair) -> CallPair:
     """The tensors of a pair, by name; where an argument is given by position on one side and by
-    keyword on the other, by order and shape."""
+    keyword on the other, by order and shape. A gradient of one place is never that of another."""
     ours = _by_suffix(pair.actual)
     theirs = _by_suffix(pair.expected)
     if ours.keys() != theirs.keys() and ours and theirs:
@@ -116,13 +118,22 @@ def pair_tensors(pair: Pair) -> CallPair:
         other = theirs.get(name)
         if other is None:
             same = [r for r in free if r.role == record.role and r.shape == record.shape]
-            if same:
+            if same and not (
+                _has_place(pair.actual, record) and _has_place(pair.expected, same[0])
+            ):
                 other = same[0]
                 free.remove(other)
         rows.append(_tensor_pair(name, record, other))
     prefix = pair.expected.name + "." if pair.expected else ""
     rows += [TensorPair(record.name.removeprefix(prefix), None, record) for record in free]
     return CallPair(pair, rows)
+
+
+def _has_place(call: Call | None, record: TensorRecord) -> bool:
+    """Whether it is the gradient of a value that is known by its place: "output.1" of backward."""
+    if call is None or call.direction != "backward":
+        return False
+    return _PLACE.search(record.name) is not None
 
 
 def _without_wrappers(records: dict[str, TensorRecord]) -> dict[str, TensorRecord]:
@@ -285,9 +296,10 @@ def _stored_pair(row: TensorPair) -> StoredPair:
 
 
 class TerminalProgress:
-    """A bar on a terminal: calls, gigabytes, and how long it will take."""
+    """A bar on a terminal: calls (or another noun), gigabytes, and how long it will take."""
 
-    def __init__(self, delay_s: float = 0.5) -> None:
+    def __init__(self, delay_s: float = 0.5, noun: str = "calls") -> None:
+        self._noun = noun
         self._delay_s = delay_s  # what is over sooner needs no bar
         self._bar: Any = None
         self._task: Any = None
@@ -310,7 +322,9 @@ class TerminalProgress:
             TimeRemainingColumn,
         )
 
-        text = TextColumn("comparing {task.fields[calls]}/{task.fields[of_calls]} calls")
+        text = TextColumn(
+            f"comparing {{task.fields[calls]}}/{{task.fields[of_calls]}} {self._noun}"
+        )
         columns = (text, BarColumn(), DownloadColumn(), TimeRemainingColumn())
         self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
         fields = {"calls": done.calls, "of_calls": done.of_calls}

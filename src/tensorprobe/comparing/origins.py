@@ -491,7 +491,9 @@ def _own_error(node: Node, replays: Replays) -> Culprit | None:
     )
     row = node.output(own.name)
     kind = kind_by_direction(node)
-    return accuse(node, kind, reason, own.size, row=row, side=name, proof="replayed")
+    culprit = accuse(node, kind, reason, own.size, row=row, side=name, proof="replayed")
+    culprit.metrics = {**culprit.metrics, **own.told()}
+    return culprit
 
 
 def _one_sided(scene: Scene, node: Node, row: TensorPair, region: list[int], d: float) -> Found:

@@ -374,7 +374,7 @@ def _accuse(node: Node, side: Side, own: OwnError, size: float, faint: bool) -> 
     )
     if faint and own.law is None:
         reason += "; how its kernel rounds is not calibrated, so only a loose bound was used"
-    return accuse(
+    culprit = accuse(
         node,
         kind_by_direction(node),
         reason,
@@ -384,6 +384,8 @@ def _accuse(node: Node, side: Side, own: OwnError, size: float, faint: bool) -> 
         proof="replayed",
         weak=faint,
     )
+    culprit.metrics = {**culprit.metrics, **own.told()}
+    return culprit
 
 
 class _Broken(msgspec.Struct):
@@ -526,4 +528,6 @@ def _accuse_broken(found: _Broken) -> Culprit:
     row = node.output(own.name)
     kind = kind_by_direction(node)
     size = own.breach.size
-    return accuse(node, kind, reason, size, row=row, side=side, proof="replayed")
+    culprit = accuse(node, kind, reason, size, row=row, side=side, proof="replayed")
+    culprit.metrics = {**culprit.metrics, **own.told()}
+    return culprit

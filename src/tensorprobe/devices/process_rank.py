@@ -10,7 +10,7 @@ import torch
 
 def current_rank(environment: Mapping[str, str] | None = None) -> int:
     """The rank: from torch.distributed once it runs, before that from the launcher's variables."""
-    if _is_distributed():
+    if is_distributed():
         return torch.distributed.get_rank()
     return _first_number(
         environment, "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "LOCAL_RANK"
@@ -24,12 +24,13 @@ def local_rank(environment: Mapping[str, str] | None = None) -> int:
 
 def world_size(environment: Mapping[str, str] | None = None) -> int:
     """How many processes the job has."""
-    if _is_distributed():
+    if is_distributed():
         return torch.distributed.get_world_size()
     return _first_number(environment, "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", default=1)
 
 
-def _is_distributed() -> bool:
+def is_distributed() -> bool:
+    """Whether the process has a group, be it of itself alone."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 

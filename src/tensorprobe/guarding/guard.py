@@ -19,6 +19,7 @@ from tensorprobe.guarding.guard_options import check_numbers, check_timeout, che
 from tensorprobe.keywords import keywords
 from tensorprobe.native import background
 from tensorprobe.notebooks import html_of
+from tensorprobe.pages import write_page
 from tensorprobe.record.recorder import Recorder, say
 from tensorprobe.records import count
 from tensorprobe.store.outputs import check_writable
@@ -168,7 +169,7 @@ class Guard:
             self._own_recorder.step()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Stop for good, and write findings.json, with whatever was found."""
+        """Stop for good, and write findings.json with whatever was found, and its page."""
         if self._closed:
             return
         try:
@@ -176,6 +177,8 @@ class Guard:
         finally:
             self._closed = True
             self._write()
+            with self._refusals.told():
+                write_page("guard", self._place)
             self._close_recorder()
         self._log(self._summary())
 

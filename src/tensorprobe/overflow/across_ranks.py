@@ -171,7 +171,7 @@ class _Order:
             if call is self._events.get(rank):
                 yield None, call
             elif kind_of(call) is Kind.COMMUNICATES and call.direction == "forward":
-                key = _speakers(call)
+                key = speakers(call)
                 if key is None:
                     self._unlinked[api_of(call)] += 1
                     continue
@@ -229,7 +229,7 @@ class _Order:
             self._knows[rank] |= known
 
 
-def _speakers(call: Call) -> tuple[str, str] | None:
+def speakers(call: Call) -> tuple[str, str] | None:
     """By what a communication is known to all of its members; None where that is not recorded."""
     api = api_of(call)
     if api in _SENDS or api in _RECEIVES:

@@ -263,10 +263,10 @@ def file_name(name: str, suffix: str) -> str:
 
 
 def numbered(folder: Path, pattern: re.Pattern[str], root: Path) -> list[tuple[int, Path]]:
-    """The sub-folders whose name is a word and a number, by that number."""
+    """The sub-folders whose name is a word and a number, by that number; without one it is 0."""
     found = []
     for path in folder.iterdir():
         match = pattern.fullmatch(path.name)
         if match and len(match[1]) <= MAX_DIGITS and path.is_dir():
-            found.append((int(match[1]), inside(path, root) if path.is_symlink() else path))
+            found.append((int(match[1] or 0), inside(path, root) if path.is_symlink() else path))
     return sorted(found)

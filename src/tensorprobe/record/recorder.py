@@ -44,6 +44,7 @@ from tensorprobe.follow.mode_stack import add_mode, remove_mode
 from tensorprobe.follow.module_hooks import ModuleHooks, ModulePaths
 from tensorprobe.follow.naming import Counter
 from tensorprobe.follow.optimizer_hooks import OptimizerHooks
+from tensorprobe.follow.quiet import Quiet
 from tensorprobe.follow.steps import StepOn, StepWatch
 from tensorprobe.follow.tracebacks import clean_below
 from tensorprobe.follow.warning_filters import COMPILED_MODULE, add_filter, remove_filter
@@ -53,6 +54,7 @@ from tensorprobe.native import background
 from tensorprobe.record.address_space import check_before, check_meanwhile
 from tensorprobe.record.facts import environment_facts
 from tensorprobe.record.observing import BackwardTold, RecordingObserver
+from tensorprobe.record.program_facts import program_facts
 from tensorprobe.record.selection import Selection
 from tensorprobe.record.tape import Tape
 from tensorprobe.record.values import Values
@@ -61,6 +63,7 @@ from tensorprobe.store.claim import run_identity
 from tensorprobe.store.outputs import check_writable
 from tensorprobe.store.writer import CaptureWriter
 from tensorprobe.tensors.summarizer import Summarizer
+from tensorprobe.trouble import OnTrouble
 
 
 def say(text: str) -> None:
@@ -569,6 +572,9 @@ class Recorder:
 
     def _step_opened(self, step: int) -> None:
         """A step has got its first call: leave `keep_last` steps on disk, this one included."""
+        if self._last_opened is None and self._writer is not None:
+            with OnTrouble(lambda error: None), Quiet():
+                self._writer.write_program(program_facts())
         self._last_opened = step
         if self._keep_last is None or self._writer is None or step in self._on_disk:
             return

@@ -10,6 +10,7 @@ import msgspec
 
 from tensorprobe._version import __version__
 from tensorprobe.errors import BadArtefact
+from tensorprobe.report.chinese import sentences_in_chinese
 from tensorprobe.report.html import LARGEST_NBYTES, PAGE_FILE, json_block, page, write
 from tensorprobe.report.page_data import clean, shown
 from tensorprobe.tensors.opening import open_named, read_text
@@ -27,7 +28,8 @@ def document(kind: str, found: Mapping[str, Any]) -> dict[str, Any]:
     """What the page shows of such a file's content."""
     lines = {"check": _check, "guard": _guard, "incident": _incident}[kind](found)
     text = [shown(line) for line in lines]
-    return {**clean(found), "kind": kind, "tool": __version__, "text": text}
+    shows = {**clean(found), "kind": kind, "tool": __version__, "text": text}
+    return {**shows, "chinese": sentences_in_chinese(shows)}
 
 
 def read_document(kind: str, folder: Path) -> dict[str, Any]:

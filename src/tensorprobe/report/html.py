@@ -60,7 +60,11 @@ def json_block(value: Any) -> bytes:
 def page(
     title: str, text: Iterable[str], blocks: Mapping[str, bytes], connect: str = "'none'"
 ) -> bytes:
-    """The page. `text` is what is read where no script runs; `blocks` are JSON by name."""
+    """The page. `text` is what is read where no script runs; `blocks` are JSON by name.
+
+    The script stands behind the first block, with which the page can be used; a browser reads the
+    others meanwhile.
+    """
     lines = "\n".join(html.escape(printable(line)) for line in text)
     head = (
         "<!doctype html>\n"
@@ -73,12 +77,17 @@ def page(
         f"<style>{built('page.css')}</style></head>\n"
         f'<body><div id="page"><pre>{lines}</pre></div>\n'
     )
-    parts = [head.encode("utf-8", "backslashreplace")]
+    parts = []
     for name, block in blocks.items():
         start = f'<script type="application/json" id="{html.escape(name)}">'
-        parts += [start.encode(), block, b"</script>\n"]
-    parts.append(f"<script>{built('page.js')}</script></body></html>\n".encode())
-    return b"".join(parts)
+        parts.append(b"%b%b</script>\n" % (start.encode(), block))
+    script = f"<script>{built('page.js')}</script>\n".encode()
+    return b"".join(
+        (
+            head.encode("utf-8", "backslashreplace"), *parts[:1], script, *parts[1:],
+            b"</body></html>\n",
+        )
+    )  # fmt: skip
 
 
 def write_comparison(folder: Path, comparison: Compared) -> list[Path]:

@@ -25,6 +25,8 @@ from tensorprobe.comparing.scene import find_containers, is_written
 from tensorprobe.comparing.verdict import Culprit, Verdict, describe, next_command
 from tensorprobe.records import Call, Capture, Fields, Special, TensorRecord, TensorSummary
 from tensorprobe.replay.kinds import kind_of
+from tensorprobe.report.chinese import sentences_in_chinese
+from tensorprobe.report.collectives import communications
 from tensorprobe.store.frames import source_around, users_line
 from tensorprobe.terminal import printable
 
@@ -155,10 +157,12 @@ def comparison_data(comparison: Compared, *, pictures: bool = True) -> PageData:
         "n": len(comparison.pairs),
         "strings": rows.names.texts,
         "edges": _edges(comparison.pairs, rows),
+        "links": _links(comparison.pairs),
         "pictures": {},
     }
     if pictures and verdict.mode == "tensors":
         index["pictures"] = _pictures(comparison, rows)
+    index["chinese"] = sentences_in_chinese(index)
     return PageData(index, rows.details())
 
 
@@ -179,8 +183,10 @@ def capture_data(capture: Capture) -> PageData:
         "n": len(pairs),
         "strings": rows.names.texts,
         "edges": _edges(pairs, rows),
+        "links": _links(pairs),
         "pictures": {},
     }
+    index["chinese"] = sentences_in_chinese(index)
     return PageData(index, rows.details())
 
 
@@ -477,6 +483,17 @@ def _edges(pairs: Sequence[CallPair], rows: _Rows) -> dict[str, str]:
     return columns.to_json()
 
 
+def _links(pairs: Sequence[CallPair]) -> dict[str, Any]:
+    """Which calls of several ranks are one communication: a number of it beside each of them."""
+    columns = Columns(call="i", link="i")
+    names = []
+    for link, (what, places) in enumerate(communications(pairs).items()):
+        names.append([shown(what.api), shown(what.group), what.number, what.step])
+        columns.columns["call"].extend(places)
+        columns.columns["link"].extend([link] * len(places))
+    return {**columns.to_json(), "names": names}
+
+
 def _content(record: TensorRecord) -> Hashable | None:
     """What tells one content from another, without a digest."""
     s = record.summary
@@ -601,12 +618,20 @@ def thinned(index: Mapping[str, Any], most: int) -> dict[str, Any]:
             edges.columns["source"].append(places[source])
             edges.columns["target"].append(places[target])
             edges.columns["side"].append(side)
+    links = Columns(call="i", link="i")
+    for call, link in zip(
+        *(unpacked("i", index["links"][name]) for name in ("call", "link")), strict=True
+    ):
+        if call in places:
+            links.columns["call"].append(places[call])
+            links.columns["link"].append(link)
     return {
         **index,
         "calls": {name: packed(column) for name, column in fewer.items()},
         "n": len(kept),
         "strings": texts.texts,
         "edges": edges.to_json(),
+        "links": {**index["links"], **links.to_json()},
         "pictures": {
             str(places[int(at)]): made
             for at, made in index["pictures"].items()

@@ -35,6 +35,7 @@ from tensorprobe.store.lines import (
     encode_now,
     pack_summary,
 )
+from tensorprobe.store.program_file import write_program
 from tensorprobe.store.shard import HEADER_NBYTES, SHARD_NBYTES, Bytes, Shards
 from tensorprobe.store.step_files import LOG_FILE
 from tensorprobe.tensors.dtypes import numpy_dtype, part_of
@@ -295,6 +296,11 @@ class CaptureWriter:
         self._step = opening
         if opening.shards is not None:
             self._last_step = opening
+
+    def write_program(self, facts: Mapping[str, Any]) -> None:
+        """What program this is, once its first step is open."""
+        if self._rank_fd is not None and not self._forked():
+            write_program(facts, self._rank_fd)
 
     def _open(self, step: _Step) -> None:
         if self._rank_fd is None:

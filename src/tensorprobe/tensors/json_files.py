@@ -22,11 +22,12 @@ def read_json(file: BinaryIO, path: Path) -> Any:
         value = msgspec.json.decode(text)
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
-    _check_depth(value)
+    check_depth(value)
     return value
 
 
-def _check_depth(value: Any) -> None:
+def check_depth(value: Any) -> None:
+    """ValueError for what is nested deeper than any document."""
     level = [value] if type(value) in (dict, list) else []
     for _ in range(MAX_DEPTH):
         if not level:

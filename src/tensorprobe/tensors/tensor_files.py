@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import math
-import pickletools
 import re
 import struct
 import zipfile
@@ -21,6 +20,7 @@ from tensorprobe.errors import BadArtefact
 from tensorprobe.tensors.dtypes import numpy_dtype
 from tensorprobe.tensors.layouts import itemsize_of
 from tensorprobe.tensors.opening import open_file
+from tensorprobe.tensors.pickle_opcodes import PickledCall, read_opcodes
 
 _MAX_HEADER_NBYTES = 1 << 16  # of a .npy; torch's own are 118
 _MAX_PICKLE_NBYTES = 1 << 16  # of one tensor's; they are some 300
@@ -150,7 +150,7 @@ def _strides(shape: tuple[int, ...], column_major: bool = False) -> tuple[int, .
 # .pt
 
 # The classes that torch 1.6 and later write for a typed storage; other dtypes are named apart.
-_STORAGES = {
+STORAGES = {
     "FloatStorage": "float32",
     "DoubleStorage": "float64",
     "HalfStorage": "float16",
@@ -166,53 +166,34 @@ _STORAGES = {
 }
 
 
-class _Name(NamedTuple):
-    """A global that the pickle names."""
-
-    name: str
-
-
-class _Reduced(NamedTuple):
-    """What the pickle would make by calling `function`."""
-
-    function: Any
-    arguments: Any
-
-
-class _StorageName(NamedTuple):
-    """A storage that the pickle refers to."""
-
-    description: Any
-
-
 def _locate_pt(path: Path, file: BinaryIO) -> Stored:
     if file.read(2) != b"PK":
         raise BadArtefact(
             f"{path} is no zip archive, so no torch file of 1.6 or later. "
             "Load it where it was made and save it again"
         )
-    _check_directory(path, file)
+    check_directory(path, file, _MAX_DIRECTORY_NBYTES)
     with zipfile.ZipFile(file) as archive:
         names = [n for n in archive.namelist() if n.endswith("/data.pkl") or n == "data.pkl"]
         if len(names) != 1:
             raise BadArtefact(f"{path}: an archive without data.pkl is no torch file")
         root = names[0].removesuffix("data.pkl")
-        if f"{root}byteorder" in archive.namelist() and b"big" in _entry(
+        if f"{root}byteorder" in archive.namelist() and b"big" in archive_entry(
             archive, f"{root}byteorder", 16
         ):
             raise BadArtefact(f"{path} was written in big-endian order")
-        pickled = _entry(archive, names[0], _MAX_PICKLE_NBYTES)
+        pickled = archive_entry(archive, names[0], _MAX_PICKLE_NBYTES)
         key, dtype, offset, shape, strides = _description(path, pickled)
         info = archive.getinfo(f"{root}data/{key}")
     if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
         raise BadArtefact(f"{path}: its storage is compressed or encrypted")
-    start = _entry_start(file, info)
+    start = entry_start(file, info)
     if start + info.file_size > _size(file):
         raise BadArtefact(f"{path} is cut off")
     return Stored(path, start, info.file_size, dtype, shape, offset, strides)
 
 
-def _check_directory(path: Path, file: BinaryIO) -> None:
+def check_directory(path: Path, file: BinaryIO, most: int) -> None:
     """Refuse an archive of a huge table of contents, which zipfile would read as a whole."""
     size = _size(file)
     file.seek(max(0, size - _END_NBYTES))
@@ -224,11 +205,12 @@ def _check_directory(path: Path, file: BinaryIO) -> None:
         if found.start() + record.size <= len(end)
     ]
     nbytes = max((size for size in sizes if size != _SEE_END_64), default=0)
-    if nbytes > _MAX_DIRECTORY_NBYTES:
-        raise BadArtefact(f"{path}: a table of contents of {nbytes} bytes; one tensor has some 500")
+    if nbytes > most:
+        raise BadArtefact(f"{path}: a table of contents of {nbytes} bytes; expected {most} at most")
 
 
-def _entry(archive: zipfile.ZipFile, name: str, limit: int) -> bytes:
+def archive_entry(archive: zipfile.ZipFile, name: str, limit: int) -> bytes:
+    """A small part of an archive, unpacked; BadArtefact where it is larger than `limit`."""
     with archive.open(name) as entry:
         content = entry.read(limit + 1)
     if len(content) > limit:
@@ -236,7 +218,8 @@ def _entry(archive: zipfile.ZipFile, name: str, limit: int) -> bytes:
     return content
 
 
-def _entry_start(file: BinaryIO, info: zipfile.ZipInfo) -> int:
+def entry_start(file: BinaryIO, info: zipfile.ZipInfo) -> int:
+    """The byte of the file at which a part of its archive begins."""
     file.seek(info.header_offset)
     fields = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
     if fields[0] != b"PK\x03\x04":
@@ -253,7 +236,7 @@ def _description(
 ) -> tuple[str, str, int, tuple[int, ...], tuple[int, ...]]:
     """What the pickle says of its one tensor: storage key, dtype, offset, shape, strides."""
     try:
-        made = _read_opcodes(pickled)
+        made = read_opcodes(pickled)
         if _calls(made, "torch._utils _rebuild_parameter"):
             made = made.arguments[0]
         if _calls(made, "torch._utils _rebuild_tensor_v2") and len(made.arguments) == 6:
@@ -265,7 +248,7 @@ def _description(
         else:
             raise BadArtefact(f"{path} holds {_outline(made)}, not one plain tensor")
         _, kind, key, _, _ = storage.description
-        dtype = dtype or _STORAGES[kind.name.removeprefix("torch ")]
+        dtype = dtype or STORAGES[kind.name.removeprefix("torch ")]
         itemsize_of(dtype)
         numbers = (int(offset), tuple(map(int, shape)), tuple(map(int, strides)))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -274,57 +257,10 @@ def _description(
 
 
 def _calls(made: object, function: str) -> bool:
-    return isinstance(made, _Reduced) and made.function == _Name(function)
+    return isinstance(made, PickledCall) and made.calls(function)
 
 
 def _outline(made: object) -> str:
-    if isinstance(made, _Reduced):
+    if isinstance(made, PickledCall):
         return f"a call of {str(getattr(made.function, 'name', made.function))[:80]}"
     return f"a {type(made).__name__}"
-
-
-_MARK = object()
-_SIMPLE = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-_LITERALS = ("BINUNICODE", "SHORT_BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "LONG4")
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
-
-
-def _read_opcodes(pickled: bytes) -> Any:
-    """The value that a pickle describes, with calls and globals left as what they are called."""
-    stack: list[Any] = []
-    memo: dict[int, Any] = {}
-    argument: Any
-    for opcode, argument, _ in pickletools.genops(pickled):
-        name = opcode.name
-        if name in _LITERALS:
-            stack.append(argument)
-        elif name in _SIMPLE:
-            stack.append(_SIMPLE[name])
-        elif name == "GLOBAL":
-            stack.append(_Name(str(argument)))
-        elif name == "MARK":
-            stack.append(_MARK)
-        elif name == "TUPLE":
-            items: list[Any] = []
-            while (item := stack.pop()) is not _MARK:
-                items.append(item)
-            stack.append(tuple(reversed(items)))
-        elif name in _TUPLES:
-            count = _TUPLES[name]
-            stack[-count:] = [tuple(stack[-count:])]
-        elif name == "EMPTY_DICT":
-            stack.append({})
-        elif name in ("BINPUT", "LONG_BINPUT"):
-            memo[argument] = stack[-1]
-        elif name in ("BINGET", "LONG_BINGET"):
-            stack.append(memo[argument])
-        elif name == "REDUCE":
-            arguments = stack.pop()
-            stack.append(_Reduced(stack.pop(), arguments))
-        elif name == "BINPERSID":
-            stack.append(_StorageName(stack.pop()))
-        elif name == "STOP":
-            return stack.pop()
-        elif name != "PROTO":
-            raise ValueError(f"its pickle has {name}, which no tensor's has")
-    raise ValueError("its pickle has no end")

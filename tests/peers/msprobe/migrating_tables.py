@@ -124,7 +124,7 @@ def _sentence(text: str) -> str:
 def verbs() -> Iterator[Row]:
     """Every verb of every release."""
     yield "`compare`", "works", "the table as msprobe writes it, and a verdict"
-    for name, text in {**command.CHECKS, **command.OVERFLOWS}.items():
+    for name, text in {**command.CHECKS, **command.OVERFLOWS, **command.CONFIG_CHECKS}.items():
         yield f"`{name}`", "works", text
     for name, text in command.INSTEAD.items():
         yield f"`{name}`", "other word", text

@@ -123,6 +123,32 @@ def test_the_files_are_there_after_stop_and_backward_comes_until_step(tmp_path: 
     assert torch.equal(weight, model.fc1.weight.grad)
 
 
+def test_a_second_stop_has_the_backward_that_came_since(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Releases until 2024 end the forward part with a call of its own."""
+    debugger = PrecisionDebugger(config(tmp_path, statistics={"summary_mode": "md5"}))
+    debugger.start()
+    loss = Net()(X).sum()
+    debugger.forward_backward_dump_end()
+    loss.backward()
+    debugger.stop()
+    (gradient,) = data(tmp_path)["Tensor.sum.0.backward"]["input"]
+    assert (gradient["Max"], len(gradient["md5"])) == (1.0, 8)
+    debugger.step()
+    assert "without content" not in capsys.readouterr().err
+
+
+def test_notes_are_said_once_however_often_it_begins_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    debugger = PrecisionDebugger(config(tmp_path, task="nan_check"))
+    for _ in range(2):
+        run(debugger, Net())
+        debugger.service.reset_status()
+    assert capsys.readouterr().err.count("task nan_check") == 1
+
+
 def test_nothing_is_disturbed(tmp_path: Path) -> None:
     torch.manual_seed(1)
     plain, recorded = Net(), Net()
@@ -226,10 +252,14 @@ def test_debug_saves_values_and_their_gradients(tmp_path: Path) -> None:
     h = torch.ones(2, requires_grad=True) * 3
     PrecisionDebugger.save(h, "h")
     debugger.save({"a": h, "b": [1, 2.5, "txt", h]}, "nested", save_backward=False)
+    debugger.save([h.detach(), 3.5], "idle")
     (h * h).sum().backward()
     debugger.step()
     saved = data(tmp_path, file="debug.json")
-    assert list(saved) == ["h.0.debug", "h_grad.0.debug", "nested.0.debug"]
+    names = ["h.0.debug", "h_grad.0.debug", "nested.0.debug", "idle.0.debug", "idle_grad.0.debug"]
+    assert list(saved) == names
+    assert saved["idle_grad.0.debug"] == [None, None]  # as msprobe says that none came
+    assert saved["nested.0.debug"]["a"]["requires_grad"]
     assert saved["nested.0.debug"]["b"][:3] == [
         {"type": "int", "value": 1},
         {"type": "float", "value": 2.5},
@@ -239,6 +269,7 @@ def test_debug_saves_values_and_their_gradients(tmp_path: Path) -> None:
     assert sorted(p.name for p in files.iterdir()) == [
         "h.0.debug.pt",
         "h_grad.0.debug.pt",
+        "idle.0.debug.0.pt",
         "nested.0.debug.a.pt",
         "nested.0.debug.b.3.pt",
     ]
@@ -506,7 +537,7 @@ def test_the_command_line_of_msprobe(tmp_path: Path, capsys: pytest.CaptureFixtu
         capsys.readouterr()
         assert main(["compare", "-tp", a, "-gp", b, "-o", out, *wrong]) in (1, 2)
         assert re.search(text, capsys.readouterr().err)
-    for verb in ("graph", "op_generate", "config_check", "merge_result", "data2db", "parse"):
+    for verb in ("graph", "op_generate", "merge_result", "data2db", "parse"):
         assert main([verb, "-x"]) == 2
         assert f"msprobe {verb} is not supported; use " in capsys.readouterr().err
     with pytest.raises(SystemExit) as end:
@@ -515,6 +546,39 @@ def test_the_command_line_of_msprobe(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "with the words of msprobe 26.2.0" in capsys.readouterr().out
     assert main(["compare", "-tp", a]) == 2
     assert "give both dumps: -tp DUMP -gp DUMP" in capsys.readouterr().err
+
+
+def test_words_of_earlier_releases_on_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tensorprobe.peers.msprobe.msprobe_command import main
+
+    debugger = PrecisionDebugger(config(tmp_path))
+    run(debugger, Net(), steps=2)
+    PrecisionDebugger.close()
+    a, b = (str(tmp_path / "dump" / f"step{i}") for i in (0, 1))
+    (tmp_path / "x.json").write_text(
+        json.dumps({"npu_path": a, "bench_path": b, "is_print_compare_log": True})
+    )
+    given = ["-f", "pytorch", "compare", "-i", str(tmp_path / "x.json"), "-o", str(tmp_path)]
+    assert main([*given, "-s", "-c", "-f", "-hl"]) == 0
+    assert main(["--framework=pytorch", *given[2:], "--highlight"]) == 0
+    assert main(["-f", "mindspore", "compare"]) == 2
+    assert "only pytorch is supported" in capsys.readouterr().err
+    assert main(["compare", "-tp", a, "-gp", b, "-ofs", "False"]) == 2
+    assert "it is for offline models" in capsys.readouterr().err
+    assert main(["code_mapping", "-i", "x"]) == 2
+    found = compare(
+        {"npu_json_path": a, "bench_json_path": b}, tmp_path / "c", highlight=True,
+        diff_analyze=True, first_diff_analyze=True,
+    )  # fmt: skip
+    assert found.verdict.verdict == "match"
+
+
+@pytest.mark.parametrize("places", [(None, [1]), ([1],)], ids=["until 8.3", "26"])
+def test_the_step_by_its_place(tmp_path: Path, places: tuple[Any, ...]) -> None:
+    run(PrecisionDebugger(config(tmp_path), None, None, None, *places), Net(), steps=2)
+    assert [path.name for path in (tmp_path / "dump").glob("step*")] == ["step1"]
 
 
 @pytest.mark.parametrize("verb", ["overflow_check", "nan_analyze"])
@@ -616,19 +680,21 @@ def test_without_arguments_it_is_msprobes_own_configuration(
     assert (tmp_path / "dump_path" / "step0" / PROC / "dump.json").is_file()
 
 
-def test_a_process_that_gets_its_rank_later(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("given", "rank"), [(3, 3), (None, 0)])
+def test_a_process_that_gets_its_rank_later(tmp_path: Path, given: int | None, rank: int) -> None:
     script = (
         "import torch, torch.distributed as dist\n"
         "from tensorprobe.msprobe.pytorch import PrecisionDebugger\n"
         "d = PrecisionDebugger(dump_path='dump')\n"
         "for i in range(2):\n"
         "    if i: dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)\n"
-        "    d.start(rank_id=3 if i else None); torch.relu(torch.ones(2)); d.stop(); d.step()\n"
+        f"    d.start(rank_id={given} if i else None)\n"
+        "    torch.relu(torch.ones(2)); d.stop(); d.step()\n"
         "dist.destroy_process_group()\n"
     )
     done = run_script(tmp_path, script)
     assert done.returncode == 0, done.stderr
-    assert [p.name for p in (tmp_path / "dump").glob("step*/*")] == ["rank3", "rank3"]
+    assert [p.name for p in (tmp_path / "dump").glob("step*/*")] == [f"rank{rank}"] * 2
 
 
 @pytest.mark.slow

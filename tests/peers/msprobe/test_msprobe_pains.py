@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from msprobe_making import leaf, write_dump
 from torch import nn
 
 import tensorprobe as tp
@@ -107,6 +108,43 @@ def test_a1_3_what_one_side_alone_has_is_in_the_table_and_no_pass(tmp_path: Path
     theirs = alone["N/A", "Torch.sin.0.forward.output.0"]
     assert (ours["Result"], theirs["Result"]) == ("warning", "warning")
     assert json.loads(ours["Err_message"]) == ["warning: no bench data matched."]
+
+
+def test_a_gradient_that_never_came_is_in_the_table(tmp_path: Path) -> None:
+    """msprobe writes null for it; its own table says pass."""
+    x, y = leaf(torch.ones(2)), leaf(torch.full((2,), 3.0))
+    forward = {"input_args": [x], "input_kwargs": {}, "output": [x], "parameters": {"weight": x}}
+    name = "Module.fc.Linear"
+    for side, grads, outputs in (("a", [None], [x, None]), ("b", [y], [None, x])):
+        write_dump(
+            tmp_path / side,
+            {
+                f"{name}.forward.0": forward,
+                f"{name}.backward.0": {"input": [x], "output": outputs},
+                f"{name}.parameters_grad": {"weight": grads},
+            },
+            level="L0",
+        )
+    for actual, expected, wanted in (
+        ("a", "b", {("N/A", "parameters_grad.weight"): "error"}),
+        ("b", "a", {("parameters_grad.weight", "N/A"): "error"}),
+    ):
+        rows = table(tmp_path / actual, tmp_path / expected, tmp_path / f"out_{actual}")
+        found = {
+            (row["NPU Name"].removeprefix(f"{name}."), row["Bench Name"].removeprefix(f"{name}.")):
+            row["Result"]
+            for row in rows
+        }  # fmt: skip
+        places = ("0", "1") if actual == "a" else ("1", "0")
+        assert found == {
+            ("forward.0.input.0", "forward.0.input.0"): "pass",
+            ("forward.0.parameters.weight", "forward.0.parameters.weight"): "pass",
+            ("forward.0.output.0", "forward.0.output.0"): "pass",
+            ("backward.0.input.0", "backward.0.input.0"): "pass",
+            (f"backward.0.output.{places[0]}", "N/A"): "warning",
+            ("N/A", f"backward.0.output.{places[1]}"): "warning",
+            **wanted,
+        }
 
 
 @pytest.mark.parametrize("mode", ["statistics", "md5"])

@@ -263,6 +263,19 @@ def test_the_newest_of_two_processes_is_read_and_the_other_named(tmp_path: Path)
     assert len(tp.load(old).calls) == 1
 
 
+def test_the_rank_of_a_lone_process_had_no_number_until_2026(tmp_path: Path) -> None:
+    for step in (0, 1):
+        relu_dump(tmp_path / f"step{step}" / "rank")
+    for path in (tmp_path, tmp_path / "step1", tmp_path / "step1" / "rank"):
+        capture = tp.load(path)
+        assert (capture.ranks, capture.gaps) == ((0,), ())
+    assert [call.step for call in tp.load(tmp_path).calls] == [0, 1]
+    relu_dump(tmp_path / "step1" / "rank2")
+    capture = tp.load(tmp_path / "step1")
+    assert capture.ranks == (2,)
+    assert [gap.name for gap in capture.gaps] == ["step1/rank"]
+
+
 def test_another_tools_dump_json_is_none_of_these(tmp_path: Path) -> None:
     (tmp_path / "dump.json").write_text(json.dumps({"dump": {"dump_path": "./x"}}))
     with pytest.raises(UnreadableCapture, match="is not a capture"):

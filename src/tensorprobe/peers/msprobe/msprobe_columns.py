@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from tensorprobe.comparing.comparison import Compared
 from tensorprobe.comparing.measure import CallPair, TensorPair
+from tensorprobe.comparing.verdict import Culprit
 from tensorprobe.peers.msprobe import msprobe_rules
 from tensorprobe.peers.msprobe.msprobe_leaves import statistics_of
 from tensorprobe.peers.msprobe.msprobe_rules import Line
@@ -125,6 +126,7 @@ def _rows(comparison: Compared, mode: str, has_stacks: bool) -> Iterator[tuple[R
             culprit = culprits.get((call.rank, call.step, call.name))
             for line, (_, _, row) in zip(lines, found, strict=True):
                 msprobe_rules.correct(line, row, pair.is_paired, culprit)
+            lines += _missing(pair, [theirs for _, theirs, _ in found], mode, culprit)
         stack = str(list(call.stack)) if call is not None and call.stack else _ABSENT
         for line in lines:
             end: Row = (line.consistent, line.result, json.dumps(line.messages))
@@ -140,18 +142,35 @@ def _bench_only(pair: CallPair, mode: str) -> Iterator[Line]:
     """The values of a call that the bench alone has; msprobe leaves such calls out."""
     assert pair.pair.expected is not None
     for _, leaf in _named(pair.pair.expected, mode):
-        common: Row = (
-            _ABSENT, leaf.name, _ABSENT, leaf.dtype, _ABSENT, leaf.shape, _ABSENT,
-            leaf.requires_grad,
-        )  # fmt: skip
-        numbers = (_ABSENT,) * 4
-        line = Line(common, is_output=False, statistics=numbers, expected=leaf.statistics)
-        missing = len(_MIDDLE[mode]) - (1 if mode == "digest" else 4)
-        known: Row = (leaf.digest,) if mode == "digest" else leaf.statistics
-        line.middle = (*(_ABSENT,) * missing, *known)
-        line.data_name = str([_ABSENT, _data_name(leaf)])
-        line.say("warning", "this call is in the bench only.")
+        yield _bench_line(leaf, mode, "this call is in the bench only.")
+
+
+def _missing(
+    pair: CallPair, partners: Sequence[_Leaf | None], mode: str, culprit: Culprit | None
+) -> Iterator[Line]:
+    """Tensors of the bench that the call has no counterpart of, as a gradient that never came."""
+    shown = {id(leaf.value) for leaf in partners if leaf is not None}
+    rows = {id(row.expected): row for row in pair.tensors if row.actual is None}
+    for _, leaf in () if pair.pair.expected is None else _named(pair.pair.expected, mode):
+        row = rows.get(id(leaf.value))
+        if row is None or id(leaf.value) in shown:
+            continue
+        line = _bench_line(leaf, mode, "this tensor is in the bench only.")
+        msprobe_rules.correct(line, row, pair.is_paired, culprit)
         yield line
+
+
+def _bench_line(leaf: _Leaf, mode: str, text: str) -> Line:
+    common: Row = (
+        _ABSENT, leaf.name, _ABSENT, leaf.dtype, _ABSENT, leaf.shape, _ABSENT, leaf.requires_grad,
+    )  # fmt: skip
+    line = Line(common, is_output=False, statistics=(_ABSENT,) * 4, expected=leaf.statistics)
+    missing = len(_MIDDLE[mode]) - (1 if mode == "digest" else 4)
+    known: Row = (leaf.digest,) if mode == "digest" else leaf.statistics
+    line.middle = (*(_ABSENT,) * missing, *known)
+    line.data_name = str([_ABSENT, _data_name(leaf)])
+    line.say("warning", text)
+    return line
 
 
 # Which values a call has

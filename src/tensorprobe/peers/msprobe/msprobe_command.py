@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,8 +19,8 @@ from tensorprobe.terminal import say, warn
 # Verbs without a counterpart under msprobe's name, with what to type.
 _SHOW = "tensorprobe show DUMP, or tensorprobe compare A B -o OUT"
 INSTEAD = {
+    "code_mapping": "msprobe itself: it is for MindSpore",
     "api_precision_compare": "tensorprobe check DUMP --device D --against OTHER -o OUT",
-    "config_check": "tensorprobe compare A B: it names versions and arguments that differ",
     "data2db": "tensorprobe show DUMP",
     "graph": _SHOW,
     "graph_visualize": _SHOW,
@@ -31,20 +32,31 @@ INSTEAD = {
 }  # fmt: skip
 # Options of `compare` that have an effect on nothing here, or that another command has.
 NEEDLESS: dict[tuple[str, ...], str] = {
-    ("-fm", "--fuzzy_match"): "always: calls are aligned as a diff does",
+    ("-f", "-fm", "--fuzzy_match"): "always: calls are aligned as a diff does",
     ("-da", "--diff_analyze"): "always: the verdict names the first culprit",
     ("-tensor_log", "--is_print_compare_log"): "nothing to print: the table has all of it",
     ("-s", "--stack_mode"): "always, where the dump has stacks",
     ("-c", "--compare_only"): "always: the table, and the verdict",
+    ("-hl", "--highlight"): "always: a workbook has colours",
 }
 ELSEWHERE: dict[tuple[str, ...], str] = {
     ("-am", "--api_mapping"): "it is for MindSpore; calls are aligned by order, or by -dm FILE",
     ("--config",): "tensors are compared as they are; to multiply them first, load both in Python",
     ("--consistent_check",): "use -lm FILE; weights that one side has merged have no counterpart",
     ("--backend",): "use -lm FILE; weights that one side has merged have no counterpart",
-    ("-fr", "--fusion_rule_file"): "use tensorprobe ascend --help",
-    ("-qfr", "--quant_fusion_rule_file"): "use tensorprobe ascend --help",
-    ("-cfr", "--close_fusion_rule_file"): "use tensorprobe ascend --help",
+    **dict.fromkeys(
+        (
+            ("-fr", "--fusion_rule_file"),
+            ("-qfr", "--quant_fusion_rule_file"),
+            ("-cfr", "--close_fusion_rule_file"),
+            ("--input_data",),
+            ("--input_shape",),
+            ("--output_size",),
+            ("--dym_shape_range",),
+            ("-ofs", "--onnx_fusion_switch"),
+        ),
+        "it is for offline models; use tensorprobe ascend --help",
+    ),
 }
 CHECKS = {
     "acc_check": "each API of a dump alone: tensorprobe check",
@@ -56,6 +68,19 @@ CHECKS = {
 OVERFLOWS = {
     "overflow_check": "the first call of all ranks that made NaN or infinity: tensorprobe ranks",
     "nan_analyze": "the same by its name of 2025",
+}
+CONFIG_CHECKS = {
+    "config_check": "`-c` of two packages: tensorprobe env compare; of two checkpoints: "
+    "tensorprobe checkpoints",
+}
+# Its other options.
+_PACK = "tensorprobe env collect -o FILE, or tp.env(FILE) in the program"
+_LOGS = "tensorprobe env compare A B, of recordings or of files that tp.env wrote"
+CONFIG_INSTEAD: dict[tuple[str, ...], str] = {
+    ("-d", "--dump"): _PACK,
+    ("-vc", "--verl-compare"): _LOGS,
+    ("-vv", "--verl-verify"): _LOGS,
+    ("-sc", "--slime-compare"): _LOGS,
 }
 MAPPINGS: dict[tuple[str, ...], str] = {
     ("-dm", "--data_mapping"): "which tensors are the same on both sides",
@@ -70,6 +95,8 @@ _MAPPING_NAMES = tuple(names[-1].removeprefix("--") for names in MAPPINGS)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; 0, 1, 2 and 3 as for `tensorprobe`."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0].startswith("--framework="):
+        words = [*words[0].split("=", 1), *words[1:]]
     if words[:1] in (["-f"], ["--framework"]):  # which earlier releases ask for
         if words[1:2] != ["pytorch"]:
             warn("msprobe -f: only pytorch is supported")
@@ -110,6 +137,8 @@ def command_line() -> argparse.ArgumentParser:
         _add_check(verbs.add_parser(name, help=text))
     for name, text in OVERFLOWS.items():
         _add_overflow(verbs.add_parser(name, help=text))
+    for name, text in CONFIG_CHECKS.items():
+        _add_config_check(verbs.add_parser(name, help=text))
     return parser
 
 
@@ -145,6 +174,7 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     add("-csv_path", "--result_csv_path", metavar="FILE",
         help="refused: a check goes on by itself with the same -o")  # fmt: skip
     add("-save_error_data", action="store_true", help="not needed: tensorprobe repro DUMP CALL")
+    add("-real_data_path", metavar="DIR", help="not needed: tensors beside the dump are used")
     add("-j", "--jit_compile", action="store_true", help="of no consequence")
     add("-f", "--filter_api", action="store_true", help="of no consequence: each API is run once")
     parser.set_defaults(run=_check)
@@ -155,6 +185,48 @@ def _add_overflow(parser: argparse.ArgumentParser) -> None:
     add("-i", "--input_path", required=True, metavar="DUMP", help="a dump: a run, or a step of it")
     add("-o", "--output_path", default="./output", metavar="OUT", help="folder for the result")
     parser.set_defaults(run=_overflow)
+
+
+def _add_config_check(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("-c", "--compare", nargs=2, metavar="FILE_OR_DIR", help="two packages, or two checkpoints")
+    add("-o", "--output", metavar="FILE", help="a JSON file that is not there yet")
+    for names, text in CONFIG_INSTEAD.items():
+        add(*names, nargs="*", metavar="FILE", dest=names[-1], help=f"refused: use {text}")
+    parser.set_defaults(run=_config_check)
+
+
+def _config_check(args: argparse.Namespace) -> int:
+    for names, text in CONFIG_INSTEAD.items():
+        if getattr(args, names[-1]) is not None:
+            raise BadUsage(f"{names[0]} is not supported; use {text}")
+    if args.compare is None:
+        raise BadUsage("give two packages or two checkpoints: -c A B")
+    actual, expected = map(Path, args.compare)
+    are_packages = args.compare[0].endswith(".zip")
+    default = "./config_check_result.json" if are_packages else "./ckpt_similarity.json"
+    output = Path(args.output or default)
+    if output.exists():
+        raise BadUsage(f"'{output}' is there already: -o takes the name of a new file")
+    if are_packages:
+        from tensorprobe.environment import environment_comparison as environments
+
+        found = environments.compare_environments(actual, expected)
+        say(*environments.lines(found))
+        text, is_match = environments.json_text(found), found.verdict == "match"
+    else:
+        from tensorprobe.checkpoints import checkpoint_comparison as checkpoints
+        from tensorprobe.peers.msprobe.msprobe_similarity import similarity
+
+        weights = checkpoints.compare_checkpoints(actual, expected, only="weights")
+        say(*checkpoints.lines(weights))
+        text = json.dumps(similarity(weights), indent=4)
+        is_match = weights.verdict == "match"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("x", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text + "\n")
+    say("", f"written: {output}")
+    return 0 if is_match else 3
 
 
 def _compare(args: argparse.Namespace) -> int:

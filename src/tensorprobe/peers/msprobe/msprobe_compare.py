@@ -26,6 +26,7 @@ _MAPPINGS = ("data_mapping", "cell_mapping", "layer_mapping")
 # Done always, or of no consequence here.
 _NEEDLESS = (
     "stack_mode", "auto_analyze", "fuzzy_match", "is_print_compare_log", "first_diff_analyze",
+    "diff_analyze", "highlight",
 )  # fmt: skip
 
 

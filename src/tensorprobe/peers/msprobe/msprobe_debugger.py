@@ -49,8 +49,8 @@ class PrecisionDebugger:
         step: Any = None,
         model: Any = None,
     ) -> None:
-        if _is_model(step):  # releases of 2024 have the model there, and the step after it
-            step, model = model, step
+        if _is_model(step) or (step is None and model is not None and not _is_model(model)):
+            step, model = model, step  # releases before 26 have the model before the step
         given = {"task": task, "dump_path": dump_path, "level": level, "step": step}
         arguments = {name: value for name, value in given.items() if value is not None}
         if dump_path is not None:
@@ -71,8 +71,8 @@ class PrecisionDebugger:
         self._models = _models(model)
         if model is not None:
             self._say_once("PrecisionDebugger(model=...) is of releases before 26: start() uses it")
-        self._folders: set[Path] = set()  # that were told of
-        self.session = _session(self._settings, 0, self._folders)
+        self._said: set[Path | str] = set()  # by the sessions: notes, and folders that were written
+        self.session = _session(self._settings, 0, self._said)
         self.config = ConfigFields(self._settings)
         self.service = Service(self._settings, self._begin_anew)
         self._tokens: _Tokens | None = None
@@ -138,8 +138,7 @@ class PrecisionDebugger:
         debugger = cls._get()
         if not isinstance(name, str) or not name:
             raise BadUsage(f"save(variable, name): {name!r} is no name")
-        value = variable if save_backward else _detached(variable)
-        debugger.session.save(name, value)
+        debugger.session.save(name, variable, gradient=save_backward)
 
     @classmethod
     def set_init_step(cls, step: int) -> None:
@@ -208,7 +207,7 @@ class PrecisionDebugger:
         self._end_tokens()
         step = self.session.step_number if step is None else step
         self.session.close(goes_on=True)
-        self.session = _session(self._settings, step, self._folders)
+        self.session = _session(self._settings, step, self._said)
 
     def _follow_script(self) -> None:
         """What the script has set in service.config is in effect from the next start() on."""
@@ -278,7 +277,9 @@ class PrecisionDebugger:
             self._tokens = None
 
 
-def _session(settings: DoorConfig, step: int, told: set[Path]) -> MsprobeSession | OverflowSession:
+def _session(
+    settings: DoorConfig, step: int, told: set[Path | str]
+) -> MsprobeSession | OverflowSession:
     if settings.overflow_nums is not None:
         return OverflowSession(settings)
     return MsprobeSession(settings, step, told)
@@ -348,14 +349,6 @@ def _range(token_range: Sequence[int]) -> tuple[int, int]:
     if type(first) is not int or type(last) is not int or not 0 <= first <= last:
         raise BadUsage(f"token_range={token_range!r}: expected [first, last], from 0 on")
     return first, last
-
-
-def _detached(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _detached(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_detached(item) for item in value)
-    return value.detach() if hasattr(value, "detach") else value
 
 
 def _shown(request: tuple[str | None, dict[str, Any]]) -> str:

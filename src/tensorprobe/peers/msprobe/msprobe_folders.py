@@ -19,7 +19,8 @@ CONSTRUCT_FILE = "construct.json"
 DATA_FOLDER = "dump_tensor_data"
 STEP = re.compile(r"step(\d+)")
 RANK = re.compile(r"rank(\d+)")
-PROCESS = re.compile(r"proc(\d+)")
+# A process without a rank: "proc4711", until 2026 just "rank".
+PROCESS = re.compile(r"(?:proc(?=\d)|rank(?!\d))(\d*)")
 # Other tools have a dump.json too: these keys are on top of msprobe's.
 _HEAD = re.compile(rb'"(task|level)"\s*:')
 _HEAD_NBYTES = 4096

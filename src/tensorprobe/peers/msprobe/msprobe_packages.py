@@ -5,7 +5,7 @@ from __future__ import annotations
 VERSION = "26.2.0"  # of the release whose words these are
 
 _MONITOR = "tensorprobe run: parameters, gradients and optimizer steps are in a recording"
-_CONFIG_CHECK = "tensorprobe compare A B: it names versions and arguments that differ"
+_CONFIG_CHECK = "tp.env(FILE) in the program, and tensorprobe env compare A B"
 # Packages of msprobe's that are not here, with what to use instead.
 NOT_HERE = {
     "core.config_check": _CONFIG_CHECK,

@@ -253,6 +253,8 @@ class _UnitReader:
         about = _CallName(debug["name"], "", "backward" if backward else "forward")
         if backward:
             tree = self._tree(record, f"{name}.input", "input", lone=True)
+            if not self._found:  # null, in the structure of the value: none came
+                return self._make(name, about, (), {}, ())
             named = _fields(tree)
             args = () if named else tuple(tree if isinstance(tree, list) else [tree])
             return self._make(name, about, args, named, ())

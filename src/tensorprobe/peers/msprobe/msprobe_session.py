@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from tensorprobe.devices import current_rank, world_size
+from tensorprobe.devices.process_rank import is_distributed
 from tensorprobe.errors import BadUsage, NothingRecorded, WriteFailed
 from tensorprobe.guarding.guard import Guard
 from tensorprobe.peers.msprobe.msprobe_config import DoorConfig
@@ -35,14 +36,14 @@ _OF_A_RUN = re.compile(rf"{STEP.pattern}|{re.escape(UNFINISHED)}")
 class MsprobeSession:
     """Records natively into a private folder, and turns each step into msprobe's files.
 
-    `told` are the folders that the sessions of one debugger have said they wrote to.
+    `told` is what the sessions of one debugger have said: their notes, and where they wrote to.
     """
 
     def __init__(
         self,
         settings: DoorConfig,
         first_step: int = 0,
-        told: set[Path] | None = None,
+        told: set[Path | str] | None = None,
         log: Callable[[str], None] = say,
     ) -> None:
         if settings.dump_path is None:
@@ -54,7 +55,7 @@ class MsprobeSession:
         self.step_number = first_step
         self._settings = settings
         self._log = log
-        self._told = set() if told is None else told
+        self._told: set[Path | str] = set() if told is None else told
         self._recorder: Recorder | None = None
         self._rank_id: int | None = None
         self._rank = 0  # of the recording: a process group may come later
@@ -62,6 +63,9 @@ class MsprobeSession:
         self._written: tuple[int, int] = (-1, 0)  # the step, and how large its log was
         self._lost: dict[int, Counter[str]] = {}
         self._place: Path | None = None
+        self._is_ranked = False  # whether its folder is named by a rank
+        self._with_gradient: set[str] = set()  # values saved by hand
+        self._without_gradient: set[str] = set()
         self._waiting: list[tuple[nn.Module, str]] = []  # modules to record alone
         self._refusals = Refusals(f"the dump in {self.folder}", log)
 
@@ -93,6 +97,7 @@ class MsprobeSession:
         """See no more calls; backward of those seen before is still recorded."""
         if self._recorder is not None:
             self._recorder.pause()
+            self._recorder.drain()  # it may have been paused before, and backward came by since
             self._write()
 
     def step(self) -> None:
@@ -104,8 +109,9 @@ class MsprobeSession:
             self._recorder.step()
         self.step_number += 1
 
-    def save(self, name: str, value: Any) -> None:
-        """Record a value by hand; outside of start and stop too."""
+    def save(self, name: str, value: Any, gradient: bool = True) -> None:
+        """Record a value by hand, and its gradient; outside of start and stop too."""
+        (self._with_gradient if gradient else self._without_gradient).add(name)
         if self._recorder is None or not self._recorder.is_built:
             self.start()
         if self._recorder is not None:
@@ -130,7 +136,7 @@ class MsprobeSession:
             return
         atexit.unregister(self.close)
         recorder.close(tell=False)
-        if isinstance(recorder.failed, NothingRecorded) and not goes_on and not self._told:
+        if isinstance(recorder.failed, NothingRecorded) and not goes_on and not self._wrote():
             self._log(str(recorder.failed))
         self._write()
         self._forget_step()
@@ -164,8 +170,14 @@ class MsprobeSession:
             **self._settings.config.as_arguments(),
         )
         for note in self._settings.notes:
-            self._log(note)
+            if note not in self._told:
+                self._told.add(note)
+                self._log(note)
         return recorder
+
+    def _wrote(self) -> bool:
+        """Whether a session of this debugger has written a dump."""
+        return any(isinstance(said, Path) for said in self._told)
 
     def _has_rank(self) -> bool:
         return self._rank_id is not None or world_size() > 1 or "RANK" in os.environ
@@ -173,7 +185,8 @@ class MsprobeSession:
     def _name(self) -> str:
         """The folder of this process: by its rank, as soon as it has one."""
         process = f"proc{os.getpid()}"
-        if not self._has_rank():
+        self._is_ranked = self._is_ranked or self._has_rank() or is_distributed()
+        if not self._is_ranked:
             return process
         name = f"rank{self._rank_id if self._rank_id is not None else current_rank()}"
         for old in self.folder.glob(f"step*/{process}"):  # from before the process group
@@ -209,6 +222,7 @@ class MsprobeSession:
             self._settings.config.as_arguments(),
             lost,
             unread,
+            saved_alone=self._without_gradient - self._with_gradient,
             keep_files=step == self.step_number,  # what is there was written by stop()
         )
         for gap in capture.gaps:
@@ -256,7 +270,7 @@ class OverflowSession:
         self._guard.step()
         self.step_number += 1
 
-    def save(self, name: str, value: Any) -> None:
+    def save(self, name: str, value: Any, gradient: bool = True) -> None:
         raise BadUsage("save() needs a dump: task overflow_check makes none")
 
     def only(self, module: nn.Module | None, name: str = "") -> None:

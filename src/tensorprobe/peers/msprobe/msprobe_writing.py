@@ -61,10 +61,13 @@ def write_unit(
     unread: Unread,
     *,
     keep_files: bool = False,
+    saved_alone: set[str] | None = None,
 ) -> None:
     """Write the calls of one step of one rank; `config` is what the recording was asked for.
 
     With `keep_files` tensor files that are there already are taken for what they should be.
+    `saved_alone` names the values whose gradients nobody asked for; all others then have an entry
+    for theirs, null where none came.
     """
     if config.get("operators") != "dunder":  # else the names say how the program wrote each call
         lost[_SPELLED] += sum(peer_name(c.name) != c.name for c in calls)
@@ -74,7 +77,7 @@ def write_unit(
     folder.mkdir(parents=True, exist_ok=True)
     unit = _UnitWriter(folder, config, lost, unread, keep_files)
     if saved:
-        unit.write_saved(saved)
+        unit.write_saved(saved, saved_alone)
     if others or not saved:
         unit.write(others)
 
@@ -142,7 +145,7 @@ class _UnitWriter:
                 {} if self._level == "L1" else _tree(_children_first(calls), names),
             )
 
-    def write_saved(self, calls: Sequence[Call]) -> None:
+    def write_saved(self, calls: Sequence[Call], alone: set[str] | None) -> None:
         """Values given by hand, and their gradients: debug.json."""
         data: dict[str, Any] = {}
         backward = {call.name: call for call in calls if call.direction == "backward"}
@@ -150,13 +153,16 @@ class _UnitWriter:
             name, _, number = call.name[len("Saved.") :].rpartition(".")[0].rpartition(".")
             gradient = f"{name}_grad.{number}.debug"
             if call.direction == "backward":
-                if gradient not in data:  # its value was saved in an earlier step
+                if gradient not in data and name not in (
+                    alone or ()
+                ):  # its value was saved in an earlier step
                     data[gradient] = self._debug(gradient, _saved_gradient(call))
                 continue
             key = f"{name}.{number}.debug"
             data[key] = self._debug(key, call.outputs)
             found = backward.get(_forward_to_backward(call.name) or "")
-            if found is not None or any(record.requires_grad for record in call.tensors):
+            came = found is not None or any(record.requires_grad for record in call.tensors)
+            if came if alone is None else name not in alone:
                 data[gradient] = self._debug(gradient, _gradients_in(call, found))
         self._write_dump(DEBUG_FILE, "debug", data)
 
