@@ -198,10 +198,14 @@ is_own: Callable[[torch.UntypedStorage], bool] = getattr(
 
 def _is_compiling_in_old() -> bool:
     # Modes stay on while dynamo compiles, which only its own notes tell.
-    notes = torch._guards
-    return bool(
-        torch._utils.is_compiling() or notes.CompileContext.get() or notes.TracingContext.get()
-    )
+    if torch._utils.is_compiling():
+        return True
+    for notes in (torch._guards.CompileContext, torch._guards.TracingContext):
+        # 2.2 has try_get, as `get` raises there where nothing is compiled
+        get: Callable[[], Any] = getattr(notes, "try_get", notes.get)
+        if get():
+            return True
+    return False
 
 
 # 2.1 and 2.2 have no compiler.is_compiling.
