@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Any
 
@@ -15,6 +16,10 @@ import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from tensorprobe.errors import UnsupportedTorch
 
@@ -98,6 +103,11 @@ def gradient_edge(tensor: torch.Tensor) -> tuple[Any, int]:
     return user.next_functions[0][0], 0
 
 
+# The functions of torch.utils.checkpoint that run a region without reentry: 2.15 renamed it. Both
+# are here because the program may not have imported that file yet.
+CHECKPOINT_RUNNERS = ("checkpoint", "_checkpoint_impl")
+
+
 # ---- kinds of tensors ----------------------------------------------------------------------------
 
 # Functionalities that make a tensor something else than its strided memory.
@@ -155,6 +165,18 @@ else:
         return 1 << _KINDS.index(kind)
 
 
+# ---- dispatch modes ------------------------------------------------------------------------------
+
+
+def dispatch_modes_off() -> AbstractContextManager[Any]:
+    """Inside, this thread's dispatch modes do not see what is run."""
+    # Some versions, 2.4 and 2.7 among them, free a mode that nothing but the stack holds while they
+    # take it off, and crash.
+    off: AbstractContextManager[Any] = _disable_current_modes()
+    vars(off)["held"] = _get_current_dispatch_mode_stack()
+    return off
+
+
 # ---- memory --------------------------------------------------------------------------------------
 
 
@@ -176,10 +198,14 @@ is_own: Callable[[torch.UntypedStorage], bool] = getattr(
 
 def _is_compiling_in_old() -> bool:
     # Modes stay on while dynamo compiles, which only its own notes tell.
-    notes = torch._guards
-    return bool(
-        torch._utils.is_compiling() or notes.CompileContext.get() or notes.TracingContext.get()
-    )
+    if torch._utils.is_compiling():
+        return True
+    for notes in (torch._guards.CompileContext, torch._guards.TracingContext):
+        # 2.2 has try_get, as `get` raises there where nothing is compiled
+        get: Callable[[], Any] = getattr(notes, "try_get", notes.get)
+        if get():
+            return True
+    return False
 
 
 # 2.1 and 2.2 have no compiler.is_compiling.
@@ -213,10 +239,15 @@ def default_device() -> torch.device:
 
 def accelerator_type() -> str | None:
     """The kind of device that this build of torch is for, whether or not one is there."""
-    # 2.1 to 2.5 have no torch.accelerator: cuda, or the device that a package has registered.
+    # 2.1 to 2.5 have no torch.accelerator: cuda, or the device that a package has registered. That
+    # of 2.6 raises where no such device is there.
     if hasattr(torch, "accelerator"):
-        found = torch.accelerator.current_accelerator()
-        return None if found is None else found.type
+        try:
+            found = torch.accelerator.current_accelerator()
+        except RuntimeError:
+            pass
+        else:
+            return None if found is None else found.type
     private = torch._C._get_privateuse1_backend_name()
     if hasattr(torch, private):
         return private

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,11 @@ def verdict(
 ) -> Verdict:  # fmt: skip
     def on_device() -> None:
         torch.manual_seed(0)
-        with Device(noise):
+        with ExitStack() as devices:
+            devices.enter_context(Device(noise))
             for fault in faults:
-                Device(False, fault).__enter__()
-            try:
-                actual()
-            finally:
-                for _ in faults:
-                    torch.utils._python_dispatch._pop_mode()
+                devices.enter_context(Device(False, fault))
+            actual()
 
     def plainly() -> None:
         torch.manual_seed(0)

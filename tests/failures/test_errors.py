@@ -643,12 +643,14 @@ def test_where_a_part_is_compiled_or_runs_backward(tmp_path: Path) -> None:
 
 
 if hasattr(torch.library, "custom_op"):  # from torch 2.4 on
-
-    @torch.library.custom_op("guard::failing_backward", mutates_args=())
+    # 2.4 does not read annotations that are text
+    @torch.library.custom_op(
+        "guard::failing_backward", mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
     def failing_backward(x: Tensor) -> Tensor:
         return x.clone()
 
-    @torch.library.custom_op("guard::no_kernel", mutates_args=())
+    @torch.library.custom_op("guard::no_kernel", mutates_args=(), schema="(Tensor grad) -> Tensor")
     def no_kernel(grad: Tensor) -> Tensor:
         raise RuntimeError("no kernel")
 

@@ -26,13 +26,18 @@ pytestmark = pytest.mark.skipif(
 
 def test_every_class_of_the_table_has_its_attributes() -> None:
     table = native.MODULE.ATTRIBUTES
+    absent = set()
     for name in table:
         home = name.rpartition(".")[0]
         if home.startswith("tensorprobe."):
-            importlib.import_module(home)
+            try:
+                importlib.import_module(home)
+            except ImportError:  # Triton is missing, or is the one of torch 2.1
+                absent.add(name)
     done: set[str] = set()
     attributes.check(native.MODULE, done)
-    assert done == {*table}
+    assert absent <= {"tensorprobe.tensors.launch.Flagger"}
+    assert done == {*table} - absent
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,8 @@ def test_it_stops_before_backward_and_says_all(tmp_path: Path) -> None:
     [finding] = guard.findings
     assert (finding.name, finding.step, finding.rank) == ("Torch.exp.0.forward", 2, 0)
     assert finding.reason.startswith("its inputs are finite (")
-    assert finding.stack[0].endswith("in Net.forward")
+    # Python 3.10 does not tell the class
+    assert finding.stack[0].endswith(("in Net.forward", "in forward"))
     assert finding.travelled[0] == "Functional.linear.1.forward"
     assert finding.reached == "the loss"
     text = json.loads((tmp_path / "g" / "findings.json").read_text())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,15 @@ def observe(x: torch.Tensor) -> None:
     )  # fmt: skip
 
 
+def writes(write: Callable[[torch.Tensor], object]) -> bool:
+    """Whether this torch has a kernel for it on the CPU: 2.1 has no fused ones."""
+    try:
+        write(torch.ones(3))
+    except NotImplementedError:
+        return False
+    return True
+
+
 # What it does to three ones; the name of the call, and of the result in it, at L1.
 WRITES: dict[str, tuple[Callable[[torch.Tensor], object], str, str, float]] = {
     "foreach": (lambda x: torch._foreach_add_([x], 1.0), "Torch._foreach_add_", "", 2.0),
@@ -90,6 +99,7 @@ WRITES: dict[str, tuple[Callable[[torch.Tensor], object], str, str, float]] = {
     "out": (lambda x: torch.add(x, 1, out=x), "Torch.add", "", 2.0),
     "item": (lambda x: x.__setitem__(slice(None), 4.0), "Tensor.__setitem__", "0", 4.0),
 }
+WRITES = {name: row for name, row in WRITES.items() if writes(row[0])}
 
 
 @pytest.mark.parametrize("keep", ["stats", "digest", "tensors"])
@@ -115,13 +125,18 @@ def test_what_a_call_writes_is_its_result(
     [before] = [t for t in call.tensors if t.role == "input" and t.shape == (3,)][:1]
     assert before.summary is not None
     assert before.summary.max == 1.0
+    results = [t.name for t in call.tensors if t.role == "output"]
     result = f"output.{path}" if path else "output.0"
+    if written.startswith("foreach") and result not in results:
+        [result] = results  # 2.1 gives back the lists that it has written to
     assert maximum(call, result) == pytest.approx(expected)
     assert maximum(capture.call("Tensor.neg.1.forward"), "input.0") == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("level", ["L0", "L1", "mix", "L2"])
-@pytest.mark.parametrize("written", ["foreach", "fused", "unscale", "out"])
+@pytest.mark.parametrize(
+    "written", [name for name in ("foreach", "fused", "unscale", "out") if name in WRITES]
+)
 def test_what_is_read_later_is_what_was_written(written: str, level: str, tmp_path: Path) -> None:
     write, _, _, expected = WRITES[written]
     layer = nn.Threshold(0.0, 0.0)
@@ -150,22 +165,24 @@ def test_an_argument_that_is_written_beside_the_result(tmp_path: Path) -> None:
     assert maximum(call, "buffers.input.4") == pytest.approx(5.0)
 
 
-@pytest.fixture
-def custom() -> Iterator[Any]:
-    """An operator whose kernel writes and tells nobody, as those of devices do."""
-    with torch.library._scoped_library("declared", "DEF") as library:
-        library.define("double_into(Tensor x, Tensor(a!) into) -> ()")
-        library.impl("double_into", lambda x, into: into.data.copy_(x * 2) and None, "CPU")
-        yield torch.ops.declared
+def double_into(x: torch.Tensor, into: torch.Tensor) -> None:
+    """A kernel that writes and tells nobody, as those of devices do."""
+    into.data.copy_(x * 2)
+
+
+# for the whole process: 2.1 has none that go away
+_LIBRARY = torch.library.Library("declared", "DEF")
+_LIBRARY.define("double_into(Tensor x, Tensor(a!) into) -> ()")
+_LIBRARY.impl("double_into", double_into, "CPU")
 
 
 @pytest.mark.parametrize("level", ["L1", "L2"])
-def test_an_operator_of_ones_own(custom: Any, level: str, tmp_path: Path) -> None:
+def test_an_operator_of_ones_own(level: str, tmp_path: Path) -> None:
     x, into = torch.ones(1), torch.zeros(1)
 
     def program() -> None:
         into.neg()
-        custom.double_into(x, into)
+        torch.ops.declared.double_into(x, into)
         into.neg()
 
     capture = record(tmp_path, program, level=level)
@@ -175,6 +192,7 @@ def test_an_operator_of_ones_own(custom: Any, level: str, tmp_path: Path) -> Non
     assert maximum(capture.call(neg), "input.0") == 2.0
 
 
+@pytest.mark.skipif("unscale" not in WRITES, reason="this torch scales no gradients on the CPU")
 @pytest.mark.parametrize("level", ["L0", "L1", "mix", "L2"])
 def test_gradients_after_unscaling(level: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

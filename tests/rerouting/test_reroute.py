@@ -366,8 +366,10 @@ def test_higher_precision_is_that_of_the_whole_call_and_its_backward() -> None:
 
 
 if hasattr(torch.library, "custom_op"):  # from torch 2.4 on
-
-    @torch.library.custom_op("reroute_test::softmax", mutates_args=())
+    # 2.4 does not read annotations that are text
+    @torch.library.custom_op(
+        "reroute_test::softmax", mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
     def naive_softmax(x: Tensor) -> Tensor:
         e = x.exp()  # overflows where a careful kernel would not
         return e / e.sum(-1, keepdim=True)

@@ -156,7 +156,8 @@ def true_summary(tensor: torch.Tensor) -> TensorSummary:
 
 
 def root(square: Fraction) -> Fraction:
-    with localcontext(prec=60):
+    with localcontext() as context:
+        context.prec = 60
         number = Decimal(square.numerator) / Decimal(square.denominator)
         return Fraction(number.sqrt())
 

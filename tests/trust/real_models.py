@@ -124,9 +124,12 @@ def _transposed_storage(net: nn.Module) -> None:
 
 
 def _backend(name: str) -> Any:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+    def chosen() -> Any:
+        from torch.nn.attention import SDPBackend, sdpa_kernel  # from torch 2.3 on
 
-    return lambda: sdpa_kernel(getattr(SDPBackend, name))
+        return sdpa_kernel(getattr(SDPBackend, name))
+
+    return chosen
 
 
 @contextlib.contextmanager

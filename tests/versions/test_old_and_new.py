@@ -68,9 +68,46 @@ def test_kinds_of_tensors_are_told_apart(kind: str, make: Any) -> None:
     assert [torch_versions.key_bits(tensor) & bit for tensor in plain] == [0, 0, 0]
 
 
+def test_the_accelerator_of_the_build_is_told_without_a_device() -> None:
+    is_cuda = torch_versions.accelerator_type() == "cuda"
+    assert is_cuda == (torch.version.cuda is not None)
+
+
 def test_memory_that_numpy_has_is_not_torchs_own() -> None:
     array = np.zeros(3)
     assert not torch_versions.is_own(torch.from_numpy(array).untyped_storage())
+
+
+# A mode that the program enters and forgets: nothing but torch's stack holds it.
+_FORGOTTEN = """
+import torch, sys
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+import tensorprobe as tp
+class Doubling(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.factor = 2
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * self.factor if func.__name__.startswith("relu") else result
+def program():
+    Doubling().__enter__()
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+    for parameter in net.parameters():
+        torch.nn.init.ones_(parameter)
+    (loss := net(torch.ones(2, 4)).sum()).backward()
+    print(loss.item(), net[0].weight.grad.sum().item(), len(_get_current_dispatch_mode_stack()))
+with tp.Recorder(sys.argv[1], level=sys.argv[2], keep="tensors", log=lambda text: None):
+    program()
+"""
+
+
+@pytest.mark.parametrize("level", ["L1", "L2", "mix"])
+def test_a_mode_that_only_torch_holds_lives_on(level: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _FORGOTTEN, str(tmp_path / "c"), level]
+    done = subprocess.run(command, cwd=SRC, capture_output=True, text=True, check=False)
+    modes = 1 + (level == "L2")
+    assert done.stdout == f"80.0 32.0 {modes}\n", done.stderr[-500:]
 
 
 def test_autocast_and_the_default_device() -> None:
@@ -138,3 +175,26 @@ def test_a_version_without_the_simulated_device_says_which_has_it() -> None:
     assert done.stderr.splitlines()[-1].endswith(
         "the simulated NPU needs torch 2.10 or newer. Everything else works with this torch"
     )
+
+
+def test_every_file_can_be_imported() -> None:
+    """But for the simulated device, and for the kernels where Triton is missing or too old."""
+    root = SRC / "tensorprobe"
+    left_out = ("__main__.py", "train_npu.py", "simulation.py", "triton_kernels.py")
+    names = [
+        ".".join(("tensorprobe", *path.relative_to(root).with_suffix("").parts))
+        for path in sorted(root.rglob("*.py"))
+        if "sim_npu" not in path.parts and path.name not in left_out
+    ]
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    try: importlib.import_module(name)\n"
+        "    except ImportError as error:\n"
+        '        if not str(error).startswith("No module named \'triton"): raise\n'
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *names], cwd=SRC, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-500:]
+    assert len(names) > 200

@@ -110,7 +110,8 @@ def _put_on(mode: Any) -> None:
 
 def _take_off(mode: Any) -> bool:
     """Take `mode` off this thread's stack; says whether it was there."""
-    if mode not in _stack_of(mode):
+    stack = _stack_of(mode)  # held: see dispatch_modes_off
+    if mode not in stack:
         return False
     above: list[Any] = []
     if not isinstance(mode, TorchDispatchMode):
@@ -185,10 +186,10 @@ def add_below(mode: Any) -> None:
 
 def add_dispatch_mode_below(mode: Any) -> None:
     """Put a dispatch mode below all other dispatch modes of this thread."""
-    above = []
-    while torch._C._len_torch_dispatch_stack():
-        above.append(_python_dispatch._pop_mode())
-    for other in (mode, *reversed(above)):
+    others = _get_current_dispatch_mode_stack()  # held: see dispatch_modes_off
+    for _ in others:
+        _python_dispatch._pop_mode()
+    for other in (mode, *others):
         _python_dispatch._push_mode(other)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from tensorprobe.torch_versions import dispatch_modes_off
 
 
 class Quiet:
@@ -23,7 +24,7 @@ class Quiet:
         try:
             self._function.__enter__()
             if torch._C._len_torch_dispatch_stack():
-                dispatch = _disable_current_modes()
+                dispatch = dispatch_modes_off()
                 dispatch.__enter__()
                 self._dispatch = dispatch
             self.grad = torch._C.is_grad_enabled()  # whether it was on around this

@@ -9,7 +9,7 @@
 namespace tensorprobe {
 
 struct Attributes {
-  const char* of;  // a class, or a module
+  const char* of;  // a class, a module, or a dict
   std::string_view names;
 };
 
@@ -59,11 +59,11 @@ inline constexpr Attributes ATTRIBUTES[] = {
      "_known _notes active flags_of hold_piecemeal inputs is_due"},
     {"tensorprobe.overflow.pending_calls._Storages", "spans versions"},
     {"tensorprobe.overflow.watch.OverflowWatch", "attention call_made trouble"},
+    {"tensorprobe.torch_versions.COMPILER", "_is_compiling_flag is_compiling"},
     {"msgspec.StructMeta", "__struct_config__ __struct_fields__"},
     {"msgspec.structs.StructConfig", "tag tag_field"},
     {"_thread.RLock", "acquire release"},
     {"types.FrameType", "f_lasti f_locals"},
-    {"torch.compiler", "_is_compiling_flag is_compiling"},
     {"torch.nn.Module", "_buffers _compiled_call_impl _modules _parameters training"},
     {"tensorprobe_native.Edges", "has_functions has_leaves listen"},
     {"tensorprobe_native.Regions", "only"},

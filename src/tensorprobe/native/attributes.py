@@ -47,7 +47,9 @@ def _find(name: str, modules: Mapping[str, ModuleType]) -> Any:
 
 def names_of(owner: Any) -> set[str]:
     """The attributes of a module, or of a class and its objects: those that its body and its
-    `__init__` set."""
+    `__init__` set. The keys of a dict."""
+    if isinstance(owner, dict):
+        return {*owner}
     if not isinstance(owner, type):
         return {*dir(owner)}
     return {*dir(owner), *(name for base in owner.__mro__ for name in _set_by(base))}

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tensorprobe.devices import device_layer, rng_kept
 from tensorprobe.errors import NotReplayable
@@ -29,6 +28,7 @@ from tensorprobe.replay.rebuild import (
     rebuild,
     with_stride,
 )
+from tensorprobe.torch_versions import dispatch_modes_off
 
 References = Mapping[str, Callable[..., Any]]
 Results = tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]  # outputs, gradients
@@ -433,7 +433,7 @@ def quiet() -> Iterator[None]:
     """Inside, no mode, hook or autocast of the program sees or changes what is run."""
     # asking first: disabling modes imports half of torch, and mostly there are none
     modes: AbstractContextManager[object]
-    modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    modes = dispatch_modes_off() if torch._C._len_torch_dispatch_stack() else nullcontext()
     with torch._C.DisableTorchFunction(), modes, torch.autocast("cpu", enabled=False):
         yield
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tensorprobe.follow.naming import ApiName
+from tensorprobe.torch_versions import CHECKPOINT_RUNNERS
 
 _CHECKPOINT = os.path.join(os.path.dirname(torch.__file__), "utils", "checkpoint.py")
 
@@ -83,7 +84,7 @@ def _frame_of_generator(names: dict[str, Any]) -> Any:
 # By the functions of torch.utils.checkpoint that run a region. The object that both the forward and
 # the recomputation hold: without reentry the bookkeeping of the region, with it the graph node.
 _TOKENS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "checkpoint": _frame_of_generator,
+    **dict.fromkeys(CHECKPOINT_RUNNERS, _frame_of_generator),
     "unpack_hook": lambda names: names.get("frame"),
     "forward": lambda names: names.get("ctx"),
     "backward": lambda names: names.get("ctx"),

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch._C import DispatchKey, DispatchKeySet
-from torch.utils._python_dispatch import _disable_current_modes
 
 from tensorprobe.tensors.host import STORAGE
-from tensorprobe.torch_versions import bit_of, key_bits
+from tensorprobe.torch_versions import bit_of, dispatch_modes_off, key_bits
 
 Array = np.ndarray[Any, Any]
 
@@ -61,7 +60,7 @@ def subclass_only() -> Iterator[None]:
     guard = torch._C._ExcludeDispatchKeyGuard(_ABOVE_SUBCLASSES)
     with torch._C.DisableTorchFunction(), guard, torch.no_grad():
         if torch._C._len_torch_dispatch_stack():
-            with _disable_current_modes():
+            with dispatch_modes_off():
                 yield
         else:
             yield
