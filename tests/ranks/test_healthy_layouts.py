@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from gloo_ranks import needs_gloo, run_ranks
 
 import tensorprobe as tp
+from ranks.gloo_ranks import needs_gloo, run_ranks
 
 pytestmark = [needs_gloo, pytest.mark.slow]
 
