@@ -3,18 +3,14 @@
 from pathlib import Path
 
 import pytest
-from gloo_ranks import needs_gloo, run_ranks
 
 import tensorprobe as tp
+from ranks.gloo_ranks import needs_gloo, run_ranks
 
 pytestmark = [needs_gloo, pytest.mark.slow]
 
-# FSDP1 frees and makes anew the memory of a parameter, which moves no version: what
-# Torch.chunk.0 is given is recorded as it was before. FSDP2: memory that a call only overwrites.
-REUSED = "contents of memory that FSDP gives back and takes again are old, or nobody's"
 LAYOUTS = (
-    "ddp", "tp", "sp", "2d", "gpipe", "1f1b", "functional",
-    *(pytest.param(each, marks=pytest.mark.xfail(reason=REUSED)) for each in ("fsdp1", "fsdp2")),
+    "ddp", "tp", "sp", "2d", "gpipe", "1f1b", "functional", "fsdp1", "fsdp2",
 )  # fmt: skip
 
 

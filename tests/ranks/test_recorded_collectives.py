@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from gloo_ranks import needs_gloo, run_ranks
 
 import tensorprobe as tp
+from ranks.gloo_ranks import needs_gloo, run_ranks
 from tensorprobe.records import Call, Collective
 
 pytestmark = needs_gloo

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from gloo_ranks import needs_gloo, run_ranks
 
 import tensorprobe as tp
+from ranks.gloo_ranks import needs_gloo, run_ranks
 from tensorprobe.errors import NotReplayable
 from tensorprobe.records import Sharding
 

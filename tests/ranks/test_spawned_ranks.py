@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from gloo_ranks import PROGRAMS, SRC, needs_gloo
 
 import tensorprobe as tp
+from ranks.gloo_ranks import PROGRAMS, SRC, needs_gloo
 
 pytestmark = needs_gloo
 

@@ -184,6 +184,8 @@ def _grown(scene: Scene) -> str | None:
     for node in scene.nodes:
         if node.container or node.taint or node.is_random or not node.is_paired:
             continue
+        if scene.is_only_overwritten(node):
+            continue
         if node.call.direction == "forward" and node.r_out > much:
             u = node.unit_out
             if node.r_out > ROUNDING * u:

@@ -304,6 +304,8 @@ def _strong_suspects(scene: Scene) -> Iterator[Node]:
     for node in scene.nodes:
         if node.container or not node.is_paired or node.same_out:
             continue
+        if scene.is_only_overwritten(node):
+            continue
         if node.d_out > ROUNDING / 2 and (node.r_out > 1.2 * node.r_in or node.r_in == math.inf):
             yield node
 
@@ -423,6 +425,7 @@ def _suspects(scene: Scene) -> Iterator[Node]:
         for node in scene.nodes
         if node.is_paired
         and not (node.container or node.same_out or node.is_random)
+        and not scene.is_only_overwritten(node)
         and any(row.metrics is not None for row in node.outputs)
     ]
     return iter(sorted(nodes, key=lambda node: (not node.same_in, -_growth(node), node.i)))
