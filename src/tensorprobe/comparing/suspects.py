@@ -156,14 +156,23 @@ def _scaled(node: Node, own: OwnError) -> float:
     row = node.output(own.name)
     long = shrink_factor(node, row)
     found = own.size / long
-    coarser = 0.0 if row is None else pair_roundoff(row)
-    if coarser > own.unit > 0:  # what is healthy there is far more than what this side is off by
-        return found * own.unit / coarser
+    if _is_beside_coarse(node, own):  # what is healthy there is far more than what this is off by
+        return found * own.unit / _coarsest(node)
     if abs(own.gain) > 8 * own.gain_sigma:
         found = max(found, abs(own.gain) / math.sqrt(long))
     if own.row > _STANDS_OUT * own.rms:  # long sums are as long in all rows
         found = max(found, own.row / 1.5)
     return 4 * found if own.exact else found
+
+
+def _is_beside_coarse(node: Node, own: OwnError) -> bool:
+    """Whether the other side, or a switch, computes in a coarser arithmetic than this error is in
+    units of."""
+    return _coarsest(node) > own.unit > 0
+
+
+def _coarsest(node: Node) -> float:
+    return max(map(pair_roundoff, (*node.inputs, *node.outputs)), default=0.0)
 
 
 def recomputed_forwards(scene: Scene, node: Node) -> Iterator[tuple[Call, Call]]:
@@ -442,7 +451,7 @@ def _broken(scene: Scene, replays: Replays, node: Node) -> _Broken | None:
     sides = [replays.quick(node, side) for side in (0, 1)]
     if any(evidence.problem for evidence in sides):
         return None
-    worst = [_worst_breach(evidence) for evidence in sides]
+    worst = [_worst_breach(node, evidence) for evidence in sides]
     guilty = [side for side in (0, 1) if worst[side] is not None]
     if len(guilty) != 1:
         return None  # where both do, the law is not that of these kernels
@@ -456,8 +465,12 @@ def _broken(scene: Scene, replays: Replays, node: Node) -> _Broken | None:
     return None
 
 
-def _worst_breach(evidence: Evidence) -> OwnError | None:
-    broken = [(own.breach.size, own) for own in evidence.errors.values() if own.breach is not None]
+def _worst_breach(node: Node, evidence: Evidence) -> OwnError | None:
+    broken = [
+        (own.breach.size, own)
+        for own in evidence.errors.values()
+        if own.breach is not None and (own.law == "exact" or not _is_beside_coarse(node, own))
+    ]
     return max(broken, key=lambda item: item[0], default=(0.0, None))[1]
 
 

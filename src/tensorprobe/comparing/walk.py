@@ -58,8 +58,6 @@ from tensorprobe.records import Call
 from tensorprobe.replay.kinds import api_of, kind_of
 
 _CUTS = ("chunk", "split", "tensor_split", "split_with_sizes", "unbind")
-# In roundings: what another kernel of the same sums may differ by, as statistics show it.
-_MORE_THAN_ROUNDING = 2.0
 
 
 class Walk:
@@ -431,7 +429,7 @@ class Walk:
             return True
         if node.call.direction == "forward" and kind_of(node.call) in ("exact", "conversion"):
             return True
-        return node.d_out > _MORE_THAN_ROUNDING and self._reproducible_before(node)
+        return node.d_out > FAINT and self._reproducible_before(node)
 
     def _statistics_tell(self, node: Node, row: TensorPair) -> bool:
         """The same where only statistics were kept."""

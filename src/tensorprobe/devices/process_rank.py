@@ -13,7 +13,8 @@ import torch
 def current_rank(environment: Mapping[str, str] | None = None) -> int:
     """The rank: from torch.distributed once it runs, before that from the launcher's variables.
 
-    A child of multiprocessing that has neither is taken for the rank of its number.
+    A child that `mp.spawn` started, or that `tensorprobe run` has armed, and that has neither is
+    taken for the rank of its number.
     """
     if is_distributed():
         return torch.distributed.get_rank()
@@ -24,9 +25,16 @@ def current_rank(environment: Mapping[str, str] | None = None) -> int:
 
 
 def _number_as_child() -> int:
-    process: Any = sys.modules.get("multiprocessing.process")
-    identity = process.current_process()._identity if process is not None else ()
-    return identity[-1] - 1 if identity else 0
+    """0 for workers of pools and others that a program starts by itself: those are no ranks."""
+    multiprocessing: Any = sys.modules.get("multiprocessing.process")
+    if multiprocessing is None:
+        return 0
+    process = multiprocessing.current_process()
+    target = getattr(process, "_target", None)
+    is_spawned = getattr(target, "__module__", "") == "torch.multiprocessing.spawn"
+    if not is_spawned and not hasattr(process, "_tensorprobe"):
+        return 0
+    return process._identity[-1] - 1 if process._identity else 0
 
 
 def agreed_by_all(text: str) -> str:
