@@ -282,7 +282,10 @@ def _compare(
     sigma = rest / (rms_y * math.sqrt(n)) if rms_y else math.inf
     # a system of equations that is nearly singular moves its whole solution
     moved = [float(part.flatten() @ y.flatten()) / square for part in noise] if square else []
-    gain_unit = math.hypot(u, *(each / math.sqrt(len(moved)) for each in moved))
+    # and so does, of a result that is far smaller, what backward has saved
+    gain_unit = math.hypot(
+        u, *(each / math.sqrt(len(moved)) for each in moved), saved / rms_y if rms_y else 0.0
+    )
     return OwnError(
         name,
         rms_d / scale,

@@ -25,6 +25,10 @@ from tensorprobe.records import Call, Fields, TensorRecord
 from tensorprobe.replay.calibration import check_own_table
 
 _LEAST_S = 2.0
+_SURE, _LIKELY = (
+    8.0,
+    2.0,
+)  # standard errors of a factor: to accuse, and for the other side to share it
 _STANDS_OUT = 6.0  # times the error of all rows: a row that is wrong alone
 _CONTROLS = 4  # other calls of the same kernel that are asked whether they obey its law
 # In roundings: what is systematic to this degree is no way of rounding, whatever the kernel.
@@ -147,18 +151,19 @@ def worst(node: Node, evidence: Evidence) -> OwnError | None:
     return max(evidence.errors.values(), key=lambda own: _scaled(node, own), default=None)
 
 
-def score(node: Node, own: OwnError | None) -> float:
-    """An own error with what a long sum may have taken off."""
-    return 0.0 if own is None else _scaled(node, own)
+def score(node: Node, own: OwnError | None, sigmas: float = _SURE) -> float:
+    """An own error with what a long sum may have taken off; a factor counts from so many standard
+    errors on."""
+    return 0.0 if own is None else _scaled(node, own, sigmas)
 
 
-def _scaled(node: Node, own: OwnError) -> float:
+def _scaled(node: Node, own: OwnError, sigmas: float = _SURE) -> float:
     row = node.output(own.name)
     long = shrink_factor(node, row)
     found = own.size / long
     if _is_beside_coarse(node, own):  # what is healthy there is far more than what this is off by
         return found * own.unit / _coarsest(node)
-    if abs(own.gain) > 8 * own.gain_sigma:
+    if abs(own.gain) > sigmas * own.gain_sigma:
         found = max(found, abs(own.gain) / math.sqrt(long))
     if own.row > _STANDS_OUT * own.rms:  # long sums are as long in all rows
         found = max(found, own.row / 1.5)
@@ -356,9 +361,9 @@ def _own(node: Node, replays: Replays, faint: bool) -> Culprit | None:
     a, e = (worst(node, evidence) for evidence in sides)
     score_a, score_e = score(node, a), score(node, e)
     ratio = 3.0 if faint else 2.0
-    if a is not None and score_a > threshold and score_a > ratio * score_e:
+    if a is not None and score_a > max(threshold, ratio * score(node, e, _LIKELY)):
         return _accuse(node, "actual", a, score_a, faint)
-    if e is not None and score_e > threshold and score_e > ratio * score_a:
+    if e is not None and score_e > max(threshold, ratio * score(node, a, _LIKELY)):
         return _accuse(node, "expected", e, score_e, faint)
     return None
 
