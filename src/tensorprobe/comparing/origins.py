@@ -291,7 +291,9 @@ class Boundaries:
     # Words
 
     def _has_effect(self, node: Node) -> bool:
-        return not node.outputs or not node.same_out or node.d_out > 0
+        if not node.outputs:  # a number that an optimizer reads has its effect on the weights
+            return node.i not in self._scene.in_optimizer
+        return not node.same_out or node.d_out > 0
 
     def _missing(self, node: Node, row: TensorPair) -> Found:
         """A gradient, or an optimizer's state, that one side lacks."""
