@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -26,6 +27,10 @@ from tensorprobe.torch_versions import engine_entry
 default_device.choose()
 # No test, nor what it starts, builds the parts in C++ by accident; those of the build switch it on.
 os.environ["TENSORPROBE_BUILD"] = "0"
+# A shell that starts the tests in the background lets them ignore Ctrl-C, and every process they
+# start: tests that interrupt one would wait for it for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # The same examples in every run, however slow the machine. To look for others:
 # pytest --hypothesis-profile=search
 settings.register_profile(
