@@ -12,6 +12,8 @@ export interface RankLine {
   culprit: string | null;
 }
 
+export interface Received { rank: number; step: number; name: string; through: string; origin: number }
+
 export interface MeasuredPlace {
   actual: string; expected: string; tensor: string; kind: string; call: string | null; step: number; rank: number;
   error: number | string | null; limit: number | string | null; status: string; row: string | null; note: string | null;
@@ -19,7 +21,7 @@ export interface MeasuredPlace {
 
 export interface Verdict {
   verdict: "match" | "diverged" | "incomparable"; actual: string; expected: string; mode: string; counts: Record<string, number>;
-  culprits: Culprit[]; reason: string | null; notes: string[]; facts: string[]; ranks: RankLine[]; imports: string[];
+  culprits: Culprit[]; reason: string | null; notes: string[]; facts: string[]; ranks: RankLine[]; received?: Received[]; imports: string[];
   at?: string[]; boundaries?: MeasuredPlace[];
 }
 

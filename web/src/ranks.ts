@@ -1,8 +1,8 @@
 // Ranks by steps: where a cause begins and where it came in; and the collectives that join ranks.
 
-import { Culprit, FLAG, Report, SEVERITIES } from "./data";
+import { FLAG, Received, Report, SEVERITIES } from "./data";
 import { clear, h, name, s, whole } from "./dom";
-import { sentence, t, tOf } from "./words";
+import { t, tOf } from "./words";
 
 const MOST = 200; // ranks, and steps
 const LANES = 128; // ranks that are drawn as lines
@@ -23,10 +23,10 @@ export function ranksSection(report: Report, open: (i: number) => void): HTMLEle
     const from = came.get(`${rank},${step}`);
     if (!line && !from) return h("td", { class: "later", title: t("notJudged") }, "·");
     const begins = !from && !!line?.culprit;
-    const called = from?.what.name ?? line?.culprit ?? null;
+    const called = from?.name ?? line?.culprit ?? null;
     const place = called === null ? -1 : report.find(called, step, rank);
     const n = line?.diverged ?? 0;
-    const words = [`${t("rank")} ${rank}, ${t("step")} ${step}: ${from ? t("received", { n: from.cause.rank }) : tOf("", line!.verdict)}`, called, from ? sentence(from.what.reason) : null,
+    const words = [`${t("rank")} ${rank}, ${t("step")} ${step}: ${from ? t("received", { n: from.origin, through: from.through }) : tOf("", line!.verdict)}`, called,
       n ? t("nDiffer", { n: whole(n) }) : null].filter(Boolean).join(", ");
     const kind = begins ? "culprit" : from || n ? "inherited" : line!.verdict === "match" ? "equal" : "one-sided";
     const sign = `${begins ? "▲ " : from ? "↘ " : ""}${n ? whole(n) : begins || from ? "" : line!.verdict === "match" ? "✓" : "?"}`.trim();
@@ -39,14 +39,9 @@ export function ranksSection(report: Report, open: (i: number) => void): HTMLEle
     ranks.length > 1 ? collectives(report, open) : null);
 }
 
-/** What follows from a cause on another rank, by rank and step. */
-function received(report: Report): Map<string, { cause: Culprit; what: Culprit }> {
-  const found = new Map<string, { cause: Culprit; what: Culprit }>();
-  for (const cause of report.index.verdict?.culprits ?? [])
-    for (const what of cause.follows)
-      if (what.rank !== cause.rank && !found.has(`${what.rank},${what.step}`)) found.set(`${what.rank},${what.step}`, { cause, what });
-  for (const cause of report.index.verdict?.culprits ?? []) found.delete(`${cause.rank},${cause.step}`);
-  return found;
+/** How a difference came to ranks where it did not begin, by rank and step. */
+function received(report: Report): Map<string, Received> {
+  return new Map((report.index.verdict?.received ?? []).map((each) => [`${each.rank},${each.step}`, each]));
 }
 
 /** The ranks as lines, and what they told each other as columns that join them. */

@@ -26,7 +26,7 @@ from tensorprobe.comparing.verdict import Culprit, Verdict, describe, next_comma
 from tensorprobe.records import Call, Capture, Fields, Special, TensorRecord, TensorSummary
 from tensorprobe.replay.kinds import kind_of
 from tensorprobe.report.chinese import sentences_in_chinese
-from tensorprobe.report.collectives import communications
+from tensorprobe.report.collective_links import communications
 from tensorprobe.store.frames import source_around, users_line
 from tensorprobe.terminal import printable
 
