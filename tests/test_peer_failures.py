@@ -636,7 +636,7 @@ def test_every_file_is_strict_json_and_keeps_secrets(
         raise AssertionError(f"{token} is no JSON")
 
     files = [path for path in tmp_path.rglob("*") if path.suffix in (".json", ".jsonl")]
-    assert len(files) == 4
+    assert len(files) == 5
     for file in files:
         text = file.read_text()
         assert "nobodysbusiness" not in text
