@@ -14,6 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
+import weakref
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from tensorprobe.cli.main import main
 from tensorprobe.environment.effects import effect_of
 from tensorprobe.environment.environment_comparison import arguments_of, compare_environments, lines
 from tensorprobe.errors import BadArtefact, BadUsage
-from tensorprobe.record.program_facts import installed, plain
+from tensorprobe.record.program_facts import found_hyperparameters, installed, plain
 
 FACTS: dict[str, Any] = {
     "format": 1,
@@ -387,3 +388,24 @@ def test_the_example_of_the_page(
     )
     assert main(shlex.split(console[1])) == 3
     assert capsys.readouterr().out == console[2]
+
+
+def test_looking_for_hyperparameters_keeps_nothing_alive() -> None:
+    class Big:
+        pass
+
+    def train() -> bool:
+        model = Big()
+        alive = weakref.ref(model)
+        config = {"lr": 0.1}
+        assert found_hyperparameters(sys._getframe())["config"] == config
+        del model
+        return alive() is None
+
+    def own_locals() -> dict[str, Any]:
+        config, mine = {"lr": 0.2}, locals()
+        assert found_hyperparameters(sys._getframe())["config"] == config
+        return mine
+
+    assert train()
+    assert own_locals()["config"] == {"lr": 0.2}

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import enum
 import hashlib
+import inspect
 import os
 import re
 import sys
@@ -152,11 +153,22 @@ def _variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
             break
         file = frame.f_code.co_filename
         if not file.startswith(_OURS) and "site-packages" not in file and "<" not in file[:1]:
-            yield from [*frame.f_locals.items()]
+            yield from _locals_of(frame)
         frame = frame.f_back
     main = sys.modules.get("__main__")
     if main is not None and not str(getattr(main, "__file__", "")).startswith(_OURS):
         yield from [*vars(main).items()]
+
+
+def _locals_of(frame: FrameType) -> list[tuple[str, Any]]:
+    """Before Python 3.13 a frame keeps the dict that it gives, and so keeps alive what the program
+    deletes later: empty it, unless the program has that dict too, by `locals()`."""
+    local = frame.f_locals
+    items = [*local.items()]
+    is_copy = isinstance(local, dict) and frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if is_copy and sys.getrefcount(local) == 3:  # the frame's, `local`, and the argument
+        local.clear()
+    return items
 
 
 def is_configuration(name: str, value: Any) -> bool:
