@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from tensorprobe.cli.options import as_options
@@ -12,7 +11,6 @@ from tensorprobe.terminal import printable, say, warn
 
 if TYPE_CHECKING:
     from tensorprobe.checking.row import Row
-    from tensorprobe.checking.run import Checked
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tensorprobe.checking.run import check
+    from tensorprobe.report.check_lines import lines
 
     progress = _Progress()
     try:
@@ -103,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
             f"done and kept in '{args.path}'. The same command goes on from there"
         )
         return 1
-    say(*(as_options(line, args.option_names) for line in describe(checked, args.limit)))
+    say(*(as_options(line, args.option_names) for line in lines(checked, args.limit)))
     if checked.is_idle:
         warn("tensorprobe check: nothing was checked, every call was skipped for the reasons above")
         return 1
@@ -138,60 +137,3 @@ class _Progress:
     def __exit__(self, *exception: object) -> None:
         if self._bar is not None:
             self._bar.stop()
-
-
-def describe(checked: Checked, limit: int) -> list[str]:
-    """Failures first with the command for their repro, the worst of the rest, the counts."""
-    counts = checked.counts
-    lines = []
-    bad = [row for row in checked.rows if row.verdict in ("fail", "crashed")]
-    for row in bad[:limit]:
-        lines += [f"{row.verdict:8} {_what(row)}", f"         {row.reason}"]
-        lines.append(f"         {row.repro}")
-    if len(bad) > limit:
-        lines.append(f"         and {len(bad) - limit} more in {checked.path / 'check.json'}")
-    lines += _wrong_recordings(checked, limit)
-    lines += _skipped(checked, limit)
-    lines += [f"note     {note}" for note in checked.notes]
-    wrong = sum(bool(row.recorded) for row in checked.rows)
-    lines.append(
-        f"{counts['calls']} calls, {counts['checked']} different: {counts['pass']} pass"
-        + (f" ({wrong} of them recorded wrong)" if wrong else "")
-        + f", {counts['fail']} fail, {counts['crashed']} crashed, {counts['skipped']} skipped"
-        f"; {checked.path / 'check.json'}"
-    )
-    return lines
-
-
-def _wrong_recordings(checked: Checked, limit: int) -> Iterator[str]:
-    """Calls that pass here and did not where they were recorded."""
-    rows = [row for row in checked.rows if row.recorded]
-    for row in rows[:limit]:
-        yield f"recorded {_what(row)} passes here, but what was recorded is wrong"
-        yield f"         {row.recorded}"
-        yield f"         {row.repro}"
-    if len(rows) > limit:
-        yield f"         and {len(rows) - limit} more in {checked.path / 'check.json'}"
-
-
-def _skipped(checked: Checked, limit: int) -> Iterator[str]:
-    """One line a reason. What to do about one call alone is left out where there are several."""
-    reasons: dict[str, list[Row]] = {}
-    for row in checked.rows:
-        if row.verdict == "skipped":
-            first, _, _ = row.reason.removeprefix(row.name + " ").partition(". ")
-            reasons.setdefault(first, []).append(row)
-    for first, rows in list(reasons.items())[:limit]:
-        if len({row.reason for row in rows}) == 1:
-            first = rows[0].reason.removeprefix(rows[0].name + " ")
-        more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
-        yield f"skipped  {rows[0].name}{more}: {first}"
-    if len(reasons) > limit:
-        yield f"skipped  for {len(reasons) - limit} more reasons: --limit shows more"
-
-
-def _what(row: Row) -> str:
-    more = f" and {row.alike} alike" if row.alike else ""
-    where = f" in {row.module}" if row.module else ""
-    kinds = f"{row.device_dtype} on {row.device} against {row.reference_dtype}"
-    return f"{row.name}{more}{where} ({row.kind}, {kinds})"

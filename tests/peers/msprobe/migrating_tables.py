@@ -134,7 +134,7 @@ def options() -> Iterator[Row]:
     """Every option of the verbs that are here."""
     parser = command.command_line()
     verbs = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction)).choices
-    for verb in ("compare", "acc_check", "overflow_check"):
+    for verb in ("compare", "acc_check", "overflow_check", "config_check"):
         for action in verbs[verb]._actions:
             if not action.option_strings or "--help" in action.option_strings:
                 continue

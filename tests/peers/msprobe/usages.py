@@ -111,6 +111,25 @@ for step in range(3):
 """,
         tuple(f"dump/{stage}/step{i}" for stage in ("generate", "train") for i in range(2)),
     ),
+    "04 a training worker that logs each step that is recorded": Usage(
+        _HEAD
+        + """
+from msprobe.pytorch import PrecisionDebugger
+debugger = PrecisionDebugger(config_path="config.json")
+debugger.service.config.dump_path = os.path.join(debugger.config.dump_path, "worker")
+logged = []
+for _ in range(4):
+    debugger.start(model=model)
+    model(batch).sum().backward()
+    if not debugger.service.should_stop_service:
+        logged.append(debugger.service.current_iter)
+    debugger.stop()
+    debugger.step()
+assert logged == [0, 1], logged
+""",
+        ("dump/worker/step0", "dump/worker/step1"),
+        config={"level": "L0", "step": [0, 1]},
+    ),
     "05 a serving engine that asks for the level": Usage(
         _HEAD
         + """
@@ -126,6 +145,28 @@ with torch.inference_mode():
 """,
         _BOTH,
         config={"level": "mix"},
+    ),
+    "05 its bridge, which switches dumps in the file and has it read at once": Usage(
+        _HEAD
+        + """
+import json
+from msprobe.pytorch import PrecisionDebugger
+content = json.load(open("config.json"))
+debugger = PrecisionDebugger("config.json")
+for step in range(3):
+    with open("config.json.tmp", "w") as file:
+        json.dump({**content, "dump_enable": step == 1}, file)
+    os.replace("config.json.tmp", "config.json")
+    reload = getattr(debugger, "_maybe_reload_config", None)
+    if callable(reload):
+        reload(force=True)
+    debugger.start(model)
+    model(batch)
+    debugger.stop()
+    debugger.step()
+""",
+        ("dump/step1",),
+        config={"level": "L0", "dump_enable": False},
     ),
     "06 another one, with a rank": Usage(
         _HEAD

@@ -17,13 +17,13 @@ from tensorprobe.tensors.opening import open_named
 from tensorprobe.terminal import say, warn
 
 # Verbs without a counterpart under msprobe's name, with what to type.
-_SHOW = "tensorprobe show DUMP, or tensorprobe compare A B -o OUT"
+_GRAPH = "tensorprobe compare A B -o OUT: its report.html has the model as a graph"
 INSTEAD = {
     "code_mapping": "msprobe itself: it is for MindSpore",
     "api_precision_compare": "tensorprobe check DUMP --device D --against OTHER -o OUT",
     "data2db": "tensorprobe show DUMP",
-    "graph": _SHOW,
-    "graph_visualize": _SHOW,
+    "graph": _GRAPH,
+    "graph_visualize": _GRAPH,
     "install_deps": "nothing: tensorprobe needs no further parts",
     "merge_result": "tensorprobe compare A B -o OUT: all ranks are in one report",
     "offline_dump": "tensorprobe ascend --help",
@@ -294,6 +294,7 @@ def _has_ranks(path: object) -> bool:
 
 def _check(args: argparse.Namespace) -> int:
     from tensorprobe.checking.run import check
+    from tensorprobe.report.check_lines import lines
 
     if args.result_csv_path:
         raise BadUsage("-csv_path: a check goes on by itself with the same -o; leave it out")
@@ -307,7 +308,7 @@ def _check(args: argparse.Namespace) -> int:
         jobs=args.num_splits,
         peer_tables=True,
     )
-    say(*f"{checked}".split("\n"))
+    say(*lines(checked))
     if checked.is_idle:
         return 1
     return 0 if checked.passed else 3

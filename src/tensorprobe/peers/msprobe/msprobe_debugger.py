@@ -99,6 +99,8 @@ class PrecisionDebugger:
         debugger._end_tokens()
         service = debugger.service
         service.current_iter = debugger.session.step_number
+        last = max(debugger._settings.config.steps or (service.current_iter,))
+        service.should_stop_service = service.current_iter > last
         service.model = model if model is not None else service.model
         service.first_start = False
         service.current_rank = rank_id if rank_id is not None else service.current_rank
@@ -246,18 +248,22 @@ class PrecisionDebugger:
             return None
         return stat.st_mtime_ns, stat.st_size
 
-    def _look_again(self) -> None:
-        """With dump_enable in it, the file is read anew when it has changed."""
+    def _maybe_reload_config(self, force: bool = False) -> bool:
+        """By this name servers ask for the file at once, after they have changed it."""
+        return self._look_again(at_once=force)
+
+    def _look_again(self, *, at_once: bool = False) -> bool:
+        """With dump_enable in it, the file is read anew when it has changed; whether it was."""
         if self._settings.dump_enable is None:
-            return
+            return False
         when, stamp = self._looked
         now = time.monotonic()
-        if now - when < _LOOK_AGAIN_S:
-            return
+        if now - when < _LOOK_AGAIN_S and not at_once:
+            return False
         new = self._stamp()
         self._looked = (now, new)
         if new is None or new == stamp:
-            return
+            return False
         try:
             settings = self._read()
         except BadUsage as error:
@@ -270,6 +276,7 @@ class PrecisionDebugger:
         self._begin_anew()
         state = "on" if settings.dump_enable else "off"
         say(f"{self._request[0]} has changed: recording is {state}")
+        return True
 
     def _end_tokens(self) -> None:
         if self._tokens is not None:

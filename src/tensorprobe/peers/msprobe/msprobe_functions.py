@@ -23,7 +23,7 @@ __all__ = [
 
 # What msprobe has there and this door has not, with what to use instead.
 REFUSED = {
-    "AclGraphDumper": "tensorprobe run --level L2, which sees every ATen operator",
+    "AclGraphDumper": "tensorprobe run --level L2, of the program without graph capture",
     "TrainerMon": "tensorprobe run: parameters, gradients and optimizer steps are in it",
     "acl_save": "PrecisionDebugger.save",
     "random_save": "tensorprobe run --save-start and --load-start, which make two runs draw alike",

@@ -49,12 +49,14 @@ class Service:
         debugger.service.config.dump_path = os.path.join(folder, stage)
         debugger.start(model)  # into that folder
 
-    `current_iter` is the step of the last start(), until the next one.
+    `current_iter` is the step of the last start(), until the next one, and `should_stop_service`
+    says whether that was behind the last step to be recorded.
     """
 
     def __init__(self, settings: DoorConfig, reset: Callable[[], None]) -> None:
         self.config = ConfigFields(settings)
         self.current_iter = 0
+        self.should_stop_service = False
         self.current_rank: int | None = None
         self.first_start = True
         self.model: Any = None
