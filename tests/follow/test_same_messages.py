@@ -136,6 +136,19 @@ def test_warnings_name_the_line_that_caused_them(way: str, language: str, tmp_pa
 
 
 @every_way
+def test_a_module_of_torch_warns_of_its_own_file(way: str, language: str, tmp_path: Path) -> None:
+    def warns_further_out() -> None:
+        for kind in (nn.Softmax, nn.LogSoftmax, nn.Softmin):
+            nn.Sequential(kind())(torch.ones(2, 2))
+
+    # The line differs where hooks are on: torch itself goes another way then.
+    expected = [file for _, file, _, _ in said_by(warns_further_out, "always")]
+    with watched(way, tmp_path / "run"):
+        actual = [file for _, file, _, _ in said_by(warns_further_out, "always")]
+    assert actual == expected == [nn.modules.module.__file__] * 3
+
+
+@every_way
 def test_a_line_warns_once(way: str, language: str, tmp_path: Path) -> None:
     expected = said_by(warns, "default")
     with watched(way, tmp_path / "run"):

@@ -6,6 +6,7 @@ does so to name what is in its graph. Where a mode makes a call, its own frames 
 
 from __future__ import annotations
 
+from inspect import currentframe
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
@@ -16,6 +17,8 @@ from tensorprobe.follow.tracebacks import is_stand_in
 
 _tracing_state = torch._C._get_tracing_state
 HANDLER = handle_torch_function.__code__
+LEVEL = "_stacklevel"  # of softmax, log_softmax and softmin: how far out the line is
+_OF_THE_CALLER = 3
 _NEAR = 4  # frames of torch between the program and the handler of a function written in Python
 _MOST = 20_000  # code made anew for every call would fill the table without end
 # On one line: of its code only the number of the first is replaced.
@@ -50,6 +53,8 @@ class StandIns:
             frame = _caller(frame, func)
         if frame is None:  # a thread of a device, which has no line of the program
             return func(*args, **kwargs)
+        if kwargs and LEVEL in kwargs:
+            kwargs = self.count_levels(kwargs, frame)
         # as `at`, which would be one frame more
         known = self._known.get((id(frame.f_code), frame.f_lasti))
         if known is not None and known[1].__globals__ is frame.f_globals:
@@ -68,6 +73,20 @@ class StandIns:
         stand_in = FunctionType(_code_at(frame), frame.f_globals)
         self._known[key] = code, stand_in
         return stand_in
+
+    def count_levels(self, kwargs: Any, frame: FrameType) -> Any:
+        """The arguments of a call whose warning is about a line further out than its caller's.
+
+        `nn.Softmax` says so of its own. Between a stand-in and those lines lie frames that the
+        program does not have. This must be called from where the stand-in is.
+        """
+        level = kwargs[LEVEL]
+        if not isinstance(level, int) or level <= _OF_THE_CALLER:
+            return kwargs
+        here = currentframe()
+        while here is not None and here is not frame:
+            here, level = here.f_back, level + 1
+        return kwargs if here is None else {**kwargs, LEVEL: level}
 
 
 def is_tracing() -> bool:

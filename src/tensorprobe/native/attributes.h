@@ -24,7 +24,7 @@ inline constexpr Attributes ATTRIBUTES[] = {
     {"tensorprobe.follow.naming.Counter", "_by_api _counts _new next"},
     {"tensorprobe.follow.place.Place", "__dict__ frame module parent stack thread"},
     {"tensorprobe.follow.stacks.Stacks", "current tables"},
-    {"tensorprobe.follow.stand_ins.StandIns", "at"},
+    {"tensorprobe.follow.stand_ins.StandIns", "at count_levels"},
     {"tensorprobe.record.backward.Backward", "hook incoming outgoing"},
     {"tensorprobe.record.backward.ModuleBackward", "incoming outgoing"},
     {"tensorprobe.record.backward.NodeBackward", "incoming outgoing"},

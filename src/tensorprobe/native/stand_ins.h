@@ -19,8 +19,17 @@ class StandIns {
 
   // As `StandIns.make`, where the frame that this is called from is that of the mode.
   PyObject* make(PyObject* func, PyObject* args, PyObject* kwargs) {
-    Ref found;
-    if (!attempt([&] { found = find(func); })) return nullptr;
+    Ref found, counted;
+    if (!attempt([&] {
+          const Ref frame = programs(func);
+          if (frame) found = find(frame);
+          if (frame && kwargs != nullptr && has_level(kwargs)) {
+            counted = method<"count_levels">(python_, kwargs, frame.get());
+            kwargs = counted.get();
+          }
+        })) {
+      return nullptr;
+    }
     if (!found) return PyObject_Call(func, args, kwargs);
     PyObject* given[] = {func, args, kwargs == nullptr ? Py_None : kwargs};
     return PyObject_Vectorcall(found.get(), given, 3, nullptr);
@@ -64,12 +73,21 @@ class StandIns {
     return Ref::steal(reinterpret_cast<PyObject*>(PyFrame_GetCode(in(frame))));
   }
 
+  // Of a few functions whose warnings may be about a line further out.
+  static bool has_level(PyObject* kwargs) {
+    const int has = PyDict_Contains(kwargs, literal<"_stacklevel">());
+    if (has < 0) throw python_error();
+    return has;
+  }
+
   // None where the thread has no line of the program.
-  Ref find(PyObject* func) {
+  Ref programs(PyObject* func) const {
     if (!python_) return Ref();
     const Ref mode = Ref::borrow(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
-    const Ref frame = mode ? caller(back(mode), func) : Ref();
-    if (!frame) return Ref();
+    return mode ? caller(back(mode), func) : Ref();
+  }
+
+  Ref find(const Ref& frame) {
     const Ref code = code_of(frame);
     const Place place{code.get(), last_instruction(frame)};
     const auto known = known_.find(place);
