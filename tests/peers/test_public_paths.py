@@ -67,4 +67,4 @@ def test_the_command_line_of_msprobe_is_a_module() -> None:
     words = [sys.executable, "-m", "tensorprobe.msprobe", "graph_visualize"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "msprobe graph_visualize is not supported; use tensorprobe show" in done.stderr
+    assert "msprobe graph_visualize is not supported; use tensorprobe compare" in done.stderr

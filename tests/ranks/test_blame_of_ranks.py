@@ -256,7 +256,7 @@ def test_a_hang_names_who_waits_and_where_the_others_are(
 
 def _are_waiting(run: Path) -> bool:
     try:
-        begun = [c for c in tp.load(run).begun if c.name == "Distributed.all_reduce.1.forward"]
+        begun = {(call.rank, call.name) for call in tp.load(run).begun}
     except TensorprobeError:  # it is being written
         return False
-    return {call.rank for call in begun} == {0, 2}
+    return begun == {(rank, "Distributed.all_reduce.1.forward") for rank in (0, 2)}
