@@ -34,7 +34,7 @@ inline constexpr Attributes ATTRIBUTES[] = {
     {"tensorprobe.record.making.MadeNotes", "of"},
     {"tensorprobe.record.module_calls.ModuleCalls", "_made leave"},
     {"tensorprobe.record.tape.Tape",
-     "_end_failed _named _pending_work _record_functions_of begin counter end entered everything "
+     "_end_failed _named _unfinished _record_functions_of begin counter end entered everything "
      "gap ids is_open only raised recording running select stack_number step"},
     {"tensorprobe.record.tensor_lines.TensorLines", "arguments encoded encoder"},
     {"tensorprobe.store.lines.CallLine",

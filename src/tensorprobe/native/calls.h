@@ -164,7 +164,7 @@ class Calls : public Follower {
     PyObject* const recording = word<"recording">();
     PyObject* const only = word<"only">();
     PyObject* const is_open = word<"is_open">();
-    PyObject* const pending = word<"_pending_work">();
+    PyObject* const pending = word<"_unfinished">();
     PyObject* const step = word<"step">();
     PyObject* const module = word<"module">();
     PyObject* const parent = word<"parent">();

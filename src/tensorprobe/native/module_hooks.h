@@ -416,7 +416,7 @@ class Hooks {
     if (python_.keep.get() == Py_None) return false;
     if (kwargs && kwargs.get() != Py_None && !PyDict_CheckExact(kwargs.get())) return false;
     if (attribute<"is_open">(python_.tape).get() != Py_True) return false;
-    const Ref pending = attribute<"_pending_work">(python_.tape);
+    const Ref pending = attribute<"_unfinished">(python_.tape);
     return PyList_CheckExact(pending.get()) && PyList_GET_SIZE(pending.get()) == 0;
   }
 

@@ -182,7 +182,7 @@ class ModuleCalls:
                 "wants_output": tape.wants_output,
                 "wants_parameters": tape.selection.wants_side("parameter"),
                 "config_stacks": tape.config.stacks,
-                "backward": tape._backward,
+                "backward": tape.wants_backward,
                 "sees_functions": tape._sees_functions,
             }
         swift = native.MODULE.Hooks(
@@ -233,7 +233,7 @@ class ModuleCalls:
             call.notes.extend(trace.notes)
         if trace.outputs:
             aliases = whole(edges).aliases if edges.has_aliases else {}
-            self._tape._follow(call, trace, aliases)
+            self._tape.follow(call, trace, aliases)
 
     # Gradients of parameters
 

@@ -127,7 +127,7 @@ class RecordingObserver(Observer):
         self, api: ApiName, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> _Unrecorded | None:
         writes = "out" in kwargs or may_write(api)
-        self._tape.before_hidden(args, kwargs, writes)
+        self._tape.collectives.before_hidden(args, kwargs, writes)
         return _Unrecorded(api, args, kwargs) if writes else None
 
     def begin_operator(
@@ -143,7 +143,7 @@ class RecordingObserver(Observer):
         name = call_name(api, tape.counter.next(api), direction)
         names = CallNames(api, name, tape.place.module, direction)
         if not tape.wants(names):
-            tape.before_hidden(args, kwargs, bool(writes))
+            tape.collectives.before_hidden(args, kwargs, bool(writes))
             return _Unrecorded(api, args, kwargs) if writes else None
         parent = tape.place.parent
         if node is None:
@@ -164,9 +164,8 @@ class RecordingObserver(Observer):
             return
         assert type(call) is OpenCall
         if call.names.api.prefix in _MAY_COMMUNICATE:
-            tape.end_collective(call, result)
-        else:
-            tape.end(call, result)
+            tape.collectives.returned(call, result)
+        tape.end(call, result)
 
     def raised(self, call: OpenCall | _Unrecorded, error: BaseException) -> None:
         if type(call) is OpenCall:

@@ -645,7 +645,7 @@ class Recorder:
         tape = self._tape
         if tape is not None and tape.recording and self.config.level in ("L1", "mix"):
             with self._apart():
-                tape.begin_backward(roots)
+                tape.functions.begin_backward(roots)
 
     def _backward_raised(self, error: BaseException, alone: bool) -> None:
         if self._tape is not None and self._tape.recording:

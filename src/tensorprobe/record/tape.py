@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from msgspec import Raw, Struct
+from msgspec import Raw
 from torch.autograd.function import BackwardCFunction
 
 from tensorprobe import native
@@ -27,7 +27,6 @@ from tensorprobe.follow.gradients import (
     listen,
     one_node,
     trace_call,
-    trace_function,
     trace_saved,
     versions_of,
     whole,
@@ -57,12 +56,13 @@ from tensorprobe.record.backward import (
     WayBackward,
 )
 from tensorprobe.record.calls import OpenCall
-from tensorprobe.record.collectives import FUNCTIONAL, group_of
+from tensorprobe.record.collectives import FUNCTIONAL
 from tensorprobe.record.encode import encode, map_tensors, nest
-from tensorprobe.record.in_flight import Running, coalescing_of
+from tensorprobe.record.function_calls import FunctionCalls
 from tensorprobe.record.selection import Selection
 from tensorprobe.record.tensor_lines import TensorLines
-from tensorprobe.record.values import Values, numbers_behind
+from tensorprobe.record.unfinished_collectives import UnfinishedCollectives
+from tensorprobe.record.values import Values
 from tensorprobe.records import Role
 from tensorprobe.store.lines import (
     NO_TENSORS,
@@ -75,8 +75,7 @@ from tensorprobe.store.lines import (
     encode_now,
 )
 from tensorprobe.store.writer import CaptureWriter
-from tensorprobe.tensors.memory import as_waiter, own_part
-from tensorprobe.torch_versions import COMPILER, unboxed_work
+from tensorprobe.torch_versions import COMPILER
 from tensorprobe.trouble import OnTrouble, text_of
 
 # While it is entered, tensors are read without any function mode or subclass taking notice. It is
@@ -85,8 +84,6 @@ _DISABLED = torch._C.DisableTorchFunction
 Tensors = list[tuple[torch.Tensor, Path]]
 # Reads the graph of a call that has ended: of an operator's, or of a module's.
 Tracer = Callable[[list[tuple[torch.Tensor, Path]], InputEdges], Trace | Way]
-# What an asynchronous collective returns; torch without distributed has none.
-_WORK: tuple[type, ...] = tuple(filter(None, (getattr(torch.distributed, "Work", None),)))
 _ROLES: dict[str, Role] = {
     "parameters": "parameter",
     "parameter_grads": "parameter_grad",
@@ -102,17 +99,7 @@ _NO_ALIASES: dict[Path, Path] = {}  # of most calls: they are many, and live unt
 _OUTPUT_SPOTS: tuple[Spot, ...] = ((0, ONLY, None),)
 _IN_BACKWARD = "inside backward"
 _DISTRIBUTED = "Distributed"
-_C10D = "torch.ops.c10d."
 _OUTPUT_IS_ARGUMENTS = "outputs are the arguments after the call"
-
-
-class _Met(Struct, eq=False):
-    """What is written on the node of a custom Function, which may live on over steps."""
-
-    step: int | None = None  # the last one that has met it
-    # its call there, with those of its outputs that were seen; None: not wanted
-    seen: tuple[OpenCall, dict[Path, Any]] | None = None
-    is_followed: bool = False  # into backward
 
 
 class Tape:
@@ -154,9 +141,10 @@ class Tape:
         self.running: dict[tuple[int, int], Run | None] = {}
         self.entered: dict[int, Run] = {}  # by thread, the call whose node backward is in
         self.passed: dict[int, set[str]] = {}  # by thread, paths of modules that it came by
-        self._key = object()  # of what is written on the nodes of Functions
         self._leaf_listeners: list[LeafListener] = []
-        self._pending_work = values.in_flight.running if values is not None else []
+        self.functions = FunctionCalls(self)
+        self.collectives = UnfinishedCollectives(values, self.gap)
+        self._unfinished = self.collectives.running
         self.lines = TensorLines(selection, values)
         swift = native.MODULE
         self._versions_of: Callable[[Tensors], list[int]]
@@ -167,8 +155,8 @@ class Tape:
         self.wants_input = selection.wants_side("input")
         self.wants_output = selection.wants_side("output")
         self._forward = selection.wants_direction("forward")
-        self._backward = selection.wants_direction("backward")
-        self.everything = selection.everything and self._forward and self._backward
+        self.wants_backward = selection.wants_direction("backward")
+        self.everything = selection.everything and self._forward and self.wants_backward
 
     @property
     def n_steps(self) -> int:
@@ -319,16 +307,16 @@ class Tape:
                 frame = frame or sys._getframe(1)
                 call.stack = self.stacks.current(frame, place.frame, place.stack)
             with _DISABLED():
-                if self._pending_work:
-                    self._finish_work()
+                if self._unfinished:
+                    self.collectives.read_finished()
                 if writes is None:
                     if names.api not in self._silent or "out" in kwargs:
                         call.writes = self._writes_to(names.api, args, kwargs)
                 elif writes:
                     call.writes = writes
                     self._forget_arguments(writes, args, kwargs)
-                if call.writes and self._pending_work:
-                    self._wait_for_written(args, kwargs)
+                if call.writes and self._unfinished:
+                    self.collectives.before_write(args, kwargs)
                 positional, keywords = self.lines.arguments(call, args, kwargs, self.wants_input)
                 call.versions = self._versions_of(call.inputs)
                 line = CallLine(
@@ -377,14 +365,14 @@ class Tape:
         try:
             outputs: list[tuple[torch.Tensor, Path]] = []
             with _DISABLED():
-                if self._pending_work:
-                    self._finish_work()
+                if self._unfinished:
+                    self.collectives.read_finished()
                 versions, prefix = self._versions_of(call.inputs), call.names.api.prefix
                 if versions != call.versions or call.writes or prefix == _DISTRIBUTED:
                     mutated = self._mutated(call, versions)
                 else:
                     mutated = _NOTHING
-                edges = call.edges if self._backward else None
+                edges = call.edges if self.wants_backward else None
                 if call.id < 0:  # no line: only its backward is wanted
                     map_tensors(result, lambda tensor, path: outputs.append((tensor, path or ONLY)))
                     if edges is not None:
@@ -513,7 +501,7 @@ class Tape:
         if trace.notes:
             call.notes.extend(trace.notes)
         if trace.outputs:
-            self._follow(call, trace, whole(edges).aliases)
+            self.follow(call, trace, whole(edges).aliases)
 
     def _listen(self, call: OpenCall, edges: Any, n_exits: int) -> None:
         """Listen to the backward of a call that is left at several nodes, found in C++."""
@@ -541,8 +529,8 @@ class Tape:
             self.open_step()
         call = OpenCall(names, self._keep or self.selection.keep_for(names), self.step)
         with _DISABLED():
-            if self._pending_work:
-                self._finish_work()
+            if self._unfinished:
+                self.collectives.read_finished()
             line = CallLine(
                 id=next(self.ids),
                 name=names.name,
@@ -665,7 +653,7 @@ class Tape:
                 lines[label] = self.lines.line(tensor, call, "buffer", label, self.wants_output)
         return lines
 
-    def _follow(self, call: OpenCall, trace: Trace, aliases: dict[Path, Path]) -> None:
+    def follow(self, call: OpenCall, trace: Trace, aliases: dict[Path, Path]) -> None:
         """Record the backward of this call when it runs."""
         backward = Backward(
             self,
@@ -682,74 +670,9 @@ class Tape:
         self._leaf_listeners += listen(trace, backward.incoming, backward.outgoing)
 
     def _record_functions_of(self, edges: Any) -> None:
-        self._record_functions(whole(edges).functions)
-
-    def _record_functions(self, functions: list[tuple[torch.Tensor, Any]]) -> None:
-        """Custom autograd.Functions: `apply` is no torch call, but their node is in the graph."""
-        for tensor, node in functions:
-            # on the node itself: numbers of nodes are those of a thread
-            met: _Met = node.metadata.setdefault(self._key, _Met())
-            if met.step == self.step:
-                if met.seen is not None:
-                    self._write_function_output(*met.seen, tensor)
-                continue
-            met.step, met.seen = self.step, None
-            kind = getattr(type(node), "_forward_cls", type(node))
-            api = ApiName("Function", kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
-            names = self.select(api, self.counter.next_name(api), self.place.module)
-            if names is None:
-                continue
-            call = OpenCall(names, self.selection.keep_for(names), self.step)
-            if names.wanted:
-                self._write_function(call)
-                outputs: dict[Path, Any] = {}
-                met.seen = (call, outputs)
-                self._write_function_output(call, outputs, tensor)
-            if self._backward and not met.is_followed:
-                met.is_followed = True
-                self._follow(call, trace_function(node), {})
-
-    def _write_function(self, call: OpenCall) -> None:
-        """Write down a custom Function that has run; its results follow as they are used."""
-        self.open_step()
-        call.id = next(self.ids)
-        api = call.names.api
-        notes = ["seen by its graph node: the inputs are not visible"]
-        if api.api == "CompiledFunction":
-            notes.append("compiled: the calls inside are not visible")
-        self.writer.call(
-            CallLine(
-                id=call.id,
-                name=call.names.name,
-                op=api.op,
-                module=call.names.module,
-                parent=self.place.parent,
-                thread=self.place.thread,
-                notes=notes,
-            )
-        )
-
-    def _write_function_output(
-        self, call: OpenCall, outputs: dict[Path, Any], tensor: torch.Tensor
-    ) -> None:
-        """One more result of a custom Function; the last end of a call is the one that is read."""
-        path = (str(tensor.output_nr),)
-        if path in outputs or call.step != self.step:
-            return
-        line = self.lines.line(tensor, call, "output", path[0], self.wants_output)
-        outputs[path] = {"tensor": line}
-        ordered = dict(sorted(outputs.items(), key=lambda item: int(item[0][0])))
-        self.writer.end(EndLine(id=call.id, outputs=nest(ordered)))
+        self.functions.record(whole(edges).functions)
 
     # Backward
-
-    def begin_backward(self, roots: Iterable[Any]) -> None:
-        """Backward starts: a loss may come from a custom Function that no other call has used."""
-        with OnTrouble(self.gap, "backward"), Quiet():
-            nodes = [(root, root.grad_fn) for root in roots if isinstance(root, torch.Tensor)]
-            self._record_functions(
-                [(root, node) for root, node in nodes if isinstance(node, BackwardCFunction)]
-            )
 
     def fail_backwards(self, error: BaseException, alone: bool) -> None:
         """An exception comes out of backward: the call it was in has raised, and the modules that
@@ -785,88 +708,10 @@ class Tape:
     def end_step(self) -> None:
         """Close what is open: the step is over, or the recording."""
         self.finish_backwards()
-        if self._pending_work:
-            with OnTrouble(self.gap, "collective"), Quiet():
-                self._give_up_work()
+        self.collectives.end_step()
         for listener in self._leaf_listeners:
             listener.handle.remove()
         self._leaf_listeners.clear()
-
-    # Collectives that run on after they return
-
-    def end_collective(self, call: OpenCall, result: Any) -> None:
-        """Write down a collective that has returned; it may run on."""
-        with OnTrouble(self.gap, call.names.name):
-            with _DISABLED():
-                self._begin_running(call, result)
-        self.end(call, result)
-
-    def _begin_running(self, call: OpenCall, result: Any) -> None:
-        api, in_flight = call.names.api, self._values.in_flight
-        given = [numbers_behind(tensor) for tensor, _ in call.inputs]
-        if api.op.startswith(FUNCTIONAL):
-            if api.api == "wait_tensor":
-                in_flight.wait_over(given)
-            elif api.api != "_wrap_tensor_autograd":
-                made: list[torch.Tensor] = []
-                map_tensors(result, lambda tensor, path: made.append(numbers_behind(tensor)))
-                self._run_on(Running(call.names.name, made))
-            return
-        running = Running(call.names.name, given)
-        if api.op.startswith(_C10D):
-            running.works = _works_in(result)
-            if call.collective is not None and not call.collective.is_async:
-                running.thread = threading.get_ident()
-        elif call.collective is not None:
-            running.coalescing = coalescing_of(group_of(call.collective.group_name))
-            if running.coalescing is None:
-                running.works = _works_in(result)
-        if running.works or running.coalescing is not None:
-            self._run_on(running)
-            if running.thread is None:
-                call.notes.append("asynchronous: read after it had completed")
-
-    def _run_on(self, running: Running) -> None:
-        for tensor in running.tensors:
-            self._values.forget(tensor)
-        if running.tensors:
-            self._values.in_flight.begin(running)
-
-    def _wait_for_written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A call is about to write to results of collectives, if to any: it will wait for them at
-        once, and then they are gone."""
-        waiters: list[Any] = []
-
-        def note(tensor: torch.Tensor, path: Path) -> None:
-            waiter = as_waiter(own_part(tensor))
-            if waiter is not None and not waiter.completed:
-                waiters.append(waiter)
-
-        for value in (*args, *kwargs.values()):
-            map_tensors(value, note)
-        with Quiet():
-            for waiter in waiters:
-                waiter.trigger_wait()
-                self._values.in_flight.wait_over([waiter.elem])
-
-    def before_hidden(self, args: Sequence[Any], kwargs: Mapping[str, Any], writes: bool) -> None:
-        """A call that is not recorded is about to run: read what it may write to."""
-        if self._pending_work:
-            with OnTrouble(self.gap, "collective"), Quiet():
-                self._finish_work()
-                if writes:
-                    self._wait_for_written(args, kwargs)
-
-    def _finish_work(self) -> None:
-        for running, reason in self._values.in_flight.poll():
-            self.gap(running.name, f"{reason}: its result is not recorded")
-
-    def _give_up_work(self) -> None:
-        """The step ends."""
-        self._finish_work()
-        reason = "asynchronous, and not waited for when the step ended"
-        for running in self._values.in_flight.break_promises(reason):
-            self.gap(running.name or "collective", f"{reason}: its result is not recorded")
 
     def stack_number(self, frame: FrameType) -> int:
         """The number of the stack from `frame` outwards."""
@@ -883,17 +728,6 @@ class Tape:
             self.writer.stack(line)
         else:
             self._early_stacks.append(line)
-
-
-def _works_in(result: Any) -> list[Any]:
-    """The Work that a collective returned: alone, several (batch_isend_irecv), or boxed, as
-    c10d's operators return it behind their tensors."""
-    items = [result] if isinstance(result, (*_WORK, torch.ScriptObject)) else result
-    if not isinstance(items, list | tuple) or not items:
-        return []
-    if isinstance(items[-1], torch.ScriptObject):
-        return [unboxed_work(items[-1])]
-    return list(items) if all(isinstance(item, _WORK) for item in items) else []
 
 
 def _error_text(error: BaseException) -> str:
