@@ -49,7 +49,7 @@ class Coalescing(msgspec.Struct, eq=False):
             return False
         if self.manager is None:
             raise RuntimeError("made by a coalescing manager that was not found")
-        return all(work.is_completed() for work in self.manager.works)
+        return all(_has_ended(work) for work in self.manager.works)
 
 
 def coalescing_of(group: Any) -> Coalescing | None:
@@ -89,7 +89,8 @@ class Running(msgspec.Struct, eq=False):
         if self.coalescing is not None:
             return self.coalescing.is_over()
         if self.works:
-            return all(work.is_completed() for work in self.works)
+            on_host = all(tensor.device.type == "cpu" for tensor in self.tensors)
+            return all(_has_ended(work, on_host) for work in self.works)
         return any(waiter.completed for waiter in self.waiters) or nothing_runs()
 
 
@@ -200,6 +201,19 @@ class InFlight:
                     self._give_up(promise.number, REWRITTEN)  # nobody saw what came in between
                 else:
                     self._read(promise)
+
+
+def _has_ended(work: Any, on_host: bool = False) -> bool:
+    """Whether a Work is over. On the host its future is done before it says so itself: what waits
+    for the future alone, as DDP does, goes on earlier. On a device a future is done too early."""
+    if work.is_completed():
+        return True
+    if not on_host:
+        return False
+    try:
+        return bool(work.get_future().done())
+    except (RuntimeError, TypeError):  # a message has no future
+        return False
 
 
 def _storages(running: Running) -> set[int]:
