@@ -7,6 +7,7 @@ import contextlib
 import os
 import shlex
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -616,6 +617,10 @@ class Recorder:
             which = format_numbers(steps)
             which = f"step {which} is" if len(steps) == 1 else f"steps {which} are"
             self._log(f"{which} {'over' if self.failed else 'recorded'}: ending the program")
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                # A thread of gloo that still has to free a hook's future in Python would be ended
+                # at the exit of the interpreter, and abort the process: let it have the GIL before.
+                time.sleep(0.1)
             raise SystemExit(0)
 
     def _root_called(self, module: torch.nn.Module) -> None:
