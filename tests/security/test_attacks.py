@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -138,6 +139,23 @@ def test_no_attack_gets_through(victim: Victim, base: Base, sandbox: Sandbox, gr
     assert_harmless(outcome, tried)
     outcome = victim.run(sandbox, reproducing("a", names, sandbox))
     assert_harmless(outcome, tried)
+
+
+def test_no_attack_gets_through_two_ranks(victim: Victim, base: Base, sandbox: Sandbox) -> None:
+    """Ranks are also held against each other, and blamed together."""
+    lay_out_bait(sandbox)
+    for name, wrong in (("a", False), ("b", True)):
+        write_native(base, sandbox, name, attacks.ALL, wrong=wrong)
+        shutil.copytree(sandbox.folder / name / "rank0", sandbox.folder / name / "rank1")
+    steps = [
+        {"verb": ["ranks", "a", "-o", "out/ranks"]},
+        {"verb": ["ranks", "b", "--json"]},
+        {"verb": ["compare", "a", "b", "-o", "out/compared"]},
+        {"verb": ["compare", "a", "b", "--at", "modules", "-o", "out/chosen"]},
+    ]
+    outcome = victim.run(sandbox, steps)
+    assert_harmless(outcome, attacks.ALL)
+    assert "ranks 0, 1" in "".join(outcome.texts)
 
 
 def test_no_attack_gets_through_without_asserts(

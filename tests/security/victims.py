@@ -190,6 +190,9 @@ def reading(capture: str, other: str | None = None, out: str = "out") -> list[St
         {"verb": ["compare", capture, other, "--xlsx", "-o", f"{out}/compared"]},
         {"verb": ["compare", other, capture, "--columns", "msprobe", "-o", f"{out}/turned"]},
         {"verb": ["compare", capture, capture, "--jobs", "2", "-o", f"{out}/itself"]},
+        {"verb": ["compare", capture, other, "--at", "outputs", "-o", f"{out}/chosen"]},
+        {"verb": ["ranks", capture, "--only", "nonfinite", "-o", f"{out}/ranks"]},
+        {"verb": ["env", "compare", capture, other]},
     ]
     steps += converting(capture, out)
     return steps
