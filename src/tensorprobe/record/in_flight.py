@@ -89,7 +89,7 @@ class Running(msgspec.Struct, eq=False):
         if self.coalescing is not None:
             return self.coalescing.is_over()
         if self.works:
-            on_host = all(tensor.device.type == "cpu" for tensor in self.tensors)
+            on_host = all(tensor.is_cpu for tensor in self.tensors)
             return all(_has_ended(work, on_host) for work in self.works)
         return any(waiter.completed for waiter in self.waiters) or nothing_runs()
 
