@@ -2,8 +2,9 @@
 
     model-explorer OUT/model_explorer.json        then add model_explorer_errors.json as node data
 
-Each step of a rank is a graph. Infinite errors are written as the largest float: JSON has no word
-for them, and a node without a value would look healthy.
+Each step of a rank is a graph: the modules of forward, and beside them a box each for what came
+before the model, for backward and for the optimizer. Infinite errors are written as the largest
+float: JSON has no word for them, and a node without a value would look healthy.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 GRAPH_FILE = "model_explorer.json"
 ERRORS_FILE = "model_explorer_errors.json"
+_FORWARD = 1
+_BOXES = ("set-up", "", "backward", "optimizer")  # by phase
 _SIDES = {BOTH: "both", ONLY_ACTUAL: "actual only"}
 # In roundings, as far as each colour goes.
 _COLOURS = [(0.0, "#f1f3f5"), (16.0, "#cfe6f5"), (1e4, "#fde3b0"), (sys.float_info.max, "#f7b58f")]
@@ -50,6 +53,8 @@ def _graphs(comparison: Compared) -> tuple[list[dict[str, Any]], dict[str, Any]]
         name: unpacked("i", calls[name]) for name in ("name", "op", "module", "step", "rank")
     }
     flags, side = unpacked("H", calls["flags"]), unpacked("B", calls["side"])
+    phases = unpacked("B", calls["phase"])
+    boxes = _BOXES if _FORWARD in phases else ("", *_BOXES[1:])  # a program without modules
     given, made = unpacked("f", calls["error_in"]), unpacked("f", calls["error_out"])
     culprits = {(c["rank"], c["step"], c["name"]) for c in index["verdict"]["culprits"]}
     sources: dict[int, list[int]] = {}
@@ -74,7 +79,8 @@ def _graphs(comparison: Compared) -> tuple[list[dict[str, Any]], dict[str, Any]]
             "culprit": "yes" if is_culprit else "no",
         }  # fmt: skip
         graph["nodes"].append({
-            "id": str(at), "label": text["name"], "namespace": _namespace(text["module"]),
+            "id": str(at), "label": text["name"],
+            "namespace": _namespace(boxes[phases[at]], text["module"]),
             "attrs": [{"key": name, "value": value} for name, value in facts.items()],
             "incomingEdges": [
                 {"sourceNodeId": str(source), "targetNodeInputId": str(n)}
@@ -89,8 +95,8 @@ def _graphs(comparison: Compared) -> tuple[list[dict[str, Any]], dict[str, Any]]
     return list(graphs.values()), errors
 
 
-def _namespace(module: str) -> str:
-    return module.replace("/", "_").replace(".", "/")
+def _namespace(box: str, module: str) -> str:
+    return "/".join(filter(None, (box, module.replace("/", "_").replace(".", "/"))))
 
 
 def _thresholds() -> list[dict[str, Any]]:
