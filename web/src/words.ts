@@ -214,6 +214,7 @@ const WORDS = {
   fail: ["fail", "失败"],
   skipped: ["skipped", "跳过"],
   crashed: ["crashed", "崩溃"],
+  recorded: ["recorded wrong", "记录有误"],
   check_ok: ["All checked calls pass", "所有检查的调用均通过"],
   check_none: ["No call could be checked", "没有调用可以检查"],
   check_recorded: ["{n} recorded results are wrong, though the calls pass here", "{n} 个记录的结果有误，但调用在此处通过"],

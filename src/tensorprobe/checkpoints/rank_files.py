@@ -95,7 +95,6 @@ class _Layers:
     """The number of a layer in the model from its number in a stage, which begins at 0 again."""
 
     def __init__(self, ranks: Mapping[Rank, FileContent], stages: Sequence[int]) -> None:
-        self._stages = len(stages)
         counts: dict[tuple[int, int], int] = defaultdict(int)  # by chunk and stage
         lowest: dict[tuple[int, int], int] = {}
         for rank, content in ranks.items():

@@ -19,6 +19,7 @@ from tensorprobe.report.page_data import (
     BOTH,
     CONTAINER,
     ONLY_ACTUAL,
+    PHASES,
     comparison_data,
     shown,
     unpacked,
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 GRAPH_FILE = "model_explorer.json"
 ERRORS_FILE = "model_explorer_errors.json"
-_FORWARD = 1
-_BOXES = ("set-up", "", "backward", "optimizer")  # by phase
 _SIDES = {BOTH: "both", ONLY_ACTUAL: "actual only"}
 # In roundings, as far as each colour goes.
 _COLOURS = [(0.0, "#f1f3f5"), (16.0, "#cfe6f5"), (1e4, "#fde3b0"), (sys.float_info.max, "#f7b58f")]
@@ -54,7 +53,9 @@ def _graphs(comparison: Compared) -> tuple[list[dict[str, Any]], dict[str, Any]]
     }
     flags, side = unpacked("H", calls["flags"]), unpacked("B", calls["side"])
     phases = unpacked("B", calls["phase"])
-    boxes = _BOXES if _FORWARD in phases else ("", *_BOXES[1:])  # a program without modules
+    boxes = ["" if phase == "forward" else phase for phase in PHASES]
+    if PHASES.index("forward") not in phases:  # a program without modules
+        boxes[0] = ""
     given, made = unpacked("f", calls["error_in"]), unpacked("f", calls["error_out"])
     culprits = {(c["rank"], c["step"], c["name"]) for c in index["verdict"]["culprits"]}
     sources: dict[int, list[int]] = {}
