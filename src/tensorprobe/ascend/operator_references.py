@@ -371,7 +371,7 @@ def _compare(index: int, actual: Array, expected: Array, dtype: str) -> Referenc
         False,
         f"the dump's output {index} is off by up to {max_abs:g} (relative {max_rel:g}) in {count} "
         f"of {flat.size} elements, first at {place}: {have:g}, reference {want:g}",
-        max_abs, max_rel, count,
+        max_abs, max_rel,
     )  # fmt: skip
 
 
