@@ -186,6 +186,7 @@ const WORDS = {
     "每个单元格是一个 rank 的一步：▲ 原因始于此处，↘ 由其他 rank 传来，· 在首个原因之后，未作判断。数字为有差异的调用数。",
   ],
   notJudged: ["after the first culprit: inherits from it", "在首个原因之后：由其继承"],
+  receivedBefore: ["no cause of its own, after what came from rank {n} in step {step}", "没有自身的原因，此前在第 {step} 步收到来自 rank {n} 的偏差"],
   received: ["came from rank {n} through {through}", "来自 rank {n}，经由 {through}"],
   nDiffer: ["{n} calls differ", "{n} 个调用有差异"],
   collectives: ["What ranks told each other", "各 rank 之间的通信"],
