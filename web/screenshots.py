@@ -2,7 +2,8 @@
 
 make screenshots
 
-And four ranks, of which the third computes a silu wrong.
+And four ranks, of which the third computes a silu wrong. The button for Chinese needs a font
+that has it: apt-get install fonts-wqy-microhei
 """
 
 from __future__ import annotations

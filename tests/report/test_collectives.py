@@ -10,6 +10,7 @@ import pytest
 
 import tensorprobe as tp
 from tensorprobe.records import Call, Capture, Special, TensorRecord, TensorSummary
+from tensorprobe.report.console import render
 from tensorprobe.report.page_data import comparison_data, thinned, unpacked
 
 N_RANKS, N_STEPS, WRONG = 3, 2, 1
@@ -92,6 +93,16 @@ def test_one_rank_has_no_links() -> None:
     assert linked(comparison_data(comparison).index) == {}
 
 
+def test_the_terminal_calls_no_rank_a_match_that_was_given_a_difference(
+    comparison: tp.Comparison,
+) -> None:
+    table = render(comparison).partition("rank  step  verdict")[2].splitlines()[1:]
+    rows = {(int(row.split()[0]), int(row.split()[1])): row for row in table if row}
+    for rank in range(N_RANKS):
+        assert ("diverged" if rank == WRONG else "no own cause") in rows[rank, 0]
+    assert not any("match" in row for row in rows.values())
+
+
 def test_the_page_joins_the_ranks(tmp_path: Path, opened: Callable[..., Any]) -> None:
     comparison = tp.compare(*sides())
     assert {c.rank for c in comparison.verdict.culprits} == {WRONG}
@@ -104,6 +115,8 @@ def test_the_page_joins_the_ranks(tmp_path: Path, opened: Callable[..., Any]) ->
         assert "\u2198" in cell.inner_text()
         came = f"came from rank {WRONG} through all_reduce #0 of all ranks"
         assert came in cell.get_attribute("title")
+        later = matrix.nth(rank).locator("td").nth(1)  # no cause of its own, but not healthy
+        assert later.inner_text().strip() in ("\u2198", "\u00b7")
 
     lanes = page.locator("#collectives svg")
     lanes.wait_for()

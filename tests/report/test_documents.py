@@ -31,14 +31,22 @@ net = torch.nn.Linear(8, 2)
 
 def test_a_check(made: Callable[[str, str], Made], opened: Callable[..., Any]) -> None:
     folder = made("llama", "silu").folder
-    done = type_command(folder, "check", "actual", "-o", "checked", "--only", "*silu*")
+    done = type_command(folder, "check", "actual", "-o", "checked", "--all", "--only", "*silu*")
     assert done.returncode in (0, 3), done.stderr
     found = json.loads((folder / "checked" / "check.json").read_text())
     page = opened((folder / "checked" / "report.html").as_uri())
     assert "torch.nn.functional.silu" in page.locator("#accuracy").inner_text()
     assert f"{found['counts']['pass']}" in page.locator("#verdict .facts").inner_text()
-    page.locator("#calls .vt-spacer .vt-row").first.click()
-    assert found["calls"][0]["name"] in page.locator("#calls .detail").inner_text()
+    wrong = [call for call in found["calls"] if call.get("recorded")]  # they pass here
+    assert wrong
+    assert {call["verdict"] for call in found["calls"]} == {"pass"}
+    first = page.locator("#calls .vt-spacer .vt-row").first
+    assert "recorded wrong" in first.inner_text()
+    first.click()
+    assert wrong[0]["name"] in page.locator("#calls .detail").inner_text()
+    assert "recorded wrong" in page.locator("#accuracy th").all_inner_texts()
+    page.locator("#calls input").fill("recorded wrong")
+    assert page.locator("#calls .count").inner_text().startswith(f"{len(wrong)} of")
 
 
 def test_a_guard(tmp_path: Path, opened: Callable[..., Any]) -> None:

@@ -6,8 +6,10 @@ import base64
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -278,6 +280,8 @@ def test_model_explorer_has_the_graph_and_its_errors(
     nodes = {node["label"]: node for node in one["nodes"]}
     norm = nodes["Functional.layer_norm.0.forward"]
     assert norm["namespace"] == "1"
+    assert nodes["Functional.layer_norm.0.backward"]["namespace"] == "backward/1"
+    assert nodes["Torch.randn.0.forward"]["namespace"] == "set-up"
     assert [edge["sourceNodeId"] for edge in norm["incomingEdges"]].count(
         nodes["Functional.linear.0.forward"]["id"]
     )
@@ -339,6 +343,51 @@ assert set(data.graphsData) == {{graph.id for graph in collection.graphs}}
 assert all(set(data.graphsData[graph.id].results) == {{node.id for node in graph.nodes}}
            for graph in collection.graphs)
 print(sum(len(graph.nodes) for graph in collection.graphs))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_model_explorer_itself_opens_them(
+    comparison: tp.Comparison, tmp_path: Path, browser: Any
+) -> None:
+    """With no error, every call of forward in sight, and the largest error as the files have it."""
+    where = tmp_path / "package"
+    words = ["pip", "install", "--quiet", "--target", where, "ai-edge-model-explorer"]
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"ai-edge-model-explorer cannot be installed: {done.stderr[-200:]}")
+    paths = comparison.save(tmp_path / "out", model_explorer=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code = SERVER.format(graph=str(paths[-2]), errors=str(paths[-1]), port=port)
+    environ = {**os.environ, "PYTHONPATH": str(where), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=environ, text=True, stdout=subprocess.PIPE
+    ) as server:
+        assert server.stdout is not None
+        url = next(line for line in server.stdout if line.startswith("http://")).strip()
+        page = browser.new_page(viewport={"width": 1400, "height": 900})
+        page.goto(url, wait_until="domcontentloaded")  # fonts are asked for elsewhere, and not had
+        page.get_by_text("model_explorer_errors.json").first.wait_for(timeout=120_000)
+        page.get_by_text("Aggregated stats").wait_for()
+        shown = page.inner_text("body")
+        page.close()
+        server.terminate()
+    (errors,) = json.loads(paths[-1].read_text()).values()
+    assert f"{len(nodes_of(paths[-2]))} nodes" in shown
+    largest = max(each["value"] for each in errors["results"].values())
+    assert float(re.search(r"Max\t([\d.e+]+)", shown)[1]) == pytest.approx(largest)
+    assert all(box in shown for box in ("backward", "set-up", "step 0, rank 0"))
+
+
+SERVER = """
+import model_explorer
+config = model_explorer.config()
+config.add_model_from_path({graph!r})
+config.add_node_data_from_path({errors!r})
+model_explorer.visualize_from_config(config, port={port}, no_open_in_browser=True)
 """
 
 

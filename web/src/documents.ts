@@ -37,21 +37,30 @@ export function checkPage(index: Row): HTMLElement[] {
 function byOperator(rows: Row[]): HTMLElement {
   const groups = new Map<string, Row>();
   for (const row of rows) {
-    const group = groups.get(row.op) ?? { op: row.op, calls: 0, pass: 0, fail: 0, skipped: 0, crashed: 0, worst: -1 };
+    const group = groups.get(row.op) ?? { op: row.op, calls: 0, pass: 0, fail: 0, skipped: 0, crashed: 0, recorded: 0, worst: -1 };
     group.calls += 1 + (row.alike ?? 0);
     group[row.verdict]++;
+    if (row.recorded) group.recorded++;
     if (typeof row.error === "number") group.worst = Math.max(group.worst, row.error);
     groups.set(row.op, group);
   }
-  const sorted = [...groups.values()].sort((a, b) => b.fail + b.crashed - a.fail - a.crashed || b.worst - a.worst);
+  const sorted = [...groups.values()].sort((a, b) => b.fail + b.crashed - a.fail - a.crashed || b.recorded - a.recorded || b.worst - a.worst);
+  const kinds: Word[] = ["pass", "fail", "crashed", "skipped"];
+  if (sorted.some((each) => each.recorded)) kinds.push("recorded");
   const bar = (share: number) => { const box = h("span", { class: "bar", "aria-hidden": "true" }); const fill = h("i", { class: share > 1 ? "bad" : "" }); fill.style.width = `${Math.min(100, share * 100)}%`; box.append(fill); return box; };
   return h("section", { id: "accuracy" }, h("h2", {}, t("accuracy")),
-    plainTable([t("c_op"), t("calls"), t("pass"), t("fail"), t("crashed"), t("skipped"), t("limit"), ""],
-      sorted.slice(0, 500).map((each) => [name(each.op), whole(each.calls), whole(each.pass), whole(each.fail), whole(each.crashed), whole(each.skipped), each.worst < 0 ? "" : number(each.worst), each.worst < 0 ? "" : bar(each.worst)]), [1, 2, 3, 4, 5, 6], t("accuracy")));
+    plainTable([t("c_op"), t("calls"), ...kinds.map((kind) => t(kind)), t("limit"), ""],
+      sorted.slice(0, 500).map((each) => [name(each.op), whole(each.calls), ...kinds.map((kind) => whole(each[kind])), each.worst < 0 ? "" : number(each.worst), each.worst < 0 ? "" : bar(each.worst)]),
+      [1, ...kinds.map((_, i) => i + 2), kinds.length + 2], t("accuracy")));
 }
 
 function callRows(rows: Row[]): HTMLElement {
+  const isWrong = (i: number): boolean => rows[i].verdict === "pass" && Boolean(rows[i].recorded);
+  const verdictOf = (i: number): string => (isWrong(i) ? t("recorded") : tOf("", rows[i].verdict));
+  const severityOf = (i: number): string => (isWrong(i) ? "fail" : rows[i].verdict);
   const by = (key: string) => (a: number, b: number) => (String(rows[a][key] ?? "") < String(rows[b][key] ?? "") ? -1 : 1);
+  const place = (i: number): number => (["fail", "crashed"].includes(rows[i].verdict) ? 0 : isWrong(i) ? 1 : 2);
+  const order = rows.map((_, i) => i).sort((a, b) => place(a) - place(b));
   const detail = h("div", { class: "detail", tabindex: -1 });
   const open = (at: number): void => {
     const row = rows[at];
@@ -62,19 +71,19 @@ function callRows(rows: Row[]): HTMLElement {
     detail.focus();
   };
   const table = new VirtualTable([
-    { title: t("verdict"), width: "96px", cell: (i) => h("span", { class: `severity ${rows[i].verdict}` }, tOf("", rows[i].verdict)), compare: by("verdict") },
+    { title: t("verdict"), width: "128px", cell: (i) => h("span", { class: `severity ${severityOf(i)}` }, verdictOf(i)), compare: (a, b) => (verdictOf(a) < verdictOf(b) ? -1 : 1) },
     { title: t("c_name"), width: "minmax(180px, 2fr)", cell: (i) => name(rows[i].name), compare: by("name") },
     { title: t("c_op"), width: "minmax(140px, 1.4fr)", cell: (i) => name(rows[i].op), compare: by("op") },
     { title: t("c_module"), width: "minmax(100px, 1fr)", cell: (i) => name(rows[i].module), compare: by("module") },
     { title: t("limit"), width: "90px", right: true, cell: (i) => (typeof rows[i].error === "number" ? number(rows[i].error) : ""), compare: (a, b) => (rows[a].error ?? -1) - (rows[b].error ?? -1) },
     { title: t("alike"), width: "70px", right: true, cell: (i) => whole(rows[i].alike ?? 0), compare: (a, b) => (rows[a].alike ?? 0) - (rows[b].alike ?? 0) },
     { title: t("reason"), width: "minmax(160px, 3fr)", cell: (i) => sentence(String(rows[i].reason ?? "")) },
-  ], t("calls"), open, (i) => rows[i].verdict);
+  ], t("calls"), open, severityOf);
   const count = h("span", { class: "count", role: "status" });
   const input = h("input", { type: "search", class: "filter", placeholder: t("filter"), "aria-label": t("filter") });
   const filter = (): void => {
     const words = input.value.toLowerCase().split(/\s+/).filter(Boolean);
-    const found = rows.map((_, i) => i).filter((i) => { const r = rows[i]; const line = `${r.verdict} ${r.name} ${r.op} ${r.module} ${r.reason}`.toLowerCase(); return words.every((word) => line.includes(word)); });
+    const found = order.filter((i) => { const r = rows[i]; const line = `${verdictOf(i)} ${r.verdict} ${r.name} ${r.op} ${r.module} ${r.reason}`.toLowerCase(); return words.every((word) => line.includes(word)); });
     table.show(found);
     count.textContent = t("rowsShown", { n: whole(found.length), all: whole(rows.length) });
   };

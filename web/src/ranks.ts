@@ -1,6 +1,6 @@
 // Ranks by steps: where a cause begins and where it came in; and the collectives that join ranks.
 
-import { FLAG, Received, Report, SEVERITIES } from "./data";
+import { FLAG, Report, SEVERITIES } from "./data";
 import { clear, h, name, s, whole } from "./dom";
 import { t, tOf } from "./words";
 
@@ -17,12 +17,18 @@ export function ranksSection(report: Report, open: (i: number) => void): HTMLEle
   const columns = [...steps].sort((a, b) => a - b).slice(0, MOST);
   if (!ranks.length || (ranks.length < 2 && columns.length < 2)) return null;
   const at = new Map(lines.map((line) => [`${line.rank},${line.step}`, line]));
-  const came = received(report);
+  const received = report.index.verdict?.received ?? [];
+  const came = new Map(received.map((each) => [`${each.rank},${each.step}`, each]));
   const cell = (rank: number, step: number): HTMLElement => {
     const line = at.get(`${rank},${step}`);
     const from = came.get(`${rank},${step}`);
     if (!line && !from) return h("td", { class: "later", title: t("notJudged") }, "·");
     const begins = !from && !!line?.culprit;
+    const before = begins || from ? undefined : received.find((each) => each.rank === rank && each.step < step);
+    if (before && !line!.diverged && line!.verdict === "match") {
+      const words = t("receivedBefore", { n: before.origin, step: before.step });
+      return h("td", { class: "cell inherited", title: words }, h("span", { "aria-label": words, role: "img" }, "↘"));
+    }
     const called = from?.name ?? line?.culprit ?? null;
     const place = called === null ? -1 : report.find(called, step, rank);
     const n = line?.diverged ?? 0;
@@ -37,11 +43,6 @@ export function ranksSection(report: Report, open: (i: number) => void): HTMLEle
       h("thead", {}, h("tr", {}, h("td", {}), ...columns.map((step) => h("th", { scope: "col" }, `${t("step")} ${step}`)))),
       h("tbody", {}, ...ranks.map((rank) => h("tr", {}, h("th", { scope: "row" }, `${t("rank")} ${rank}`), ...columns.map((step) => cell(rank, step))))))),
     ranks.length > 1 ? collectives(report, open) : null);
-}
-
-/** How a difference came to ranks where it did not begin, by rank and step. */
-function received(report: Report): Map<string, Received> {
-  return new Map((report.index.verdict?.received ?? []).map((each) => [`${each.rank},${each.step}`, each]));
 }
 
 /** The ranks as lines, and what they told each other as columns that join them. */

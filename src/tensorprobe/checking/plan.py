@@ -50,7 +50,7 @@ def _named(call: Call, patterns: Sequence[str]) -> bool:
 
 
 def likeness(pair: ForwardBackward) -> Any:
-    """Equal for calls of the same op with the same arguments, shapes, layouts and dtypes."""
+    """A key that is equal for calls of the same op, arguments, shapes, layouts and dtypes."""
     call, back = pair
     kinds = ("autocast", "made as", "made with", "eval")
     notes = tuple(note for note in call.notes if note.startswith(kinds))

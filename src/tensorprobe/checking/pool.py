@@ -66,7 +66,7 @@ class _Worker:
         self.process.wait()
 
     def epitaph(self) -> str:
-        """What a process that is gone died of."""
+        """Why a process ended, in words."""
         code = self.process.wait()
         if code < 0:
             return f"the process died of {signal.Signals(-code).name}"

@@ -1,4 +1,4 @@
-"""The process that runs calls: it takes one at a time, and may die of it without harm."""
+"""The process that runs calls, one at a time. A crash of it ends only that call."""
 
 from __future__ import annotations
 

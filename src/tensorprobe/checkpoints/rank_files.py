@@ -52,7 +52,7 @@ def join_megatron(ranks: Mapping[Rank, FileContent]) -> FileContent:
         raise BadArtefact(f"the files of a rank are missing: {what}")
     _add_values(found, {str(rank): content for rank, content in ranks.items()})
     is_gated = _is_gated(found.values)
-    layers = _Layers(ranks, stages)
+    layers = _Layers(ranks)
     for stage in stages:
         for key in _all_keys(ranks[Rank(t, stage)] for t in cut):
             shards = {t: ranks[Rank(t, stage)].tensors.get(key) for t in cut}
@@ -94,8 +94,7 @@ def _is_gated(values: Mapping[str, Value]) -> bool:
 class _Layers:
     """The number of a layer in the model from its number in a stage, which begins at 0 again."""
 
-    def __init__(self, ranks: Mapping[Rank, FileContent], stages: Sequence[int]) -> None:
-        self._stages = len(stages)
+    def __init__(self, ranks: Mapping[Rank, FileContent]) -> None:
         counts: dict[tuple[int, int], int] = defaultdict(int)  # by chunk and stage
         lowest: dict[tuple[int, int], int] = {}
         for rank, content in ranks.items():

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tensorprobe.nests import leaves_of
 from tensorprobe.terminal import printable, say
 
 if TYPE_CHECKING:
@@ -315,11 +316,8 @@ def _is_container(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(_is_plain(part) for part in value)
-    if isinstance(value, dict):
-        return all(_is_plain(part) for part in value.values())
-    return value is None or isinstance(value, bool | int | float | complex | str)
+    kinds = (bool, int, float, complex, str)
+    return all(leaf is None or isinstance(leaf, kinds) for leaf in leaves_of(value))
 
 
 def _text(value: Any) -> str:

@@ -13,7 +13,6 @@ from tensorprobe.environment.environment_reading import read_environment
 from tensorprobe.record.program_facts import plain_name
 from tensorprobe.records import count
 
-ENVIRONMENT_FILE = "env.json"
 # Of these a name that one side lacks was not set or not there; elsewhere it was not written down.
 _COMPLETE = (
     *("environment", "installed", "packages", "hyperparameters", "arguments", "model"),

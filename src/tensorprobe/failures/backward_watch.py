@@ -46,7 +46,7 @@ class BackwardWatch:
         self._made.clear()
 
     def now(self) -> int:
-        """A number that grows: with every node entered, and every time it is asked for."""
+        """A counter that grows with every node entered, and with every call of this."""
         return next(self._count)
 
     def call_of(self, node: Any) -> WatchedCall | None:
@@ -62,7 +62,7 @@ class BackwardWatch:
         return found[0] if len(found) == 1 else None
 
     def around(self, run: Callable[[], Any], args: tuple[Any, ...]) -> Any:
-        """Go backward by `run`; torch's engine is given `args`."""
+        """Run backward with `run`, which passes `args` to torch's engine."""
         ident = threading.get_ident()
         began, before = next(self._count), self._entered.get(ident)
         leaves = self._listen(args[0] if args else ())
@@ -84,7 +84,7 @@ class BackwardWatch:
                 self._entered[ident] = before
 
     def begins(self, roots: Any) -> None:
-        """A loss may come from a custom Function that no other call has used."""
+        """Follow what backward starts from: a loss may come from a custom Function alone."""
         calls = self._calls
         with OnTrouble(calls.gap, "backward"), Quiet():
             nodes = [(root, root.grad_fn) for root in roots if isinstance(root, torch.Tensor)]

@@ -103,7 +103,7 @@ class Stamp(NamedTuple):
 
 
 class Told(NamedTuple):
-    """Who is told what the program does, beside the calls that are remembered here."""
+    """Told of what the program does, beside the calls that are remembered here."""
 
     raised: Callable[[WatchedCall, Exception], None]
     small_call_raised: Callable[[ApiName, Any, Any, Exception, FrameType | None], None]

@@ -1,4 +1,4 @@
-"""Which calls wrote over tensors, for the error of autograd that tells only what was written."""
+"""Which calls wrote to tensors: autograd's error only tells which tensor was changed."""
 
 from __future__ import annotations
 

@@ -74,13 +74,13 @@ class Case:
         return self.call.name(self.direction)
 
     def carry(self, name: str) -> None:
-        """Another call has this value in what it returns."""
+        """Count a further call that returns this value."""
         self.affected += 1
         if len(self.travelled) < NAMED and name not in self.travelled:
             self.travelled.append(name)
 
     def finding(self, rank: int, **more: Any) -> Finding:
-        """The case as it stands."""
+        """The case as a finding, with what is known so far."""
         return Finding(
             name=self.name,
             kind="nonfinite",
@@ -100,7 +100,7 @@ class Case:
 
 
 class Watcher(Protocol):
-    """Who is told of what is found, and decides what becomes of it."""
+    """The part of a guard that counts findings, and decides whether the program stops."""
 
     attention: bool
 
@@ -143,7 +143,7 @@ class OpenCases:
         return bool(self._held_back)
 
     def begin_step(self) -> None:
-        """A step of its own: what is still bad counts anew."""
+        """Begin a step: a value that is still bad from the last one is reported again."""
         self._spoiled_before = {k: v for k, v in self._spoiled.items() if _is_alive(v[0])}
         self._spoiled = {}
         self._held_back.clear()
@@ -151,18 +151,18 @@ class OpenCases:
         self.of_backward = None
 
     def forgive(self, cases: Sequence[Case]) -> None:
-        """These were GradScaler's to deal with, and it has."""
+        """Drop cases that a GradScaler has dealt with."""
         self._spoiled = {k: v for k, v in self._spoiled.items() if v[1] not in cases}
         if self.of_backward in cases:
             self.of_backward = None
 
     def note_uninitialised(self, content: torch.Tensor) -> None:
-        """Nothing was written to this memory yet."""
+        """Remember memory to which nothing was written yet (torch.empty)."""
         storage = content.untyped_storage()
         self._uninitialised[storage._cdata] = StorageWeakRef(storage)
 
     def origin(self, seen: SeenTensor) -> str:
-        """The origin of a NaN that no case of this step explains."""
+        """Where a NaN comes from that no case of this step explains, in words."""
         if (found := self._spoiled_before.get(seen.storage)) is not None:
             return f", left by {found[1].name} in step {found[1].call.step}"
         if seen.storage in self._uninitialised:
@@ -177,7 +177,7 @@ class OpenCases:
         return None if found is None else found[1]
 
     def among(self, tensors: Iterable[SeenTensor], *, any_value: bool = False) -> Case | None:
-        """The case that spoiled one of these, which are bad, or at the limit."""
+        """The case that spoiled one of these tensors, if it is bad or at the limit."""
         for each in tensors:
             case = self.of(each.storage)
             if case is not None and (each.bits or any_value or each.is_at_limit):
@@ -198,26 +198,26 @@ class OpenCases:
     def carry(
         self, case: Case, call: NamedCall, values: CallValues, *, any_value: bool = False
     ) -> None:
-        """A call carries the value of a case on."""
+        """Note that a call returns the bad value that it was given."""
         case.carry(call.name(values.direction))
         self.spoil(values.outputs, case, any_value=any_value)
         if values.direction == "backward" or values.found & NAN:
             self.release(case)
 
     def begin_backward(self, loss: Iterable[SeenTensor]) -> None:
-        """Backward begins from these."""
+        """Note that backward begins; a bad loss has been reached."""
         case = self.of_backward = self.among(loss)
         if case is not None:
             self.reach(case, "the loss")
 
     def reach(self, case: Case, what: str, tensors: Iterable[SeenTensor] = ()) -> None:
-        """The value has come to the loss, or to the gradients or parameters of a model."""
+        """Note that the value has reached the loss, or gradients or parameters of a model."""
         case.reached = what
         self.spoil(tensors, case)
         self.release(case)
 
     def spoil(self, tensors: Iterable[SeenTensor], case: Case, *, any_value: bool = False) -> None:
-        """From now on those of them that are bad, or at the limit, are of this case."""
+        """Assign the tensors that are bad, or at the limit, to this case."""
         for each in tensors:
             if each.bits or any_value or each.is_at_limit:
                 here = each.numbers
@@ -236,7 +236,7 @@ class OpenCases:
         is_reader: bool = False,
         write: Callable[[], bool] | None = None,
     ) -> None:
-        """A call is at fault; `is_reader`: of what it reads."""
+        """Open a case for a call at fault; with `is_reader` its bad inputs belong to it too."""
         if self._watcher.is_full:
             return
         spreads = in_backward and values.plan.kind is not Kind.COMMUNICATES
@@ -256,7 +256,7 @@ class OpenCases:
         self._watcher.add(case)
 
     def add(self, case: Case) -> Case | None:
-        """A case that is none of a call; None where there are as many as are wanted."""
+        """Add a case that no call made; None if there are enough already."""
         if self._watcher.is_full:
             return None
         self._watcher.add(case)
@@ -265,14 +265,14 @@ class OpenCases:
     # Infinity that may have been meant
 
     def release(self, case: Case) -> None:
-        """It has done harm."""
+        """Report a case that was held back: its infinity has done harm."""
         if case in self._held_back:
             self._held_back.remove(case)
             if not self._watcher.is_full:
                 self._watcher.add(case)
 
     def release_living(self) -> None:
-        """The step ends: what is still there was not thrown away."""
+        """Report held-back cases whose memory is still in use when the step ends."""
         for case in list(self._held_back):
             if any(known is case and _is_alive(ref) for ref, known in self._spoiled.values()):
                 self.release(case)

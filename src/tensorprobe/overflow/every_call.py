@@ -82,7 +82,7 @@ _FACTS = {  # for C++
 
 
 class _Short(NamedTuple):
-    """A call that leaves its inputs as they are: all of it can be noted when it has ended."""
+    """A call that does not write to its inputs: it is looked at when it has ended."""
 
     plan: Plan
     number: int
@@ -93,7 +93,7 @@ class _Short(NamedTuple):
 
 
 class _Passing(NamedTuple):
-    """A call that returns what it is given: of interest where that may be bad."""
+    """A call that returns what it is given: looked at only if that may be bad."""
 
     plan: Plan
     number: int
@@ -136,7 +136,7 @@ class OverflowObserver(Observer):
         kwargs: dict[str, Any],
         frame: FrameType | None,
     ) -> _Short | _Passing | _Scaling | RunningCall | None:
-        """What to know of a call before it is made."""
+        """Note what will be needed of a call that is about to be made."""
         number = self.state.program.counter.next(plan.api)
         if self.state.stepping and threading.get_ident() in self.state.stepping:
             return None
@@ -272,7 +272,7 @@ class OverflowObserver(Observer):
         frame: FrameType | None,
         result: Any,
     ) -> None:
-        """Look at what a call has passed on that is no view of memory that is known."""
+        """Look at what a call has passed on, if it is no view of known memory."""
         watched = self._before(plan, number, args, kwargs, frame)
         if watched is not None:
             self._after(watched, result)

@@ -28,7 +28,7 @@ NEAR = {dtype: limit / 2 for dtype, limit in LIMITS.items()}
 
 
 class GuardState:
-    """What those who look at calls, at backward and at optimizers all know."""
+    """State that the parts looking at calls, backward and optimizers share."""
 
     def __init__(self, tape: Tape, watcher: Watcher, look_every: int | None) -> None:
         self.on = False
@@ -50,7 +50,7 @@ class GuardState:
         self._flag: OverflowFlag | None = None
 
     def begin_watch(self) -> None:
-        """The watch begins: what was flagged on a device before is not ours."""
+        """Begin the watch, and drop flags that a device raised before it."""
         row = device_layer("npu")
         self._flag = row.overflow_flag if row.is_available() else None
         if self._flag is not None and self._flag.is_needed():
@@ -58,7 +58,7 @@ class GuardState:
                 self._flag.clear()
 
     def begin_step(self, step: int) -> None:
-        """A new step: what is still bad counts anew."""
+        """Begin a step: a value that is still bad is reported again."""
         self.step = step
         self.cases.begin_step()
         self.seen_gradients.clear()

@@ -31,7 +31,7 @@ UNSCALED = 1.0  # a GradScaler at this scale, or below, makes no gradient any la
 
 
 class Report(Protocol):
-    """Takes a finding; `tell` says it to the person too."""
+    """Called with each finding; with `tell` it is printed too."""
 
     def __call__(self, finding: Finding, *, tell: bool = True) -> None: ...
 
@@ -97,7 +97,7 @@ class OverflowWatch:
         self._observer.state.on = True
 
     def leave(self, error: BaseException | None) -> None:
-        """Take them away; what backward left open is decided now."""
+        """Remove the mode and the hooks, and decide what backward left open."""
         if not self._on or self._tape is None:
             return
         self._on = False
@@ -137,12 +137,12 @@ class OverflowWatch:
 
     @property
     def is_full(self) -> bool:
-        """Whether as many overflows were found as are wanted: more would only follow of those."""
+        """Whether as many overflows were found as were asked for."""
         found = self._count + len(self._pending)
         return found >= LISTED or 0 < self._overflow_nums <= found
 
     def add(self, case: Case) -> None:
-        """A call made a bad value."""
+        """Take a new case: certain ones are reported, those of backward wait."""
         if case.pending:
             self._pending.append(case)
         else:
@@ -158,33 +158,36 @@ class OverflowWatch:
         self.attention = True
 
     def _report_news(self) -> None:
-        """Write down what is certain. Not where it is found: whoever is told may end the program,
-        and what looks at a call lets nothing out."""
+        """Report what is certain.
+
+        This is not done where it is found: a report may end the program, and code that looks at
+        a call must not raise.
+        """
         news, self._news = self._news, []
         for case in news:
             self._report(self._finding(case), tell=False)
 
     def _finding(self, case: Case, **more: Any) -> Finding:
-        """The case as it stands, with what is saved of it on disk."""
+        """The case as a finding, with the folder of its saved inputs."""
         if case.saved and self._tape is not None:
             self._tape.writer.drain()
             more["inputs"] = str(self._capture)
         return case.finding(self._rank, **more)
 
     def warn(self, name: str, step: int, text: str) -> None:
-        """Something will overflow soon."""
+        """Note and print that something will overflow soon."""
         self._warnings.append({"name": name, "step": step, "reason": text})
         self._note("warnings", self._warnings)
         self._log(f"{name} (step {step}): {text}")
 
     def trouble(self, name: str, error: BaseException) -> None:
-        """A call could not be looked at."""
+        """Note a gap: a call that could not be looked at."""
         if len(self._gaps) < SAVED:
             self._gaps.append({"name": name, "reason": f"{type(error).__name__}: {error}"[:300]})
             self._note("gaps", self._gaps)
 
     def call_made(self) -> None:
-        """A call of the program has ended, and something was found."""
+        """Called after a call of the program while there is something to report."""
         self._report_news()
         if not self.is_due:
             self.attention = False
@@ -208,7 +211,7 @@ class OverflowWatch:
         self._scaler_round = True
 
     def scale_updated(self, skipped_at: float | None) -> None:
-        """It has ended its round, and skipped a step, at this scale, where it had found some."""
+        """A GradScaler has ended its round; `skipped_at` is its scale if it skipped the step."""
         self._observer.state.look()
         self._scaler_round = False
         if skipped_at is not None:
@@ -220,7 +223,7 @@ class OverflowWatch:
             self._note("skipped_steps", self._skipped)
 
     def _note_forgiven(self) -> None:
-        """Which calls made the values that the scaler has dealt with: named, and no findings."""
+        """Name the calls whose values the scaler has dealt with, which are no findings."""
         room = LISTED - len(self._forgiven)
         self._forgiven += [case.finding(self._rank) for case in self._pending[:room]]
         self._note("forgiven", self._forgiven)
@@ -310,7 +313,7 @@ class OverflowWatch:
         return case.finding(self._rank, next=self._record_command(case))
 
     def _record_command(self, case: Case) -> str:
-        """How to record exactly this call: its inputs are gone."""
+        """The command that records this call, whose inputs are gone."""
         names = case.name
         if case.direction == "backward":
             names = f"{case.call.name()},{names}"

@@ -1,4 +1,4 @@
-"""One call as a guard looks at it: what is held of it, how strongly, and its tensors."""
+"""One call as a guard looks at it: which of its tensors are held, and whether weakly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Tensors = list[tuple[torch.Tensor, Path]]
 
 
 class RunningCall:
-    """One call while it runs: what has to be known of it before, for the case that it is bad."""
+    """One call while it runs, with all that could not be found out after it."""
 
     __slots__ = (
         "args", "before", "edges", "frame", "inputs", "kwargs", "memory", "needs", "noted",
@@ -55,7 +55,7 @@ class RunningCall:
 
 
 def edges_of(watched: RunningCall) -> InputEdges | None:
-    """The graph as it was before the call; None where backward does not come by."""
+    """The graph nodes of the inputs before the call; None if backward does not pass it."""
     if watched.edges is None and watched.needs:
         edges = watched.edges = InputEdges(watched.inputs)
         edges.start = watched.start
@@ -63,7 +63,7 @@ def edges_of(watched: RunningCall) -> InputEdges | None:
 
 
 class Remembered:
-    """What a call was given, held weakly: whoever needs it for backward keeps it alive."""
+    """The arguments of a call, held weakly: what backward needs stays alive by itself."""
 
     __slots__ = ("_args", "_kwargs", "_versions")
 
@@ -88,7 +88,7 @@ class Remembered:
 
 
 def content_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The numbers of a tensor that is known to have some."""
+    """The plain tensor with the numbers of one that is known to have numbers."""
     content = readable(tensor)
     assert content is not None
     return content

@@ -114,11 +114,16 @@ def _culprits(verdict: Verdict) -> Iterator[str]:
 
 
 def _ranks(verdict: Verdict) -> Iterator[str]:
+    came: dict[int, int] = {}  # by rank the first step in which it was given a difference
+    for each in verdict.received:
+        came[each.rank] = min(came.get(each.rank, each.step), each.step)
     rows = [("rank", "step", "verdict", "aligned", "diverged", "first culprit")]
-    rows += [
-        (str(r.rank), str(r.step), r.verdict, str(r.aligned), str(r.diverged), r.culprit or "")
-        for r in verdict.ranks[:_RANKS]
-    ]
+    for r in verdict.ranks[:_RANKS]:
+        is_given = r.verdict == "match" and came.get(r.rank, r.step + 1) <= r.step
+        own = "no own cause" if is_given else r.verdict  # what others sent it does differ
+        rows.append(
+            (str(r.rank), str(r.step), own, str(r.aligned), str(r.diverged), r.culprit or "")
+        )
     yield from _table(rows, right=(0, 1, 3, 4))
     if len(verdict.ranks) > _RANKS:
         yield f"{len(verdict.ranks) - _RANKS} more in verdict.json"

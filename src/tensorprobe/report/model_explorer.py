@@ -2,8 +2,9 @@
 
     model-explorer OUT/model_explorer.json        then add model_explorer_errors.json as node data
 
-Each step of a rank is a graph. Infinite errors are written as the largest float: JSON has no word
-for them, and a node without a value would look healthy.
+Each step of a rank is a graph: the modules of forward, and beside them a box each for what came
+before the model, for backward and for the optimizer. Infinite errors are written as the largest
+float: JSON has no word for them, and a node without a value would look healthy.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tensorprobe.report.page_data import (
     BOTH,
     CONTAINER,
     ONLY_ACTUAL,
+    PHASES,
     comparison_data,
     shown,
     unpacked,
@@ -50,6 +52,10 @@ def _graphs(comparison: Compared) -> tuple[list[dict[str, Any]], dict[str, Any]]
         name: unpacked("i", calls[name]) for name in ("name", "op", "module", "step", "rank")
     }
     flags, side = unpacked("H", calls["flags"]), unpacked("B", calls["side"])
+    phases = unpacked("B", calls["phase"])
+    boxes = ["" if phase == "forward" else phase for phase in PHASES]
+    if PHASES.index("forward") not in phases:  # a program without modules
+        boxes[0] = ""
     given, made = unpacked("f", calls["error_in"]), unpacked("f", calls["error_out"])
     culprits = {(c["rank"], c["step"], c["name"]) for c in index["verdict"]["culprits"]}
     sources: dict[int, list[int]] = {}
@@ -74,7 +80,8 @@ def _graphs(comparison: Compared) -> tuple[list[dict[str, Any]], dict[str, Any]]
             "culprit": "yes" if is_culprit else "no",
         }  # fmt: skip
         graph["nodes"].append({
-            "id": str(at), "label": text["name"], "namespace": _namespace(text["module"]),
+            "id": str(at), "label": text["name"],
+            "namespace": _namespace(boxes[phases[at]], text["module"]),
             "attrs": [{"key": name, "value": value} for name, value in facts.items()],
             "incomingEdges": [
                 {"sourceNodeId": str(source), "targetNodeInputId": str(n)}
@@ -89,8 +96,8 @@ def _graphs(comparison: Compared) -> tuple[list[dict[str, Any]], dict[str, Any]]
     return list(graphs.values()), errors
 
 
-def _namespace(module: str) -> str:
-    return module.replace("/", "_").replace(".", "/")
+def _namespace(box: str, module: str) -> str:
+    return "/".join(filter(None, (box, module.replace("/", "_").replace(".", "/"))))
 
 
 def _thresholds() -> list[dict[str, Any]]:

@@ -61,7 +61,7 @@ class Recomputation:
 
 
 def _outermost_region(frame: FrameType | None) -> tuple[Any, FrameType | None]:
-    """What stands for the region that `frame` is in, and the frame of its recomputation if any."""
+    """The checkpointed region that `frame` is in, and the frame of its recomputation if any."""
     token, run = None, None
     while frame is not None:
         if frame.f_code.co_filename == _CHECKPOINT:

@@ -65,7 +65,7 @@ class Call(NamedTuple):
 def run_elsewhere(
     call: Call, target: Target, writes: frozenset[str] | None = None
 ) -> tuple[Any, str | None]:
-    """What the call returns, computed at `target`; and why it was made at home, if it was.
+    """The result of the call, computed at `target`; and the reason if it was computed at home.
 
     `writes`, below autograd where versions do not move, are the arguments that the op writes to.
     """
@@ -112,7 +112,7 @@ def _why_at_home(call: Call, target: Target) -> str | None:
 
 
 class _Copy(NamedTuple):
-    """A tensor, and what stands for it there; the same object when it could stay as it is."""
+    """A tensor and its copy at the target; the same object if no copy was needed."""
 
     original: torch.Tensor
     there: torch.Tensor
@@ -227,7 +227,7 @@ class _Journey:
         return all(_storage(tensor) in memory for tensor in found)
 
     def write_back(self, result: Any, writes: frozenset[str] | None) -> None:
-        """Copy what the call wrote to its arguments to where they came from."""
+        """Copy what the call wrote to its arguments back to the originals."""
         call = self._call
         silent = silently_written(call.api, call.args, call.kwargs) if writes is None else writes
         given = {**{str(i): arg for i, arg in enumerate(call.args)}, **call.kwargs}
@@ -253,7 +253,7 @@ class _Journey:
         return any(tensor is each for each in _tensors(where))
 
     def home(self, result: Any) -> Any:
-        """The result with its tensors where, and in the dtypes in which, they were asked for."""
+        """The result on the home device, in the dtypes that the call gives there."""
         originals = {id(copy.there): copy.original for copy in self._copies.values()}
         found = list(_tensors(result))
         dtypes = iter(self._result_dtypes(len(found)))
@@ -285,7 +285,7 @@ class _Journey:
         return tensor.to(dtype).to(device)
 
     def _result_dtypes(self, count: int) -> list[torch.dtype | None]:
-        """What the call returns at home, for each tensor in order; None: as it is there."""
+        """The dtypes that the call returns at home, in order; None keeps the dtype it has."""
         low = self._autocast.get(self._home.type) if self._home is not None else None
         if low is None and not (self._makes_tensors or self._was_raised()):
             return [None] * count

@@ -73,7 +73,7 @@ class Reroute:
 
     @property
     def failed(self) -> dict[str, str]:
-        """What raised where it was sent, and why, by the name of its API."""
+        """The APIs that raised at their target, each with the reason."""
         return dict(self._ferry.failed)
 
     def start(self) -> Reroute:

@@ -92,7 +92,7 @@ class _Tally:
         self.wide = wide
         self.buffers = _Buffers(min(size, CHUNK), wide, self.as_integers)
         self.dd = self.aa = self.ee = self.ae = 0.0
-        self.n_finite = self.n_small = 0
+        self.n_small = 0
         self.max_abs = self.max_rel = -1.0
         self.max_rel_nonzero = self.max_abs_at_zero = 0.0
         self.index: int | None = None
@@ -140,7 +140,6 @@ class _Tally:
         self._add_equal(y.size)
 
     def _add_equal(self, n: int) -> None:
-        self.n_finite += n
         self.within_1 += n
         self.within_5 += n
         self.max_abs = max(self.max_abs, 0.0)
@@ -186,7 +185,6 @@ class _Tally:
 
     def _add_differences(self, start: int, d: Array, y: Array, unlike: int) -> None:
         n = d.size
-        self.n_finite += n
         self.mismatched += unlike
         at, most = _furthest(d)
         if most > self.max_abs:

@@ -148,6 +148,28 @@ def test_both_ways(tmp_path: Path, level: str, task: str, more: dict[str, object
     assert tp.load(theirs).gaps == ()
 
 
+@pytest.mark.parametrize(("level", "task", "more"), CONFIGS, ids=lambda v: str(v))
+def test_one_pair_of_dumps_has_one_table(
+    tmp_path: Path, level: str, task: str, more: dict[str, object]
+) -> None:
+    """msprobe's table of its own dumps and ours: the same rows, gradients that are null too."""
+    a, b = (dump(tmp_path / who, "peer", level=level, task=task, **more) for who in "ab")
+    theirs = peer_compare(a / "step0", b / "step0", tmp_path / "theirs")
+    paths = tp.compare(a / "step0", b / "step0").save(tmp_path / "ours", columns="msprobe")
+    with next(path for path in paths if path.suffix == ".csv").open(newline="") as file:
+        ours = list(csv.DictReader(file))
+    # their stack has lines of source, and the norm of a value without dimensions is its value
+    apart = {"NPU_Stack_Info", "NPU l2norm", "Bench l2norm"}
+    assert list(theirs[0]) == list(ours[0])
+    assert len(ours) == len(theirs)
+    # ours are in the order of execution, theirs have what a module called before the module
+    mine, other = (
+        {row["NPU Name"]: {k: v for k, v in row.items() if k not in apart} for row in rows}
+        for rows in (ours, theirs)
+    )
+    assert mine == other
+
+
 def test_msprobe_compares_what_convert_writes(tmp_path: Path) -> None:
     theirs = dump(tmp_path / "theirs", "peer", level="mix", task="tensor")
     native, back = tmp_path / "native", tmp_path / "back"

@@ -145,6 +145,11 @@ def test_a_gradient_that_never_came_is_in_the_table(tmp_path: Path) -> None:
             ("N/A", f"backward.0.output.{places[1]}"): "warning",
             **wanted,
         }
+    rows = table(tmp_path / "a", tmp_path / "a", tmp_path / "out_same")
+    null = next(row for row in rows if row["NPU Name"] == f"{name}.backward.0.output.1")
+    assert (null["NPU Name"], null["NPU max"], null["Bench max"], null["Result"]) == (
+        null["Bench Name"], "None", "None", "pass",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["statistics", "md5"])

@@ -180,6 +180,7 @@ def _leaves(pair: CallPair, mode: str) -> Iterator[tuple[_Leaf, _Leaf | None, Te
     """Each value of the actual call with its partner: inputs, parameters, outputs."""
     actual, expected = pair.pair.actual, pair.pair.expected
     assert actual is not None
+    backward = expected is not None and actual.direction == "backward"
     rows = {row.name: row for row in pair.tensors if row.actual is not None}
     partners = {} if expected is None else dict(_named(expected, mode))
     for place, leaf in _named(actual, mode):
@@ -190,6 +191,8 @@ def _leaves(pair: CallPair, mode: str) -> Iterator[tuple[_Leaf, _Leaf | None, Te
             partner = found or _Leaf(row.expected.name, row.expected)
         elif leaf.record is not None:
             partner = None
+        elif leaf.value is None and backward and not (partner and partner.value is None):
+            continue  # a gradient that came on the other side: `_missing` has its row
         yield leaf, partner, row
 
 

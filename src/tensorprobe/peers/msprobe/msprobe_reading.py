@@ -269,7 +269,7 @@ class _UnitReader:
             return self._tree(record[0], base, "output")  # one dict, named as if it were alone
         tree = self._tree(record, base, "output")
         if backward and isinstance(tree, list):
-            return {str(i): item for i, item in enumerate(tree) if item is not None}
+            return {str(i): item for i, item in enumerate(tree)}  # None: it never came
         if isinstance(tree, list):
             return tree[0] if len(tree) == 1 and not isinstance(tree[0], list) else tuple(tree)
         return Fields("namedtuple", "", tree) if isinstance(tree, dict) else tree
