@@ -19,8 +19,8 @@ from tensorprobe.comparing.mapping import (
 )
 from tensorprobe.operators import native_name
 from tensorprobe.records import IN_MEMORY, Call, TensorRecord
-from tensorprobe.tensors.pair_metrics import FRACTION_BITS
 from tensorprobe.replay.kinds import overwrites
+from tensorprobe.tensors.pair_metrics import FRACTION_BITS
 
 How = Literal["exact", "aligned", "mapped"]
 _NUMBER = re.compile(r"\.\d+(?=$|\.(?:forward|backward)$)")

@@ -210,11 +210,16 @@ def _blind(dropout: Call) -> torch.Tensor | None:
 def matters(call: Call, other: Call, backward: Call | None = None) -> float | None:
     """How far the replay of a call, or of its backward, moves when it is given the arguments of
     another, in roundings; None when that cannot be tried."""
+    from tensorprobe.replay.generate import load_or_generate
+    from tensorprobe.replay.kinds import kind_of
+    from tensorprobe.replay.rebuild import load
     from tensorprobe.replay.reference import replay, rms
 
+    # whatever the numbers, those that are only moved show where they go
+    source = load_or_generate if kind_of(call) == "exact" else load
     try:
-        own = replay(call, backward=backward, noise=False)
-        theirs = replay(other, backward=backward, noise=False)
+        own = replay(call, backward=backward, noise=False, source=source)
+        theirs = replay(other, backward=backward, noise=False, source=source)
     except (NotReplayable, UnreadableCapture):
         return None
     worst = 0.0

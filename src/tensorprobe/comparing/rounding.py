@@ -13,7 +13,7 @@ from tensorprobe.replay.kinds import api_of, kind_of
 from tensorprobe.tensors.pair_metrics import FRACTION_BITS
 
 Mode = Literal["tensors", "digest", "stats", "structure"]
-_ENOUGH = 8  # numbers: of fewer, rounding may leave statistics as they are
+ENOUGH = 8  # numbers: of fewer, rounding may leave statistics as they are
 SAME_SUM = 1e-13  # relative: sums of the same numbers in another order
 # A healthy kernel stays below 3 units of own error, whatever its dtype; see docs/compare.md.
 ROUNDING = 16.0
@@ -172,7 +172,7 @@ def is_moved(pair: TensorPair) -> bool:
     a, e = pair.actual, pair.expected
     if pair.is_made_anew or a is None or e is None or a.summary is None or e.summary is None:
         return False
-    return e.numel >= _ENOUGH and moved_values(a.summary, e.summary)
+    return e.numel >= ENOUGH and moved_values(a.summary, e.summary)
 
 
 def reduction(n_in: int, n_out: int) -> float:

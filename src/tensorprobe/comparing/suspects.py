@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import time
 from collections.abc import Iterator
@@ -50,6 +51,7 @@ class Replays:
     ) -> None:
         self.scene = scene
         self._replayer = replayer or replayer_for(UserCode())
+        self._may_try = enabled
         self.enabled = enabled and scene.has_tensors
         self.deadline = time.monotonic() + seconds
         self.seconds_below = seconds / 4  # for errors below any bound: much to look at, mostly none
@@ -134,6 +136,14 @@ class Replays:
         """How far a call's replay, or that of its backward, moves with the arguments of another;
         None: not to be told."""
         return self._replayer.matters(call, other, backward, seconds=self._seconds_for_one())
+
+    def tried(self, call: Call, other: Call | None) -> float | None:
+        """The same on numbers that are made up, where none were kept; for calls that move them."""
+        if not self._may_try or self.deadline < time.monotonic():
+            return None
+        if importlib.util.find_spec("torch") is None:
+            return None
+        return self.matters(call, other)
 
     def _own_error(
         self, forward: Call, backward: Call | None = None, noise: bool = True

@@ -299,10 +299,10 @@ class Values:
         form: int | None,
     ) -> None:
         if not tensors and not self._checksums:
-            submit = self._summarizer.submit
             if not isinstance(name, str) and self._came_from_outside(tensor, name[1]):
-                submit = self._summarizer.submit_whole
-            self._writer.value(number, submit(tensor, form))
+                self._writer.value(number, self._summarizer.submit_whole(tensor, form))
+            else:
+                self._writer.value(number, self._summarizer.submit(tensor, form))
             return
         checksum = crc32 if self._checksums else None
         summarizer = self._summarizer

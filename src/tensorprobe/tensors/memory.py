@@ -89,9 +89,7 @@ NAMES: dict[torch.dtype, str] = {
 # Dtypes that have NaN, infinities and a mean of their own kind: floats and complex numbers.
 WITH_FRACTION = frozenset(name for name in STORAGE if name.startswith(("float", "bf", "complex")))
 
-WHOLE_NUMBERS = frozenset(
-    dtype for dtype, name in NAMES.items() if name == "bool" or "int" in name
-)
+WHOLE_NUMBERS = frozenset(dtype for dtype, name in NAMES.items() if name == "bool" or "int" in name)
 
 
 class Unsupported(Exception):

@@ -84,7 +84,7 @@ class Summarizer:
             return self._look_closely(tensor)
 
     def submit_whole(self, tensor: torch.Tensor, form: int | None = None) -> Result:
-        """The same with a digest, where only some tensors have one and this one fills its memory."""
+        """The same with a digest, where only some tensors have one and this one has no holes."""
         if type(tensor) in _OWN_TYPES and not _function_mode_is_on():
             return self._submit_whole(tensor) or self.submit(tensor, form)
         with torch._C.DisableTorchFunction():
