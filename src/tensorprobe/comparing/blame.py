@@ -36,6 +36,8 @@ _MUCH = 0.1  # of a result's size
 _MUCH_UNSEEN = 1e-3  # the same where no replay could tell
 # What other settings can be behind; a wrong result inside is that call's own.
 _BY_SETTINGS = ("argument", "structure", "boundary")
+# What a program does on one side, and not a kernel.
+_HABITS = ("argument", "structure")
 _GRADIENTS = ".parameters_grad."
 
 
@@ -149,8 +151,8 @@ def _explains(scene: Scene, cause: Culprit, bit: int, at: int, culprit: Culprit)
     if cause.cause == culprit.cause:
         if cause.cause in ("seed", "weights", "data"):
             return True  # other weights are one cause, however many of them differ
-        if cause.cause == "argument" and (cause.op, cause.reason) == (culprit.op, culprit.reason):
-            return True
+        if (cause.op, cause.reason) == (culprit.op, culprit.reason) and cause.cause in _HABITS:
+            return True  # the program does the same thing otherwise, in several places
         if cause.cause == "argument" and cause.stack[:1] == culprit.stack[:1] != ():
             return True  # one line: `average.mul_(decay).add_(new, alpha=1 - decay)`
     if all(c.cause == "boundary" and _is_of_parameter(c) for c in (cause, culprit)):
