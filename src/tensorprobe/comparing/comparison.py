@@ -79,7 +79,7 @@ class Compared:
         self.expected = expected
         self.pairs = pairs
         self.verdict = verdict
-        self.structure = structure  # differences that changed no values
+        self.structure = structure  # differences in calls that are not blamed
         self.proposed = proposed or {}  # a mapping of modules that were paired by their weights
 
     @property

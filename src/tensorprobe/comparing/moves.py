@@ -46,16 +46,28 @@ class Moves:
         return None
 
     def unhealed(self) -> Found:
-        """The first such call after which nothing moves the numbers back, where nobody else is
-        blamed: its results are other ones, and so is what is made of them."""
+        """The first such call that nothing is seen to undo, where nobody else is blamed: its
+        results are other ones, and so is what is made of them."""
+        undone: set[int] = set()
         for at in self._found:
             node = self._scene.nodes[at]
-            later = [other for other in self._found if other > at]
-            if later or not self._matters(at):
+            if at in undone or not self._matters(at):
                 continue
-            if not converge(self._scene, node, is_moved_on=True):
+            if later := self._reached(at) & self._found.keys():
+                undone |= later  # which may move the numbers back
+            elif not converge(self._scene, node, same_calls=True, is_moved_on=True):
                 return self._accused(at)
         return None
+
+    def _reached(self, start: int) -> set[int]:
+        """The calls that were given what was made of its results."""
+        todo, seen = [start], {start}
+        while todo and len(seen) < _MAX_CALLS:
+            for row in self._scene.nodes[todo.pop(0)].outputs:
+                new = {at for at in self._scene.flow.readers(row) if at > start} - seen
+                seen |= new
+                todo += new
+        return seen - {start}
 
     def _matters(self, at: int) -> bool:
         if at not in self._found:
