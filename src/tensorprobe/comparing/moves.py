@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from tensorprobe.comparing import arguments
-from tensorprobe.comparing.align import is_constant
+from tensorprobe.comparing.align import content, is_constant
 from tensorprobe.comparing.converging import converge
 from tensorprobe.comparing.culprit import Found, accuse
 from tensorprobe.comparing.measure import TensorPair
 from tensorprobe.comparing.rounding import same_bits
-from tensorprobe.comparing.scene import FAINT, Node, Scene
+from tensorprobe.comparing.scene import FAINT, Node, Scene, has_other_shape
 from tensorprobe.comparing.suspects import Replays
+from tensorprobe.records import Call
+from tensorprobe.replay.kinds import first_read
 
 _MAX_CALLS = 500  # that are looked at, back from where a difference shows
 
@@ -22,27 +26,59 @@ class Moves:
         self._scene = scene
         self._replays = replays
         self._found: dict[int, bool | None] = {}  # by place: whether arguments matter, once tried
+        self._of_one_side: dict[int, bool | None] = {}  # the same of calls of one side
 
     def leave(self, node: Node) -> None:
         """Remember a call that may have moved its numbers elsewhere."""
-        if not node.is_paired or node.container or node.op_kind != "exact" or not node.differences:
+        if node.container or node.op_kind != "exact" or node.call.direction != "forward":
             return
-        if node.call.direction == "forward" and any(map(_is_hidden, node.outputs)):
+        if not node.is_paired:
+            if _gives_the_same(node.call):
+                self._of_one_side[node.i] = None
+        elif (
+            node.differences
+            and not any(map(has_other_shape, node.inputs))
+            and any(map(_is_hidden, node.outputs))
+        ):
             self._found[node.i] = None
 
     def behind(self, node: Node) -> Found:
         """The last such call before one whose result differs though its inputs have equal
-        statistics."""
+        statistics; or one that only one side makes."""
+        if not self._found and not self._of_one_side:
+            return None
+        contents: set[Hashable] = set()
         todo, seen = [node.i], {node.i}
-        while todo and self._found and len(seen) < _MAX_CALLS:
+        while todo and len(seen) < _MAX_CALLS:
             at = todo.pop(0)
             if at != node.i and self._matters(at):
                 return self._accused(at)
             for row in self._scene.nodes[at].inputs:
+                contents |= {content(r) for r in (row.actual, row.expected) if r is not None}
                 for maker in self._scene.flow.producers(at, row.name):
                     if maker is not None and maker not in seen:
                         seen.add(maker)
                         todo.append(maker)
+        return self._made_by_one_side(node, contents - {None})
+
+    def _made_by_one_side(self, node: Node, contents: set[Hashable]) -> Found:
+        for at in reversed(self._of_one_side):
+            call = self._scene.nodes[at].call
+            made = {content(record) for record in call.tensors if record.role == "output"}
+            if call.step != node.call.step or not made & contents:
+                continue
+            moves = self._of_one_side[at]
+            if moves is None:
+                moves = self._of_one_side[at] = self._replays.moves(call)
+            if moves:
+                side = (
+                    "actual" if self._scene.nodes[at].pair.pair.actual is not None else "expected"
+                )
+                reason = (
+                    f"only {side} makes this call: its result has the statistics of what it was "
+                    "given, and tried on other numbers it gives them in another order"
+                )
+                return at, accuse(self._scene.nodes[at], "structure", reason, 0.0)
         return None
 
     def unhealed(self) -> Found:
@@ -97,3 +133,12 @@ def _is_hidden(row: TensorPair) -> bool:
     if a is None or e is None or row.metrics is not None or a.has_digest_like(e):
         return False
     return a.shape == e.shape and same_bits(row) is not False and not is_constant(e)
+
+
+def _gives_the_same(call: Call) -> bool:
+    """Whether a call gives as many numbers as it is given, with the same statistics."""
+    given = first_read(call)
+    made = next((record for record in call.tensors if record.role == "output"), None)
+    if given is None or made is None or given.shape != made.shape:
+        return False
+    return content(given) is not None and content(given) == content(made)

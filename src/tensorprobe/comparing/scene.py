@@ -143,11 +143,18 @@ def exceeds(node: Node, long: float = 1.0) -> bool:
     if node.unit_size:
         long *= unit_growth(node.unit_size)
     if node.is_apart or math.isinf(node.r_out):
-        return not node.is_apart
+        return not (node.is_apart or _decides(node))
     if node.same_in and node.d_in == 0:
         # nothing was inherited: in 16 bit less than 16 roundings can be told from noise
         return node.d_out > (FAINT if u >= 2.0**-11 else ROUNDING) * long
     return node.r_out > ROUNDING * (u * long + AMPLIFIES * node.r_in)
+
+
+def _decides(node: Node) -> bool:
+    """Whether a call gives other integers of other numbers: which of them are chosen, say."""
+    if node.d_in <= ROUNDING or node.op_kind not in ("selection", "exact"):
+        return False
+    return all(not pair_roundoff(row) for row in node.outputs if math.isinf(distance(row)))
 
 
 def unit_growth(n_calls: int) -> float:

@@ -139,11 +139,15 @@ class Replays:
 
     def tried(self, call: Call, other: Call | None) -> float | None:
         """The same on numbers that are made up, where none were kept; for calls that move them."""
-        if not self._may_try or self.deadline < time.monotonic():
-            return None
-        if importlib.util.find_spec("torch") is None:
-            return None
-        return self.matters(call, other)
+        return self.matters(call, other) if self._can_try() else None
+
+    def moves(self, call: Call) -> bool:
+        """Whether a call gives what it is given in another order; tried on numbers made up."""
+        return self._can_try() and self._replayer.moves(call, seconds=self._seconds_for_one())
+
+    def _can_try(self) -> bool:
+        in_time = self._may_try and time.monotonic() < self.deadline
+        return in_time and importlib.util.find_spec("torch") is not None
 
     def _own_error(
         self, forward: Call, backward: Call | None = None, noise: bool = True
