@@ -570,7 +570,8 @@ def _notes(
 ) -> list[str]:
     notes = [*verdict.notes, *_different_makes(actual, expected)]
     if verdict.mode in ("stats", "digest") and verdict.culprits:
-        notes.append("only statistics were kept: the verdict is weaker than one from tensors")
+        kept = "statistics" if verdict.mode == "stats" else "digests and statistics"
+        notes.append(f"only {kept} were kept: the verdict is weaker than one from tensors")
     if verdict.mode == "structure":
         notes.append("no values were kept: only the set and order of calls were compared")
     left = sum(found.n_left for found in findings)
