@@ -33,6 +33,14 @@ HOST = "cpu"
 REDUCES_GRADIENTS = "gradients are reduced outside of any call over ranks "
 # The note of a backward call whose gradients some other tool took there.
 LAST_NODE = "outputs are those of the last autograd node, not the gradients of the inputs"
+# Before a digest that is of a content's numbers in the order in which they lie in memory, as where
+# statistics are kept: a matrix and its transpose have one.
+IN_MEMORY = "memory:"
+
+
+def kind_of_digest(digest: str) -> str:
+    """What a digest was made by: "crc32" of "crc32:8fa00131"; ours of row-major bytes have none."""
+    return digest.partition(":")[0] if ":" in digest else ""
 
 
 class Sharding(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +86,13 @@ class TensorRecord(msgspec.Struct, frozen=True, gc=False):
     @property
     def is_on_host(self) -> bool:
         return self.device == HOST
+
+    def has_digest_like(self, other: TensorRecord) -> bool:
+        """Whether two digests tell whether two contents are the same numbers in the same places."""
+        mine, its = self.digest, other.digest
+        if mine is None or its is None or kind_of_digest(mine) != kind_of_digest(its):
+            return False
+        return not mine.startswith(IN_MEMORY) or self.stride == other.stride
 
     def array(self) -> np.ndarray[Any, Any]:
         """The content as a read-only numpy array, memory-mapped (ml_dtypes for bf16 and fp8)."""

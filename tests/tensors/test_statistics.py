@@ -15,13 +15,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 PATHS = {"host": HostBackend, "torch": TorchBackend}
 
 
-def summarizer_for(path: str, *, stats: bool = True, digest: bool = False) -> Summarizer:
+def summarizer_for(
+    path: str, *, stats: bool = True, digest: bool = False, digest_some: bool = False
+) -> Summarizer:
     def choose(device: torch.device, *, stats: bool, digest: bool) -> HostBackend | TorchBackend:
         if path == "host":
             return HostBackend(stats=stats, digest=digest)
         return TorchBackend(device, stats=stats, digest=digest)
 
-    return Summarizer(stats=stats, digest=digest, choose=choose)
+    return Summarizer(stats=stats, digest=digest, digest_some=digest_some, choose=choose)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -314,3 +314,32 @@ def test_questions_to_cuda_leave_the_mode_of_the_thread_as_it_was(
         assert captures.ask(torch.device("cuda", 0), question) == 7
     assert (asked, mode) == ([2], 0)
     assert captures.ask(torch.device("cpu"), lambda: mode) == 0
+
+
+def _submitted(summarizer: Summarizer, tensor: torch.Tensor, *, whole: bool = False) -> Any:
+    result = (summarizer.submit_whole if whole else summarizer.submit)(tensor)
+    summarizer.wait()
+    assert result.summary is not None
+    return result
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_some_tensors_have_a_digest_beside_statistics(name: str) -> None:
+    some = summarizer_for(name, digest_some=True)
+    places, numbers = torch.randperm(12), torch.arange(12.0).reshape(3, 4)
+    assert _submitted(some, places).digest == _submitted(Summarizer(digest=True), places).digest
+    assert _submitted(some, places > 3).digest is not None
+    assert _submitted(some, numbers).digest is None
+    assert _submitted(some, numbers, whole=True).digest is not None
+    assert not some.digests
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_matrix_and_its_transpose_have_one_digest_beside_statistics(name: str) -> None:
+    some = summarizer_for(name, digest_some=True)
+    matrix = torch.arange(12).reshape(3, 4)
+    assert _submitted(some, matrix.t()).digest == _submitted(some, matrix).digest
+    assert _submitted(some, matrix.t().contiguous()).digest != _submitted(some, matrix).digest
+    assert _submitted(some, matrix[:, ::2]).digest is None, "it has holes"
+    assert _submitted(some, matrix[:, :1].expand(3, 4)).digest is None, "it repeats"
+    assert _submitted(some, matrix[:, ::2], whole=True).digest is None

@@ -32,6 +32,11 @@ program runs with several values of `keep` and at several levels; the numbers be
 Everything runs on the CPU.
 
 """
+OLDER = """\
+**{n} of these {of} runs were measured with older code**: rules were changed since. What is known
+to fail today stands in `tests/trust/known_failures.txt`.
+
+"""
 KNOWN = """
 ## Failures by name
 
@@ -40,10 +45,21 @@ each of them to fail: a mended one must be removed from there.
 """
 
 
-def write(file: Path, outcomes: Sequence[Outcome], cases: Sequence[Case]) -> None:
-    """The whole page."""
+def write(
+    file: Path,
+    outcomes: Sequence[Outcome],
+    cases: Sequence[Case],
+    *,
+    n_older: int = 0,
+    lacking: int = 0,
+) -> None:
+    """The whole page; of some outcomes it says that they are of older sources, or not there."""
     faults = sum(case.is_fault for case in cases)
     text = HEAD.format(n_faults=faults, n_healthy=len(cases) - faults)
+    if n_older:
+        text += OLDER.format(n=n_older, of=len(outcomes))
+    if lacking:
+        text += f"{lacking} runs have not been measured and are not counted.\n\n"
     for keep in KEEPS:
         kept = [said for said in outcomes if said.keep == keep]
         text += f"## keep={keep}\n\n" + "\n".join(_table(kept)) + "\n\n"

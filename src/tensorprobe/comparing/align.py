@@ -18,8 +18,9 @@ from tensorprobe.comparing.mapping import (
     plain_path,
 )
 from tensorprobe.operators import native_name
-from tensorprobe.records import Call, TensorRecord
+from tensorprobe.records import IN_MEMORY, Call, TensorRecord
 from tensorprobe.replay.kinds import overwrites
+from tensorprobe.tensors.pair_metrics import FRACTION_BITS
 
 How = Literal["exact", "aligned", "mapped"]
 _NUMBER = re.compile(r"\.\d+(?=$|\.(?:forward|backward)$)")
@@ -34,7 +35,7 @@ _SAME_INPUTS, _SAME_LINE = 2, 1
 
 def content(record: TensorRecord) -> Hashable | None:
     """What tells one content from another; None where nothing does."""
-    if record.digest is not None:
+    if record.digest is not None and not _is_of_some(record):
         return record.digest
     s = record.summary
     if s is None:
@@ -42,6 +43,13 @@ def content(record: TensorRecord) -> Hashable | None:
     if s.norm is None:  # bools, and what other tools leave out
         return (s.min, s.max, s.zero_count, record.shape, record.dtype) if s.counted else None
     return (s.min, s.max, s.mean, s.norm, s.zero_count, record.numel, record.dtype)
+
+
+def _is_of_some(record: TensorRecord) -> bool:
+    """Whether a digest is one that others of the same content may lack: those of numbers with a
+    fraction, where statistics were kept."""
+    digest = record.digest or ""
+    return digest.startswith(IN_MEMORY) and record.dtype in FRACTION_BITS
 
 
 def is_constant(record: TensorRecord) -> bool:

@@ -36,6 +36,8 @@ _MUCH = 0.1  # of a result's size
 _MUCH_UNSEEN = 1e-3  # the same where no replay could tell
 # What other settings can be behind; a wrong result inside is that call's own.
 _BY_SETTINGS = ("argument", "structure", "boundary")
+# What a program does on one side, and not a kernel.
+_HABITS = ("argument", "structure")
 _GRADIENTS = ".parameters_grad."
 
 
@@ -44,7 +46,7 @@ class Findings(msgspec.Struct):
 
     culprits: list[Culprit]
     diverged: dict[int, int] = {}  # calls beyond rounding, by step
-    structure: list[str] = []  # what is different but changed no values
+    structure: list[str] = []  # what is different in calls that are not blamed
     n_replayed: int = 0
     n_left: int = 0  # suspects that the time did not suffice for
     first_bits: str | None = None  # the first call whose bits differ, where that is all
@@ -121,7 +123,7 @@ def _findings(scene: Scene, replays: Replays) -> Findings:
     first_step = min((culprit.step for _, culprit in scene.culprits), default=0)
     culprits = [item for item in scene.culprits if item[1].step == first_step]
     culprits.sort(key=lambda item: (item[1].weak, 0 if item[1].weak else item[0]))
-    first = next((n for n in scene.nodes if not n.container and n.same_in and not n.same_out), None)
+    first = next((node for node in scene.nodes if _has_other_bits(node)), None)
     return Findings(
         _folded(scene, culprits),
         diverged,
@@ -131,6 +133,11 @@ def _findings(scene: Scene, replays: Replays) -> Findings:
         first.call.name if first else None,
         _grown(scene),
     )
+
+
+def _has_other_bits(node: Node) -> bool:
+    """Whether a call was given the same, in the same way, and gives other bits."""
+    return not node.container and node.same_in and not node.same_out and not node.differences
 
 
 def _folded(scene: Scene, culprits: list[tuple[int, Culprit]]) -> list[Culprit]:
@@ -149,8 +156,8 @@ def _explains(scene: Scene, cause: Culprit, bit: int, at: int, culprit: Culprit)
     if cause.cause == culprit.cause:
         if cause.cause in ("seed", "weights", "data"):
             return True  # other weights are one cause, however many of them differ
-        if cause.cause == "argument" and (cause.op, cause.reason) == (culprit.op, culprit.reason):
-            return True
+        if (cause.op, cause.reason) == (culprit.op, culprit.reason) and cause.cause in _HABITS:
+            return True  # the program does the same thing otherwise, in several places
         if cause.cause == "argument" and cause.stack[:1] == culprit.stack[:1] != ():
             return True  # one line: `average.mul_(decay).add_(new, alpha=1 - decay)`
     if all(c.cause == "boundary" and _is_of_parameter(c) for c in (cause, culprit)):
@@ -181,8 +188,13 @@ def _is_of_parameter(culprit: Culprit) -> bool:
 def _grown(scene: Scene) -> str | None:
     """The first call whose results are far apart, though every call did what it should."""
     much = _MUCH if scene.has_tensors else _MUCH_UNSEEN
+    called_otherwise: set[int] = set()  # and what is made of their results, until it agrees
     for node in scene.nodes:
-        if node.container or node.taint or node.is_random or not node.is_paired:
+        makers = {at for row in node.inputs for at in scene.flow.producers(node.i, row.name)}
+        if node.differences or not node.is_paired or makers & called_otherwise:
+            called_otherwise.add(node.i)
+            continue
+        if node.container or node.taint or node.is_random:
             continue
         if scene.is_only_overwritten(node):
             continue

@@ -21,7 +21,6 @@ from tensorprobe.comparing.measure import (
     Progress,
     TensorPair,
     Workers,
-    digest_kind,
     measure,
     pair_tensors,
     workers_for,
@@ -44,7 +43,15 @@ from tensorprobe.config import parse_numbers
 from tensorprobe.errors import BadUsage, UnreadableCapture
 from tensorprobe.garbage import no_garbage
 from tensorprobe.notebooks import html_of
-from tensorprobe.records import LAST_NODE, Call, Capture, TensorRecord, count
+from tensorprobe.records import (
+    IN_MEMORY,
+    LAST_NODE,
+    Call,
+    Capture,
+    TensorRecord,
+    count,
+    kind_of_digest,
+)
 from tensorprobe.replay.calibration import covers
 from tensorprobe.store.loading import load
 from tensorprobe.store.native import NOT_WRITTEN, damaged_records
@@ -72,7 +79,7 @@ class Compared:
         self.expected = expected
         self.pairs = pairs
         self.verdict = verdict
-        self.structure = structure  # differences that changed no values
+        self.structure = structure  # differences in calls that are not blamed
         self.proposed = proposed or {}  # a mapping of modules that were paired by their weights
 
     @property
@@ -563,7 +570,8 @@ def _notes(
 ) -> list[str]:
     notes = [*verdict.notes, *_different_makes(actual, expected)]
     if verdict.mode in ("stats", "digest") and verdict.culprits:
-        notes.append("only statistics were kept: the verdict is weaker than one from tensors")
+        kept = "statistics" if verdict.mode == "stats" else "digests and statistics"
+        notes.append(f"only {kept} were kept: the verdict is weaker than one from tensors")
     if verdict.mode == "structure":
         notes.append("no values were kept: only the set and order of calls were compared")
     left = sum(found.n_left for found in findings)
@@ -614,10 +622,10 @@ def _different_makes(actual: Capture, expected: Capture) -> Iterator[str]:
     """What two tools did so differently that it was not compared."""
     made = [
         {
-            digest_kind(t.digest) or "tensorprobe"
+            kind_of_digest(t.digest) or "tensorprobe"
             for call in c.calls
             for t in call.tensors
-            if t.digest
+            if t.digest and not t.digest.startswith(IN_MEMORY)
         }
         for c in (actual, expected)
     ]

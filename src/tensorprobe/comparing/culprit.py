@@ -179,8 +179,13 @@ def heals(scene: Scene, found: tuple[int, Culprit], seen_at: Node | None = None)
     if any(row.role == "buffer" and not same_bits(row) for row in node.outputs):
         return False  # running statistics are an effect
     if culprit.kind in ("nonfinite", "argument"):
-        is_forward = node.call.direction == "forward"
-        if not is_forward or not converge(scene, node, same_calls=True):
+        starts = [node]
+        if node.call.direction == "backward":  # moved in forward, and its gradients moved back
+            forward = scene.forward_of(node)
+            if forward is None or culprit.kind != "argument":
+                return False
+            starts.append(forward)
+        if not all(converge(scene, start, same_calls=True) for start in starts):
             return False
         return gradients_agree(scene, node)
     if culprit.kind not in ("boundary", "structure", "input"):

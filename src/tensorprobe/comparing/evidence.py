@@ -210,11 +210,16 @@ def _blind(dropout: Call) -> torch.Tensor | None:
 def matters(call: Call, other: Call, backward: Call | None = None) -> float | None:
     """How far the replay of a call, or of its backward, moves when it is given the arguments of
     another, in roundings; None when that cannot be tried."""
+    from tensorprobe.replay.generate import load_or_generate
+    from tensorprobe.replay.kinds import kind_of
+    from tensorprobe.replay.rebuild import load
     from tensorprobe.replay.reference import replay, rms
 
+    # whatever the numbers, those that are only moved show where they go
+    source = load_or_generate if kind_of(call) == "exact" else load
     try:
-        own = replay(call, backward=backward, noise=False)
-        theirs = replay(other, backward=backward, noise=False)
+        own = replay(call, backward=backward, noise=False, source=source)
+        theirs = replay(other, backward=backward, noise=False, source=source)
     except (NotReplayable, UnreadableCapture):
         return None
     worst = 0.0
@@ -227,6 +232,22 @@ def matters(call: Call, other: Call, backward: Call | None = None) -> float | No
         if moved:
             worst = max(worst, moved / unit if unit else math.inf)
     return worst
+
+
+def moves(call: Call) -> bool:
+    """Whether a call gives the numbers it is given in other places; tried on numbers made up."""
+    from tensorprobe.replay.generate import load_or_generate
+    from tensorprobe.replay.kinds import first_read
+    from tensorprobe.replay.reference import replay
+
+    given = first_read(call)
+    if given is None:
+        return False
+    try:
+        made = replay(call, noise=False, source=load_or_generate).outputs.get("output.0")
+        return made is not None and not made.equal(load_or_generate(given).to(made.dtype))
+    except (NotReplayable, UnreadableCapture):
+        return False
 
 
 def _compare(
@@ -369,6 +390,10 @@ class Replayer:
         answer = self._ask("matters", (call, other, backward), seconds)
         return None if isinstance(answer, str) else answer
 
+    def moves(self, call: Call, *, seconds: float) -> bool:
+        """As evidence.moves has it; False also where the process dies or is late."""
+        return self._ask("moves", (call,), seconds) is True
+
     def _ask(self, what: str, call: tuple[Any, ...], seconds: float) -> Any:
         """The answer, or as text why there is none."""
         with self._lock:
@@ -509,11 +534,11 @@ def _prepare(code: UserCode) -> str | None:
     return None
 
 
-def _answer(what: Literal["own_error", "matters"], *call: Any) -> Any:
+def _answer(what: Literal["own_error", "matters", "moves"], *call: Any) -> Any:
     try:
         if what == "own_error":
             forward, backward, noise = call
             return own_error(forward, backward, noise=noise)
-        return matters(*call)
+        return moves(*call) if what == "moves" else matters(*call)
     except Exception as error:  # noqa: BLE001 judging one call: the reason is its result
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]}"

@@ -22,7 +22,7 @@ import msgspec
 from tensorprobe.comparing.align import Pair
 from tensorprobe.comparing.mapping import plain_path
 from tensorprobe.errors import BadUsage
-from tensorprobe.records import LAST_NODE, Call, TensorRecord, TensorSummary
+from tensorprobe.records import LAST_NODE, Call, TensorRecord, TensorSummary, kind_of_digest
 from tensorprobe.tensors.blob import Blob
 from tensorprobe.tensors.pair_metrics import FRACTION_BITS, PairMetrics, equal_metrics
 
@@ -158,7 +158,7 @@ def _tensor_pair(
     if actual is None or expected is None:
         return TensorPair(name, actual, expected)
     a, e = actual.digest, expected.digest
-    if a is not None and e is not None and digest_kind(a) != digest_kind(e):
+    if a is not None and e is not None and kind_of_digest(a) != kind_of_digest(e):
         actual = msgspec.structs.replace(actual, digest=None)
         expected = msgspec.structs.replace(expected, digest=None)
     s, t = actual.summary, expected.summary
@@ -166,11 +166,6 @@ def _tensor_pair(
         actual = msgspec.structs.replace(actual, summary=_as_peers(s, t))
         expected = msgspec.structs.replace(expected, summary=_as_peers(t, s))
     return TensorPair(name, actual, expected)
-
-
-def digest_kind(digest: str) -> str:
-    """What a digest was made by: "crc32" of "crc32:8fa00131"; ours carry no word."""
-    return digest.partition(":")[0] if ":" in digest else ""
 
 
 def _as_peers(summary: TensorSummary, other: TensorSummary) -> TensorSummary:
@@ -232,7 +227,7 @@ def _job(row: TensorPair) -> _Job | None:
     if a.shape != e.shape:
         row.problem = f"shapes differ: {list(a.shape)} and {list(e.shape)}"
         return None
-    if a.digest is not None and a.digest == e.digest and a.dtype == e.dtype:
+    if a.has_digest_like(e) and a.digest == e.digest and a.dtype == e.dtype:
         norm = e.summary.norm if e.summary else None
         row.metrics = equal_metrics(e.numel, norm, e.dtype in FRACTION_BITS)
         return None

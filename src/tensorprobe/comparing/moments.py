@@ -91,6 +91,23 @@ def tells(node: Node, row: TensorPair) -> bool:
     return shift(row) > _MORE_THAN_ROUNDING * pair_roundoff(row) and _is_laid_out_alike(node)
 
 
+def is_systematic(scene: Scene, node: Node, row: TensorPair) -> bool:
+    """Whether a result of equal inputs, under the same settings, has a norm or mean that no other
+    order of the same sums gives: the errors of many numbers average out, where they are not one."""
+    if not scene.same_settings or node.call.direction != "forward" or node.container:
+        return False
+    if row.role != "output" or row.expected is None or not _is_laid_out_alike(node):
+        return False
+    numel, shape = row.expected.numel, row.expected.shape
+    is_alone = node.op_kind in ("elementwise", "compound", "product")
+    if not is_alone or "attention" in node.call.op:
+        numel //= max(shape[-1], 1) if shape else 1  # a row has one mean, one sum of exponentials
+    if numel < _FEWEST or _is_too_small(row):
+        return False
+    spread = max(_spread(row), math.sqrt(max(1.0, _ENOUGH / numel)))
+    return shift(row) > _MORE_THAN_ROUNDING * pair_roundoff(row) * spread
+
+
 def is_cast_otherwise(node: Node, row: TensorPair) -> bool:
     """Whether a cast of numbers with equal statistics has given other ones: it has one right
     answer."""

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from tensorprobe.comparing.measure import CallPair, TensorPair
-from tensorprobe.records import Call, TensorRecord, TensorSummary
+from tensorprobe.records import IN_MEMORY, Call, TensorRecord, TensorSummary
 from tensorprobe.replay.kinds import api_of, kind_of
 from tensorprobe.tensors.pair_metrics import FRACTION_BITS
 
 Mode = Literal["tensors", "digest", "stats", "structure"]
-_ENOUGH = 8  # numbers: of fewer, rounding may leave statistics as they are
+ENOUGH = 8  # numbers: of fewer, rounding may leave statistics as they are
 SAME_SUM = 1e-13  # relative: sums of the same numbers in another order
 # A healthy kernel stays below 3 units of own error, whatever its dtype; see docs/compare.md.
 ROUNDING = 16.0
@@ -63,7 +63,7 @@ def content_mode(pair: TensorPair) -> Mode:
         return "structure"
     if pair.metrics is not None:
         return "tensors"
-    if a.digest is not None and e.digest is not None:
+    if a.has_digest_like(e) and not (a.digest or "").startswith(IN_MEMORY):
         return "digest"
     return "stats" if a.summary is not None and e.summary is not None else "structure"
 
@@ -75,7 +75,7 @@ def same_bits(pair: TensorPair) -> bool | None:
         return None
     if a.dtype != e.dtype:
         return False
-    if a.digest is not None and e.digest is not None:
+    if a.has_digest_like(e):
         return a.digest == e.digest and a.shape == e.shape
     if pair.metrics is not None:
         return pair.metrics.is_equal
@@ -172,7 +172,7 @@ def is_moved(pair: TensorPair) -> bool:
     a, e = pair.actual, pair.expected
     if pair.is_made_anew or a is None or e is None or a.summary is None or e.summary is None:
         return False
-    return e.numel >= _ENOUGH and moved_values(a.summary, e.summary)
+    return e.numel >= ENOUGH and moved_values(a.summary, e.summary)
 
 
 def reduction(n_in: int, n_out: int) -> float:

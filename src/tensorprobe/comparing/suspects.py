@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import time
 from collections.abc import Iterator
@@ -50,6 +51,7 @@ class Replays:
     ) -> None:
         self.scene = scene
         self._replayer = replayer or replayer_for(UserCode())
+        self._may_try = enabled
         self.enabled = enabled and scene.has_tensors
         self.deadline = time.monotonic() + seconds
         self.seconds_below = seconds / 4  # for errors below any bound: much to look at, mostly none
@@ -134,6 +136,18 @@ class Replays:
         """How far a call's replay, or that of its backward, moves with the arguments of another;
         None: not to be told."""
         return self._replayer.matters(call, other, backward, seconds=self._seconds_for_one())
+
+    def tried(self, call: Call, other: Call | None) -> float | None:
+        """The same on numbers that are made up, where none were kept; for calls that move them."""
+        return self.matters(call, other) if self._can_try() else None
+
+    def moves(self, call: Call) -> bool:
+        """Whether a call gives what it is given in another order; tried on numbers made up."""
+        return self._can_try() and self._replayer.moves(call, seconds=self._seconds_for_one())
+
+    def _can_try(self) -> bool:
+        in_time = self._may_try and time.monotonic() < self.deadline
+        return in_time and importlib.util.find_spec("torch") is not None
 
     def _own_error(
         self, forward: Call, backward: Call | None = None, noise: bool = True

@@ -99,7 +99,7 @@ class Contents {
       const Ref known = must(is_known ? PyLong_FromLongLong(found->second) : Py_NewRef(Py_None));
       PyObject* arguments[] = {tensor, known.get(), form, call, role, label, keep};
       number = Ref::steal(PyObject_Vectorcall(lent_.get(), arguments, 7, nullptr));
-    } else if (submit_.get() != Py_None && !is_tensors(keep)) {
+    } else if (submit_.get() != Py_None && !is_tensors(keep) && !may_be_of_outside(role)) {
       number = submitted(tensor, form);
     } else {
       number = made(tensor, form, call, role, label, keep);
@@ -184,6 +184,11 @@ class Contents {
 
   static bool is_tensors(PyObject* keep) {
     return PyUnicode_CompareWithASCIIString(keep, "tensors") == 0;
+  }
+
+  // As `Values._came_from_outside`, which knows better, of the role alone.
+  static bool may_be_of_outside(PyObject* role) {
+    return PyUnicode_CompareWithASCIIString(role, "output") != 0;
   }
 
   Ref made(PyObject* tensor, PyObject* form, PyObject* call, PyObject* role, PyObject* label,

@@ -60,7 +60,7 @@ from tensorprobe.record.program_facts import program_facts
 from tensorprobe.record.selection import Selection
 from tensorprobe.record.tape import Tape
 from tensorprobe.record.values import Values
-from tensorprobe.records import Keep, Level, count
+from tensorprobe.records import IN_MEMORY, Keep, Level, count
 from tensorprobe.store.outputs import check_writable
 from tensorprobe.store.writer import CaptureWriter
 from tensorprobe.tensors.summarizer import Summarizer
@@ -433,7 +433,8 @@ class Recorder:
             self._log(finding)
         digests = config.keep in ("digest", "tensors")
         checksums = digests and config.digests == "crc32"
-        summarizer = Summarizer(stats=True, digest=digests and not checksums)
+        has_all = digests and not checksums
+        summarizer = Summarizer(stats=True, digest=has_all, digest_some=config.keep == "stats")
         facts = environment_facts()
         identity = ProcessIdentity()
         self._writer = CaptureWriter(
@@ -446,6 +447,7 @@ class Recorder:
             max_disk_nbytes=config.max_disk,
             compress=config.compress,
             results=summarizer,
+            digest_kind=IN_MEMORY if config.keep == "stats" else "",
             identify=identity,
             on_warning=self._log,
             on_error=self._fail,

@@ -34,6 +34,7 @@ _MAX_FORMS = 10_000  # shapes that are new in every step would fill the table wi
 UNSEEN = "the result of a collective that had not been waited for; record it at level mix"
 _SPARE_NBYTES = 128 << 20  # memory of copies that are written, for the next ones
 _LARGE_NBYTES = 128 << 10
+_OF_OUTSIDE = ("input", "parameter", "buffer")
 _SECTIONS: dict[Role, str] = {
     "input": "input",
     "output": "output",
@@ -82,6 +83,7 @@ class Values:
         self._seen_lent = _Held()  # storages, of any step, that `lend` was told of
         self._forms: dict[Any, int] = {}
         self._new_forms = itertools.count()
+        self._is_first_step: bool | None = None
         self._ids = itertools.count(1)
         self._new_marks = itertools.count(1)
         self.in_flight = InFlight(self._keep_promise, self._give_up, self._hold)
@@ -104,6 +106,7 @@ class Values:
         that begins now.
         """
         # not the other way round: another thread may mark a storage meanwhile, which is then held
+        self._is_first_step = self._is_first_step is None
         held, self._held = self._held, _Held()
         self._marks.clear()
         self._numbers.clear()
@@ -296,7 +299,10 @@ class Values:
         form: int | None,
     ) -> None:
         if not tensors and not self._checksums:
-            self._writer.value(number, self._summarizer.submit(tensor, form))
+            if not isinstance(name, str) and self._came_from_outside(tensor, name[1]):
+                self._writer.value(number, self._summarizer.submit_whole(tensor, form))
+            else:
+                self._writer.value(number, self._summarizer.submit(tensor, form))
             return
         checksum = crc32 if self._checksums else None
         summarizer = self._summarizer
@@ -307,6 +313,14 @@ class Values:
             with Quiet():
                 self._copy(number, tensor, name, checksum, tensors)
         self._writer.value(number, result)
+
+    def _came_from_outside(self, tensor: torch.Tensor, role: Role) -> bool:
+        """Whether no recorded call has made a content that is new, as data, or as weights are in
+        the first step; in later ones an optimizer has made those."""
+        if role not in _OF_OUTSIDE or torch._C._current_graph_task_id() != -1:
+            return False
+        is_data = role == "input" and not tensor.requires_grad
+        return is_data or bool(self._is_first_step)
 
     def _copy(
         self,

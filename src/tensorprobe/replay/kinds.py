@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Literal
 
-from tensorprobe.records import Call, Special
+from tensorprobe.records import Call, Special, TensorRecord
 
 Kind = Literal[
     "exact",  # moves, chooses or compares numbers: every result has one right bit pattern
@@ -131,6 +131,12 @@ _OVERWRITES = {
     *("xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_"),
     *("recv", "irecv", "recv_"),
 }
+
+
+def first_read(call: Call) -> TensorRecord | None:
+    """The first input of a call that it does not only write to."""
+    over = {f"{call.name}.{name}" for name in overwrites(call)}
+    return next((r for r in call.tensors if r.role == "input" and r.name not in over), None)
 
 
 def overwrites(call: Call) -> tuple[str, ...]:

@@ -162,7 +162,7 @@ def _stem(call: Call) -> str:
 
 
 def _structure(comparison: Compared) -> Iterator[str]:
-    yield "differences that changed no values:"
+    yield "differences in calls that are not blamed:"
     for text in comparison.structure[:_STRUCTURE]:
         yield f"  {text}"
     if len(comparison.structure) > _STRUCTURE:

@@ -216,11 +216,13 @@ class CaptureWriter:
         compress: bool = False,
         shard_nbytes: int = SHARD_NBYTES,
         results: SummarySource | None = None,
+        digest_kind: str = "",
         identify: Callable[[], tuple[int, str]] | None = None,
         on_warning: Callable[[str], None] = lambda text: None,
         on_error: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self._on_error = on_error
+        self._digest_kind = digest_kind  # what stands before digests of the results
         self.folder = Path(root) / f"rank{rank}"
         # Rank and run, which a process may learn only after it has begun to record.
         self._identify = identify or (lambda: (rank, run_id))
@@ -500,7 +502,7 @@ class CaptureWriter:
         elif result is None:
             self._add_line(step, ValueLine(id=id))
         elif result.ready:
-            self._add_line(step, _value_line(id, result))
+            self._add_line(step, self._value_line(id, result))
         else:
             step.is_late = True
             self._waiting.append(_Value(step, id, result))
@@ -829,9 +831,15 @@ class CaptureWriter:
         if result is None:
             return ValueLine(id=value.id)
         if result.ready:
-            return _value_line(value.id, result)
+            return self._value_line(value.id, result)
         problem = self._result_error or "its summary did not come back from the device"
         return ValueLine(id=value.id, gap=problem)
+
+    def _value_line(self, id: int, result: PendingSummary) -> ValueLine:
+        digest = None if result.digest is None else self._digest_kind + result.digest
+        return ValueLine(
+            id=id, summary=pack_summary(result.summary), digest=digest, gap=result.error
+        )
 
     def _write_value(self, step: _Step, value: _Value) -> None:
         result, line = value.result, self._line_of(value)
@@ -928,12 +936,6 @@ class CaptureWriter:
         with self._changed:
             self._queued_nbytes -= item.nbytes
             self._changed.notify_all()
-
-
-def _value_line(id: int, result: PendingSummary) -> ValueLine:
-    return ValueLine(
-        id=id, summary=pack_summary(result.summary), digest=result.digest, gap=result.error
-    )
 
 
 def _forget_in_children(writer: CaptureWriter) -> None:

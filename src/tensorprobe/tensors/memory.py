@@ -89,6 +89,8 @@ NAMES: dict[torch.dtype, str] = {
 # Dtypes that have NaN, infinities and a mean of their own kind: floats and complex numbers.
 WITH_FRACTION = frozenset(name for name in STORAGE if name.startswith(("float", "bf", "complex")))
 
+WHOLE_NUMBERS = frozenset(dtype for dtype, name in NAMES.items() if name == "bool" or "int" in name)
+
 
 class Unsupported(Exception):
     """There is no summary of this kind of tensor; the text says which kind it is."""
@@ -331,3 +333,16 @@ def is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
             return False
         expected *= length
     return True
+
+
+def in_one_row(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A plain tensor's elements in the order of their addresses; None where there are holes or
+    repetitions between them, or it is not plain."""
+    if tensor.layout is not torch.strided or not is_plain(key_bits(tensor)):
+        return None
+    if tensor.is_contiguous():
+        return tensor
+    if not is_dense(tuple(tensor.shape), tensor.stride()):
+        return None
+    with kernels_only():
+        return tensor.as_strided((tensor.numel(),), (1,))

@@ -39,10 +39,21 @@ class Summarizer:
     """
 
     def __init__(
-        self, *, stats: bool = True, digest: bool = False, choose: Choice = backends.choose
+        self,
+        *,
+        stats: bool = True,
+        digest: bool = False,
+        digest_some: bool = False,
+        choose: Choice = backends.choose,
     ) -> None:
+        """`digest_some`: no more digests than of integers, and of what `submit_whole` is given.
+
+        Those are of the numbers in the order in which they lie in memory, whatever the strides say:
+        a matrix and its transpose are one content here, as for statistics.
+        """
         self._stats = stats
         self._digest = digest
+        self._whole = Summarizer(stats=stats, digest=True, choose=choose) if digest_some else None
         self._choose = choose
         self._starts: dict[torch.device, _Start] = {}
         self._starts_by_form: dict[int | None, _Start] = {}
@@ -72,6 +83,17 @@ class Summarizer:
         with torch._C.DisableTorchFunction():
             return self._look_closely(tensor)
 
+    def submit_whole(self, tensor: torch.Tensor, form: int | None = None) -> Result:
+        """The same with a digest, where only some tensors have one and this one has no holes."""
+        if type(tensor) in _OWN_TYPES and not _function_mode_is_on():
+            return self._submit_whole(tensor) or self.submit(tensor, form)
+        with torch._C.DisableTorchFunction():
+            return self._submit_whole(tensor) or self._look_closely(tensor)
+
+    def _submit_whole(self, tensor: torch.Tensor) -> Result | None:
+        flat = None if self._whole is None else memory.in_one_row(tensor)
+        return None if flat is None or self._whole is None else self._whole.submit(flat)
+
     def flush(self) -> None:
         """Start to bring everything submitted so far to the host; does not block."""
         for backend in self._in_use():
@@ -94,11 +116,19 @@ class Summarizer:
 
     def _start_of(self, tensor: torch.Tensor, form: int | None) -> _Start | None:
         start = self._starts.get(tensor.device)
+        if self._whole is not None and tensor.dtype in memory.WHOLE_NUMBERS:
+            start = self._start_whole
         if start is not None and form is not None:
             if len(self._starts_by_form) >= backends.MAX_FORMS:
                 self._starts_by_form.clear()
             self._starts_by_form[form] = start
         return start
+
+    def _start_whole(
+        self, tensor: torch.Tensor, form: int | None = None, is_there: bool = False
+    ) -> Result | None:
+        del form, is_there  # tensors of one form lie in memory in several orders
+        return self._submit_whole(tensor)
 
     def _look_closely(self, tensor: torch.Tensor) -> Result:
         result = Result()
@@ -146,7 +176,8 @@ class Summarizer:
 
     def _in_use(self) -> list[Backend]:
         with self._lock:
-            return list(self._backends.values())
+            found = list(self._backends.values())
+        return found if self._whole is None else found + self._whole._in_use()
 
 
 def summarize(tensor: torch.Tensor) -> TensorSummary:

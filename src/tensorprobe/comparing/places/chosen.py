@@ -710,7 +710,7 @@ def _same_inputs(a: Piece, e: Piece) -> bool | None:
     same = [t for t in theirs if t.shape == first.shape and t.dtype == first.dtype]
     if not same:
         return False
-    if first.digest is not None and all(t.digest for t in same):
+    if all(first.has_digest_like(t) for t in same):
         return first.digest in {t.digest for t in same}
     return any(t.summary == first.summary for t in same) if first.summary is not None else None
 
@@ -755,7 +755,7 @@ def _is_known(row: TensorPair) -> bool:
         return True
     if a.blob is None or e.blob is None:
         return True
-    if a.digest is None or a.digest != e.digest or a.dtype != e.dtype:
+    if not a.has_digest_like(e) or a.digest != e.digest or a.dtype != e.dtype:
         return False
     row.metrics = equal_metrics(e.numel, e.summary.norm if e.summary else None)
     return True

@@ -352,7 +352,7 @@ def _numel(module: Module) -> int:
 
 
 def _same_digest(a: TensorRecord | None, e: TensorRecord | None) -> bool:
-    return a is not None and e is not None and a.digest is not None and a.digest == e.digest
+    return a is not None and e is not None and a.has_digest_like(e) and a.digest == e.digest
 
 
 def _by_content(modules: Iterable[Module]) -> dict[Any, list[str]]:

@@ -24,7 +24,14 @@ from tensorprobe.peers.msprobe.msprobe_folders import (
 from tensorprobe.peers.msprobe.msprobe_leaves import digest_of, write_statistics, write_value
 from tensorprobe.peers.msprobe.msprobe_reading import WRITTEN_BY
 from tensorprobe.peers.peer_names import map_leaves, map_tensors, peer_name, renamed
-from tensorprobe.records import Call, Capture, Fields, TensorRecord, by_rank_and_step
+from tensorprobe.records import (
+    IN_MEMORY,
+    Call,
+    Capture,
+    Fields,
+    TensorRecord,
+    by_rank_and_step,
+)
 from tensorprobe.store.frames import source_line
 from tensorprobe.store.unread import Unread
 
@@ -217,7 +224,7 @@ class _UnitWriter:
         digest = digest_of(record.digest)
         if digest is not None:
             leaf["md5"] = digest
-        elif record.digest is not None and record.blob is None:
+        elif record.blob is None and not (record.digest or IN_MEMORY).startswith(IN_MEMORY):
             self._lost["digests (msprobe has a CRC-32, which cannot be made of one)"] += 1
         if record.blob is not None and record.numel:
             name = file_name(".".join((base, *path)), ".pt")
