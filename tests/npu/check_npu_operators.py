@@ -13,6 +13,8 @@ import torch_npu
 from npu.cann.build import read_table
 from npu.stand_in import operators_run
 
+pytestmark = pytest.mark.filterwarnings("default")  # torch_npu warns of itself
+
 Make = Callable[..., torch.Tensor]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHAPES = ("contiguous", "strided", "empty", "0-d")
@@ -37,16 +39,16 @@ def moved(value: Any, device: str) -> Any:
     return value
 
 
-def same(actual: Any, expected: Any) -> None:
+def same(actual: Any, expected: Any, **tolerance: float) -> None:
     if isinstance(expected, (tuple, list)):
         assert len(actual) == len(expected)
         for one, other in zip(actual, expected, strict=True):
-            same(one, other)
+            same(one, other, **tolerance)
     elif isinstance(expected, torch.Tensor):
         assert actual.device.type == "npu"
         assert actual.dtype == expected.dtype or expected.dtype == torch.float64
         torch.testing.assert_close(
-            actual.cpu(), expected.to(actual.dtype), equal_nan=True, check_stride=False
+            actual.cpu(), expected.to(actual.dtype), equal_nan=True, check_stride=False, **tolerance
         )
     else:
         assert actual == expected
@@ -70,7 +72,6 @@ OF_ONE: dict[str, Callable[[torch.Tensor], Any]] = {
     **{name: (lambda x, n=name: getattr(x, n)()) for name in IN_PLACE},
     "silu": F.silu,
     "gelu": F.gelu,
-    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
     "hardswish": F.hardswish,
     "hardsigmoid": F.hardsigmoid,
     "mish": F.mish,
@@ -141,9 +142,7 @@ OF_TWO: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
             *("atan2", "remainder", "fmod", "logical_and", "logical_or", "logical_xor"),
         )
     },
-    **{
-        name: (lambda x, y, n=name: getattr(x, n)(y)) for name in ("add_", "sub_", "mul_", "div_")
-    },
+    **{name: (lambda x, y, n=name: getattr(x, n)(y)) for name in ("add_", "sub_", "mul_", "div_")},
     "add alpha": lambda x, y: torch.add(x, y, alpha=0.5),
     "rsub": lambda x, y: torch.rsub(x, y),
     "pow": lambda x, y: x.abs().pow(y),
@@ -291,7 +290,7 @@ SHAPED: dict[str, Callable[[torch.Tensor], Any]] = {
     "mse": lambda x: F.mse_loss(x, x.neg()),
     "l1": lambda x: F.l1_loss(x, x.neg()),
     "smooth_l1": lambda x: F.smooth_l1_loss(x, x.neg()),
-    "bce": lambda x: F.binary_cross_entropy_with_logits(x, x.sigmoid()),
+    "bce": lambda x: F.binary_cross_entropy_with_logits(x, x.detach() * x.detach()),
     "sdpa": lambda x: F.scaled_dot_product_attention(*[x.view(1, 1, 4, 4)] * 3),
     "sdpa causal": lambda x: F.scaled_dot_product_attention(
         *[x.view(1, 1, 4, 4)] * 3, is_causal=True
@@ -305,8 +304,8 @@ SHAPED: dict[str, Callable[[torch.Tensor], Any]] = {
     "shift": lambda x: I64.to(x.device) << 1,
     "floor_divide int": lambda x: I64.to(x.device) // 2,
 }
-# What the CPU has no kernel for in half precision, or sums in another order there.
-LOOSE = {"sdpa", "sdpa causal", "conv1d", "conv2d", "conv2d bias", "conv_transpose2d"}
+# The CPU's attention rounds every product of halves, and the stand-in computes in float32.
+LOOSE = {"sdpa", "sdpa causal"}
 
 
 @pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
@@ -316,20 +315,28 @@ def test_with_a_shape(name: str, dtype: torch.dtype, strided: bool) -> None:
     x = tensor("strided" if strided else "contiguous", dtype, 0)
     if strided and ("view" in SHAPED[name].__code__.co_names):
         x = tensor("contiguous", dtype, 3)
-    same(SHAPED[name](moved(x, "npu")), SHAPED[name](moved(x, "cpu")))
+    tolerance = {"rtol": 0.02, "atol": 0.02} if name in LOOSE and dtype != torch.float32 else {}
+    same(SHAPED[name](moved(x, "npu")), SHAPED[name](moved(x, "cpu")), **tolerance)
 
 
 # ---- gradients ------------------------------------------------------------------------------------
 
 DIFFERENTIABLE = [
-    *("relu", "sigmoid", "tanh", "exp", "sin", "cos", "silu", "gelu", "gelu tanh", "hardswish"),
+    *("relu", "sigmoid", "tanh", "exp", "sin", "cos", "silu", "gelu", "hardswish"),
     *("hardsigmoid", "mish", "leaky_relu", "elu", "hardtanh", "softplus", "threshold", "clamp"),
     *("pow 2", "where", "abs"),
 ]
 DIFFERENTIABLE_SHAPED = [
     *("sum dim", "mean", "amax", "norm", "std", "softmax", "log_softmax", "glu", "layer_norm"),
     *("group_norm", "batch_norm", "conv1d", "conv2d", "conv2d bias", "conv_transpose2d"),
-    *("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "adaptive 2x2", "interpolate", "embedding"),
+    *(
+        "max_pool2d",
+        "avg_pool2d",
+        "adaptive_avg_pool2d",
+        "adaptive 2x2",
+        "interpolate",
+        "embedding",
+    ),
     *("interpolate bilinear", "pad", "gather", "index_select", "index", "cross_entropy", "mse"),
     *("smooth_l1", "bce", "sdpa", "mm", "linear", "linear 3-d", "cumsum", "max dim", "logsigmoid"),
     *("l1", "prelu", "var_mean"),
@@ -339,13 +346,17 @@ DIFFERENTIABLE_SHAPED = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).partition(".")[2])
 @pytest.mark.parametrize("name", [*DIFFERENTIABLE, *DIFFERENTIABLE_SHAPED])
 def test_gradient(name: str, dtype: torch.dtype) -> None:
+    if name == "smooth_l1" and dtype == torch.float16:
+        pytest.skip("the CPU has no such kernel")
     function = OF_ONE.get(name) or SHAPED[name]
     gradients = []
     for device in ("npu", "cpu"):
         x = moved(tensor("contiguous", dtype, 5), device).requires_grad_()
         y = function(x)
         y = y[0] if isinstance(y, tuple) else y
-        (y * torch.linspace(0.5, 1.5, y.numel()).view(y.shape).to(y.device, y.dtype)).sum().backward()
+        (
+            y * torch.linspace(0.5, 1.5, y.numel()).view(y.shape).to(y.device, y.dtype)
+        ).sum().backward()
         gradients.append(x.grad)
     same(*gradients)
 
@@ -398,11 +409,14 @@ def test_an_operator_that_is_missing_raises_with_its_name() -> None:
 
 def test_a_missing_variant_raises_and_gives_no_garbage() -> None:
     q = torch.ones(2, 1, 4, device="npu", dtype=torch.float16)
-    with pytest.raises(RuntimeError, match="no attention of layout TND"):
-        torch_npu.npu_fusion_attention(
-            q, q, q, 1, "TND", actual_seq_qlen=[2], actual_seq_kvlen=[2]
-        )
-        torch_npu.npu.synchronize()
+    with pytest.raises(RuntimeError, match="has no operator aclnnFlashAttentionVarLen"):
+        torch_npu.npu_fusion_attention(q, q, q, 1, "TND", actual_seq_qlen=[2], actual_seq_kvlen=[2])
+
+
+def test_torch_npu_leaves_out_how_gelu_is_approximated() -> None:
+    """aclnnGelu takes no such argument: what CANN computes is up to CANN."""
+    x = torch.linspace(-2, 2, 9, device="npu")
+    assert torch.equal(F.gelu(x, approximate="tanh"), F.gelu(x))
 
 
 def test_most_operators_were_run() -> None:

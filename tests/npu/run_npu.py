@@ -91,7 +91,9 @@ def build(program: Path, home: Path) -> dict[str, str]:
     import without_cuda
 
     without_cuda.build(packages / "torch", cuda)
-    done = run(program, HERE / "cann" / "build.py", packages / "torch", packages / "torch_npu", cann)
+    done = run(
+        program, HERE / "cann" / "build.py", packages / "torch", packages / "torch_npu", cann
+    )
     if done.returncode:
         raise SystemExit(f"the stand-in for CANN cannot be built: {done.stdout}{done.stderr}")
     print(done.stdout.strip())
@@ -109,7 +111,9 @@ def build(program: Path, home: Path) -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--version", default="2.7.1", help="of torch_npu and torch")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="make it there, and leave it there")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="make it there, and leave it there"
+    )
     args, options = parser.parse_known_args()
     for tool in ("gcc", "g++", "nm", "readelf", "strings"):
         if shutil.which(tool) is None:

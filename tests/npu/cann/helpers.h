@@ -72,6 +72,21 @@ inline Tensor bits_of(const Tensor& mask, const Tensor& like) {
   return bits.narrow(0, 0, like.numel()).view(like.sizes());
 }
 
+// Kernels of the CPU refuse halves beside the floats that an NPU saves.
+inline Tensor wide(const Tensor& x) { return x.defined() ? x.to(at::kFloat) : x; }
+
+inline Tensor bce_with_logits_grad(const Tensor& grad, const Tensor& x, const Tensor& target, const Tensor& weight, const Tensor& pos, int64_t reduction) {
+  auto p = at::sigmoid(x);
+  auto g = pos.defined() ? (1 + (pos - 1) * target) * p - pos * target : p - target;
+  if (weight.defined()) g = g * weight;
+  return g * grad / (reduction == 1 ? x.numel() : 1);
+}
+inline std::tuple<Tensor, Tensor> prelu_grad(const Tensor& grad, const Tensor& x, const Tensor& weight) {
+  auto down = x <= 0;
+  auto dw = at::where(down, grad * x, at::zeros({}, x.options()));
+  return {at::where(down, grad * weight, grad), at::sum_to(dw, weight.sizes())};
+}
+
 // ---- norms and activations ------------------------------------------------------------------------
 
 inline std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& gamma, double eps) {
@@ -156,6 +171,17 @@ inline void adamw(Tensor var, Tensor m, Tensor v, Tensor most, Tensor grad, cons
   if (amsgrad) second = most.copy_(at::maximum(most, v));
   auto below = (second.sqrt() / std::sqrt(1 - std::pow(beta2, n))).add_(eps);
   var.addcdiv_(m, below, -lr / (1 - std::pow(beta1, n)));
+}
+
+inline void update_scale(Tensor scale, Tensor tracker, const Tensor& found, double growth, double backoff, int64_t interval) {
+  if (found.item<float>() != 0) {
+    scale.mul_(backoff);
+    tracker.zero_();
+    return;
+  }
+  bool grows = tracker.item<int64_t>() + 1 >= interval;
+  if (grows) scale.mul_(growth);
+  tracker.fill_(grows ? 0 : tracker.item<int64_t>() + 1);
 }
 
 // ---- LSTM -----------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ at::Tensor look(const aclTensor* t) {
 }
 
 void put(const aclTensor* to, const at::Tensor& result) {
-  if (!to || !result.defined()) return;
+  if (!to || !result.defined() || !result.numel()) return;
   auto place = look(to);
   TORCH_CHECK(result.numel() == place.numel(), "a result of shape ", result.sizes(),
               " where the caller has room for ", place.sizes());

@@ -188,3 +188,33 @@ int32_t MsprofRegisterCallback(uint32_t module, void* handle) { return OK; }
 int32_t MsprofReportApi(uint32_t aging, const void* api) { return OK; }
 int32_t MsprofReportCompactInfo(uint32_t aging, const void* data, uint32_t size) { return OK; }
 int32_t MsprofReportAdditionalInfo(uint32_t aging, const void* data, uint32_t size) { return OK; }
+
+// ---- operators of the older interface (aclop) -----------------------------------------------------
+
+// None is there: what torch_npu prepares for one is let go, and the launch fails with the name.
+static char description[64];
+void* aclCreateTensorDesc(int type, int n, const int64_t* dims, int format) { return description; }
+void aclDestroyTensorDesc(const void* d) {}
+void* aclCreateDataBuffer(void* data, size_t size) { return description; }
+int aclDestroyDataBuffer(const void* b) { return OK; }
+void aclSetTensorDescName(void* d, const char* name) {}
+int aclSetTensorFormat(void* d, int format) { return OK; }
+int aclSetTensorShape(void* d, int n, const int64_t* dims) { return OK; }
+int aclSetTensorPlaceMent(void* d, int place) { return OK; }
+void* aclopCreateAttr(void) { return description; }
+void aclopDestroyAttr(const void* a) {}
+int aclopSetAttrBool(void* a, const char* name, uint8_t value) { return OK; }
+int aclopSetAttrInt(void* a, const char* name, int64_t value) { return OK; }
+int aclopSetAttrFloat(void* a, const char* name, float value) { return OK; }
+int aclopSetAttrString(void* a, const char* name, const char* value) { return OK; }
+int aclopSetAttrDataType(void* a, const char* name, int value) { return OK; }
+int aclopSetAttrListBool(void* a, const char* name, int n, const uint8_t* v) { return OK; }
+int aclopSetAttrListInt(void* a, const char* name, int n, const int64_t* v) { return OK; }
+int aclopSetAttrListFloat(void* a, const char* name, int n, const float* v) { return OK; }
+int aclopSetAttrListListInt(void* a, const char* name, int n, const int* each, const int64_t* const v[]) { return OK; }
+int aclopCompileAndExecute(const char* name, ...) {
+  char text[256];
+  snprintf(text, sizeof text, "the stand-in for CANN has no operator %s of the older interface (aclop)", name);
+  cann_say(text);
+  return 500002;
+}

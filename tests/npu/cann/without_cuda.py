@@ -73,5 +73,16 @@ def build(torch: Path, out: Path) -> list[str]:
     _read(*base, "-o", out / first, f"-Wl,-soname,{first}", source)
     for name in missing[1:]:
         empty = ["-Wl,--no-as-needed", out / first]
-        _read(*base, "-o", out / name, f"-Wl,-soname,{name}", "-x", "c", "/dev/null", "-x", "none", *empty)
+        _read(
+            *base,
+            "-o",
+            out / name,
+            f"-Wl,-soname,{name}",
+            "-x",
+            "c",
+            "/dev/null",
+            "-x",
+            "none",
+            *empty,
+        )
     return missing
