@@ -54,7 +54,7 @@ def same(actual: Any, expected: Any, **tolerance: float) -> None:
         assert actual == expected
 
 
-# ---- of one tensor, and of two, element by element ------------------------------------------------
+# ---- of one tensor, and of two, element by element -----------------------------------------------
 
 UNARY = (
     *("abs", "neg", "exp", "sqrt", "rsqrt", "relu", "sigmoid", "tanh", "sin", "cos", "sign"),
@@ -191,7 +191,7 @@ def test_of_two(name: str, dtype: torch.dtype, shape: str) -> None:
     same(OF_TWO[name](*(moved(t, "npu") for t in (x, y))), OF_TWO[name](x.clone(), y.clone()))
 
 
-# ---- those with a shape of their own --------------------------------------------------------------
+# ---- those with a shape of their own -------------------------------------------------------------
 
 I64 = torch.tensor([[0, 2, 1, 3], [3, 1, 0, 0]])
 SHAPED: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -319,7 +319,7 @@ def test_with_a_shape(name: str, dtype: torch.dtype, strided: bool) -> None:
     same(SHAPED[name](moved(x, "npu")), SHAPED[name](moved(x, "cpu")), **tolerance)
 
 
-# ---- gradients ------------------------------------------------------------------------------------
+# ---- gradients -----------------------------------------------------------------------------------
 
 DIFFERENTIABLE = [
     *("relu", "sigmoid", "tanh", "exp", "sin", "cos", "silu", "gelu", "hardswish"),
@@ -361,7 +361,7 @@ def test_gradient(name: str, dtype: torch.dtype) -> None:
     same(*gradients)
 
 
-# ---- random numbers -------------------------------------------------------------------------------
+# ---- random numbers ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ def test_dropout_keeps_its_share_and_its_backward_has_its_mask() -> None:
     assert 0.70 < (y != 0).float().mean().item() < 0.80
 
 
-# ---- what is not there ----------------------------------------------------------------------------
+# ---- what is not there ---------------------------------------------------------------------------
 
 
 def test_an_operator_that_is_missing_raises_with_its_name() -> None:

@@ -1,4 +1,4 @@
-"""Models train on the real torch_npu as they do on the CPU: the stand-in for CANN is fit to test on."""
+"""Models train on the real torch_npu as on the CPU: the stand-in for CANN is fit to test on."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_checkpoint_draws_the_same_dropout_again() -> None:
     assert torch.equal(*gradients)
 
 
-# ---- torch_npu's own ------------------------------------------------------------------------------
+# ---- torch_npu's own -----------------------------------------------------------------------------
 
 
 def _both(

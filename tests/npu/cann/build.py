@@ -28,7 +28,7 @@ OTHERS = (
     *("libacl_tdt_channel.so", "libatb.so"),
 )
 FOLDERS = ("runtime", "toolkit", "opp", "compiler")  # torch_npu looks whether they are there
-# Newer than the sources we know the arguments from: torch_npu has an older way where they are absent.
+# Newer than the sources we know the arguments from; torch_npu has an older way without them.
 UNKNOWN = {"aclnnTopkV2"}
 PARTS = 3  # files the operators are compiled in
 
@@ -96,7 +96,8 @@ def write_operator(op: Operator) -> str:
             outs.append(f"add_to(outs, {name}_);")
     work = f"put_results({op.call}, outs);" if outs else f"{op.call};"
     return f"""
-extern "C" int aclnn{op.name}GetWorkspaceSize({declared}, uint64_t* workspace, aclOpExecutor** executor) {{
+extern "C" int aclnn{op.name}GetWorkspaceSize(
+    {declared}, uint64_t* workspace, aclOpExecutor** executor) {{
   try {{
     std::vector<const aclTensor*> reads, writes, outs;
     {" ".join(reads + writes + outs)}
@@ -109,7 +110,9 @@ extern "C" int aclnn{op.name}GetWorkspaceSize({declared}, uint64_t* workspace, a
     return fail(561000, std::string("aclnn{op.name}: ") + error.what());
   }}
 }}
-extern "C" int aclnn{op.name}(void*, uint64_t, aclOpExecutor* executor, void*) {{ return run(executor); }}
+extern "C" int aclnn{op.name}(void*, uint64_t, aclOpExecutor* executor, void*) {{
+  return run(executor);
+}}
 """
 
 

@@ -92,17 +92,18 @@ std::vector<Fault> faults_of(const std::string& name) {
 }
 
 void spoil(const Fault& fault, const std::vector<const aclTensor*>& writes) {
+  at::Tensor out;  // the largest floating-point result
   for (auto to : writes) {
-    auto out = look(to);
-    if (!out.defined() || !out.is_floating_point() || !out.numel()) continue;
-    if (fault.effect == "scale") out.mul_(fault.value);
-    else if (fault.effect == "permute") { if (out.dim()) out.copy_(out.flip(-1)); }
-    else {
-      auto first = out;
-      while (first.dim()) first = first.select(0, 0);
-      first.fill_(fault.effect == "nan" ? NAN : INFINITY);
-    }
-    return;  // the first floating-point result
+    auto one = look(to);
+    if (one.defined() && one.is_floating_point() && one.numel() && (!out.defined() || one.numel() > out.numel())) out = one;
+  }
+  if (!out.defined()) return;
+  if (fault.effect == "scale") out.mul_(fault.value);
+  else if (fault.effect == "permute") { if (out.dim()) out.copy_(out.flip(-1)); }
+  else {
+    auto first = out;
+    while (first.dim()) first = first.select(0, 0);
+    first.fill_(fault.effect == "nan" ? NAN : INFINITY);
   }
 }
 

@@ -48,7 +48,7 @@ def _function(name: str) -> str:
 
 
 def build(torch: Path, out: Path) -> list[str]:
-    """Make the libraries that those in torch/lib miss; their names. None, for a build for the CPU."""
+    """Make the libraries that those in torch/lib miss; their names. A build for the CPU: none."""
     files = [*(torch / "lib").glob("*.so*"), *torch.glob("_C*.so")]
     needed = set()
     for file in files:
