@@ -8,13 +8,14 @@ JOBS   ?= 2
 IN_PYTHON := tests/follow tests/record tests/tensors/test_starting.py tests/tensors/test_summarizer.py \
 	tests/overflow/test_short_way.py tests/overflow/test_later.py tests/overflow/test_masks.py tests/overflow/test_overflow.py
 
-.PHONY: help setup demo test test-all test-versions torch-names check wheel web screenshots clean
+.PHONY: help setup demo test test-all test-versions test-npu torch-names check wheel web screenshots clean
 
 help:
 	@echo "make demo      the whole story on built-in data"
 	@echo "make test      the fast test set"
 	@echo "make test-all  the full matrix"
 	@echo "make test-versions VERSIONS='2.1.0 2.7.1'  the compatibility set with other versions of torch"
+	@echo "make test-npu VERSION=2.7.1  the NPU story on the real torch_npu, without an NPU"
 	@echo "make check     ruff, mypy --strict, import directions"
 	@echo "make web       src/tensorprobe/report/page, built from web/ (Node 20)"
 	@echo "make screenshots  docs/pictures, made anew (Chromium)"
@@ -47,6 +48,11 @@ test-all: setup
 # An environment a version, outside of the tree; writes docs/versions.md. Without VERSIONS: all.
 test-versions: setup
 	$(BIN)/python tests/versions/run_versions.py $(VERSIONS)
+
+# The real torch_npu on libraries that stand in for CANN, in an environment outside of the tree.
+VERSION ?= 2.7.1
+test-npu: setup
+	$(BIN)/python tests/npu/run_npu.py --version $(VERSION)
 
 # Which versions of torch have the names that src touches, from the wheels on the index.
 torch-names: setup
