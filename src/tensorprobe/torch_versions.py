@@ -365,3 +365,12 @@ class CompiledGraphCalls:
         if self._original is not None and CompiledFxGraph.__call__ is self._ours:
             CompiledFxGraph.__call__ = self._original  # type: ignore[method-assign]
         self._original = self._ours = None
+
+
+def compiler_bisector() -> Any:
+    """torch's own module that switches parts of its compiler off; None where it has none."""
+    try:
+        from torch._inductor import compiler_bisector as found
+    except ImportError:  # up to 2.5
+        return None
+    return found if hasattr(found, "BACKENDS") else None
