@@ -22,6 +22,7 @@ FLOORS = [
     {"store"},
     {"devices", "collectives"},
     {"follow", "replay"},
+    {"compiling"},
     {"record"},
     {"guarding"},
     {"overflow", "failures", "rerouting", "checking", "comparing", "environment"},

@@ -19,6 +19,7 @@ Dtypes = Literal["all", "float"]
 Flush = Literal["queue", "call"]
 Digests = Literal["native", "crc32"]
 Operators = Literal["native", "dunder"]
+Compiled = Literal["call", "graphs", "kernels"]
 # What people may write for numbers of steps and ranks, for names, and for sizes in bytes.
 Numbers = int | str | Iterable[int | str]
 Names = str | Iterable[str]
@@ -54,6 +55,7 @@ class RecordConfig(msgspec.Struct, frozen=True, kw_only=True):
     stacks: bool = True
     digests: Digests = "native"  # crc32: as the peers have them, made on the host
     operators: Operators = "native"  # dunder: a + b is Tensor.__add__, counted apart from a.add(b)
+    compiled: Compiled = "call"  # graphs: what torch.compile makes of a part, and what runs there
     flush: Flush = "queue"
     max_disk: int | None = None  # bytes
     queue: int = 256 * 2**20  # bytes
@@ -71,6 +73,15 @@ class RecordConfig(msgspec.Struct, frozen=True, kw_only=True):
             if name not in _PARSERS:
                 raise unknown_name("argument", name, _PARSERS)
         config = cls(**{name: _PARSERS[name](name, value) for name, value in arguments.items()})
+        if config.compiled != "call" and config.level == "L2":
+            raise BadUsage(
+                f"`compiled={config.compiled!r}` needs another `level` than L2, at which torch "
+                "itself runs compiled parts uncompiled. For example: `level='mix'`"
+            )
+        if config.compiled == "kernels" and config.keep != "tensors":
+            raise BadUsage(
+                f"`compiled='kernels'` needs `keep='tensors'`; `keep` is {config.keep!r}"
+            )
         if config.stop_after_last_step and config.steps is None:
             raise BadUsage(
                 "`stop_after_last_step` needs `steps`: without them there is no last one. "
@@ -240,6 +251,7 @@ _PARSERS: dict[str, Any] = {
     "stacks": parse_bool,
     "digests": parse_choice(get_args(Digests)),
     "operators": parse_choice(get_args(Operators)),
+    "compiled": parse_choice(get_args(Compiled)),
     "flush": parse_choice(get_args(Flush)),
     "max_disk": _parse_optional_size,
     "queue": parse_size,

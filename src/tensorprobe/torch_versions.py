@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from types import CodeType
 from typing import Any
 
@@ -301,3 +301,76 @@ def can_simulate() -> bool:
     from torch.utils import backend_registration
 
     return hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+
+
+# ---- torch.compile -----------------------------------------------------------------------------
+
+# The structured log from which graphs are taken, and the class through whose call they run.
+COMPILED_FROM = "2.6"
+
+
+def can_see_compiling() -> bool:
+    """Whether this torch shows the graphs that it compiles, and lets their runs be seen."""
+    try:
+        from torch._inductor.output_code import CompiledFxGraph
+    except ImportError:  # up to 2.5 it is elsewhere, and its call goes by other ways
+        return False
+    has_log = hasattr(torch._logging, "trace_structured")
+    return has_log and "__call__" in vars(CompiledFxGraph)
+
+
+def compile_caches_off() -> AbstractContextManager[Any]:
+    """Inside, what is compiled comes from no cache: a graph that does has only its text."""
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+
+    off = ExitStack()
+    for config, names in (
+        (inductor_config, ("fx_graph_cache", "fx_graph_remote_cache")),
+        (functorch_config, ("enable_autograd_cache", "enable_remote_autograd_cache")),
+    ):
+        known = {name: False for name in names if hasattr(config, name)}
+        off.enter_context(config.patch(known))
+    return off
+
+
+class CompiledGraphCalls:
+    """Stands around each run of a graph that inductor has compiled: `around(graph, inputs, call)`.
+
+    Python looks up `__call__` in a class, so it is the class whose method is replaced, while this
+    is installed.
+    """
+
+    def __init__(self, around: Callable[[Any, Any, Callable[[], Any]], Any]) -> None:
+        self._around = around
+        self._original: Callable[..., Any] | None = None
+        self._ours: Callable[..., Any] | None = None
+
+    def install(self) -> None:
+        from torch._inductor.output_code import CompiledFxGraph
+
+        original = CompiledFxGraph.__call__
+
+        def called(graph: Any, inputs: Any) -> Any:
+            if self._original is None:  # taken away, below one that another has put around it
+                return original(graph, inputs)
+            return self._around(graph, inputs, lambda: original(graph, inputs))
+
+        self._original, self._ours = original, called
+        CompiledFxGraph.__call__ = called  # type: ignore[method-assign, assignment]
+
+    def remove(self) -> None:
+        from torch._inductor.output_code import CompiledFxGraph
+
+        if self._original is not None and CompiledFxGraph.__call__ is self._ours:
+            CompiledFxGraph.__call__ = self._original  # type: ignore[method-assign]
+        self._original = self._ours = None
+
+
+def compiler_bisector() -> Any:
+    """torch's own module that switches parts of its compiler off; None where it has none."""
+    try:
+        from torch._inductor import compiler_bisector as found
+    except ImportError:  # up to 2.5
+        return None
+    return found if hasattr(found, "BACKENDS") else None

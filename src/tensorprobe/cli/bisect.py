@@ -19,6 +19,7 @@ _EPILOG = """\
 examples:
   tensorprobe bisect -- train.py                         the script's own exit status is the check
   tensorprobe bisect --check "grep -q 'loss 0.69'" -- train.py --steps 3
+  tensorprobe bisect --compile -- train.py               which stage and pass of torch.compile
   tensorprobe bisect --check 'python check.py' --to float64 -o runs/bisect -- -m mypackage.train
 
 The check reads what the script printed on its standard input, and in the folder
@@ -47,6 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--apis", "--api", dest="apis", action="append", default=[], metavar="NAME,...",
         help="look among these only: *norm*, F.linear, encoder.layers.0",
     )  # fmt: skip
+    parser.add_argument(
+        "--compile", action="store_true", help="switch stages and passes of torch.compile off, "
+        "not run calls elsewhere"
+    )  # fmt: skip
     parser.add_argument("--timeout", type=float, metavar="S", help="seconds a run may take")
     parser.add_argument(
         "--repeat", type=int, default=1, metavar="N", help="runs that must all pass (1)"
@@ -64,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     _check(args, words)
     from tensorprobe.rerouting.bisect import Question, bisect
+    from tensorprobe.rerouting.compile_bisect import bisect_compile
 
     question = Question(
         command=tuple(words),
@@ -72,9 +78,11 @@ def run(args: argparse.Namespace) -> int:
         apis=tuple(name for text in args.apis for name in text.split(",") if name),
         run_options=tuple(_run_options(args)),
         repeat=args.repeat,
+        compile=args.compile,
     )
+    search = bisect_compile if args.compile else bisect
     try:
-        found = bisect(
+        found = search(
             question,
             Path(args.output),
             timeout_s=args.timeout,
@@ -84,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         warn(f"tensorprobe bisect: interrupted. The same command goes on from '{args.output}'")
         return 130
-    say(*describe(found))
+    say(*(describe_compile(found) if args.compile else describe(found)))
     return {"found": 3, "passes": 0, "no cure": 1}[found.verdict]
 
 
@@ -97,6 +105,13 @@ def _check(args: argparse.Namespace, words: list[str]) -> None:
         raise BadUsage(f"unknown option {words[0]}: options come first, then -- and the script")
     if words[0] != "-m" and not Path(words[0]).is_file():
         raise BadUsage(f"no script at '{words[0]}'. To run a module: -- -m {words[0]}")
+    if args.compile and (args.to or args.apis):
+        raise BadUsage(
+            "--compile switches passes of torch.compile off; --to and --apis are for calls that "
+            "run elsewhere. Leave them out"
+        )
+    if args.compile and args.sim_npu:
+        raise BadUsage("--compile does not go with --sim-npu, on which nothing is compiled")
     if args.repeat < 1:
         raise BadUsage(f"--repeat {args.repeat}: expected a number from 1")
     check_output(Path(args.output))
@@ -144,6 +159,25 @@ def describe(found: Bisected) -> list[str]:
         *(f"  {command}" for command in found.commands),
     ]
     return lines
+
+
+def describe_compile(found: Bisected) -> list[str]:
+    """The same where stages and passes of torch.compile were switched off."""
+    probes = f"{found.n_probes} probe{'' if found.n_probes == 1 else 's'}"
+    state = f"{probes}; {found.folder / 'bisect.json'}"
+    if found.verdict == "passes":
+        return [f"nothing to find: the check passes as it is. {state}"]
+    if found.verdict == "no cure":
+        return [
+            f"torch.compile is not the cause: the check fails without it, too. {state}",
+            *found.notes,
+        ]
+    culprit = found.culprits[0]
+    lines = [f"the check fails; it passes without this part of torch.compile: {culprit['name']}"]
+    if culprit["op"]:
+        lines.append(f"  what it was applied to: {culprit['op']}")
+    lines += found.notes
+    return [*lines, state, "next:", *(f"  {command}" for command in found.commands)]
 
 
 def _these(found: Bisected) -> str:

@@ -24,6 +24,7 @@ VERBS: dict[str, str] = {
     "run": "record a script without editing it",
     "compare": "align two runs, name the call that made them differ",
     "checkpoints": "two checkpoints: which weights differ, and by rounding only or not",
+    "compiled": "inside of torch.compile: the stage that made a wrong result",
     "ranks": "the first call of all ranks that made NaN or infinity",
     "show": "what was recorded: calls, stacks, statistics",
     "check": "each recorded call alone against a high-precision reference",

@@ -132,6 +132,11 @@ def _add_manner(group: argparse._ArgumentGroup) -> None:
         group.add_argument(name, help=text, default=argparse.SUPPRESS, **more)
 
     add("--no-stacks", "leave out the Python stacks", dest="stacks", action="store_false")
+    add(
+        "--compiled",
+        "parts compiled by torch.compile: as one call (default), or with their graphs, or kernels",
+        metavar="HOW",
+    )
     add("--flush", "queue (default), or call: every value at once", metavar="HOW")
     add("--max-disk", "keep only statistics once this much is written", metavar="SIZE")
     add("--compress", "store tensors in fewer bytes, which takes time", action="store_true")

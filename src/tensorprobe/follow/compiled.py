@@ -56,7 +56,7 @@ def running(frame: FrameType | None) -> Run | None:
         if frame is None or (code is None and depth > _NEAR):
             return None
         if code is None:
-            if frame.f_code.co_filename.startswith(_GENERATED) and not is_stand_in(frame.f_code):
+            if _is_generated_code(frame):
                 code = frame
         elif frame.f_code.co_filename == _FUNCTION:
             has_node = True
@@ -64,6 +64,13 @@ def running(frame: FrameType | None) -> Run | None:
             return Run(frame, code, has_node)
         frame = frame.f_back
     return None
+
+
+def _is_generated_code(frame: FrameType) -> bool:
+    """Whether a frame runs what torch.fx, or inductor, has written."""
+    if frame.f_code.co_filename.startswith(_GENERATED):
+        return not is_stand_in(frame.f_code)
+    return frame.f_code.co_name == "call" and "extern_kernels" in frame.f_globals
 
 
 class Runs:

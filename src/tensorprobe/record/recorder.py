@@ -12,12 +12,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tensorprobe import native
 from tensorprobe.config import (
+    Compiled,
     Digests,
     Dtypes,
     Flush,
@@ -64,7 +65,11 @@ from tensorprobe.records import IN_MEMORY, Keep, Level, count
 from tensorprobe.store.outputs import check_writable
 from tensorprobe.store.writer import CaptureWriter
 from tensorprobe.tensors.summarizer import Summarizer
+from tensorprobe.torch_versions import COMPILED_FROM, can_see_compiling
 from tensorprobe.trouble import OnTrouble
+
+if TYPE_CHECKING:
+    from tensorprobe.compiling.compile_watch import CompileWatch
 
 
 def say(text: str) -> None:
@@ -114,6 +119,7 @@ class Recorder:
         stacks: bool = True,
         digests: Digests = "native",
         operators: Operators = "native",
+        compiled: Compiled = "call",
         flush: Flush = "queue",
         max_disk: Size | None = None,
         queue: Size = 256 * 2**20,
@@ -135,8 +141,8 @@ class Recorder:
             level=level, keep=keep, steps=steps, ranks=ranks, directions=directions, sides=sides,
             calls=calls, between=between, apis=apis, modules=modules, names=names,
             keep_tensors=keep_tensors, dtypes=dtypes, stacks=stacks, digests=digests,
-            operators=operators, flush=flush, max_disk=max_disk, queue=queue, compress=compress,
-            keep_last=keep_last, stop_after_last_step=stop_after_last_step,
+            operators=operators, compiled=compiled, flush=flush, max_disk=max_disk, queue=queue,
+            compress=compress, keep_last=keep_last, stop_after_last_step=stop_after_last_step,
             strict=strict,
         )  # fmt: skip
         self._selection = Selection(self.config)
@@ -160,6 +166,7 @@ class Recorder:
         self._writes_on = False  # what torch writes to is seen in C++
         self._filter: Any = None
         self._frames_compiled: int | None = None  # when recording began
+        self._compile_watch: CompileWatch | None = None
         self._keep_last = self.config.keep_last
         self._last_opened: int | None = None  # the last step that has a call
         self._on_disk: list[int] = []  # recorded steps that may still be dropped, oldest first
@@ -220,6 +227,8 @@ class Recorder:
             if self._started or self._over or (self._tape is None and not self._build()):
                 return self
             self._started = True
+            if self._compile_watch is not None:
+                self._compile_watch.install()
             self._begin_step()
         return self
 
@@ -239,6 +248,8 @@ class Recorder:
         self._tape.recording = False
         self._note_compiled()
         self._note_traced()
+        if self._compile_watch is not None:
+            self._compile_watch.close()
         self._writer.close()
 
     def pause(self) -> None:
@@ -494,11 +505,45 @@ class Recorder:
         observer.shorten(self._mode if isinstance(self._mode, CallMode) else None, self._modules)
         self._optimizers = OptimizerHooks(observer, self._optimizer_stepped)
         self._engine = EngineEntry(modes, observer)
+        self._compile_watch = self._watch_compiling()
         _at_exit(self._close_at_exit)
         _stop_in_children(self)
         return True
 
+    def _watch_compiling(self) -> CompileWatch | None:
+        """What sees the inside of compiled parts, where that is asked for and can be had."""
+        config = self.config
+        if config.compiled == "call":
+            return None
+        if not can_see_compiling():
+            self._log(
+                f"compiled={config.compiled!r}: torch {torch.__version__} does not show what it "
+                f"compiles, torch {COMPILED_FROM} and newer do. A compiled part is one call here"
+            )
+            return None
+        from tensorprobe.compiling.compile_watch import CompileWatch
+
+        return CompileWatch(
+            config.compiled,
+            keep_tensors=config.keep == "tensors",
+            folder=self._rank_folder,
+            step=self._recorded_step,
+        )
+
+    def _rank_folder(self) -> Path | None:
+        """The rank's folder, which is there once a step is."""
+        if self._writer is None or self._tape is None:
+            return None
+        if not self._writer.folder.is_dir() and self._tape.recording:
+            self._tape.open_step()
+        return self._writer.folder if self._writer.folder.is_dir() else None
+
+    def _recorded_step(self) -> int | None:
+        return self._step if self._tape is not None and self._tape.recording else None
+
     def _take_away(self) -> None:
+        if self._compile_watch is not None:
+            self._compile_watch.remove()
         self._remove_optimizers()
         self._switch(mode=False, writes=False, hooks=False, inside=False)
 
@@ -694,7 +739,7 @@ class Recorder:
         if self._frames_compiled is None:
             return
         count = _frames_compiled() - self._frames_compiled
-        if count > 0 and self._tape is not None:
+        if count > 0 and self._tape is not None and self._compile_watch is None:
             self._tape.gap(
                 "torch.compile",
                 f"{count} frames were compiled while recording: a compiled region is one opaque "

@@ -41,6 +41,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     apis: tuple[str, ...] = ()
     run_options: tuple[str, ...] = ()
     repeat: int = 1
+    compile: bool = False  # the passes of torch.compile, not calls
 
 
 class Probe(msgspec.Struct, kw_only=True):
@@ -100,10 +101,12 @@ def bisect(
     """
     if question.to is not None:
         parse_target(question.to)
-    return _Bisection(question, folder, timeout_s, restart, tell).run()
+    return Bisection(question, folder, timeout_s, restart, tell).run()
 
 
-class _Bisection:
+class Bisection:
+    """The search for calls. A probe's rules are names of calls and where they run instead."""
+
     def __init__(
         self, question: Question, folder: Path, timeout_s: float | None, restart: bool, tell: Tell
     ) -> None:
@@ -112,6 +115,7 @@ class _Bisection:
         self._timeout_s = timeout_s
         self._tell = tell
         self._file = folder / "bisect.json"
+        self._variables: dict[str, str] = {}  # of the environment, for what is run
         folder.mkdir(parents=True, exist_ok=True)
         self._state = State(question=question) if restart else self._continued()
         self._state.culprits, self._state.notes = [], []
@@ -274,7 +278,7 @@ class _Bisection:
                 stdin=stdin or subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env=_environment(folder),
+                env=_environment(folder) | self._variables,
                 start_new_session=True,
             )
             try:

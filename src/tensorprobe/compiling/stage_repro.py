@@ -1,0 +1,245 @@
+"""A script that shows a fault of torch.compile alone: a graph, its inputs, and nothing but torch.
+
+The graph's operators are written by their names in the table of what may be called; nothing else
+that a recording says gets into the source but plain numbers and known words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tensorprobe.compiling.compile_records import GraphNode, RecordedGraph
+from tensorprobe.compiling.compile_stages import StageFinding
+from tensorprobe.compiling.graph_replay import nodes_read
+from tensorprobe.errors import NotReplayable
+from tensorprobe.records import Special
+from tensorprobe.replay.allowed import dtype_named, format_named, function_named, is_word
+from tensorprobe.store.tree import decode
+
+SCRIPT, INPUTS = "repro.py", "inputs.pt"
+_DOTTED = re.compile(r"torch(\.[A-Za-z_][A-Za-z0-9_]*)+")
+_OPERATORS = {
+    "operator.add": "+", "operator.sub": "-", "operator.mul": "*", "operator.truediv": "/",
+    "operator.floordiv": "//", "operator.mod": "%", "operator.eq": "==", "operator.matmul": "@",
+    "operator.ge": ">=", "operator.le": "<=", "operator.gt": ">", "operator.lt": "<",
+    "operator.iadd": "+", "operator.isub": "-", "operator.imul": "*",
+}  # fmt: skip
+_BACKENDS = {
+    "aot_autograd": "aot_eager_decomp_partition",
+    "inductor's joint-graph passes": "inductor",
+    "inductor's graph passes": "inductor",
+    "kernel": "inductor",
+}
+_SCRIPT = '''\
+"""{title}
+
+Run it: python {script}. It exits with 1 where torch.compile gives something else than eager torch.
+It needs torch alone. The inputs are in {inputs}, beside it.
+"""
+
+import os
+import sys
+
+import torch
+
+DEVICE = os.environ.get("DEVICE", "cpu")
+
+
+def graph({parameters}):
+{body}
+    return {results}
+
+
+def wide(value):
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.double()
+    return value
+
+
+def run(function, inputs):
+    """The results, and the gradients of the inputs where there are any."""
+    inputs = [
+        x.clone().detach().requires_grad_(x.is_floating_point() and {grad})
+        if isinstance(x, torch.Tensor) else x
+        for x in inputs
+    ]
+    torch.manual_seed(0)
+    results = function(*inputs)
+    results = [r for r in results if isinstance(r, torch.Tensor)]
+    found = [r.detach() for r in results]
+    wanted = [r for r in results if r.requires_grad]
+    if {grad} and wanted:
+        leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+        ones = [torch.ones_like(r) for r in wanted]
+        found += [
+            g for g in torch.autograd.grad(wanted, leaves, ones, allow_unused=True)
+            if g is not None
+        ]
+    return found
+
+
+folder = os.path.dirname(os.path.abspath(__file__))
+inputs = torch.load(os.path.join(folder, "{inputs}"), weights_only=True)
+inputs = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in inputs]
+eager = run(graph, inputs)
+compiled = run(torch.compile(graph, backend="{backend}"), inputs)
+failed = False
+for number, (actual, expected) in enumerate(zip(compiled, eager)):
+    if actual.shape != expected.shape:
+        print(f"result {{number}}: shape {{list(actual.shape)}}, eager {{list(expected.shape)}}")
+        failed = True
+        continue
+    if not expected.is_floating_point():
+        apart = float((actual != expected).float().mean()) if expected.numel() else 0.0
+        allowed = 0.01
+    else:
+        size = float(wide(expected).square().mean().sqrt()) if expected.numel() else 0.0
+        distance = float((wide(actual) - wide(expected)).square().mean().sqrt())
+        apart = distance / max(size, 1e-30)
+        allowed = 64 * torch.finfo(expected.dtype).eps
+    state = "differs" if not apart <= allowed else "agrees"
+    failed |= not apart <= allowed
+    print(f"result {{number}}: {{state}}, by {{apart:.3g}} of its size; allowed {{allowed:.3g}}")
+sys.exit(1 if failed else 0)
+'''
+
+
+def write_repro(finding: StageFinding, folder: Path) -> Path:
+    """Write the script and its inputs; NotReplayable where that cannot be done."""
+    backend = _BACKENDS.get(finding.stage)
+    if finding.graph is None or backend is None:
+        raise NotReplayable(f"a fault of the stage {finding.stage} has no graph to show it with")
+    if finding.graph.inner or finding.graph.constants:
+        raise NotReplayable("its graph calls others, or holds tensors of its own")
+    writer = _GraphWriter(finding.graph)
+    is_dynamo = finding.graph.stage == "dynamo"
+    direction = f"{finding.direction} of {finding.compilation}"
+    text = _SCRIPT.format(
+        title=f"torch.compile: {finding.stage} ({direction}).",
+        script=SCRIPT,
+        inputs=INPUTS,
+        parameters=", ".join(writer.parameters),
+        body="\n".join(f"    {line}" for line in writer.lines) or "    pass",
+        results=writer.results,
+        grad=is_dynamo and finding.direction == "backward",
+        backend=backend,
+    )
+    compile(text, SCRIPT, "exec")  # a slip of ours shows here, not at the user's
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(list(finding.inputs), folder / INPUTS)
+    (folder / SCRIPT).write_text(text)
+    return folder / SCRIPT
+
+
+class _GraphWriter:
+    """The source of a graph as a function."""
+
+    def __init__(self, graph: RecordedGraph) -> None:
+        self._names: dict[str, str] = {}
+        self.parameters: list[str] = []
+        self.lines: list[str] = []
+        self.results = "()"
+        last_use = _last_uses(graph)
+        for node in graph.nodes:
+            name = self._name(node)
+            if node.kind == "input":
+                self.parameters.append(name)
+            elif node.kind == "output":
+                self.results = self._results(node)
+            else:
+                self.lines.append(f"{name} = {self._call(node)}")
+                done = [self._names[each] for each in last_use.get(node.name, ())]
+                if done:
+                    self.lines.append(f"del {', '.join(sorted(done))}")
+
+    def _name(self, node: GraphNode) -> str:
+        wanted = node.name if is_word(node.name) and len(node.name) < 60 else "value"
+        if wanted in ("torch", "os", "sys", "graph", "wide", "run", "inputs", "DEVICE"):
+            wanted = f"{wanted}_"
+        name, taken, number = wanted, set(self._names.values()), 2
+        while name in taken:
+            name, number = f"{wanted}_{number}", number + 1
+        self._names[node.name] = name
+        return name
+
+    def _call(self, node: GraphNode) -> str:
+        args = decode(node.args, "", _refuse)
+        kwargs = decode(node.kwargs, "", _refuse)
+        if not isinstance(args, tuple) or not isinstance(kwargs, dict):
+            raise NotReplayable(f"node {node.name}: its arguments are damaged")
+        texts = [self._value(arg) for arg in args]
+        named = [f"{key}={self._value(value)}" for key, value in kwargs.items() if is_word(key)]
+        sign = _OPERATORS.get(node.target)
+        if sign is not None and len(texts) == 2:
+            return f"{texts[0]} {sign} {texts[1]}"
+        if node.target == "operator.getitem" and len(texts) == 2:
+            return f"{texts[0]}[{texts[1]}]"
+        if node.target == "operator.neg" and len(texts) == 1:
+            return f"-{texts[0]}"
+        if not _DOTTED.fullmatch(node.target):
+            raise NotReplayable(f"{node.target[:80]} cannot be written in a script")
+        if not node.target.endswith(("sym_size.int", "sym_stride.int")):
+            function_named(node.target)
+        return f"{node.target}({', '.join([*texts, *named])})"
+
+    def _results(self, node: GraphNode) -> str:
+        args = decode(node.args, "", _refuse)
+        value = args[0] if isinstance(args, tuple) and args else ()
+        items = list(value) if isinstance(value, list | tuple) else [value]
+        return f"({', '.join(self._value(item) for item in items)}{',' if items else ''})"
+
+    def _value(self, value: Any) -> str:
+        if isinstance(value, Special):
+            return self._special(value)
+        if isinstance(value, tuple):
+            return f"({', '.join(map(self._value, value))}{',' if len(value) == 1 else ''})"
+        if isinstance(value, list):
+            return f"[{', '.join(map(self._value, value))}]"
+        if isinstance(value, slice):
+            parts = (self._value(part) for part in (value.start, value.stop, value.step))
+            return f"slice({', '.join(parts)})"
+        if isinstance(value, float):
+            return (
+                f'float("{value}")' if value != value or abs(value) == float("inf") else repr(value)
+            )
+        if value is None or isinstance(value, bool | int | complex):
+            return repr(value)
+        if isinstance(value, str) and (is_word(value) or not value):
+            return repr(value)
+        if value is ...:
+            return "..."
+        raise NotReplayable("an argument that cannot be written in a script")
+
+    def _special(self, special: Special) -> str:
+        if special.kind == "node" and special.text in self._names:
+            return self._names[special.text]
+        if special.kind == "dtype":
+            return str(dtype_named(special.text))
+        if special.kind == "device":
+            return "DEVICE"
+        if special.kind in ("layout", "memory_format"):
+            return str(format_named(special.text))
+        raise NotReplayable("an argument that cannot be written in a script")
+
+
+def _last_uses(graph: RecordedGraph) -> Mapping[str, list[str]]:
+    """After which node each other one is of no more use."""
+    last: dict[str, GraphNode] = {}
+    for node in graph.nodes:
+        for name in nodes_read(node):
+            last[name] = node
+    found: dict[str, list[str]] = {}
+    inputs = {node.name for node in graph.inputs}
+    for name, node in last.items():
+        if node.kind != "output" and name not in inputs:
+            found.setdefault(node.name, []).append(name)
+    return found
+
+
+def _refuse(name: str, body: Any) -> Any:
+    raise NotReplayable("a tensor as an argument")
