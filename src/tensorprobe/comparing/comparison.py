@@ -29,6 +29,7 @@ from tensorprobe.comparing.measure import (
 from tensorprobe.comparing.opaque import opaque_modules
 from tensorprobe.comparing.rank_causes import origins_of, settle_ranks
 from tensorprobe.comparing.rank_facts import facts_of_ranks, world_size
+from tensorprobe.comparing.rank_switches import RankSwitches
 from tensorprobe.comparing.received import by_rank, hears_for, in_causal_order
 from tensorprobe.comparing.rounding import (
     Mode,
@@ -273,7 +274,8 @@ def _judge(
         verdict.verdict = "incomparable"
         verdict.reason = _why_incomparable(actual, expected, pairs, aligned)
         return Compared(actual, expected, pairs, verdict)
-    verdict.notes += coarsen(pairs, (actual.facts, expected.facts))
+    switches = RankSwitches(actual, expected, sorted(of_rank))
+    verdict.notes += coarsen(pairs, switches.facts)
     if not any(map(sees_operators, pairs)):
         coarsen_modules(pairs)
     verdict.notes += dtype_notes(pairs)
@@ -307,6 +309,7 @@ def _judge(
         {rank: found.culprits for rank, found in zip(ranks, findings, strict=True)},
         {r: f.reach for r, f in zip(ranks, findings, strict=True) if f.reach is not None},
     )
+    switches.name(verdict.culprits)
     if len(ranks) > 1:
         verdict.origins = origins_of(verdict.culprits, verdict.received)
     counts["diverged"] = sum(sum(found.diverged.values()) for found in findings)

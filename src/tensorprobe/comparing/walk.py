@@ -21,6 +21,7 @@ from tensorprobe.comparing.culprit import (
 from tensorprobe.comparing.measure import TensorPair
 from tensorprobe.comparing.origins import (
     Boundaries,
+    gathered,
     reordered,
     wired_otherwise,
     written_by_one_side,
@@ -149,7 +150,7 @@ class Walk:
                 continue
             if (is_later or row.role == "parameter") and self._boundaries.has_seen(node, row):
                 continue  # stepped since, in the closure of an optimizer, say
-            if not self._changes_something(node):
+            if not self._changes_something(node) or gathered(scene, node, row):
                 continue
             if row.role == "input" and (origin := written_through_view(scene, node, row)):
                 node.taint |= origin.taint

@@ -245,3 +245,8 @@ def _changes_dtype(call: Call) -> bool:
         return False
     inputs = {record.dtype for record in call.tensors if record.role == "input"}
     return not inputs >= {record.dtype for record in call.tensors if record.role == "output"}
+
+
+def is_product(op: str) -> bool:
+    """Whether an operation, by its name, is a matrix product, or is made of such."""
+    return _KIND.get(api_of(op)) == "product"
