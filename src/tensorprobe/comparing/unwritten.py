@@ -11,11 +11,17 @@ from typing import TYPE_CHECKING
 
 from tensorprobe.collectives.links import is_communication
 from tensorprobe.comparing.align import content, is_constant
+from tensorprobe.replay.kinds import api_of
 
 if TYPE_CHECKING:
     from tensorprobe.comparing.measure import TensorPair
     from tensorprobe.comparing.scene import Node
 
+# Of these, one arbitrary input is enough: nothing can be masked out by another.
+_SPOILT_BY_ONE = {
+    *("add", "sub", "subtract", "rsub", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
+    *("cross_entropy", "nll_loss", "kl_div", "binary_cross_entropy_with_logits"),
+}
 _Content = tuple[int, Hashable]  # a side, and what it has
 
 
@@ -47,7 +53,9 @@ def _is_made_of(node: Node, arbitrary: set[_Content], weights: set[_Content]) ->
     if any(row.role != "output" for row in node.outputs):
         return False  # it writes to some of what it is given
     given = [row for row in node.inputs if row.role == "input" and not _of(row) & weights]
-    return bool(given) and all(_of(row) & arbitrary for row in given)  # one program: on both sides
+    # one program: what is arbitrary on one side is so on the other
+    enough = any if api_of(node.call.op) in _SPOILT_BY_ONE else all
+    return bool(given) and enough(_of(row) & arbitrary for row in given)
 
 
 def _of(row: TensorPair) -> set[_Content]:
