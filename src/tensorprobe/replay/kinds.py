@@ -45,7 +45,7 @@ _NAMES: dict[Kind, str] = {
         __contains__ __len__ __index__ tolist is_nonzero resize resolve_conj resolve_neg conj
         conj_physical view_as_real view_as_complex atleast_1d atleast_2d atleast_3d block_diag
         channel_shuffle nextafter frexp ldexp gcd lcm floor_divide remainder fmod __rmod__
-        __rfloordiv__
+        __rfloordiv__ split_with_sizes_copy all_gather_copy_in chunk_cat
     """,
     "selection": """
         argmax argmin max min topk sort argsort msort kthvalue median nanmedian mode cummax cummin
