@@ -123,8 +123,9 @@ class _Reducing(nn.Module):
 def train(run: Run, model: nn.Module, rows: Callable[[int], torch.Tensor],
           reduce: Callable[[int], None] | None = None, **options: Any) -> None:  # fmt: skip
     optimizer: Any = torch.optim.AdamW if run.has("adam") else torch.optim.SGD
-    stepping = optimizer(model.parameters(), lr=0.1, **options)
-    with run.recording(noise=False) as recorder:
+    lr = 0.101 if run.has("lr") and run.rank == 1 else 0.1
+    stepping = optimizer(model.parameters(), lr=lr, **options)
+    with run.recording(run.kernel(1, "tanh", 1), noise=run.has("noise")) as recorder:
         for step in range(STEPS):
             model(rows(step)).square().mean().backward()
             if reduce is not None:
@@ -197,7 +198,8 @@ def one_ddp(run: Run) -> None:
     model: nn.Module = made()
     if run.world > 1:
         model = DistributedDataParallel(model)
-    train(run, model, lambda step: all_rows(step)[run.rank :: run.world])
+    first = 0 if run.has("same rows") else run.rank
+    train(run, model, lambda step: all_rows(step)[first :: run.world])
 
 
 def one_fsdp2(run: Run) -> None:

@@ -179,8 +179,8 @@ def _chosen(
 
 
 def _are_of_other_layouts(actual: Capture, expected: Capture, rank: int | None) -> bool:
-    """Whether all ranks of one run are to be compared with one process."""
-    if rank is not None or (len(actual.ranks) > 1) == (len(expected.ranks) > 1):
+    """Whether the runs had other numbers of ranks, and all are to be compared."""
+    if rank is not None or max(len(actual.ranks), len(expected.ranks)) == 1:
         return False
     from tensorprobe.comparing.layouts.layout_verdict import have_other_layouts
 

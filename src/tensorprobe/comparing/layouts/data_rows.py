@@ -59,6 +59,26 @@ class DataRows:
         self.parts.update({(rank, n): part for n, part in enumerate(parts)})
         return True
 
+    def nowhere(self) -> str | None:
+        """Which of the rows no rank works on."""
+        if not self.parts or not self._whole.size or self.other_data:
+            return None
+        seen = np.zeros(self._whole.shape, bool)
+        for part in self.parts.values():
+            if part.is_flat:
+                return None
+            seen[np.ix_(*(
+                np.arange(length) if places is None else places
+                for length, places in zip(seen.shape, part.axes, strict=True)
+            ))] = True  # fmt: skip
+        if seen.all():
+            return None
+        axis = next(n for n in range(seen.ndim) if not seen.all(
+            tuple(m for m in range(seen.ndim) if m != n)).all())  # fmt: skip
+        lost = np.flatnonzero(~seen.any(tuple(m for m in range(seen.ndim) if m != axis)))
+        shown = ", ".join(map(str, lost[:4].tolist())) + (", ..." if lost.size > 4 else "")
+        return f"{shown} of dimension {axis}" if lost.size else "some"
+
     def is_by_row(self, whole: Array) -> bool:
         """Whether a result has a row for each row of the data, or for each token."""
         there = self._whole.shape

@@ -17,7 +17,12 @@ from tensorprobe.comparing.layouts.rank_weights import Held, RankWeights
 from tensorprobe.comparing.layouts.recorded_ranks import Place, RankStep, given, results
 from tensorprobe.comparing.layouts.shard_places import grid_of
 from tensorprobe.comparing.places.place_limits import UNSURE, own_limit
-from tensorprobe.comparing.rounding import number_text, roundoff
+from tensorprobe.comparing.rounding import (
+    autocast_unit,
+    number_text,
+    product_unit,
+    roundoff,
+)
 from tensorprobe.comparing.verdict import Cause, percent
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.tensors.pair_metrics import FRACTION_BITS
@@ -34,7 +39,7 @@ _REDUCES = ("all_reduce", "reduce_scatter", "reduce")
 class PlaceFound(NamedTuple):
     """How a tensor of one rank fits what the one process has."""
 
-    kind: Literal["parameter", "output", "gradient", "input"]
+    kind: Literal["parameter", "output", "gradient", "input", "given", "update"]
     status: Status
     name: str  # of the module or parameter, as the one process has it
     rank: int
@@ -66,6 +71,7 @@ class StepComparison:
         ranks: Mapping[int, RankStep],
         weights: RankWeights,
         *,
+        facts: tuple[Mapping[str, Any], Mapping[str, Any]],
         is_first: bool,
         inherited: float = 0.0,
         updates: Mapping[str, tuple[Array, Array]] | None = None,
@@ -73,15 +79,9 @@ class StepComparison:
         self.one, self.ranks, self.weights = one, ranks, weights
         self.is_first, self.inherited = is_first, inherited
         self._updates = updates or {}
-        self.unit = max(
-            (roundoff(r.dtype) for c in one.calls for r in c.tensors if r.role == "parameter"),
-            default=2.0**-24,
-        )
-        for has in (one, *ranks.values()):
-            for call in has.calls:
-                for record in call.tensors:
-                    if record.role == "output" and call.name.startswith("Module."):
-                        self.unit = max(self.unit, roundoff(record.dtype))
+        self.unit = max((_unit(has, fact) for has, fact in zip(
+            (one, *ranks.values()), (facts[0], *(facts[1] for _ in ranks)), strict=True
+        )), default=2.0**-24)  # fmt: skip
         self.found: list[PlaceFound] = []
         self.unknown: list[str] = []
         self.rows = DataRows(one, ranks)
@@ -89,15 +89,13 @@ class StepComparison:
     def result(self) -> StepResult:
         """Compare everything."""
         self._parameters()
-        if self.rows.other_data:
-            self.unknown.append(
-                f"{listed(self.rows.other_data)} gave the model data that is nowhere in what "
-                "the one process gave it"
-            )
+        self._data()
         for path in self.one.tree.modules:
             self._ids(path)
+            self._inputs(path)
             self._module(path)
         self._gradients()
+        self._made()
         return StepResult(self.found, self.unknown)
 
     # parameters
@@ -120,7 +118,7 @@ class StepComparison:
             cause: Cause = "weights"
             reason = f"parameter {name} is not {held.part} of what the one process has"
             if not self.is_first and status != "fine":
-                status = self._stepped(held, mine, wanted)
+                status = self._stepped(held, mine, wanted, self._updates.get(held.whole))
                 reason = f"the optimizer has made another {name} than that of the one process"
                 cause = "result"
             self._add(
@@ -128,11 +126,12 @@ class StepComparison:
                 cause, f"{reason}: it differs by {percent(relative)} of its size", is_effect=True,
             )  # fmt: skip
 
-    def _stepped(self, held: Held, mine: Array, wanted: Array) -> Status:
+    def _stepped(
+        self, held: Held, mine: Array, wanted: Array, before: tuple[Array, ...] | None
+    ) -> Status:
         """Whether steps from gradients that agree explain a parameter: of Adam, those of gradients
         that are about zero are arbitrary, up to the size of a step."""
-        before = self._updates.get(held.whole)
-        if before is None or before[1].shape != self.one.parameters[held.whole].record.shape:
+        if before is None:
             return "undecided"
         gradient, old = (held.part.of(array) for array in before)
         peak = float(np.max(np.abs(wanted - old), initial=0.0))
@@ -147,7 +146,49 @@ class StepComparison:
             return "fine"
         return "wrong" if float(off.mean()) > _FEW else "undecided"
 
-    # whole numbers that modules are given
+    def _made(self) -> None:
+        """The parameters after the step."""
+        limit = own_limit(self.unit, 2 * len(self.one.tree.modules))
+        for (rank, name), held in self.weights.stepped.items():
+            ours, theirs = self.ranks[rank].made.get(name), self.one.made.get(held.whole)
+            if ours is None or theirs is None or not ours.record.numel:
+                continue
+            mine, wanted = ours.array(), held.part.of(theirs.array())
+            if mine.shape != wanted.shape:
+                continue
+            error, relative = self._apart(mine, wanted)
+            status = self._status(error, limit)
+            if status != "fine" and held.whole in self.one.gradients:
+                before = tuple(
+                    p.array()
+                    for p in (self.one.gradients[held.whole], self.one.stepped[held.whole])
+                )
+                status = self._stepped(held, mine, wanted, before)
+            self._add(
+                "update", status, held.whole, rank, ours, theirs, error, relative, limit, "result",
+                f"the optimizer makes another {name} than in the one process, off by "
+                f"{percent(relative)} of its size", is_effect=True,
+            )  # fmt: skip
+
+    # data that models, and whole numbers that modules, are given
+
+    def _data(self) -> None:
+        """What no rank, or not the one process, was given."""
+        texts = {
+            rank: (
+                f"rank {rank} gives the model data that is nowhere in what the one process gives it"
+            )
+            for rank in self.rows.other_data
+        }
+        if (rows := self.rows.nowhere()) is not None:
+            first = min(rank for rank, _ in self.rows.parts)
+            texts[first] = (
+                f"no rank gives the model the rows {rows} of what the one process gives it"
+            )
+        for rank, text in texts.items():
+            self.unknown.append(text)
+            ours, theirs = given(self.ranks[rank].roots[0])[0], given(self.one.roots[0])[0]
+            self._add("input", "wrong", "", rank, ours, theirs, math.inf, 0.0, 0.0, "data", text)
 
     def _ids(self, path: str) -> None:
         """Tokens and positions: those of another piece of the data are named."""
@@ -191,33 +232,69 @@ class StepComparison:
             ):
                 yield np.concatenate(arrays), places[0][0]
 
+    def _inputs(self, path: str) -> None:
+        """What a module is given, where that is a known part of what it is given in one process:
+        what is between modules has no results of its own."""
+        if self.one.tree.modules[path].parent is None:
+            return
+        calls = self.one.module_calls(path)
+        firsts = [[p for p in given(c) if p.record.dtype in FRACTION_BITS][:1] for c in calls]
+        if len(calls) != len(self.one.roots) or not all(firsts):
+            return
+        arrays = [places[0].array() for places in firsts]
+        if len({array.shape[1:] for array in arrays}) != 1:
+            return
+        whole, theirs = np.concatenate(arrays), firsts[0][0]
+        limit = own_limit(self.unit, self.one.tree.modules[path].n_before)
+        limit += _GROWTH * self.inherited
+        for rank, has in self.ranks.items():
+            mine = self._path(rank, path)
+            for call in has.module_calls(mine) if mine is not None else ():
+                number = has.root_number(call)
+                places = [p for p in given(call) if p.record.dtype in FRACTION_BITS][:1]
+                if number is None or not places or not self.rows.is_by_row(whole):
+                    continue
+                array = places[0].array()
+                wanted, how = self._wanted(rank, number, path, array, whole, of_input=True)
+                if wanted is None:
+                    continue
+                error, relative = self._apart(array, wanted)
+                reason = (
+                    f"what {path} is given on rank {rank} ({how}) is off by {percent(relative)} of "
+                    "its size"
+                )
+                self._add(
+                    "given", self._status(error, limit), path, rank, places[0], theirs, error,
+                    relative, limit, "result", reason,
+                )  # fmt: skip
+
     # results of modules
 
     def _module(self, path: str) -> None:
-        whole = self._whole(path)
-        if whole is None:
-            return
-        array, theirs = whole
+        calls = self.one.module_calls(path)
+        for nth in range(max((len(results(call)) for call in calls), default=0)):
+            whole = self._whole(path, nth)
+            if whole is not None:
+                self._result(path, nth, *whole)
+
+    def _result(self, path: str, nth: int, array: Array, theirs: Place) -> None:
         by_number: dict[int, dict[int, tuple[Place, Array]]] = {}
         for rank, has in self.ranks.items():
             mine = self._path(rank, path)
             for call in has.module_calls(mine) if mine is not None else ():
                 number, places = has.root_number(call), results(call)
-                if (
-                    number is not None
-                    and places
-                    and number not in (n for n, found in by_number.items() if rank in found)
-                ):
-                    try:
-                        by_number.setdefault(number, {})[rank] = places[0], places[0].array()
-                    except UnreadableCapture:
-                        return
+                if number is None or nth >= len(places) or rank in by_number.get(number, {}):
+                    continue
+                try:
+                    by_number.setdefault(number, {})[rank] = places[nth], places[nth].array()
+                except UnreadableCapture:
+                    return
         for number, made in sorted(by_number.items()):
             self._results(path, number, made, array, theirs)
 
-    def _whole(self, path: str) -> tuple[Array, Place] | None:
+    def _whole(self, path: str, nth: int) -> tuple[Array, Place] | None:
         calls = self.one.module_calls(path)
-        places = [results(call)[0] for call in calls if results(call)]
+        places = [results(call)[nth] for call in calls if nth < len(results(call))]
         if not places or len(places) != len(self.one.roots):
             return None  # called several times in a call of the model
         arrays = [place.array() for place in places]
@@ -272,7 +349,7 @@ class StepComparison:
             )
 
     def _wanted(
-        self, rank: int, number: int, path: str, mine: Array, array: Array
+        self, rank: int, number: int, path: str, mine: Array, array: Array, of_input: bool = False
     ) -> tuple[Array | None, str]:
         """What a rank should have of a result, and how that is part of it."""
         rows = self.rows.of(rank, number, array)
@@ -282,7 +359,7 @@ class StepComparison:
         for whole in (rows, array):
             if whole is None or whole.ndim != mine.ndim:
                 continue
-            features = self._features(rank, path)
+            features = self._features(rank, path, 1 if of_input else 0)
             if features is not None and whole.shape[-1] > mine.shape[-1] == len(features):
                 part = whole.take(features, -1)
                 if part.shape == mine.shape:
@@ -295,13 +372,13 @@ class StepComparison:
                 return part, f"piece {at} of {grid[axis]} along dimension {axis}"
         return None, ""
 
-    def _features(self, rank: int, path: str) -> Array | None:
-        """Which output features a module has, by its weight."""
+    def _features(self, rank: int, path: str, axis: int) -> Array | None:
+        """Which output features a module has by its weight, or input features."""
         mine = self._path(rank, path)
         held = self.weights.held.get((rank, f"{mine}.weight" if mine else "weight"))
-        if held is None or len(held.part.axes) != 2 or held.part.axes[1] is not None:
+        if held is None or len(held.part.axes) != 2 or held.part.is_flat:
             return None
-        return held.part.axes[0]
+        return held.part.axes[axis]
 
     def _sums(
         self,
@@ -338,19 +415,20 @@ class StepComparison:
                 continue
             extra = self._double_bias(first, ours, parts, wanted, path, limit)
             for rank, (place, array, right) in members.items():
-                error, relative = self._apart(array, right)
-                reason = f"{name} is off by {percent(relative)} of its size on rank {rank}"
-                cause: Cause = "result"
-                if extra is not None:
-                    cause, reason = "structure", extra
-                elif (bias := self._bias_inside(array, right, path, limit)) is not None:
-                    cause, reason = "structure", bias
+                own = self._apart(array, right)
+                words = extra or self._bias_inside(array, right, path, limit)
+                is_sum = len(parts) > 1 and error < own[0]
+                reason = f"{name} is off by {percent(own[1])} of its size on rank {rank}"
+                if is_sum:
+                    own = error, relative
+                    where, off = listed(sorted(group)), percent(relative)
+                    reason = f"the sum of what {name} gives on {where} is off by {off} of its size"
+                of_all = tuple(group) if words or is_sum else ()
                 self._add(
-                    "output", self._status(error, limit), path, rank, place, theirs, error,
-                    relative, limit, cause, reason, tuple(group) if cause == "structure" else (),
-                    is_effect,
+                    "output", self._status(own[0], limit), path, rank, place, theirs, *own, limit,
+                    "structure" if words else "result", words or reason, of_all, is_effect,
                 )  # fmt: skip
-                if cause == "structure":
+                if of_all:
                     break
 
     def _distinct(self, members: Mapping[int, tuple[Place, Array, Array]]) -> list[Array]:
@@ -411,6 +489,14 @@ class StepComparison:
     # gradients
 
     def _gradients(self) -> None:
+        for (rank, name), held in self.weights.held.items():
+            stepped = self.ranks[rank].stepped.get(name)
+            is_there = name in self.ranks[rank].gradients
+            is_empty = stepped is not None and not stepped.record.numel
+            if held.whole in self.one.gradients and not is_there and not is_empty:
+                self.unknown.append(
+                    f"rank {rank} has no gradient of {name}, which the one process has"
+                )
         by_name: dict[str, dict[tuple[int, str], tuple[Held, Place, Array]]] = {}
         parts = {**self.weights.held, **self.weights.stepped}
         for (rank, name), held in parts.items():
@@ -591,3 +677,11 @@ def _bias_words(name: str, n: int) -> str:
         f"double bias: {name} is added on each of {n} ranks before their results are summed, "
         f"{number_text(n)} times in all"
     )
+
+
+def _unit(has: RankStep, facts: Mapping[str, Any]) -> float:
+    """The unit roundoff of the coarsest arithmetic in the modules of a step."""
+    calls = [call for call in has.calls if call.name.startswith("Module.")]
+    floats = (r.dtype for c in calls for r in c.tensors if r.role in ("output", "parameter"))
+    products = (product_unit(facts, call) for call in calls)
+    return max([2.0**-53, *map(roundoff, floats), *products, autocast_unit(calls)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -14,10 +14,10 @@ from tensorprobe.comparing.align import Pair
 from tensorprobe.comparing.arguments import fact_differences
 from tensorprobe.comparing.layouts.layout_steps import PlaceFound, StepComparison, StepResult
 from tensorprobe.comparing.layouts.rank_weights import Held, RankWeights
-from tensorprobe.comparing.layouts.recorded_ranks import RecordedRanks
+from tensorprobe.comparing.layouts.recorded_ranks import RecordedRanks, draws
 from tensorprobe.comparing.measure import CallPair, TensorPair
 from tensorprobe.comparing.rank_facts import world_size
-from tensorprobe.comparing.verdict import Culprit, MeasuredPlace, Status, Verdict
+from tensorprobe.comparing.verdict import Culprit, CulpritKind, MeasuredPlace, Status, Verdict
 from tensorprobe.comparing.verdict import Place as CallPlace
 from tensorprobe.errors import BadUsage, UnreadableCapture
 from tensorprobe.parallel_layout import ParallelLayout, read_layout
@@ -27,13 +27,20 @@ Array = np.ndarray[Any, Any]
 _STATUS: dict[str, Status] = {
     "fine": "within", "undecided": "undecided", "wrong": "beyond", "unknown": "not compared",
 }  # fmt: skip
+_KINDS: dict[str, CulpritKind] = {
+    "parameter": "parameter", "input": "input", "given": "input", "output": "output",
+    "gradient": "gradient", "update": "output",
+}  # fmt: skip
+_PLACES: dict[str, Literal["output", "input", "parameter", "gradient"]] = {
+    "parameter": "parameter", "input": "input", "given": "input", "output": "output",
+    "gradient": "gradient", "update": "parameter",
+}  # fmt: skip
 _MOST = 16  # parts that a note lists
 
 
 def have_other_layouts(actual: Capture, expected: Capture) -> bool:
-    """Whether one run had several ranks, and the other was one process."""
-    sizes = sorted(_size(capture) for capture in (actual, expected))
-    return sizes[0] == 1 < sizes[1]
+    """Whether the runs had other numbers of ranks."""
+    return _size(actual) != _size(expected)
 
 
 def _size(capture: Capture) -> int:
@@ -94,6 +101,12 @@ def compare_layouts(
 
 def _why_not(sides: _Sides) -> str | None:
     """What keeps these runs from being compared at all."""
+    if len(sides.one.ranks) > 1 or _size(sides.one.capture) > 1:
+        sizes = " and ".join(str(_size(capture)) for capture in sides.captures)
+        return (
+            f"the runs have {sizes} ranks: what ranks have is put together by what one process "
+            "has. Compare each of them with a run in one process"
+        )
     if sides.many.steps != sides.one.steps and not {*sides.many.steps} & {*sides.one.steps}:
         return f"one side has steps {list(sides.many.steps)}, the other {list(sides.one.steps)}"
     whole = world_size(sides.many.capture) or len(sides.many.ranks)
@@ -138,10 +151,18 @@ def _all_steps(sides: _Sides, layout: ParallelLayout | None, verdict: Verdict) -
         if not one.tree.modules or not any(has.tree.modules for has in ranks.values()):
             continue
         result = StepComparison(
-            one, ranks, weights, is_first=step == first, inherited=inherited, updates=updates
-        ).result()
+            one, ranks, weights, facts=(sides.one.capture.facts, sides.many.capture.facts),
+            is_first=step == first, inherited=inherited, updates=updates,
+        ).result()  # fmt: skip
         found += result.found
         culprits = _culprits(sides, weights, result, step == first)
+        if culprits and (call := draws(one.calls)) is not None and culprits[0].cause == "result":
+            verdict.verdict = "incomparable"
+            verdict.reason = (
+                f"step {step}: {call.name} draws random numbers, which are others in another "
+                "layout; turn dropout off, and record again"
+            )
+            return found
         if culprits:
             verdict.verdict, verdict.culprits = "diverged", culprits
             verdict.origins = sorted({rank for c in culprits[:1] for rank in _ranks_of(c, result)})
@@ -180,22 +201,21 @@ def _culprits(
     effects = [each for each in wrong if each.is_effect]
     if not effects:
         return []
-    of_kind = {
-        kind: [each for each in wrong if each.kind == kind]
-        for kind in ("parameter", "input", "output", "gradient")
-    }
+    of_kind: dict[str, list[PlaceFound]] = {}
+    for each in wrong:
+        of_kind.setdefault("output" if each.kind == "given" else each.kind, []).append(each)
     first: PlaceFound | None = None
-    if of_kind["parameter"]:
+    if "parameter" in of_kind:
         first = of_kind["parameter"][0]
-    elif of_kind["output"] or of_kind["gradient"]:
+    elif {"output", "gradient"} & of_kind.keys():  # what was given, and then what was made of it
         if swapped := weights.swapped():
             return [_swapped(sides, *swapped[0], result)]
         odd = weights.out_of_order()
         if odd:
             return [_ordered(sides, weights, odd, result)]
     if first is None:
-        for kind in ("input", "output", "gradient"):
-            if of_kind[kind]:
+        for kind in ("input", "output", "gradient", "update"):
+            if kind in of_kind:
                 first = _telling(of_kind[kind])
                 break
     assert first is not None
@@ -205,6 +225,8 @@ def _culprits(
 def _telling(found: Sequence[PlaceFound]) -> PlaceFound:
     """The first, unless a cause is known of one that is as early."""
     first = found[0]
+    if first.kind == "gradient" and first.cause == "result":
+        first = found[-1]  # backward begins at the last module
     same = [each for each in found if each.name == first.name or first.kind == "gradient"]
     return next((each for each in same if each.cause == "structure"), first)
 
@@ -295,11 +317,10 @@ def _notes(weights: RankWeights) -> Iterable[str]:
 def _culprit(sides: _Sides, found: PlaceFound, affected: int) -> Culprit:
     mine, other = sides.in_order(found.ours, found.theirs)
     call, there = mine.call, other.call  # type: ignore[attr-defined]
-    kinds = {"parameter": "parameter", "input": "input", "output": "output", "gradient": "gradient"}
     return Culprit(
         name=call.name,
         cause=found.cause,
-        kind=kinds[found.kind],  # type: ignore[arg-type]
+        kind=_KINDS[found.kind],
         direction="backward" if found.kind == "gradient" else call.direction,
         step=call.step,
         rank=found.rank,
@@ -327,7 +348,8 @@ def _measured(sides: _Sides, found: PlaceFound) -> MeasuredPlace:
     tensor = found.ours.record.name.removeprefix(found.ours.call.name + ".")
     names = sides.in_order(found.ours.call.module, found.theirs.call.module)
     return MeasuredPlace(
-        actual=str(names[0]), expected=str(names[1]), tensor=tensor, kind=found.kind,
+        actual=str(names[0]), expected=str(names[1]), tensor=tensor,
+        kind=_PLACES[found.kind],
         call=found.ours.call.name, step=found.ours.call.step, rank=found.rank, error=found.error,
         relative=found.relative, limit=found.limit or None,
         status="equal" if not found.error and found.status == "fine" else _STATUS[found.status],

@@ -189,6 +189,11 @@ class RankWeights:
         """Two modules of a list, such as experts, that have each other's weights on a rank."""
         found = []
         for rank, paths in self.paths.items():
+            for ours, theirs in paths.items():
+                if ours < theirs and paths.get(theirs) == ours:
+                    pair = [self._any(rank, path) for path in (ours, theirs)]
+                    if pair[0] is not None and pair[1] is not None:
+                        found.append((pair[0], pair[1]))
             lists: dict[str, list[tuple[int, int, str]]] = {}
             for ours, theirs in paths.items():
                 (above, _, mine), (_, _, other) = ours.rpartition("."), theirs.rpartition(".")

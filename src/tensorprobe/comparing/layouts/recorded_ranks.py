@@ -15,6 +15,7 @@ from tensorprobe.replay.kinds import kind_of
 from tensorprobe.tensors.pair_metrics import FRACTION_BITS
 
 Array = np.ndarray[Any, Any]
+_DRAWS = ("dropout", "random")
 _WRAPPERS = (
     "DistributedDataParallel",
     "FullyShardedDataParallel",
@@ -43,7 +44,8 @@ class RankStep:
         self.tree = Tree(self.calls)
         self.parameters = dict(self._parameters())
         self.gradients = self._gradients()
-        self.stepped = self._stepped()
+        self.stepped = dict(self._of_optimizers("parameter", "parameters."))
+        self.made = dict(self._of_optimizers("output", "output."))  # the parameters after the step
         self.roots = self._roots()
 
     def module_calls(self, path: str) -> list[Call]:
@@ -66,17 +68,14 @@ class RankStep:
                     name = record.name.removeprefix(f"{calls[0].name}.parameters.")
                     yield label(path, name), Place(calls[0], record)
 
-    def _stepped(self) -> dict[str, Place]:
-        """The parameters as an optimizer is given them: FSDP has gathered those of modules."""
-        found: dict[str, Place] = {}
+    def _of_optimizers(self, role: str, prefix: str) -> Iterable[tuple[str, Place]]:
+        """The parameters as optimizers have them: FSDP has gathered those of modules."""
         for call in self.calls:
             if call.name.startswith("Optimizer."):
                 for record in call.tensors:
                     name = record.name.removeprefix(f"{call.name}.")
-                    if record.role == "parameter" and name.startswith("parameters."):
-                        plain = plain_path(name.removeprefix("parameters."))
-                        found.setdefault(plain, Place(call, record))
-        return found
+                    if record.role == role and name.startswith(prefix):
+                        yield plain_path(name.removeprefix(prefix)), Place(call, record)
 
     def _roots(self) -> list[Call]:
         """The calls of the model; not those by which a pipeline learns the shapes that come."""
@@ -145,6 +144,15 @@ def results(call: Call) -> list[Place]:
 
 def _inputs(call: Call) -> list[TensorRecord]:
     return [r for r in call.tensors if r.role == "input" and r.shape]
+
+
+def draws(calls: Iterable[Call]) -> Call | None:
+    """The first call of a model that draws random numbers."""
+    for call in calls:
+        is_inside = call.module and call.direction == "forward"
+        if is_inside and not call.name.startswith("Module.") and kind_of(call) in _DRAWS:
+            return call
+    return None
 
 
 def given(call: Call) -> list[Place]:
