@@ -87,7 +87,7 @@ def _train(run: Run, model: nn.Module, rows: Callable[[int], torch.Tensor], **op
             recorder.step()
 
 
-def fsdp1(run: Run) -> None:
+def fsdp1(run: Run, hook: bool = False) -> None:
     """FullyShardedDataParallel: each rank has a flat part of all parameters."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -98,7 +98,7 @@ def fsdp1(run: Run) -> None:
     model = FullyShardedDataParallel(net, device_id=cpu)
     _spoil(run, *model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if run.has("reduce op") or run.has("lost bucket"):
+    if hook:
         model.register_comm_hook(None, _Reducing(run))
     with recording(run) as recorder:
         for step in range(STEPS):
@@ -108,8 +108,13 @@ def fsdp1(run: Run) -> None:
             recorder.step()
 
 
+def fsdp1_hook(run: Run) -> None:
+    """The same with a hook that reduces gradients."""
+    fsdp1(run, hook=True)
+
+
 class _Reducing:
-    """A hook of FSDP1 that reduces its first bucket by the maximum, or not at all."""
+    """A hook of FSDP1 that may reduce its first bucket by the maximum, or not at all."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.n = run, 0
@@ -453,6 +458,6 @@ def one_f_one_b(run: Run) -> None:
 
 
 LAYOUTS: dict[str, Callable[[Run], None]] = {
-    "fsdp1": fsdp1, "fsdp2": fsdp2, "sp": sp, "dtensor_sp": dtensor_sp, "2d": two_d, "ep": ep,
+    "fsdp1": fsdp1, "fsdp1_hook": fsdp1_hook, "fsdp2": fsdp2, "sp": sp, "dtensor_sp": dtensor_sp, "2d": two_d, "ep": ep,
     "cp": cp, "gpipe": gpipe, "1f1b": one_f_one_b,
 }  # fmt: skip
