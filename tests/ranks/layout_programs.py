@@ -458,6 +458,6 @@ def one_f_one_b(run: Run) -> None:
 
 
 LAYOUTS: dict[str, Callable[[Run], None]] = {
-    "fsdp1": fsdp1, "fsdp1_hook": fsdp1_hook, "fsdp2": fsdp2, "sp": sp, "dtensor_sp": dtensor_sp, "2d": two_d, "ep": ep,
-    "cp": cp, "gpipe": gpipe, "1f1b": one_f_one_b,
+    "fsdp1": fsdp1, "fsdp1_hook": fsdp1_hook, "fsdp2": fsdp2, "sp": sp, "dtensor_sp": dtensor_sp,
+    "2d": two_d, "ep": ep, "cp": cp, "gpipe": gpipe, "1f1b": one_f_one_b,
 }  # fmt: skip

@@ -451,3 +451,28 @@ OTHER_LAYOUTS: dict[str, Callable[[Run], None]] = {
     for f in (one_tp, one_outside, one_dp, one_ddp, one_fsdp1, one_fsdp2, one_dtensor, one_cp,
               one_sp, one_ep, one_pp)
 }  # fmt: skip
+
+# What is planted on two ranks, with the rank, the cause, and words that the reason must have.
+FAULTS = {
+    "one_tp/no reduce": (0, "structure", "missing all-reduce: blocks.0.down gives a part"),
+    "one_tp/shard order": (0, "structure", "wrong shard order: rank 0 has piece 1 of 2"),
+    "one_tp/double bias": (0, "structure", "double bias: blocks.0.down.bias is added on each"),
+    "one_tp/stale": (1, "weights", "parameter blocks.1.norm.weight is not"),
+    "one_tp/kernel": (1, "result", "what blocks.1.down is given on rank 1 (its features) is off"),
+    "one_tp/lr": (1, "result", "the optimizer makes another"),
+    "one_outside/no reduce": (0, "structure", "missing all-reduce: blocks.0.down gives a part"),
+    "one_outside/kernel": (1, "result", "what blocks.1.down is given on rank 1"),
+    "one_dp/not reduced": (0, "structure", "is not reduced: it differs between ranks 0, 1"),
+    "one_dp/summed": (0, "structure", "2 times too large: summed over ranks"),
+    "one_dp/averaged twice": (0, "structure", "2 times too small: averaged once too often"),
+    "one_ddp/same rows": (0, "data", "no rank gives the model rows 1, 3, 5, 7"),
+    "one_ddp/kernel": (1, "result", "what blocks.1.down is given on rank 1"),
+    "one_fsdp1/kernel": (1, "result", "what blocks.1.down is given on rank 1"),
+    "one_fsdp2/kernel": (1, "result", "what blocks.1.down is given on rank 1"),
+    "one_dtensor/kernel": (1, "result", "what blocks.1.down is given on rank 1"),
+    "one_cp/positions": (1, "data", "position ids are not offset"),
+    "one_sp/not reduced": (0, "structure", "is not reduced: it differs between ranks 0, 1"),
+    "one_sp/kernel": (1, "result", "what blocks.1.down is given on rank 1"),
+    "one_ep/expert": (1, "weights", "weights are swapped: on rank 1 0.experts.0 has those of"),
+    "one_pp/tied": (0, "structure", "tied weights are not synchronised"),
+}

@@ -12,8 +12,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 
 import tensorprobe as tp  # noqa: E402 - found by the line above
+from ranks.other_layouts import FAULTS, OTHER_LAYOUTS  # noqa: E402
 
 BEGIN, END = "<!-- table of tests/ranks/ranks_table.py -->", "<!-- end of the table -->"
+BEGIN_OTHER = "<!-- table of other layouts -->"
+END_OTHER = "<!-- end of other layouts -->"
+NOT_NOISY = ("one_dp", "one_cp", "one_pp")  # these record without noise
 WORLD = 4
 # Program and fault; what must be named: rank, step, call, cause. None: a healthy pair.
 CASES: list[tuple[str, str, str, tuple[int, int, str, str] | None]] = [
@@ -118,17 +122,27 @@ KEEPS = ("tensors", "stats")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--no-page", action="store_true", help="print the table only")
+    parser.add_argument("--only", choices=("same", "other"), help="one of the two tables")
     parser.add_argument("--ranks", type=int, default=WORLD)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        lines = list(_lines(Path(folder), args.ranks))
-    sys.stdout.write("\n".join(lines) + "\n")
+        lines = [] if args.only == "other" else _lines(Path(folder), args.ranks)
+        others = [] if args.only == "same" else _other_lines(Path(folder))
+    sys.stdout.write("\n".join([*lines, *others]) + "\n")
     if not args.no_page:
         page = ROOT / "docs" / "ranks.md"
-        text = page.read_text()
-        before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-        page.write_text("\n".join([before + BEGIN, *lines, END]) + after)
+        for marks, made in (((BEGIN, END), lines), ((BEGIN_OTHER, END_OTHER), others)):
+            if made:
+                text = page.read_text()
+                before, after = text.partition(marks[0])[0], text.partition(marks[1])[2]
+                page.write_text("\n".join([before + marks[0], *made, marks[1]]) + after)
     return 0
+
+
+def _launch(folder: Path, world: int, runs: list[str]) -> None:
+    launcher = ROOT / "tests" / "ranks" / "launch_ranks.py"
+    command = [sys.executable, "-W", "ignore", str(launcher), str(folder), str(world), *runs]
+    subprocess.run(command, check=True)
 
 
 def _lines(folder: Path, world: int) -> list[str]:
@@ -138,10 +152,7 @@ def _lines(folder: Path, world: int) -> list[str]:
         for name in ("healthy", fault)
         for keep in KEEPS
     }
-    launcher = ROOT / "tests" / "ranks" / "launch_ranks.py"
-    subprocess.run(
-        [sys.executable, str(launcher), str(folder), str(world), *sorted(runs)], check=True
-    )
+    _launch(folder, world, sorted(runs))
     found = ["", "| layout | planted | tensors | stats |", "|---|---|---|---|"]
     right = dict.fromkeys(KEEPS, 0)
     for layout, program, fault, expected in CASES:
@@ -157,6 +168,43 @@ def _lines(folder: Path, world: int) -> list[str]:
     total = len(CASES)
     found += ["", ", ".join(f"{keep}: {n} of {total} right" for keep, n in right.items()), ""]
     return found
+
+
+def _other_lines(folder: Path) -> list[str]:
+    """Runs on two and on four ranks against one process; tensors are needed for that."""
+    healthy = [f"{name}/healthy" for name in OTHER_LAYOUTS]
+    noisy = [f"{name}/noise" for name in OTHER_LAYOUTS if name not in NOT_NOISY]
+    of_four = [name for name in healthy if not name.startswith("one_pp")]
+    for world, runs in (1, healthy), (2, [*healthy, *noisy, *FAULTS]), (4, of_four):
+        _launch(folder / str(world), world, runs)
+    found = ["", "| program | planted | two ranks | four ranks |", "|---|---|---|---|"]
+    right = total = 0
+    for name in OTHER_LAYOUTS:
+        one = folder / "1" / f"{name}-healthy"
+        planted = [each for each in (*healthy, *noisy, *FAULTS) if each.startswith(f"{name}/")]
+        for each in planted:
+            cells = []
+            for world in (2, 4):
+                run = folder / str(world) / each.replace("/", "-")
+                if run.exists():
+                    cells.append(_other_cell(tp.compare(run, one).verdict, FAULTS.get(each)))
+            right += sum(cell.startswith("right") for cell in cells)
+            total += len(cells)
+            words = (OTHER_LAYOUTS[name].__doc__ or "").partition(".")[0].replace("\n   ", "")
+            what = each.partition("/")[2].replace("healthy", "nothing")
+            found.append(f"| {words} | {what} | {' | '.join([*cells, ''][:2])} |")
+    return [*found, "", f"{right} of {total} right", ""]
+
+
+def _other_cell(verdict: tp.Verdict, expected: tuple[int, str, str] | None) -> str:
+    if expected is None:
+        return f"{'right' if verdict.verdict == 'match' else 'WRONG'}: {verdict.verdict}"
+    if not verdict.culprits:
+        return f"WRONG: {verdict.verdict}"
+    first = verdict.culprits[0]
+    is_right = (first.rank, first.cause) == expected[:2] and expected[2] in first.reason
+    words = f"rank {first.rank}, {first.cause}: {first.reason[:80]} ..."
+    return f"{'right' if is_right else 'WRONG'}: {words}"
 
 
 def _cell(verdict: tp.Verdict, expected: tuple[int, int, str, str] | None) -> str:

@@ -11,39 +11,14 @@ import pytest
 
 import tensorprobe as tp
 from ranks.gloo_ranks import needs_gloo
+from ranks.other_layouts import FAULTS, OTHER_LAYOUTS
 from tensorprobe.cli.main import main
-from tensorprobe.comparing.layouts.shard_places import Part, places_of, sharded
+from tensorprobe.comparing.layouts.shard_places import ShardPlace, places_of, sharded
 from tensorprobe.comparing.verdict import Verdict
 from tensorprobe.errors import BadUsage
 from tensorprobe.records import Sharding
 
 HERE = Path(__file__).parent
-HEALTHY = ("one_tp", "one_outside", "one_dp", "one_ddp", "one_fsdp1", "one_fsdp2", "one_dtensor",
-           "one_cp", "one_sp", "one_ep", "one_pp")  # fmt: skip
-# What is planted on two ranks, with the rank, the cause, and words that the reason must have.
-FAULTS = {
-    "one_tp/no reduce": (0, "structure", "missing all-reduce: blocks.0.down gives a part"),
-    "one_tp/shard order": (0, "structure", "wrong shard order: rank 0 has piece 1 of 2"),
-    "one_tp/double bias": (0, "structure", "double bias: blocks.0.down.bias is added on each"),
-    "one_tp/stale": (1, "weights", "parameter blocks.1.norm.weight is not"),
-    "one_tp/kernel": (1, "result", "what blocks.1.down is given on rank 1 (its features) is off"),
-    "one_tp/lr": (1, "result", "the optimizer makes another"),
-    "one_outside/no reduce": (0, "structure", "missing all-reduce: blocks.0.down gives a part"),
-    "one_outside/kernel": (1, "result", "what blocks.1.down is given on rank 1"),
-    "one_dp/not reduced": (0, "structure", "is not reduced: it differs between ranks 0, 1"),
-    "one_dp/summed": (0, "structure", "2 times too large: summed over ranks"),
-    "one_dp/averaged twice": (0, "structure", "2 times too small: averaged once too often"),
-    "one_ddp/same rows": (0, "data", "no rank gives the model rows 1, 3, 5, 7"),
-    "one_ddp/kernel": (1, "result", "what blocks.1.down is given on rank 1"),
-    "one_fsdp1/kernel": (1, "result", "what blocks.1.down is given on rank 1"),
-    "one_fsdp2/kernel": (1, "result", "what blocks.1.down is given on rank 1"),
-    "one_dtensor/kernel": (1, "result", "what blocks.1.down is given on rank 1"),
-    "one_cp/positions": (1, "data", "position ids are not offset"),
-    "one_sp/not reduced": (0, "structure", "is not reduced: it differs between ranks 0, 1"),
-    "one_sp/kernel": (1, "result", "what blocks.1.down is given on rank 1"),
-    "one_ep/expert": (1, "weights", "weights are swapped: on rank 1 0.experts.0 has those of"),
-    "one_pp/tied": (0, "structure", "tied weights are not synchronised"),
-}
 FAST = ["one_tp", "one_tp/no reduce", "one_tp/double bias", "one_dp", "one_dp/averaged twice",
         "one_cp/positions", "one_ep/expert", "one_pp", "one_pp/tied"]  # fmt: skip
 
@@ -82,7 +57,7 @@ def fast(tmp_path_factory: pytest.TempPathFactory) -> Launched:
 @pytest.fixture(scope="module")
 def every(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     noisy = [f"{name}/noise" for name in ("one_tp", "one_ddp", "one_fsdp2", "one_sp")]
-    return Launched(tmp_path_factory.mktemp("every"), [*HEALTHY, *FAULTS, *noisy])
+    return Launched(tmp_path_factory.mktemp("every"), [*OTHER_LAYOUTS, *FAULTS, *noisy])
 
 
 def check_fault(verdict: Verdict, name: str) -> None:
@@ -139,7 +114,7 @@ def test_what_cannot_be_known_is_incomparable(fast: Launched, tmp_path: Path) ->
 
 @needs_gloo
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("name", list(OTHER_LAYOUTS))
 def test_each_healthy_layout_matches_one_process(every: Launched, name: str) -> None:
     verdict = every.verdict(name)
     assert verdict.verdict == "match", str(verdict)
@@ -189,7 +164,7 @@ def test_placements_say_where_a_part_lies() -> None:
     plain = Sharding(shape=(8, 6), placements=("Shard(dim=0)", "Shard(dim=1)"), **mesh)  # type: ignore[arg-type]
     whole = np.arange(48.0).reshape(8, 6)
     part = sharded(plain, 3, (8, 6))
-    assert isinstance(part, Part)
+    assert isinstance(part, ShardPlace)
     assert np.array_equal(part.of(whole), whole[4:, 3:])
     strided = Sharding(
         shape=(8, 6), placements=("_StridedShard(dim=0, sf=2)", "Shard(dim=0)"), **mesh

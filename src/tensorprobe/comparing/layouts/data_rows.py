@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tensorprobe.comparing.layouts.recorded_ranks import RankStep, given
-from tensorprobe.comparing.layouts.shard_places import Part, places_of
+from tensorprobe.comparing.layouts.shard_places import ShardPlace, places_of
 
 Array = np.ndarray[Any, Any]
 
@@ -17,7 +17,7 @@ class DataRows:
     """For each rank and call of its model, which part of what the one process is given it has."""
 
     def __init__(self, one: RankStep, ranks: Mapping[int, RankStep]) -> None:
-        self.parts: dict[tuple[int, int], Part] = {}
+        self.parts: dict[tuple[int, int], ShardPlace] = {}
         self._whole = np.zeros(0)
         self.other_data: list[int] = []  # ranks that were given what the one process was not
         firsts = [given(root)[0].array() for root in one.roots]
@@ -35,7 +35,7 @@ class DataRows:
             if not self._borrow(rank, ranks, one):
                 self.other_data.append(rank)
 
-    def _part(self, piece: Array) -> Part | None:
+    def _part(self, piece: Array) -> ShardPlace | None:
         found = places_of(piece, self._whole)
         if not found:
             return None
@@ -47,7 +47,7 @@ class DataRows:
         mine = ranks[rank]
         if len(mine.tree.modules) >= len(one.tree.modules):
             return False
-        rows: dict[object, list[Part]] = {}
+        rows: dict[object, list[ShardPlace]] = {}
         for other in {each for each, _ in self.parts}:
             every = [self.parts[key] for key in sorted(self.parts) if key[0] == other]
             parts = [p for n, p in enumerate(every) if not n or p.key != every[n - 1].key]
@@ -95,11 +95,11 @@ class DataRows:
         cut = [axis for axis, places in enumerate(part.axes) if places is not None]
         if all(axis < whole.ndim and whole.shape[axis] == there[axis] for axis in cut):
             axes = (*part.axes, *(None,) * whole.ndim)[: whole.ndim]
-            return Part(axes).of(whole)
+            return ShardPlace(axes).of(whole)
         tokens = int(np.prod(there[: max(cut) + 1]))
         if whole.ndim and whole.shape[0] == tokens:  # [batch * tokens, features]
             numbers = np.arange(tokens).reshape(there[: max(cut) + 1])
-            places = Part(part.axes[: max(cut) + 1]).of(numbers).reshape(-1)
+            places = ShardPlace(part.axes[: max(cut) + 1]).of(numbers).reshape(-1)
             return whole.take(places, 0)
         return None
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from tensorprobe.comparing.layouts.recorded_ranks import Place, RankStep
 from tensorprobe.comparing.layouts.shard_places import (
-    Part,
+    ShardPlace,
     block_of,
     grid_of,
     places_of,
@@ -32,9 +32,9 @@ class Held(NamedTuple):
     rank: int
     name: str
     whole: str
-    part: Part
+    part: ShardPlace
     found: bool
-    choices: tuple[Part, ...]
+    choices: tuple[ShardPlace, ...]
     place: Place
 
 
@@ -161,7 +161,7 @@ class RankWeights:
         found = self._usual.get((rank, n))
         return found if found is not None else self._order[rank] % n
 
-    def _choose(self, held: Held) -> Part:
+    def _choose(self, held: Held) -> ShardPlace:
         sharding = held.place.record.sharding
         if sharding is not None:
             there = sharded(sharding, held.rank, self._arrays[held.whole].shape)
@@ -233,7 +233,7 @@ class RankWeights:
         return lost
 
 
-def _covers(part: Part, other: Part, shape: Sequence[int]) -> bool:
+def _covers(part: ShardPlace, other: ShardPlace, shape: Sequence[int]) -> bool:
     """Whether two parts have the same places."""
     for length, mine, theirs in zip(shape, part.axes, other.axes, strict=True):
         every = np.arange(length)

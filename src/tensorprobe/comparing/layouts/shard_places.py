@@ -18,7 +18,7 @@ _SHARD = re.compile(r"_?(?:Strided)?Shard\(dim=(\d+)")
 _MOST_AXES = 8
 
 
-class Part(NamedTuple):
+class ShardPlace(NamedTuple):
     """By axis which places of the whole a part has, in order; None: all of them.
 
     `block` and `grid` say the same where it is one of equal blocks: its place and their number.
@@ -64,13 +64,13 @@ class Part(NamedTuple):
         return f"some places of dimension {', '.join(axes)}"
 
 
-def block_of(shape: Sequence[int], block: Sequence[int], grid: Sequence[int]) -> Part:
+def block_of(shape: Sequence[int], block: Sequence[int], grid: Sequence[int]) -> ShardPlace:
     """One of equal blocks of a tensor of this shape."""
     axes: list[Array | None] = []
     for length, at, n in zip(shape, block, grid, strict=True):
         size = length // n
         axes.append(None if n == 1 else np.arange(at * size, (at + 1) * size))
-    return Part(tuple(axes), tuple(block), tuple(grid))
+    return ShardPlace(tuple(axes), tuple(block), tuple(grid))
 
 
 def grid_of(part: Sequence[int], whole: Sequence[int]) -> tuple[int, ...] | None:
@@ -82,11 +82,11 @@ def grid_of(part: Sequence[int], whole: Sequence[int]) -> tuple[int, ...] | None
     return tuple(b // a for a, b in zip(part, whole, strict=True))
 
 
-def places_of(part: Array, whole: Array) -> list[Part]:
+def places_of(part: Array, whole: Array) -> list[ShardPlace]:
     """Where the numbers of a part are found in the whole, bit for bit; all places, if there are
     several, of equal blocks."""
     if part.shape == whole.shape and _same(part, whole):
-        return [Part((None,) * whole.ndim, (0,) * whole.ndim, (1,) * whole.ndim)]
+        return [ShardPlace((None,) * whole.ndim, (0,) * whole.ndim, (1,) * whole.ndim)]
     grid = grid_of(part.shape, whole.shape)
     if grid is not None and 1 < math.prod(grid) <= _MOST_BLOCKS:
         found = []
@@ -99,11 +99,11 @@ def places_of(part: Array, whole: Array) -> list[Part]:
     if part.ndim == 1 and whole.ndim > 1:
         first = _run_in(_names(part, 0), _names(whole.reshape(-1), 0))
         places = np.arange(first or 0, (first or 0) + part.size)
-        return [] if first is None else [Part((places,), is_flat=True)]
+        return [] if first is None else [ShardPlace((places,), is_flat=True)]
     return list(_by_rows(part, whole))
 
 
-def sharded(sharding: Sharding, rank: int, shape: Sequence[int]) -> Part | None:
+def sharded(sharding: Sharding, rank: int, shape: Sequence[int]) -> ShardPlace | None:
     """Where a DTensor's part lies, as its placements say; None where that is not known."""
     if tuple(sharding.shape) != tuple(shape) or rank not in sharding.ranks:
         return None
@@ -125,10 +125,10 @@ def sharded(sharding: Sharding, rank: int, shape: Sequence[int]) -> Part | None:
         places = np.arange(shape[axis]) if before is None else before
         size = -(-len(places) // sizes[n])
         axes[axis] = places[at[n] * size : (at[n] + 1) * size]
-    return Part(tuple(axes))
+    return ShardPlace(tuple(axes))
 
 
-def _by_rows(part: Array, whole: Array) -> Iterator[Part]:
+def _by_rows(part: Array, whole: Array) -> Iterator[ShardPlace]:
     """Places of whole rows, in any order; of columns where there are no such rows."""
     if part.ndim != whole.ndim or not part.ndim:
         return
@@ -143,12 +143,12 @@ def _by_rows(part: Array, whole: Array) -> Iterator[Part]:
         if len(where) < len(theirs):
             if (first := _run_in(_names(part, axis), theirs)) is not None:
                 places = np.arange(first, first + part.shape[axis])
-                yield Part(tuple(places if n == axis else None for n in range(whole.ndim)))
+                yield ShardPlace(tuple(places if n == axis else None for n in range(whole.ndim)))
             return  # rows that are the same cannot be told apart
         ours = [where.get(name) for name in _names(part, axis)]
         if ours and all(each is not None for each in ours):
             places = np.array(ours, np.int64)
-            yield Part(tuple(places if n == axis else None for n in range(whole.ndim)))
+            yield ShardPlace(tuple(places if n == axis else None for n in range(whole.ndim)))
             return
 
 
