@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tensorprobe.comparing.align import is_constant
 from tensorprobe.comparing.layouts.recorded_ranks import Place, RankStep
 from tensorprobe.comparing.layouts.shard_places import (
     ShardPlace,
@@ -247,7 +248,7 @@ def _tied(one: RankStep) -> dict[str, tuple[str, ...]]:
     groups: dict[object, list[str]] = {}
     for name, place in one.parameters.items():
         record = place.record
-        if record.digest is not None and len(record.shape) > 1:
+        if record.digest is not None and len(record.shape) > 1 and not is_constant(record):
             groups.setdefault((record.digest, record.shape), []).append(name)
     # a parameter that is used twice has one gradient; copies have one each
     return {

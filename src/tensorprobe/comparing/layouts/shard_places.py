@@ -16,6 +16,7 @@ Array = np.ndarray[Any, Any]
 _MOST_BLOCKS = 4096
 _SHARD = re.compile(r"_?(?:Strided)?Shard\(dim=(\d+)")
 _MOST_AXES = 8
+_LEAD = 8  # numbers that are looked for before the rest is compared
 
 
 class ShardPlace(NamedTuple):
@@ -97,7 +98,7 @@ def places_of(part: Array, whole: Array) -> list[ShardPlace]:
         if found:
             return found
     if part.ndim == 1 and whole.ndim > 1:
-        first = _run_in(_names(part, 0), _names(whole.reshape(-1), 0))
+        first = _run_of_numbers(part, whole.reshape(-1))
         places = np.arange(first or 0, (first or 0) + part.size)
         return [] if first is None else [ShardPlace((places,), is_flat=True)]
     return list(_by_rows(part, whole))
@@ -159,6 +160,18 @@ def _run_in(ours: list[bytes], theirs: list[bytes]) -> int | None:
         if theirs[n] == ours[0] and theirs[n : n + len(ours)] == ours
     ]  # fmt: skip
     return found[0] if len(found) == 1 else None
+
+
+def _run_of_numbers(ours: Array, theirs: Array) -> int | None:
+    """The same of single numbers, of which there may be many."""
+    if not ours.size or ours.size > theirs.size:
+        return None
+    lead = min(ours.size, _LEAD)
+    found = np.arange(theirs.size - ours.size + 1)
+    for n in range(lead):
+        found = found[theirs[found + n] == ours[n]]
+    right = [int(n) for n in found[:_MOST_BLOCKS] if _same(ours, theirs[n : n + ours.size])]
+    return right[0] if len(right) == 1 and len(found) <= _MOST_BLOCKS else None
 
 
 def _names(array: Array, axis: int) -> list[bytes]:
