@@ -107,9 +107,9 @@ def compare_layouts(
     except (UnreadableCapture, OSError) as error:
         verdict.verdict, verdict.reason = "incomparable", f"{error}"
         return [], verdict
-    pairs = [_pair(sides, each) for each in found]
+    pairs = _pairs(sides, found)
     verdict.boundaries = [_measured(sides, each) for each in found]
-    verdict.counts["aligned"] = len({(id(p.pair.actual), id(p.pair.expected)) for p in pairs})
+    verdict.counts["aligned"] = len(pairs)
     verdict.counts["diverged"] = sum(each.status == "wrong" for each in found)
     return pairs, verdict
 
@@ -377,14 +377,18 @@ def _measured(sides: _Sides, found: PlaceFound) -> MeasuredPlace:
     )  # fmt: skip
 
 
-def _pair(sides: _Sides, found: PlaceFound) -> CallPair:
-    mine, other = sides.in_order(found.ours, found.theirs)
-    ours, theirs = (_bare(each.record) for each in (mine, other))  # type: ignore[attr-defined]
-    name = found.ours.record.name.removeprefix(found.ours.call.name + ".")
-    row = TensorPair(name, ours, theirs, distance=found.error)
-    if ours.shape != theirs.shape:
-        row.problem = f"compared as a part: {found.how}" if found.how else "compared as a part"
-    return CallPair(Pair(mine.call, other.call, "mapped"), [row])  # type: ignore[attr-defined]
+def _pairs(sides: _Sides, found: Iterable[PlaceFound]) -> list[CallPair]:
+    """What was compared, by call; in the order in which the ranks made them."""
+    pairs: dict[tuple[int, int], CallPair] = {}
+    for each in found:
+        mine, other = (each.theirs, each.ours) if sides.is_swapped else (each.ours, each.theirs)
+        name = each.ours.record.name.removeprefix(each.ours.call.name + ".")
+        row = TensorPair(name, _bare(mine.record), _bare(other.record), distance=each.error)
+        if mine.record.shape != other.record.shape:
+            row.problem = f"compared as a part: {each.how}" if each.how else "compared as a part"
+        pair = CallPair(Pair(mine.call, other.call, "mapped"), [])
+        pairs.setdefault((id(mine.call), id(other.call)), pair).tensors.append(row)
+    return sorted(pairs.values(), key=lambda each: (each.call.rank, each.call.index))
 
 
 def _bare(record: TensorRecord) -> TensorRecord:
