@@ -28,6 +28,8 @@ def _rank(rank: int, world: int, meet: str, folder: Path, runs: list[str]) -> No
     import torch
     import torch.distributed as dist
 
+    from ranks.layout_programs import LAYOUTS
+    from ranks.other_layouts import OTHER_LAYOUTS
     from ranks.rank_programs import PROGRAMS, Run
 
     torch.set_num_threads(1)
@@ -37,7 +39,7 @@ def _rank(rank: int, world: int, meet: str, folder: Path, runs: list[str]) -> No
         name = each.replace("/", "-")
         run = Run(str(folder / name), fault if fault != "healthy" else "",
                   8 if fault == "again" else 7, *keep)  # fmt: skip
-        PROGRAMS[program](run)
+        {**PROGRAMS, **LAYOUTS, **OTHER_LAYOUTS}[program](run)
         dist.barrier()
     dist.destroy_process_group()
 

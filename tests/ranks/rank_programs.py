@@ -21,6 +21,24 @@ from comparing.planting import Device, Fault
 STEPS = 2
 
 
+class RankDevice(Device):
+    """A Device that also works on a rank's part of a DTensor."""
+
+    def _with_noise(self, x: torch.Tensor) -> torch.Tensor:
+        part = getattr(x, "_local_tensor", None)
+        if part is None:
+            return super()._with_noise(x)
+        part.copy_(super()._with_noise(part))
+        return x
+
+    def _strike(self, result: Any, fault: Fault, in_place: bool) -> Any:
+        part = getattr(result, "_local_tensor", None)
+        if part is None:
+            return super()._strike(result, fault, in_place)
+        super()._strike(part, fault, in_place=True)
+        return result
+
+
 class Run:
     """One recording of a program on this rank, with at most one fault in it."""
 
@@ -36,7 +54,7 @@ class Run:
     @contextlib.contextmanager
     def recording(self, kernel: Fault | None = None, noise: bool = True) -> Iterator[tp.Recorder]:
         """Record what is inside, with rounding noise of its own on every rank."""
-        device = Device(noise, kernel, seed=self._seed + self.rank)
+        device = RankDevice(noise, kernel, seed=self._seed + self.rank)
         with device, tp.Recorder(self.folder, keep=self.keep, log=lambda text: None) as recorder:
             yield recorder
         assert kernel is None or device.struck, f"{kernel.op} was not called"

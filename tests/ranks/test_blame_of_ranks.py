@@ -29,6 +29,9 @@ RUNS = [
     "manual/stale", "manual/lost bucket", "ddp/healthy", "ddp/kernel", "ddp/hook", "ddp/again",
     "nan/healthy", "nan/nan", "broken/healthy", "broken/all_reduce", "broken/order",
     "groups/healthy", "groups/kernel",
+    "fsdp1/healthy", "fsdp1/again", "fsdp1/stale", "sp/healthy", "sp/lost bucket",
+    "2d/healthy", "2d/kernel", "ep/healthy", "ep/expert", "cp/healthy", "cp/positions",
+    "gpipe/healthy", "gpipe/again", "1f1b/healthy", "1f1b/tf32",
 ]  # fmt: skip
 
 
@@ -63,6 +66,10 @@ def first(verdict: Verdict) -> tuple[int, int, str]:
         ("nan-nan", (1, 1, "Torch.log.0.forward")),
         ("broken-all_reduce", (1, 1, "Distributed.all_reduce.0.forward")),
         ("groups-kernel", (3, 0, "Functional.gelu.0.forward")),
+        ("fsdp1-stale", (2, 0, "Distributed.all_gather.0.forward")),
+        ("2d-kernel", (2, 0, "Torch.tanh.1.forward")),
+        ("ep-expert", (2, 0, "Module.0.experts.0.Linear.forward.0")),
+        ("cp-positions", (2, 0, "Module.ContextNet.forward.0")),
     ],
 )
 def test_one_rank_is_the_origin(runs: Path, name: str, origin: tuple[int, int, str]) -> None:
@@ -72,9 +79,26 @@ def test_one_rank_is_the_origin(runs: Path, name: str, origin: tuple[int, int, s
     assert verdict.origins == [origin[0]]
 
 
-@pytest.mark.parametrize("name", ["manual-again", "ddp-again"])
+@pytest.mark.parametrize("name", ["manual-again", "ddp-again", "fsdp1-again", "gpipe-again"])
 def test_noise_on_every_rank_is_a_match(runs: Path, name: str) -> None:
     assert compared(runs, name).verdict == "match"
+
+
+def test_a_reduction_that_only_one_side_makes(runs: Path) -> None:
+    verdict = compared(runs, "sp-lost bucket")
+    assert first(verdict) == (0, 0, "Distributed.all_reduce.2.forward"), str(verdict)
+    assert verdict.culprits[0].cause == "structure"
+    assert verdict.origins == [0, 1, 2, 3]
+
+
+def test_a_switch_of_one_rank_is_the_cause(runs: Path) -> None:
+    verdict = compared(runs, "1f1b-tf32")
+    assert first(verdict) == (2, 0, "Functional.linear.1.forward"), str(verdict)
+    culprit = verdict.culprits[0]
+    assert culprit.cause == "flag"
+    assert culprit.reason.startswith("numerics."), culprit.reason
+    assert " on rank 2, " in culprit.reason
+    assert verdict.origins == [2]
 
 
 def test_the_others_received_it_through_a_named_communication(runs: Path) -> None:

@@ -43,6 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --at: allow errors of this share of a tensor's size",
     )  # fmt: skip
     parser.add_argument(
+        "--layout", metavar="FILE",
+        help="layout.yaml of the run with several ranks, where the other is one process",
+    )  # fmt: skip
+    parser.add_argument(
         "--references", metavar="FILE", help="Python file with @tensorprobe.reference functions"
     )
     parser.add_argument(
@@ -101,6 +105,7 @@ def _run(args: argparse.Namespace, workers: Workers | None) -> int:
             at=args.at,
             rows=args.rows,
             within=args.within,
+            layout=args.layout,
             step=args.step,
             rank=args.rank,
             jobs=workers or 1,

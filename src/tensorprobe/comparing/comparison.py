@@ -28,6 +28,7 @@ from tensorprobe.comparing.measure import (
 from tensorprobe.comparing.opaque import opaque_modules
 from tensorprobe.comparing.rank_causes import origins_of, settle_ranks
 from tensorprobe.comparing.rank_facts import facts_of_ranks, world_size
+from tensorprobe.comparing.rank_switches import RankSwitches
 from tensorprobe.comparing.received import by_rank, hears_for, in_causal_order
 from tensorprobe.comparing.rounding import (
     Mode,
@@ -116,6 +117,7 @@ def compare_captures(
     at: str | Sequence[str] = (),
     rows: str | None = None,
     within: float | None = None,
+    layout: str | os.PathLike[str] | None = None,
     step: int | None = None,
     rank: int | None = None,
     jobs: int | Workers | None = None,
@@ -128,6 +130,10 @@ def compare_captures(
     """What tp.compare does, without its files; `jobs` may also be processes that run already."""
     known = NO_MAPPING if mapping is None else read_mapping(mapping)
     places = (at,) if isinstance(at, str) else tuple(at)
+    if layout is not None:
+        if places:
+            raise BadUsage("`layout` compares all of two runs: leave out `at`")
+        return _of_other_layouts((_opened(actual), _opened(expected)), Path(layout), step, rank)
     if places:
         sides = _opened(actual), _opened(expected)
         return _chosen(sides, noise, step, rank, at=places, rows=rows, within=within, known=known)
@@ -137,6 +143,10 @@ def compare_captures(
         replayer.start()  # what is wrong with a user's code is told before the work, not after it
     with workers_for(map(_path, (actual, expected)), jobs) as workers:
         ours, theirs = _opened(actual), _opened(expected)
+        if _are_of_other_layouts(ours, theirs, rank):
+            if workers is not None:
+                workers.end()
+            return _of_other_layouts((ours, theirs), None, step, rank)
         with no_garbage():
             pairs = [pair_tensors(pair) for pair in _align(ours, theirs, known, step, rank)]
             measure(pairs, workers=workers, progress=progress)
@@ -173,6 +183,29 @@ def _chosen(
     verdict.notes += _general_notes(verdict, actual, expected)
     _tell_damage(verdict, (actual, expected), pairs)
     return Compared(actual, expected, pairs, verdict, proposed=proposed)
+
+
+def _are_of_other_layouts(actual: Capture, expected: Capture, rank: int | None) -> bool:
+    """Whether the runs had other numbers of ranks, and all are to be compared."""
+    if rank is not None or max(len(actual.ranks), len(expected.ranks)) == 1:
+        return False
+    from tensorprobe.comparing.layouts.layout_verdict import have_other_layouts
+
+    return have_other_layouts(actual, expected)
+
+
+def _of_other_layouts(
+    sides: tuple[Capture, Capture], layout: Path | None, step: int | None, rank: int | None
+) -> Compared:
+    # here: it takes numpy, which is not needed where other processes measure
+    from tensorprobe.comparing.layouts.layout_verdict import compare_layouts
+
+    actual, expected = sides
+    with no_garbage():
+        pairs, verdict = compare_layouts(actual, expected, layout, step, rank)
+    verdict.notes += _general_notes(verdict, actual, expected)
+    _tell_damage(verdict, (actual, expected), pairs)
+    return Compared(actual, expected, pairs, verdict)
 
 
 def _check_unchosen(rows: str | None, within: float | None, mapping: CallMapping) -> None:
@@ -280,7 +313,8 @@ def _judge(
         verdict.verdict = "incomparable"
         verdict.reason = _why_incomparable(actual, expected, pairs, aligned)
         return Compared(actual, expected, pairs, verdict)
-    verdict.notes += coarsen(pairs, (actual.facts, expected.facts))
+    switches = RankSwitches(actual, expected, sorted(of_rank))
+    verdict.notes += coarsen(pairs, switches.facts)
     if not any(map(sees_operators, pairs)):
         coarsen_modules(pairs)
     verdict.notes += dtype_notes(pairs)
@@ -314,6 +348,7 @@ def _judge(
         {rank: found.culprits for rank, found in zip(ranks, findings, strict=True)},
         {r: f.reach for r, f in zip(ranks, findings, strict=True) if f.reach is not None},
     )
+    switches.name(verdict.culprits)
     if len(ranks) > 1:
         verdict.origins = origins_of(verdict.culprits, verdict.received)
     counts["diverged"] = sum(sum(found.diverged.values()) for found in findings)

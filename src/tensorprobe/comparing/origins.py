@@ -19,6 +19,7 @@ from tensorprobe.comparing.culprit import (
 from tensorprobe.comparing.measure import TensorPair
 from tensorprobe.comparing.rounding import (
     ROUNDING,
+    SAME_SUM,
     distance,
     number_text,
     pair_roundoff,
@@ -545,6 +546,41 @@ def written_through_view(scene: Scene, node: Node, row: TensorPair) -> Node | No
         return None
     before, writer = found
     return writer if _explains(row, before, writer) else None
+
+
+def gathered(scene: Scene, node: Node, row: TensorPair) -> bool:
+    """Whether on both sides an input is what a communication before it got, piece by piece.
+
+    FSDP1 gathers its weights into pieces of one tensor, which no call then gives as a whole.
+    """
+    for at in range(node.i - 1, max(-1, node.i - _LOOK_BACK), -1):
+        heard = scene.nodes[at].heard
+        if heard is not None and len(pieces := scene.nodes[at].outputs) > 1:
+            sides = (0, 1)
+            if all(_is_joined(_side(row, n), [_side(piece, n) for piece in pieces]) for n in sides):
+                return True
+    return False
+
+
+def _side(row: TensorPair, side: int) -> TensorRecord | None:
+    return (row.actual, row.expected)[side]
+
+
+def _is_joined(whole: TensorRecord | None, pieces: Sequence[TensorRecord | None]) -> bool:
+    """Whether a tensor has the numbers of several others, by their statistics."""
+    total = whole.summary if whole is not None else None
+    known = [(each, each.summary) for each in pieces if each is not None and each.summary]
+    if whole is None or total is None or total.norm is None or len(known) < len(pieces):
+        return False
+    if sum(each.numel for each, _ in known) != whole.numel:
+        return False
+    ends = [(s.min, s.max) for _, s in known if s.min is not None and s.max is not None]
+    norms = [s.norm for _, s in known if s.norm is not None]
+    if len(ends) < len(known) or len(norms) < len(known):
+        return False
+    return (total.min, total.max) == (min(e[0] for e in ends), max(e[1] for e in ends)) and (
+        math.isclose(total.norm, math.hypot(*norms), rel_tol=SAME_SUM)
+    )
 
 
 def written_by_one_side(scene: Scene, node: Node, row: TensorPair) -> Found:

@@ -13,7 +13,7 @@ from tensorprobe.records import Capture
 
 def facts_of_ranks(actual: Capture, expected: Capture, ranks: Sequence[int]) -> list[str]:
     """How the facts of two runs differ; with the ranks, where it is not all of these."""
-    ours, theirs = _by_rank(actual), _by_rank(expected)
+    ours, theirs = facts_by_rank(actual), facts_by_rank(expected)
     common = [rank for rank in ranks if rank in ours and rank in theirs]
     if len(ranks) < 2 or not common:
         return fact_differences(actual.facts, expected.facts)
@@ -32,7 +32,7 @@ def facts_of_ranks(actual: Capture, expected: Capture, ranks: Sequence[int]) -> 
 
 def world_size(capture: Capture) -> int | None:
     """How many ranks the run had; None where it was not written down."""
-    for facts in (capture.facts, *_by_rank(capture).values()):
+    for facts in (capture.facts, *facts_by_rank(capture).values()):
         environment = facts.get("environment")
         size = environment.get("WORLD_SIZE") if isinstance(environment, Mapping) else None
         if isinstance(size, str) and size.isdigit():
@@ -50,7 +50,7 @@ class OddFact:
 
 def odd_facts(capture: Capture) -> list[OddFact]:
     """The facts that are not the same on all ranks of a run."""
-    ranks = _by_rank(capture)
+    ranks = facts_by_rank(capture)
     if len(ranks) < 2:
         return []
     usual = _usual(list(ranks.values()))
@@ -80,7 +80,8 @@ def _usual(all_facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return usual
 
 
-def _by_rank(capture: Capture) -> dict[int, Mapping[str, Any]]:
+def facts_by_rank(capture: Capture) -> dict[int, Mapping[str, Any]]:
+    """What each rank of a run wrote down about itself."""
     about = capture.facts.get("ranks")
     if not isinstance(about, Mapping):
         return {}

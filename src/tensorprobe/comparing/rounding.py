@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from tensorprobe.comparing.measure import CallPair, TensorPair
@@ -38,6 +38,9 @@ _SWITCHES = {
     "npu": (("npu.matmul_hf32",), ("npu.conv_hf32",)),
     "cpu": (("numerics.mkldnn_fp32_precision",), ("numerics.mkldnn_fp32_precision",)),
 }  # fmt: skip
+SWITCHES = tuple(
+    dict.fromkeys(name for both in _SWITCHES.values() for each in both for name in each)
+)
 
 
 @functools.cache
@@ -227,13 +230,19 @@ def product_unit(facts: Mapping[str, Any], call: Call) -> float:
     if switches is None:
         return 0.0
     is_convolution = "conv" in api_of(call.op).lower()
-    return max((_unit(facts, switch) for switch in switches[is_convolution]), default=0.0)
+    return max((switch_unit(facts, switch) for switch in switches[is_convolution]), default=0.0)
 
 
-def _unit(facts: Mapping[str, Any], switch: str) -> float:
+def switch_value(facts: Mapping[str, Any], switch: str) -> object:
+    """How a switch was set; None where it was not written down."""
     room, _, name = switch.partition(".")
     held = facts.get(room)
-    value = held.get(name) if isinstance(held, Mapping) else None
+    return held.get(name) if isinstance(held, Mapping) else None
+
+
+def switch_unit(facts: Mapping[str, Any], switch: str) -> float:
+    """The unit roundoff that a switch gives to products; 0 if none."""
+    value = switch_value(facts, switch)
     if value is True:
         return _TF32
     return _WORDS.get(value, 0.0) if isinstance(value, str) else 0.0
@@ -270,14 +279,19 @@ def coarsen_modules(pairs: Sequence[CallPair]) -> None:
                     row.coarse = max(row.coarse, unit)
 
 
-def coarsen(pairs: Sequence[CallPair], facts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Let products that a switch makes coarser be judged by its rounding; what to say of it."""
+def coarsen(
+    pairs: Sequence[CallPair], facts: Callable[[int], Sequence[Mapping[str, Any]]]
+) -> list[str]:
+    """Let products that a switch makes coarser be judged by its rounding; what to say of it.
+
+    `facts` gives those of a rank, on both sides."""
     told: dict[str, int] = {}
     for pair in pairs:
         if not pair.is_paired:
             continue
         calls = (pair.pair.actual, pair.pair.expected)
-        units = [product_unit(f, c) for f, c in zip(facts, calls, strict=True) if c is not None]
+        known = facts(pair.call.rank)
+        units = [product_unit(f, c) for f, c in zip(known, calls, strict=True) if c is not None]
         if not any(units):
             continue
         for row in pair.tensors:

@@ -25,6 +25,7 @@ from tensorprobe.comparing.rounding import (
     rms_size,
     same_bits,
 )
+from tensorprobe.comparing.unwritten import calls_on_unwritten
 from tensorprobe.comparing.verdict import Culprit
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import IN_MEMORY, Call, TensorRecord
@@ -503,6 +504,10 @@ class Scene:
         for i, inside in units.items():
             self.nodes[i].unit_size = len(inside)
         self._children = self._find_children()
+        for at in calls_on_unwritten(self.nodes, self.flow.forward):
+            node = self.nodes[at]
+            node.inputs = [row for row in node.inputs if row.role == "parameter"]
+            node.outputs = []
         for node in self.nodes:
             self._leave_out_workspaces(node)
         self._settle_places()
@@ -640,7 +645,7 @@ class Scene:
             makers = [
                 self.nodes[at]
                 for row in node.inputs
-                if not same_bits(row)
+                if _has_other_content(row)
                 for at in self.flow.producers(node.i, row.name)
                 if at is not None
             ]
@@ -903,9 +908,15 @@ def _made_anew(node: Node, given: Sequence[TensorPair]) -> set[Hashable]:
     return {_contents(row) for row in node.outputs if same_bits(row) is False and is_moved(row)}
 
 
-def _contents(row: TensorPair) -> Hashable:
+def _contents(row: TensorPair) -> tuple[Hashable, Hashable]:
     a, e = row.actual, row.expected
     return content(a) if a is not None else None, content(e) if e is not None else None
+
+
+def _has_other_content(row: TensorPair) -> bool:
+    """Whether bits or statistics differ."""
+    ours, theirs = _contents(row)
+    return ours is None or ours != theirs
 
 
 def _likeness(node: Node) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 
 from tensorprobe.comparing import arguments, moments
@@ -22,6 +23,7 @@ from tensorprobe.comparing.measure import TensorPair
 from tensorprobe.comparing.moves import Moves
 from tensorprobe.comparing.origins import (
     Boundaries,
+    gathered,
     reordered,
     wired_otherwise,
     written_by_one_side,
@@ -33,9 +35,11 @@ from tensorprobe.comparing.rounding import (
     is_moved,
     number_text,
     pair_roundoff,
+    rms_size,
     same_bits,
 )
 from tensorprobe.comparing.scene import (
+    AMPLIFIES,
     APART,
     FAINT,
     Node,
@@ -48,6 +52,7 @@ from tensorprobe.comparing.scene import (
     leaf_differs,
     nonfinite_counts,
     nonfinite_differs,
+    relative,
     shrink_factor,
     summed_size,
     unit_growth,
@@ -155,7 +160,7 @@ class Walk:
                 continue
             if (is_later or row.role == "parameter") and self._boundaries.has_seen(node, row):
                 continue  # stepped since, in the closure of an optimizer, say
-            if not self._changes_something(node):
+            if not self._changes_something(node) or gathered(scene, node, row):
                 continue
             if row.role == "input" and (origin := written_through_view(scene, node, row)):
                 node.taint |= origin.taint
@@ -389,8 +394,18 @@ class Walk:
             return False
         if self.scene.distance(node, row, summed_size(node, row)) <= ROUNDING:
             return False  # what a sum that cancels has left
+        if self._is_part(node, row):
+            return False
         # Adam divides noise by noise: only a replay can tell
         return not (node.i in self.scene.in_optimizer and not node.same_in)
+
+    def _is_part(self, node: Node, row: TensorPair) -> bool:
+        """Whether the difference is one that what was given has as a whole: a small piece of it,
+        such as a bias of gathered weights, is further apart for its own size."""
+        if node.op_kind != "exact" or node.same_in or node.call.direction != "forward":
+            return False
+        given = max((_whole_difference(self.scene, node, each) for each in node.inputs), default=0)
+        return _whole_difference(self.scene, node, row) <= AMPLIFIES * given
 
     def _drifted(self, node: Node) -> Culprit | None:
         """A call whose result is within the loose bound for single numbers, but whose norm or mean
@@ -466,6 +481,14 @@ class Walk:
             if earlier.same_in:
                 alike.add(earlier.call.op)
         return node.call.op in alike or len(alike) >= 3
+
+
+def _whole_difference(scene: Scene, node: Node, row: TensorPair) -> float:
+    """The norm of the difference of two tensors, about."""
+    if row.expected is None:
+        return 0.0
+    apart = relative(row, scene.distance(node, row))
+    return apart * rms_size(row.expected) * math.sqrt(row.expected.numel)
 
 
 def _dtypes(row: TensorPair) -> str:

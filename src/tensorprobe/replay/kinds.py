@@ -45,7 +45,7 @@ _NAMES: dict[Kind, str] = {
         __contains__ __len__ __index__ tolist is_nonzero resize resolve_conj resolve_neg conj
         conj_physical view_as_real view_as_complex atleast_1d atleast_2d atleast_3d block_diag
         channel_shuffle nextafter frexp ldexp gcd lcm floor_divide remainder fmod __rmod__
-        __rfloordiv__
+        __rfloordiv__ split_with_sizes_copy all_gather_copy_in chunk_cat
     """,
     "selection": """
         argmax argmin max min topk sort argsort msort kthvalue median nanmedian mode cummax cummin
@@ -251,3 +251,8 @@ def _changes_dtype(call: Call) -> bool:
         return False
     inputs = {record.dtype for record in call.tensors if record.role == "input"}
     return not inputs >= {record.dtype for record in call.tensors if record.role == "output"}
+
+
+def is_product(op: str) -> bool:
+    """Whether an operation, by its name, is a matrix product, or is made of such."""
+    return _KIND.get(api_of(op)) == "product"

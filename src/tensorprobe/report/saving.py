@@ -66,6 +66,7 @@ def compare(
     at: str | Sequence[str] = (),
     rows: str | None = None,
     within: float | None = None,
+    layout: str | os.PathLike[str] | None = None,
     step: int | None = None,
     rank: int | None = None,
     jobs: int | None = None,
@@ -83,16 +84,17 @@ def compare(
     `noise` are further runs of the expected side: what they differ by is no divergence. `mapping`
     is a file, or a dict, that says which calls or modules are the same. `at` compares chosen places
     only: "outputs", "gradients", "modules", patterns of paths; `rows` says which rows of them go
-    together, `within` how far they may be apart (see docs/compare.md). `jobs` processes measure
-    tensors (default: one a core, where that is worth it). `timeout` is how many seconds may be
-    spent on replaying suspects; 0 or `replay=False` leaves it out. `references` is a Python file
+    together, `within` how far they may be apart (see docs/compare.md). `layout` is a layout.yaml of
+    the run that has several ranks, where the other is one process (docs/ranks.md). `jobs` processes
+    measure tensors (default: one a core, where that is worth it). `timeout` is how many seconds may
+    be spent on replaying suspects; 0 or `replay=False` leaves it out. `references` is a Python file
     with tp.reference functions; `imports` are packages whose operators, functions and modules a
     replay may call besides torch's.
     """
     compared = compare_captures(
         actual, expected, noise=noise, mapping=mapping, at=at, rows=rows, within=within,
-        step=step, rank=rank, jobs=jobs, timeout=timeout, replay=replay, references=references,
-        imports=imports, progress=progress,
+        layout=layout, step=step, rank=rank, jobs=jobs, timeout=timeout, replay=replay,
+        references=references, imports=imports, progress=progress,
     )  # fmt: skip
     return with_files(compared)
 

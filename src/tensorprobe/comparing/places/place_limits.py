@@ -31,6 +31,12 @@ _WEIGHTS = 1.0  # weights are copied, or rounded once
 Floors = dict[tuple[str, str, str, int], float]  # place in expected, kind, tensor, n-th of it
 
 
+def own_limit(unit: float, depth: int) -> float:
+    """How many roundings a healthy result is off by at most, after so many modules."""
+    factor = _COARSE if unit >= _COARSE_UNIT else _FINE
+    return factor * math.sqrt(max(depth, _LEAST_DEPTH))
+
+
 class Limits:
     """Judges what was found at the chosen places of one rank, in the order of time."""
 
@@ -110,8 +116,7 @@ class Limits:
             return max(_WEIGHTS, floor)
         if self._floors is None and self.is_quantised_at(found):
             return None
-        factor = _COARSE if unit >= _COARSE_UNIT else _FINE
-        own = factor * math.sqrt(max(found.depth, _LEAST_DEPTH))
+        own = own_limit(unit, found.depth)
         return max(own + _GROWTH * measured.inherited, floor)
 
     def _floor(self, found: FoundPlace) -> float:
