@@ -15,7 +15,6 @@ from torch.nn import functional as F
 import tensorprobe as tp
 
 
-
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """So small tensors are slower with more, on a busy machine by far."""

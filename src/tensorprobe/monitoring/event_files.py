@@ -51,7 +51,12 @@ class EventFile:
 
     def _write(self, event: bytes) -> None:
         size = struct.pack("<Q", len(event))
-        parts = size, struct.pack("<I", masked_crc(size)), event, struct.pack("<I", masked_crc(event))
+        parts = (
+            size,
+            struct.pack("<I", masked_crc(size)),
+            event,
+            struct.pack("<I", masked_crc(event)),
+        )
         self._file.write(b"".join(parts))
 
 
@@ -88,7 +93,7 @@ def _tables() -> list[list[int]]:
     first = []
     for byte in range(256):
         for _ in range(8):
-            byte = byte >> 1 ^ (_POLYNOMIAL if byte & 1 else 0)  # noqa: PLW2901
+            byte = byte >> 1 ^ (_POLYNOMIAL if byte & 1 else 0)
         first.append(byte)
     tables = [first]
     for _ in range(7):
@@ -104,7 +109,7 @@ def crc32c(content: bytes) -> int:
     crc = 0xFFFFFFFF
     whole = len(content) & ~7
     for low, high in struct.iter_unpack("<II", content[:whole]):
-        low ^= crc  # noqa: PLW2901
+        low ^= crc
         crc = (
             _T7[low & 0xFF] ^ _T6[low >> 8 & 0xFF] ^ _T5[low >> 16 & 0xFF] ^ _T4[low >> 24]
             ^ _T3[high & 0xFF] ^ _T2[high >> 8 & 0xFF] ^ _T1[high >> 16 & 0xFF] ^ _T0[high >> 24]

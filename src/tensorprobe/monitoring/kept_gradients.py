@@ -59,9 +59,7 @@ def _mark(parameter: torch.Tensor) -> tuple[weakref.ref[Any], weakref.ref[Any], 
     return weakref.ref(parameter), weakref.ref(grad), grad._version
 
 
-def _is_intact(
-    parameter: weakref.ref[Any], grad: weakref.ref[Any], version: int
-) -> bool:
+def _is_intact(parameter: weakref.ref[Any], grad: weakref.ref[Any], version: int) -> bool:
     held = parameter()
     known = grad()
     return (

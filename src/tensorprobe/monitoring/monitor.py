@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,7 +36,8 @@ from tensorprobe.monitoring.monitor_options import MAX_DISK, check_options, chec
 from tensorprobe.monitoring.pending_steps import PendingStep, PendingSteps
 from tensorprobe.monitoring.replica_watch import ReplicaWatch
 from tensorprobe.monitoring.responses import check_response
-from tensorprobe.monitoring.rules import NAMES, REPLICAS, WINDOW, Judge
+from tensorprobe.monitoring.rule_names import REPLICAS, RULE_NAMES
+from tensorprobe.monitoring.rules import WINDOW, Judge
 from tensorprobe.monitoring.scalar_writers import EVERY, ScalarWriter, make_writers, scalars_of
 from tensorprobe.monitoring.series import StepValues
 from tensorprobe.monitoring.series_files import SeriesFiles, last_steps, move_aside, segments
@@ -87,7 +88,7 @@ class Monitor:
         resume: bool = False,
         first_step: int | None = None,
         step_on: StepOn = "auto",
-        program: str | None = None,
+        program: Sequence[str] | None = None,
         log: Callable[[str], None] = say,
     ) -> None:
         self.path = Path(path)
@@ -96,10 +97,10 @@ class Monitor:
             writers=writers,
         )  # fmt: skip
         settings = dict(rules) if isinstance(rules, Mapping) else {}
-        self._rules = check_rules("all" if settings else rules, NAMES)
+        self._rules = check_rules("all" if settings else rules, RULE_NAMES)
         for name in settings:
-            if name not in NAMES:
-                raise unknown_name("rule", name, NAMES)
+            if name not in RULE_NAMES:
+                raise unknown_name("rule", name, RULE_NAMES)
         self._settings = settings
         try:
             self._judge = Judge(self._rules, settings)
@@ -191,7 +192,7 @@ class Monitor:
         self._follower.step()
 
     def log(self, **numbers: Any) -> None:
-        """Numbers of the program's own in this step, as `loss=loss`: a number or a tensor of one."""
+        """Numbers of the program in this step, as `loss=loss`; also tensors of one element."""
         for name, value in numbers.items():
             self._observer.log(name, value)
 
@@ -239,9 +240,7 @@ class Monitor:
                 if last:
                     self._observer.begin_at(last[-1].step + 1)
         observer = self._observer
-        follower = Follower(
-            observer, observer.place, step_on=self._step_on, sees_calls=False
-        )
+        follower = Follower(observer, observer.place, step_on=self._step_on, sees_calls=False)
         observer.paths = follower.modules.paths
         observer.scalers = follower.scalers
         self._follower = follower
@@ -268,15 +267,16 @@ class Monitor:
         else:
             moved = move_aside(self._folder, (FACTS, ALARMS))
             if moved is not None:
-                self._log(f"monitor: what an earlier run wrote is in {moved}; resume goes on with it")
+                self._log(
+                    f"monitor: what an earlier run wrote is in {moved}; resume goes on with it"
+                )
         found = segments(self._folder)
         attempts.append(
             {
                 "first_segment": found[-1].number + 1 if found else 0,
                 "first_step": step,
                 "time": time.time(),
-                "command": mask_arguments(sys.orig_argv),
-                "program": self._program,
+                "program": mask_arguments(sys.argv if self._program is None else self._program),
                 "tensorprobe": __version__,
             }
         )

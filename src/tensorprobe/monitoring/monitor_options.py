@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import msgspec
 
 from tensorprobe.config import Names, Numbers, Size, parse_names, parse_numbers, parse_size
-from tensorprobe.errors import BadUsage
+from tensorprobe.errors import BadUsage, MissingDependency
 from tensorprobe.keywords import did_you_mean
 
 FileFormat = Literal["jsonl", "parquet"]
@@ -56,6 +57,10 @@ def check_options(
             raise BadUsage(
                 f"writers={name!r}: expected {', '.join(WRITERS)}{did_you_mean(name, WRITERS)}"
             )
+        if name != "tensorboard" and importlib.util.find_spec(name) is None:
+            raise MissingDependency(name, f"writers={name!r}")
+    if format == "parquet" and importlib.util.find_spec("pyarrow") is None:
+        raise MissingDependency("pyarrow", "format='parquet'", "monitor")
     nbytes = parse_size("max_disk", max_disk)
     if nbytes < 1 << 16:
         raise BadUsage(f"max_disk={max_disk!r}: expected 64K or more, room for a few steps")
@@ -81,16 +86,14 @@ def parse_every(every: int | str | Mapping[str, int]) -> dict[str, int]:
         for part in str(every).split(","):
             name, equals, number = part.strip().partition("=")
             given[name if equals else "all"] = number if equals else name
-    made = dict(EVERY)
-    for name, value in given.items():
-        number = _number(name, value)
-        if name == "all":
-            made = {kind: max(number, usual) for kind, usual in made.items()}
-        elif name not in EVERY:
+    numbers: dict[str, int] = {name: _number(name, value) for name, value in given.items()}
+    for name in numbers:
+        if name not in ("all", *EVERY):
             raise BadUsage(
                 f"every={name!r}: expected {', '.join(EVERY)}{did_you_mean(name, EVERY)}"
             )
-    return {**made, **{name: int(value) for name, value in given.items() if name != "all"}}
+    least = numbers.pop("all", 1)
+    return {**{kind: max(least, usual) for kind, usual in EVERY.items()}, **numbers}
 
 
 def _number(name: str, value: Any) -> int:

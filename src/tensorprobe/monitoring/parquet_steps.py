@@ -70,7 +70,9 @@ def read_parquet(path: Path, root: Path, tell: Any) -> Iterator[StepValues]:
     try:
         with open_file(path, root) as file:
             table = arrow.parquet.read_table(file)
-        columns = {name: table.column(name).to_pylist() for name in ("step", "time", "kind", "name")}
+        columns = {
+            name: table.column(name).to_pylist() for name in ("step", "time", "kind", "name")
+        }
         values = _floats(table.column("value"))
         numbers = {
             name: _floats(table.column(name)) for name in _NUMBERS if name in table.column_names

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tensorprobe.monitoring.series import COLUMNS, UPDATE_COLUMNS, StepValues, Table
 from tensorprobe.tensors.result import Result
-from tensorprobe.tensors.summarizer import Summarizer
+
+if TYPE_CHECKING:
+    from tensorprobe.tensors.summarizer import Summarizer
 
 MOST = 32  # steps that may be on their way; then the program waits for the oldest
 

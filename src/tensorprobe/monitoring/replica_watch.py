@@ -51,9 +51,7 @@ class ReplicaWatch:
             return
         same = _same(mine, theirs)
         alike = self._alike[kind]
-        parted = [
-            row for row in np.flatnonzero(~same).tolist() if mine.names[row] in alike
-        ]
+        parted = [row for row in np.flatnonzero(~same).tolist() if mine.names[row] in alike]
         alike |= {mine.names[row] for row in np.flatnonzero(same).tolist()}
         if parted:
             row = parted[0]

@@ -630,31 +630,22 @@ class Drift:
                 yield Suspicion(kind, _and_more(table.names, order), since, text, factor, 1.0)
 
 
-class RuleFacts(NamedTuple):
-    """A row of the table: what makes the rule, and what it looks for."""
-
-    make: Callable[..., Rule]
-    text: str
-
-
-# In the order in which alarms of one step are told. docs/monitor.md has the same table.
-RULES: dict[str, RuleFacts] = {
-    "nonfinite": RuleFacts(NotFinite, "NaN or infinity in the loss or a tensor"),
-    "batch": RuleFacts(Batch, "a batch whose numbers are far from usual"),
-    "spike": RuleFacts(Spike, "a loss, or a norm of all gradients, far above the usual"),
-    "zero_grad": RuleFacts(KeptGradient, "gradients are not cleared between two steps"),
-    "moments": RuleFacts(LostMoments, "moments of an optimizer are lost, or 0"),
-    "rates": RuleFacts(Rates, "the learning rate of one group jumps alone"),
-    "updates": RuleFacts(Updates, "updates too large or small, or those of one group change"),
-    "frozen": RuleFacts(Frozen, "a parameter that is to be trained does not change"),
-    "underflow": RuleFacts(Underflow, "gradients become 0 in float16"),
-    "loss_scale": RuleFacts(LossScale, "the loss scale collapses"),
-    "dead": RuleFacts(Dead, "the output of a module is 0"),
-    "depth": RuleFacts(Depth, "gradients explode or vanish with depth"),
-    "drift": RuleFacts(Drift, "a layer moves away from the others"),
+# What makes each rule; those over ranks are in replica_watch. `rule_names` has what they look for.
+RULES: dict[str, Callable[..., Rule]] = {
+    "nonfinite": NotFinite,
+    "batch": Batch,
+    "spike": Spike,
+    "zero_grad": KeptGradient,
+    "moments": LostMoments,
+    "rates": Rates,
+    "updates": Updates,
+    "frozen": Frozen,
+    "underflow": Underflow,
+    "loss_scale": LossScale,
+    "dead": Dead,
+    "depth": Depth,
+    "drift": Drift,
 }
-REPLICAS = "replicas"  # over ranks; in replica_watch.py
-NAMES = (*RULES, REPLICAS)
 
 
 class Judge:
@@ -668,7 +659,7 @@ class Judge:
     ) -> None:
         settings = settings or {}
         self._rules = {
-            name: RULES[name].make(**settings.get(name, {})) for name in names if name in RULES
+            name: RULES[name](**settings.get(name, {})) for name in names if name in RULES
         }
         self._rank = rank
         self._last: dict[tuple[str, str, str], int] = {}  # of each condition, the last bad step

@@ -42,7 +42,8 @@ class Table(NamedTuple):
         """The root mean square of each row: a norm that does not depend on the size."""
         count = self.column("count") - self.column("nan") - self.column("inf")
         with np.errstate(all="ignore"):
-            return self.column("norm") / np.sqrt(count)
+            made: Array = self.column("norm") / np.sqrt(count)
+        return made
 
 
 class StepValues(NamedTuple):

@@ -152,9 +152,7 @@ class SeriesFiles:
     def _halve(self, segment: Segment, found: list[Segment]) -> None:
         steps = [*read_segment(segment, self.folder, _ignore)]
         kept = [
-            step
-            for number, step in enumerate(steps)
-            if number % 2 == 0 or step.step in self._keep
+            step for number, step in enumerate(steps) if number % 2 == 0 or step.step in self._keep
         ]
         if len(kept) == len(steps) and len(steps) < 2:
             kept = []  # one step that is larger than its share
@@ -214,9 +212,7 @@ def segments(folder: Path) -> list[Segment]:
     return [found[number] for number in sorted(found)]
 
 
-def read_segment(
-    segment: Segment, root: Path, tell: Callable[[str], None]
-) -> Iterator[StepValues]:
+def read_segment(segment: Segment, root: Path, tell: Callable[[str], None]) -> Iterator[StepValues]:
     """The steps of a file of either form."""
     if segment.path.suffix == ".parquet":
         return read_parquet(segment.path, root, tell)
