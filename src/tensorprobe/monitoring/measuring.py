@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tensorprobe.errors import BadUsage
 from tensorprobe.follow.module_hooks import ModuleCall, ModulePaths
 from tensorprobe.follow.observer import Observer
 from tensorprobe.follow.place import Place
@@ -60,7 +61,7 @@ class MonitorObserver(Observer):
         pending: PendingSteps,
         *,
         modules: tuple[str, ...] = (),
-        first_step: int = 0,
+        steps: range | None = None,
         gap: Callable[[str, BaseException | str], None] = lambda name, reason: None,
         on_root: Callable[[int], None] = lambda step: None,
         on_step: Callable[[], None] = lambda: None,
@@ -68,12 +69,13 @@ class MonitorObserver(Observer):
         self.place = Place()
         self.scalers = ScalerRounds()
         self.paths: ModulePaths | None = None  # of the hooks, once there are some
-        self.step = first_step
+        self.step = 0
         self.is_watching = False
         self._every = every
         self._pending = pending
         self._summarizer: Summarizer = pending.summarizer
         self._patterns = modules
+        self._steps = steps
         self._gap = gap
         self._on_root = on_root
         self._on_step = on_step
@@ -87,12 +89,17 @@ class MonitorObserver(Observer):
         self._backwards = 0  # in this step
         self._usual_backwards = 1  # in the last one
         self._by_backward: dict[str, tuple[int, int, Result]] = {}
+        self._is_over = False
+        self.is_explicit: Callable[[], bool] = lambda: False  # whether the program ends steps
         self._now = self._begin()
 
     # Steps
 
     def _begin(self) -> PendingStep:
-        self._takes = {kind: n > 0 and self.step % n == 0 for kind, n in self._every.items()}
+        is_wanted = self._steps is None or self.step in self._steps
+        self._takes = {
+            kind: is_wanted and n > 0 and self.step % n == 0 for kind, n in self._every.items()
+        }
         self._backwards = 0
         self._by_backward = {}
         return PendingStep(self.step, time.time())
@@ -103,17 +110,35 @@ class MonitorObserver(Observer):
         self._now = self._begin()
 
     def step_ended(self) -> None:
-        if not self.is_watching:
-            self.step += 1
-            self._now = self._begin()
+        """A step is over. One that ends by itself stays open until the next one shows: numbers that
+        the program logs after the optimizer's step are still of it."""
+        self.finish()
+        if self.is_watching:
+            with OnTrouble(self._gap, "step"), Quiet():
+                if self._takes["parameters"]:
+                    self._measure_parameters()
+        self._is_over = True
+        if self.is_explicit():
+            self.finish()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the step has ended, and stays open."""
+        return self._is_over
+
+    def finish(self) -> None:
+        """End a step that stays open."""
+        if not self._is_over:
             return
-        with OnTrouble(self._gap, "step"), Quiet():
-            if self._takes["parameters"]:
-                self._measure_parameters()
+        self._is_over = False
         self._usual_backwards = max(1, self._backwards)
         now, self.step = self._now, self.step + 1
         self._now = self._begin()
+        if not self.is_watching:
+            return
         with OnTrouble(self._gap, "step"):
+            if self._steps is not None and now.step not in self._steps:
+                return
             now.scale_known = self.scalers.scaler is not None
             self._pending.add(now)
             self._hook_parameters()
@@ -124,9 +149,13 @@ class MonitorObserver(Observer):
         if isinstance(value, torch.Tensor):
             with Quiet():
                 if value.numel() != 1:
-                    raise ValueError(f"{name} has {value.numel()} elements; expected a number")
-                value = self._summarizer.submit(value.detach())
-        self._now.scalars[name] = value if isinstance(value, Result) else float(value)
+                    raise BadUsage(f"{name} has {value.numel()} elements; expected a number")
+                self._now.scalars[name] = self._summarizer.submit(value.detach())
+            return
+        try:
+            self._now.scalars[name] = float(value)
+        except (TypeError, ValueError):
+            raise BadUsage(f"{name}={value!r}: expected a number, or a tensor of one") from None
 
     def structure(self) -> dict[str, Any]:
         """What rules know of the program: which parameters are to be trained."""
@@ -145,6 +174,8 @@ class MonitorObserver(Observer):
     def enter(self, entry: ModuleCall, args: tuple[Any, ...]) -> Any:
         thread = self._thread
         thread.depth += 1
+        if thread.depth == 1:
+            self.finish()
         if thread.depth == 1 and entry.module.training and torch.is_grad_enabled():
             with OnTrouble(self._gap, "input"):
                 self._on_root(self.step)
@@ -188,6 +219,7 @@ class MonitorObserver(Observer):
     def backward_begins(self, roots: Any) -> None:
         if not self.is_watching:
             return
+        self.finish()
         with OnTrouble(self._gap, "backward"), Quiet():
             self._kept.backward_begins()
             root = roots[0] if isinstance(roots, tuple | list) and roots else roots
@@ -251,6 +283,8 @@ class MonitorObserver(Observer):
     ) -> _OptimizerCall | None:
         if not self.is_watching:
             return None
+        if not self._number_of(optimizer)[0]:  # the first, which ends a step
+            self.finish()
         with OnTrouble(self._gap, "optimizer"), Quiet():
             self.scalers.find(frame)
             parameters = self._parameters_of(optimizer)

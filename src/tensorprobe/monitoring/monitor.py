@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -48,6 +48,9 @@ from tensorprobe.store.outputs import check_writable
 from tensorprobe.store.refusals import Refusals
 from tensorprobe.tensors.summarizer import Summarizer
 
+if TYPE_CHECKING:
+    from torch import nn
+
 MOST_ALARMS = 1000  # that are listed
 MOST_TOLD = 20  # lines on the terminal for one rule
 
@@ -65,7 +68,8 @@ class Monitor:
     10th; `every` says otherwise ("activations=50,moments=10"; 0: never). `modules` are patterns of
     names ("*.attn*"), `rules` "all" or names of rules ("all,-drift"), or a mapping of names and
     settings. `max_disk` bounds the files: older steps are thinned out. `resume` goes on with the
-    files of an earlier run instead of moving them aside. `writers` are tensorboard, wandb, mlflow.
+    files of an earlier run instead of moving them aside. `first_step` is that of the first one, and
+    only those in the range `steps` are measured. `writers` are tensorboard, wandb, mlflow.
     `on_alarm` is "record" or "guard": what is done with the steps after an alarm.
 
     Steps end by themselves, as under `tensorprobe run`, until `step()` is called. What goes wrong
@@ -87,6 +91,7 @@ class Monitor:
         recording: Mapping[str, Any] | None = None,
         resume: bool = False,
         first_step: int | None = None,
+        steps: range | None = None,
         step_on: StepOn = "auto",
         program: Sequence[str] | None = None,
         log: Callable[[str], None] = say,
@@ -134,6 +139,7 @@ class Monitor:
             self._options.every,
             self._pending,
             modules=self._options.modules,
+            steps=steps,
             gap=self._gap,
             on_root=self._response.root_called,
             on_step=self._response.step_ended,
@@ -177,6 +183,8 @@ class Monitor:
             return
         self._on = False
         assert self._follower is not None
+        with Quiet():
+            self._observer.finish()
         if self._observer.is_watching:
             self._observer.is_watching = False
             self._follower.remove()
@@ -189,7 +197,17 @@ class Monitor:
         if self._follower is None:
             self._build()
         assert self._follower is not None
-        self._follower.step()
+        self._follower.steps.be_explicit()
+        if self._observer.is_over:  # the optimizer has ended it already
+            self._observer.finish()
+        else:
+            self._follower.step()
+
+    def name_root(self, module: nn.Module, name: str = "") -> None:
+        """Let the names of modules begin at this one, whichever module the program calls."""
+        if self._follower is None:
+            raise BadUsage("name_root comes after start()")
+        self._follower.modules.paths.name_root(module, name)
 
     def log(self, **numbers: Any) -> None:
         """Numbers of the program in this step, as `loss=loss`; also tensors of one element."""
@@ -243,6 +261,7 @@ class Monitor:
         follower = Follower(observer, observer.place, step_on=self._step_on, sees_calls=False)
         observer.paths = follower.modules.paths
         observer.scalers = follower.scalers
+        observer.is_explicit = lambda: not follower.steps.automatic
         self._follower = follower
         atexit.register(self.close)
         _stop_in_children(self)

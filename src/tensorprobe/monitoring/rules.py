@@ -105,6 +105,7 @@ class Spike:
         self._z, self._ratio = z, ratio
         self._loss, self._norm = Window(), Window()
         self._begun = 0.0  # the loss that the training began with
+        self._n_begun = 0
         self._worst = 0.0  # of the spikes before, forgotten slowly
 
     def look(self, step: StepValues, facts: PendingStep) -> Iterator[Suspicion]:
@@ -113,8 +114,9 @@ class Spike:
             yield from self._look_at_loss(step, loss)
             self._loss.values.append(loss)
             self._worst *= 0.9995
-            if not self._begun and self._loss.is_warm:
-                self._begun = self._loss.usual()[0]
+            if self._n_begun < 5:  # before much is learned
+                self._n_begun += 1
+                self._begun = max(self._begun, loss)
         norm = step.total_norm()
         if norm and math.isfinite(norm):
             yield from self._look_at_norm(step, norm)

@@ -142,7 +142,7 @@ class SeriesFiles:
                 found = [each for each in found if each.path != self._path]  # being written
             if len(found) < 2 or sum(each.nbytes for each in found) + self._most <= self._max:
                 return
-            self._halve(self._oldest_for_its_level(found), found)
+            self._halve(self._oldest_for_its_level(found[:-1]), found)
 
     def _oldest_for_its_level(self, found: list[Segment]) -> Segment:
         """The older, the thinner: a segment is halved when it is twice as old as for its level."""

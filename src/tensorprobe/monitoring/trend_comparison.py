@@ -12,12 +12,21 @@ import numpy as np
 
 from tensorprobe.errors import BadArtefact
 from tensorprobe.monitoring.series import Array, kind_number
-from tensorprobe.monitoring.series_reading import SCALAR, Trend, TrendKey, Trends, read_trends
+from tensorprobe.monitoring.series_reading import (
+    SCALAR,
+    TOTAL,
+    Trend,
+    TrendKey,
+    Trends,
+    read_trends,
+)
 from tensorprobe.nests import strict_json
 
 WIDTH = 8  # steps whose mean is compared
 LEAST_STEPS = 12  # that both have of a trend
-Z = 8.0
+COURSE = 33  # steps: what changes more slowly is the course of a trend
+Z = 6.0
+WANDERING = 0.1  # of the logarithm of an update
 LEAST = 0.05  # of the value: what is nearer is alike whatever the noise
 LISTED = 20  # lines for a person
 # In the order of a step; a learning rate comes before all that it changes.
@@ -78,15 +87,25 @@ def compare_trends(actual: Path, expected: Path) -> TrendComparison:
 
 
 def _compare(ours: Trends, theirs: Trends, skipped: list[str]) -> tuple[int, int, list[Parting]]:
-    compared, most, found = 0, 0, []
+    pairs: dict[TrendKey, tuple[Array, Array, Array]] = {}
     for key in ours.trends:
-        if key not in theirs.trends:
-            continue
-        steps, mine, other = common(ours.trends[key], theirs.trends[key])
-        if len(steps) < LEAST_STEPS:
-            continue
-        compared, most = compared + 1, max(most, len(steps))
-        parting = _parting(key, ours.rank, steps, mine, other)
+        if key in theirs.trends:
+            pair = common(ours.trends[key], theirs.trends[key])
+            if len(pair[0]) >= LEAST_STEPS:
+                pairs[key] = pair
+    most = max((len(steps) for steps, _, _ in pairs.values()), default=0)
+    together = begin_alike(pairs)
+    if pairs and not together:
+        skipped.append(
+            "weights, moments and updates: the two begin with other weights, or other data"
+        )
+        pairs = {key: pair for key, pair in pairs.items() if not _remembers(key.kind)}
+    spreads = {} if together else _spreads(pairs)
+    # An update wanders for long by what an optimizer remembers.
+    spreads["update"] = max(WANDERING, spreads.get("update", 0.0))
+    found = []
+    for key, pair in pairs.items():
+        parting = _parting(key, ours.rank, *pair, spreads.get(key.kind, 0.0))
         if parting is not None:
             found.append(parting)
     lonely = [set(ours.trends) - set(theirs.trends), set(theirs.trends) - set(ours.trends)]
@@ -95,7 +114,40 @@ def _compare(ours: Trends, theirs: Trends, skipped: list[str]) -> tuple[int, int
             few = ", ".join(sorted(str(key) for key in keys)[:3])
             more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
             skipped.append(f"{few}{more} ({side} only)")
-    return compared, most, found
+    return len(pairs), most, found
+
+
+def _remembers(kind: str) -> bool:
+    """Whether a number is a sum over all steps so far, so that no trend is its own."""
+    return kind in ("parameter", "update") or kind.startswith("moment.")
+
+
+def begin_alike(pairs: dict[TrendKey, tuple[Array, Array, Array]]) -> bool:
+    """Whether two trainings begin with the same weights and data: then they go together at first,
+    and each gradient of the first step is nearly that of the other."""
+    first = min((int(steps[0]) for steps, _, _ in pairs.values()), default=0)
+    apart = [
+        abs(mine[0] - other[0]) <= 0.05 * max(abs(mine[0]), abs(other[0]))
+        for key, (steps, mine, other) in pairs.items()
+        if steps[0] == first and key.kind.startswith("gradient")
+        if math.isfinite(mine[0]) and math.isfinite(other[0])
+    ]
+    return not apart or sum(apart) >= 0.8 * len(apart)
+
+
+def _spreads(pairs: dict[TrendKey, tuple[Array, Array, Array]]) -> dict[str, float]:
+    """Of each kind how far its trends are apart from the first to the last step, robustly: so far
+    do trainings go that begin with other numbers."""
+    found: dict[str, list[float]] = {}
+    for key, (_, mine, other) in pairs.items():
+        fine = np.isfinite(mine) & np.isfinite(other)
+        if fine.sum() >= LEAST_STEPS and key.name != TOTAL:
+            ours, theirs = _comparable(mine[fine], other[fine])
+            found.setdefault(key.kind, []).append(abs(float(np.median(ours - theirs))))
+    return {
+        kind: 0.3 if kind == SCALAR else 1.4826 * float(np.median(each))
+        for kind, each in found.items()
+    }
 
 
 def common(one: Trend, other: Trend) -> tuple[Array, Array, Array]:
@@ -106,9 +158,12 @@ def common(one: Trend, other: Trend) -> tuple[Array, Array, Array]:
     return steps, one.values[at], other.values[there]
 
 
-def _parting(key: TrendKey, rank: int, steps: Array, mine: Array, other: Array) -> Parting | None:
+def _parting(
+    key: TrendKey, rank: int, steps: Array, mine: Array, other: Array, spread: float
+) -> Parting | None:
     is_setting = key.kind == SCALAR and key.name.startswith(_SETTINGS)
-    at = first_setting(mine, other) if is_setting else first_parting(mine, other)
+    least = 5 * LEAST if key.kind.endswith("_sq") else LEAST
+    at = first_setting(mine, other) if is_setting else first_parting(mine, other, spread, least)
     if at is None:
         return None
     first, certain, noise = at
@@ -128,11 +183,15 @@ def first_setting(mine: Array, other: Array) -> tuple[int, int, float] | None:
     return first, first, 0.0
 
 
-def first_parting(mine: Array, other: Array) -> tuple[int, int, float] | None:
+def first_parting(
+    mine: Array, other: Array, spread: float = 0.0, least: float = LEAST
+) -> tuple[int, int, float] | None:
     """Where two trends part: the first place, where it is certain, and the noise of a step.
 
-    The noise is what each of the two changes by from one step to the next. Two healthy trainings
-    that draw other numbers differ by that in each step, and by less in the mean of several.
+    The noise is how far each of the two is from its own course. Two healthy trainings that draw
+    other numbers, or round otherwise for long, differ by that in each step, and by less in the mean
+    of several. `spread` is how far trends of this kind are apart anyway, and `least` what is no
+    difference.
     """
     finite = np.isfinite(mine) & np.isfinite(other)
     gone = np.isfinite(other) & ~np.isfinite(mine) | np.isfinite(mine) & ~np.isfinite(other)
@@ -140,7 +199,7 @@ def first_parting(mine: Array, other: Array) -> tuple[int, int, float] | None:
     at = np.flatnonzero(finite)
     found = None
     if len(at) >= LEAST_STEPS:
-        found = _first_parting(*_comparable(mine[at], other[at]))
+        found = _first_parting(*_comparable(mine[at], other[at]), spread, least)
         if found is not None:
             found = int(at[found[0]]), int(at[found[1]]), found[2]
     if broken is not None and (found is None or broken < found[0]):
@@ -158,35 +217,46 @@ def _comparable(mine: Array, other: Array) -> tuple[Array, Array]:
     return mine / size, other / size
 
 
-def _first_parting(mine: Array, other: Array) -> tuple[int, int, float] | None:
-    noise = math.hypot(_noise(mine), _noise(other))
+def _first_parting(
+    mine: Array, other: Array, spread: float, least: float
+) -> tuple[int, int, float] | None:
     apart = mine - other
     width = min(WIDTH, len(apart) // 2)
+    one, memory = _noise(mine)
+    two, other_memory = _noise(other)
+    noise = math.hypot(one, two)
+    count = max(1.0, width * (1 - max(memory, other_memory)) / (1 + max(memory, other_memory)))
+    floor = max(math.log1p(least), Z * spread)
+    limit = max(Z * noise / math.sqrt(count), floor)
     means = np.convolve(apart, np.full(width, 1.0 / width), "valid")
-    # Steps that follow one another are not independent: of so many count as a half.
-    limit = max(Z * noise / math.sqrt(max(1.0, width / 2)), math.log1p(LEAST))
     beyond = np.abs(means) > limit
-    alone = np.abs(apart) > max(2 * Z * noise, math.log1p(LEAST))
-    # A single step that is far off is a parting only if it does not come back at once.
-    stays = alone[:-2] & alone[1:-1] & alone[2:] if len(alone) > 2 else alone[:0]
-    windows = [int(np.argmax(beyond)) + width - 1] if beyond.any() else []
-    windows += [int(np.argmax(stays)) + 2] if stays.any() else []
-    if not windows:
+    if not beyond.any():
         return None
-    certain = min(windows)
-    sign = np.sign(apart[certain])
+    certain = int(np.argmax(beyond)) + width - 1
+    sign = np.sign(means[certain - width + 1])
     first = certain
-    while first > 0 and sign * apart[first - 1] > max(3 * noise, 0.5 * math.log1p(LEAST)):
+    # Back to where it left the noise; a step that is alone within it does not count.
+    near = sign * apart <= max(3 * noise, 0.5 * floor)
+    while first > 0 and not (near[first - 1] and near[max(0, first - 2)]):
         first -= 1
+    while first < certain and near[first]:
+        first += 1
     return first, certain, noise
 
 
-def _noise(values: Array) -> float:
-    """How far a value is from its neighbours', robustly; a trend that rises or falls is none."""
-    if len(values) < 3:
-        return 0.0
-    bends = values[1:-1] - (values[:-2] + values[2:]) / 2
-    return float(1.4826 * np.median(np.abs(bends)) / math.sqrt(1.5))
+def _noise(values: Array) -> tuple[float, float]:
+    """How far values are from their own course, robustly, and how alike neighbours are in it."""
+    width = min(COURSE, len(values) | 1)
+    around = np.pad(values, width // 2, mode="edge")
+    windows = np.lib.stride_tricks.sliding_window_view(around, width)
+    rest = values - np.median(windows[: len(values)], axis=1)
+    sigma = 1.4826 * float(np.median(np.abs(rest)))
+    variance = float(np.mean(np.square(np.clip(rest, -3 * sigma, 3 * sigma))))
+    if not variance or len(values) < 3:
+        return sigma, 0.0
+    clipped = np.clip(rest, -3 * sigma, 3 * sigma)
+    memory = float(np.mean(clipped[1:] * clipped[:-1])) / variance
+    return max(sigma, math.sqrt(variance)), min(0.95, max(0.0, memory))
 
 
 def _order(parting: Parting) -> tuple[Any, ...]:
