@@ -25,7 +25,7 @@ FLOORS = [
     {"compiling"},
     {"record"},
     {"guarding"},
-    {"overflow", "failures", "rerouting", "checking", "comparing", "environment"},
+    {"overflow", "failures", "rerouting", "checking", "comparing", "environment", "monitoring"},
     {"report", "checkpoints"},
     {"peers", "devices.sim_npu"},
     {"ptdbg_ascend", "msprobe", "cli", "demo"},

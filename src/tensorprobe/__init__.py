@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     )
     from tensorprobe.guarding.findings import Finding
     from tensorprobe.guarding.guard import Guard
+    from tensorprobe.monitoring.alarms import Alarm
+    from tensorprobe.monitoring.monitor import Monitor
     from tensorprobe.record.recorder import Recorder
     from tensorprobe.record.seeding import seed_all
     from tensorprobe.records import (
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from tensorprobe.store.loading import load
 
 __all__ = [
+    "Alarm",
     "BadArtefact",
     "BadUsage",
     "Call",
@@ -70,6 +73,7 @@ __all__ = [
     "Guard",
     "GuardStopped",
     "MissingDependency",
+    "Monitor",
     "NoSuchCall",
     "NotReplayable",
     "NothingRecorded",
@@ -97,6 +101,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Alarm": "tensorprobe.monitoring.alarms",
     "BadArtefact": "tensorprobe.errors",
     "BadUsage": "tensorprobe.errors",
     "Call": "tensorprobe.records",
@@ -114,6 +119,7 @@ _HOMES = {
     "Guard": "tensorprobe.guarding.guard",
     "GuardStopped": "tensorprobe.errors",
     "MissingDependency": "tensorprobe.errors",
+    "Monitor": "tensorprobe.monitoring.monitor",
     "NoSuchCall": "tensorprobe.errors",
     "NotReplayable": "tensorprobe.errors",
     "NothingRecorded": "tensorprobe.errors",

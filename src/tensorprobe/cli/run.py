@@ -29,6 +29,7 @@ from tensorprobe.tensors.opening import open_named
 
 if TYPE_CHECKING:
     from tensorprobe.guarding.guard import Guard
+    from tensorprobe.monitoring.monitor import Monitor
     from tensorprobe.record.child_processes import ChildProcesses
     from tensorprobe.record.launcher import Program
     from tensorprobe.record.recorder import Recorder
@@ -43,6 +44,7 @@ examples:
   tensorprobe run --keep tensors --modules '*.attn*' -o runs/b -m mypackage.train
   torchrun --nproc-per-node 2 -m tensorprobe run -o runs/c train.py
   tensorprobe run --guard overflow train.py
+  tensorprobe run --monitor runs/d train.py
   tensorprobe run --as ptdbg_ascend,msprobe train.py
   tensorprobe run --no-record --reroute torch.group_norm=cpu,F.softmax=float32 train.py
 
@@ -90,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_selection(parser.add_argument_group("what to record"))
     _add_manner(parser.add_argument_group("how"))
     _add_guard(parser.add_argument_group("watching instead of recording, or beside it"))
+    _add_monitor(parser.add_argument_group("watching a whole training"))
     _add_start(parser.add_argument_group("the same start for two runs"))
     _add_reroute(parser.add_argument_group("run calls elsewhere"))
 
@@ -194,6 +197,53 @@ def _add_guard(group: argparse._ArgumentGroup) -> None:
     former_name(group, "--alone-timeout", "timeout", type=float)
 
 
+def _add_monitor(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--monitor",
+        metavar="DIR",
+        help="write statistics of every step there, and say an alarm when one is unusual. Records "
+        "only where -o or something to select is given",
+    )
+    group.add_argument(
+        "--monitor-every",
+        metavar="N",
+        default="",
+        help="every how many steps: 10, or activations=50,moments=10 (0: never)",
+    )
+    group.add_argument(
+        "--monitor-rules", metavar="NAME,...", default="all", help="all, frozen,spike or all,-drift"
+    )
+    group.add_argument(
+        "--monitor-disk", metavar="SIZE", default="1G", help="thin out older steps beyond this (1G)"
+    )
+    group.add_argument(
+        "--monitor-format",
+        metavar="FORM",
+        default="jsonl",
+        help="of steps that are over: jsonl, or parquet (tensorprobe[monitor])",
+    )
+    group.add_argument(
+        "--monitor-to",
+        metavar="NAME,...",
+        default=(),
+        help="tensorboard, wandb, mlflow: there as well",
+    )
+    group.add_argument(
+        "--resume", action="store_true", help="go on with the files of --monitor, after a restart"
+    )
+    group.add_argument(
+        "--record-on-alarm",
+        nargs="?",
+        type=int,
+        const=2,
+        metavar="N",
+        help="record the N steps (2) that follow an alarm, as --level, --keep... say",
+    )
+    group.add_argument(
+        "--guard-on-alarm", action="store_true", help="guard them against overflow instead"
+    )
+
+
 def _add_start(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--seed", type=int, metavar="N", help="seed every generator first")
     group.add_argument(
@@ -222,8 +272,10 @@ def run(args: argparse.Namespace) -> int:
     step_on = _step_on(args.step_on)
     _check_start(args)
     doors = read_names(args.doors)
-    alone = args.guard is None and not doors
-    recorded = alone or bool(args.output or args.config or _given(args).keys() - _STRICTNESS)
+    alone = args.guard is None and args.monitor is None and not doors
+    selects = args.record_on_alarm is None and _given(args).keys() - _STRICTNESS
+    recorded = alone or bool(args.output or args.config or selects)
+    monitor = _monitor_options(args, words, config, step_on)
     records = recorded and not args.no_record
     if args.save_start and not records:
         raise BadUsage("--save-start saves what is recorded, and nothing is: give -o, say")
@@ -240,6 +292,7 @@ def run(args: argparse.Namespace) -> int:
     session = _Session(args, config, step_on, output if records else None, notes, rules)
     if args.guard is not None:
         session.guard_with(_guard_options(args, words, config))
+    session.monitor_with(monitor)
     if args.sim_npu:
         import_before("torch_npu", "torch")
     session.prepare()
@@ -267,14 +320,6 @@ def _guard_options(
         check_watches,
     )
 
-    start: list[str] = ["--sim-npu"] if args.sim_npu else []
-    for option in ("step_on", "seed", "load_start"):
-        value = getattr(args, option)
-        if value is not None and (option, value) != ("step_on", "auto"):
-            start += [f"--{option.replace('_', '-')}", str(value)]
-    if args.deterministic:
-        start.append("--deterministic")
-    program = ["-m", *words] if args.module_words is not None else words
     check_numbers(args.overflow_nums, args.look_every)
     return {
         "path": args.guard_output,
@@ -285,7 +330,63 @@ def _guard_options(
         "timeout": check_timeout(args.timeout),
         "calls": config.calls,
         "steps": config.steps,
-        "rerun": shlex.join([*start, *program]),
+        "rerun": shlex.join(_again(args, words)),
+    }
+
+
+def _again(args: argparse.Namespace, words: list[str]) -> list[str]:
+    """The words after `tensorprobe run` that start this program again, as it was started."""
+    start: list[str] = ["--sim-npu"] if args.sim_npu else []
+    for option in ("step_on", "seed", "load_start"):
+        value = getattr(args, option)
+        if value is not None and (option, value) != ("step_on", "auto"):
+            start += [f"--{option.replace('_', '-')}", str(value)]
+    if args.deterministic:
+        start.append("--deterministic")
+    return [*start, *(["-m", *words] if args.module_words is not None else words)]
+
+
+def _monitor_options(
+    args: argparse.Namespace, words: list[str], config: RecordConfig, step_on: Any
+) -> dict[str, Any] | None:
+    """The arguments of tp.Monitor; made before the program runs, so that mistakes show then."""
+    names = ("record_on_alarm", "guard_on_alarm", "resume", "monitor_to", "monitor_every")
+    if args.monitor is None:
+        for name in names:
+            if getattr(args, name):
+                raise BadUsage(f"--{name.replace('_', '-')} without --monitor DIR: give that too")
+        return None
+    if args.record_on_alarm is not None and args.guard_on_alarm:
+        raise BadUsage("--record-on-alarm and --guard-on-alarm: which of the two?")
+    if args.record_on_alarm is not None and args.record_on_alarm < 1:
+        raise BadUsage(f"--record-on-alarm {args.record_on_alarm}: expected a number from 1")
+    from tensorprobe.monitoring.monitor_options import check_options, check_rules
+    from tensorprobe.monitoring.rule_names import RULE_NAMES
+
+    options: dict[str, Any] = {
+        "every": args.monitor_every,
+        "max_disk": args.monitor_disk,
+        "format": args.monitor_format,
+        "writers": args.monitor_to,
+    }
+    check_options(**{**options, "every": args.monitor_every or {}}, modules=(), ranks=None)
+    check_rules(args.monitor_rules, RULE_NAMES)
+    recording = None
+    if args.record_on_alarm is not None:
+        given = {"steps", "ranks", "keep_last", "stop_after_last_step", *_STRICTNESS}
+        chosen = {n: v for n, v in config.as_arguments().items() if n in _given(args)}
+        recording = {name: value for name, value in chosen.items() if name not in given}
+        recording["n_steps"] = args.record_on_alarm
+    on_alarm = "record" if recording is not None else "guard" if args.guard_on_alarm else None
+    return {
+        **options,
+        "path": args.monitor,
+        "rules": args.monitor_rules,
+        "on_alarm": on_alarm,
+        "recording": recording,
+        "resume": args.resume,
+        "step_on": step_on,
+        "program": _again(args, words),
     }
 
 
@@ -313,7 +414,8 @@ def _folders(args: argparse.Namespace, output: Path | None) -> list[Path]:
     """What will be written to."""
     guard = Path(args.guard_output) if args.guard is not None else None
     start = Path(args.save_start) if args.save_start else None
-    return [folder for folder in (output, guard, start) if folder is not None]
+    monitor = Path(args.monitor) if args.monitor is not None else None
+    return [folder for folder in (output, guard, monitor, start) if folder is not None]
 
 
 def _check_place(folder: Path, *, strict: bool) -> None:
@@ -346,8 +448,10 @@ def _check_start(args: argparse.Namespace) -> None:
 def _reroute_rules(args: argparse.Namespace) -> dict[str, str]:
     """What to run elsewhere; a wrong target is told before the program runs."""
     if not (args.reroute or args.reroute_file):
-        if args.no_record and args.guard is None:
-            raise BadUsage("--no-record without --reroute or --guard: nothing would be done")
+        if args.no_record and args.guard is None and args.monitor is None:
+            raise BadUsage(
+                "--no-record without --reroute, --guard or --monitor: nothing would be done"
+            )
         return {}
     from tensorprobe.rerouting.targets import parse_options, parse_rules
 
@@ -414,6 +518,8 @@ class _Session:
         self._trouble: TensorprobeError | None = None  # of our own; the program goes on
         self._guard_options: dict[str, Any] | None = None
         self._guard: Guard | None = None
+        self._monitor_options: dict[str, Any] | None = None
+        self._monitor: Monitor | None = None
         self._children: ChildProcesses | None = None
 
     def children(self) -> contextlib.AbstractContextManager[None]:
@@ -435,6 +541,10 @@ class _Session:
     def guard_with(self, options: dict[str, Any]) -> None:
         """Watch the program with a tp.Guard of these arguments."""
         self._guard_options = options
+
+    def monitor_with(self, options: dict[str, Any] | None) -> None:
+        """Watch the program with a tp.Monitor of these arguments, if there are some."""
+        self._monitor_options = options
 
     @property
     def _watches_errors(self) -> bool:
@@ -477,18 +587,21 @@ class _Session:
             from tensorprobe.rerouting.reroute import Reroute
 
             self._reroute = Reroute(self._rules, step_on=self._step_on).start()
-        if self._args.load_start and (self._output or self._guard_options or self._rules):
+        watched = self._guard_options or self._monitor_options
+        if self._args.load_start and (self._output or watched or self._rules):
             from tensorprobe.record.start_state import LoadStart
 
             self._start = LoadStart(Path(self._args.load_start))
 
     def _record(self) -> None:
-        if self._output is None and self._guard_options is None:
+        others = (self._guard_options, self._monitor_options)
+        if self._output is None and others == (None, None):
             return  # the script records by itself
         try:
             if self._output is not None:
                 self._recorder = self._started_recorder(self._output)
             self._start_guard()
+            self._start_monitor()
         except TensorprobeError:
             raise
         except Exception as error:
@@ -520,6 +633,12 @@ class _Session:
         guard = Guard(recorder=self._recorder, step_on=self._step_on, **self._guard_options)
         self._guard = guard.start()
 
+    def _start_monitor(self) -> None:
+        if self._monitor_options is not None:
+            from tensorprobe.monitoring.monitor import Monitor
+
+            self._monitor = Monitor(**self._monitor_options).start()
+
     def explains(self, end: BaseException | None) -> bool:
         """Whether the guard has said what there is to say about an error of a device."""
         found = self._guard.findings if self._guard is not None else ()
@@ -529,6 +648,7 @@ class _Session:
         """Close the recording and give the program's own exit status, or leave as it left."""
         self._problem = self._problem or (self._start.problem if self._start else None)
         end = self._close_guard(end)
+        self._close_monitor()
         if isinstance(end, WriteFailed | RecordingStopped):
             self._problem = end
         if self._problem is not None:
@@ -598,6 +718,13 @@ class _Session:
             end = end or stopped
         self._trouble = self._trouble or self._guard.failed
         return end
+
+    def _close_monitor(self) -> None:
+        if self._monitor is not None:
+            self._monitor.close()
+            self._trouble = self._trouble or self._monitor.failed
+        elif self._monitor_options is not None and self._trouble is None:
+            sys.stderr.write("tensorprobe run: nothing was measured: torch was never imported\n")
 
     def _close(self) -> None:
         """End the recording; what is wrong with it is said."""

@@ -9,7 +9,7 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -77,14 +77,19 @@ class ModulePaths:
     def parameter_names(self) -> dict[int, str]:
         """Every parameter of the modules seen, by identity."""
         names: dict[int, str] = {}
+        for name, parameter in self.named_parameters():
+            names.setdefault(id(parameter), name)
+        return names
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter of the modules seen; one of two roots comes twice."""
         for root in list(self._roots.values()):
             module = root()
             if module is None:
                 continue
             prefix = self._paths[id(module)][1]
             for name, parameter in module.named_parameters():
-                names.setdefault(id(parameter), ".".join(filter(None, (prefix, name))))
-        return names
+                yield ".".join(filter(None, (prefix, name))), parameter
 
     def _root_name(self, module: nn.Module) -> str:
         self._forget_dead()

@@ -62,6 +62,11 @@ class StepWatch:
         """Whether the first step of an optimizer is to come, which a GradScaler may skip."""
         return self.needs_backward and _optimizer_made()
 
+    @property
+    def awaits_optimizer_or_first(self) -> bool:
+        """Whether an optimizer may set the pace, and none has stepped yet."""
+        return self._step_on in ("auto", 0) and not self._optimizers
+
     def be_explicit(self) -> None:
         """The program says itself when a step ends."""
         self._step_on = "explicit"

@@ -67,8 +67,7 @@ _REFUSED_TASKS = {
     "acc_check": _CHECK,
     "run_ut": _CHECK,
     "free_benchmark": _CHECK,
-    "grad_probe": "record with task 'statistics' and level 'L0': parameters_grad has the "
-    "statistics of each gradient",
+    "grad_probe": "use tensorprobe run --monitor DIR: it has the statistics of each gradient",
     "exception_dump": "it is for MindSpore; use: tensorprobe run --guard errors SCRIPT",
     "overflow_check": "use tp.Guard",
 }

@@ -10,10 +10,12 @@ from tensorprobe.peers.msprobe.msprobe_debugger import (
     module_dump,
     module_dump_end,
 )
+from tensorprobe.peers.msprobe.msprobe_monitor import TrainerMon
 from tensorprobe.peers.msprobe.msprobe_seeding import seed_all
 
 __all__ = [
     "PrecisionDebugger",
+    "TrainerMon",
     "compare",
     "compare_distributed",
     "module_dump",
@@ -24,7 +26,6 @@ __all__ = [
 # What msprobe has there and this door has not, with what to use instead.
 REFUSED = {
     "AclGraphDumper": "tensorprobe run --level L2, of the program without graph capture",
-    "TrainerMon": "tensorprobe run: parameters, gradients and optimizer steps are in it",
     "acl_save": "PrecisionDebugger.save",
     "random_save": "tensorprobe run --save-start and --load-start, which make two runs draw alike",
     "set_fx_dump_config": "tensorprobe run --level L2",

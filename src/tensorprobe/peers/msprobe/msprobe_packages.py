@@ -4,7 +4,7 @@ from __future__ import annotations
 
 VERSION = "26.2.0"  # of the release whose words these are
 
-_MONITOR = "tensorprobe run: parameters, gradients and optimizer steps are in a recording"
+_MONITOR = "tensorprobe run --monitor DIR, or tp.Monitor; TrainerMon and TrainerMonitorV2 work"
 _CONFIG_CHECK = "tp.env(FILE) in the program, and tensorprobe env compare A B"
 _FIRST_NAN = "tensorprobe ranks DUMP, which names the first call that made NaN or infinity"
 _OPERATORS = "tensorprobe run --level L2, of the program without graph capture"
@@ -13,7 +13,6 @@ NOT_HERE = {
     "core.config_check": _CONFIG_CHECK,
     "core.config_checking": _CONFIG_CHECK,
     "core.monitor": _MONITOR,
-    "core.monitor_v2": _MONITOR,
     "infer": "tensorprobe ascend --help",
     "mindspore": "msprobe itself: tensorprobe is for PyTorch",
     "nan_analyze": _FIRST_NAN,
@@ -25,7 +24,6 @@ NOT_HERE = {
     "pytorch.config_checking": _CONFIG_CHECK,
     "pytorch.free_benchmark": "tensorprobe check DUMP --device D -o OUT",
     "pytorch.grad_probe": _MONITOR,
-    "pytorch.monitor": _MONITOR,
     "pytorch.nan_check": _FIRST_NAN,
     "pytorch.online_dispatch": "tensorprobe check DUMP --device D -o OUT",
     "pytorch.reproducibility": "tensorprobe run --save-start and --load-start",

@@ -1,0 +1,1 @@
+"""A whole training, watched: statistics of every step, rules that raise alarms, files, trends."""

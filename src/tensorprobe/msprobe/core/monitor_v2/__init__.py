@@ -1,0 +1,1 @@
+"""msprobe.core.monitor_v2, as scripts import it."""

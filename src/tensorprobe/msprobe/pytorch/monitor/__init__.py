@@ -1,0 +1,1 @@
+"""msprobe.pytorch.monitor, as scripts import it."""
