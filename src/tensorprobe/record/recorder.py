@@ -264,8 +264,7 @@ class Recorder:
 
     def step(self) -> None:
         """One step of the program has ended."""
-        self._watch.be_explicit()
-        self._advance()
+        self._watch.say()
 
     def name_root(self, module: torch.nn.Module, name: str = "") -> None:
         """Let the paths of modules begin at this one, whichever module the program calls."""
