@@ -24,9 +24,9 @@ FLOORS = [
     {"follow", "replay"},
     {"record"},
     {"guarding"},
-    {"overflow", "failures", "rerouting", "checking", "comparing", "environment"},
+    {"overflow", "failures", "rerouting", "checking", "comparing", "environment", "training"},
     {"report", "checkpoints"},
-    {"peers", "devices.sim_npu"},
+    {"peers", "devices.sim_npu", "testing"},
     {"ptdbg_ascend", "msprobe", "cli", "demo"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

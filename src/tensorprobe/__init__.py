@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from tensorprobe.report.saving import Comparison, compare
     from tensorprobe.rerouting.reroute import Reroute, reroute
     from tensorprobe.store.loading import load
+    from tensorprobe.testing.matching import assert_match
+    from tensorprobe.training.trainer_callback import TensorProbeCallback
 
 __all__ = [
     "BadArtefact",
@@ -78,6 +80,7 @@ __all__ = [
     "Reroute",
     "Sharding",
     "Special",
+    "TensorProbeCallback",
     "TensorRecord",
     "TensorSummary",
     "TensorprobeError",
@@ -86,6 +89,7 @@ __all__ = [
     "Verdict",
     "WriteFailed",
     "__version__",
+    "assert_match",
     "check",
     "compare",
     "env",
@@ -122,6 +126,7 @@ _HOMES = {
     "Reroute": "tensorprobe.rerouting.reroute",
     "Sharding": "tensorprobe.records",
     "Special": "tensorprobe.records",
+    "TensorProbeCallback": "tensorprobe.training.trainer_callback",
     "TensorRecord": "tensorprobe.records",
     "TensorSummary": "tensorprobe.records",
     "TensorprobeError": "tensorprobe.errors",
@@ -129,6 +134,7 @@ _HOMES = {
     "UnsupportedTorch": "tensorprobe.errors",
     "Verdict": "tensorprobe.comparing.verdict",
     "WriteFailed": "tensorprobe.errors",
+    "assert_match": "tensorprobe.testing.matching",
     "check": "tensorprobe.checking.run",
     "compare": "tensorprobe.report.saving",
     "env": "tensorprobe.environment.collecting",
