@@ -28,6 +28,7 @@ FLOORS = [
     {"report", "checkpoints"},
     {"peers", "devices.sim_npu", "testing"},
     {"ptdbg_ascend", "msprobe", "cli", "demo"},
+    {"cell_magic"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -173,3 +173,10 @@ def _load(name: str) -> Any:
         if why is None:
             raise
         raise UnsupportedTorch(why) from error
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """What `%load_ext tensorprobe` calls: cells that begin with %%probe are recorded."""
+    from tensorprobe.cell_magic import add_magic
+
+    add_magic(shell)
