@@ -592,3 +592,16 @@ def test_runs_without_a_call_in_common_never_match(tmp_path: Path, swapped: bool
     verdict = tp.compare(*(reversed(sides) if swapped else sides), jobs=1).verdict
     assert verdict.verdict == "incomparable"
     assert "0 of 18 calls align" in str(verdict)
+
+
+def test_json_is_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, e = run(tmp_path / "a"), run(tmp_path / "e")
+    assert main(["compare", str(a), str(e), "--json", "-o", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert printed == (tmp_path / "out" / "verdict.json").read_text()
+    assert json.loads(printed)["verdict"] == "match"
+
+
+def test_without_a_verb_it_says_how_to_begin(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "to begin: tensorprobe demo" in capsys.readouterr().out
