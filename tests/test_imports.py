@@ -25,10 +25,12 @@ FLOORS = [
     {"compiling"},
     {"record"},
     {"guarding"},
-    {"overflow", "failures", "rerouting", "checking", "comparing", "environment", "monitoring"},
+    {"overflow", "failures", "rerouting", "checking", "comparing", "environment"},
+    {"monitoring", "training"},
     {"report", "checkpoints"},
-    {"peers", "devices.sim_npu"},
+    {"peers", "devices.sim_npu", "testing"},
     {"ptdbg_ascend", "msprobe", "cli", "demo"},
+    {"cell_magic"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 

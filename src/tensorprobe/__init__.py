@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from tensorprobe.report.saving import Comparison, compare
     from tensorprobe.rerouting.reroute import Reroute, reroute
     from tensorprobe.store.loading import load
+    from tensorprobe.testing.matching import assert_match
+    from tensorprobe.training.trainer_callback import TensorProbeCallback
 
 __all__ = [
     "Alarm",
@@ -82,6 +84,7 @@ __all__ = [
     "Reroute",
     "Sharding",
     "Special",
+    "TensorProbeCallback",
     "TensorRecord",
     "TensorSummary",
     "TensorprobeError",
@@ -90,6 +93,7 @@ __all__ = [
     "Verdict",
     "WriteFailed",
     "__version__",
+    "assert_match",
     "check",
     "compare",
     "env",
@@ -128,6 +132,7 @@ _HOMES = {
     "Reroute": "tensorprobe.rerouting.reroute",
     "Sharding": "tensorprobe.records",
     "Special": "tensorprobe.records",
+    "TensorProbeCallback": "tensorprobe.training.trainer_callback",
     "TensorRecord": "tensorprobe.records",
     "TensorSummary": "tensorprobe.records",
     "TensorprobeError": "tensorprobe.errors",
@@ -135,6 +140,7 @@ _HOMES = {
     "UnsupportedTorch": "tensorprobe.errors",
     "Verdict": "tensorprobe.comparing.verdict",
     "WriteFailed": "tensorprobe.errors",
+    "assert_match": "tensorprobe.testing.matching",
     "check": "tensorprobe.checking.run",
     "compare": "tensorprobe.report.saving",
     "env": "tensorprobe.environment.collecting",
@@ -173,3 +179,10 @@ def _load(name: str) -> Any:
         if why is None:
             raise
         raise UnsupportedTorch(why) from error
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """What `%load_ext tensorprobe` calls: cells that begin with %%probe are recorded."""
+    from tensorprobe.cell_magic import add_magic
+
+    add_magic(shell)

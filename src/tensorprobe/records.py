@@ -32,6 +32,7 @@ HOST = "cpu"
 # "gradients are reduced outside of any call over ranks 0-7, group 0, hook none".
 REDUCES_GRADIENTS = "gradients are reduced outside of any call over ranks "
 # The note of a backward call whose gradients some other tool took there.
+REQUESTS = "requests"  # as what a server saves whose tokens its model reads
 LAST_NODE = "outputs are those of the last autograd node, not the gradients of the inputs"
 # Before a digest that is of a content's numbers in the order in which they lie in memory, as where
 # statistics are kept: a matrix and its transpose have one.

@@ -577,3 +577,31 @@ def test_what_cannot_be_read_is_no_match(kind: str, side: str, tmp_path: Path) -
     assert re.search(rf"[123] lines? of {side} '", str(verdict))
     assert f"calls.jsonl:{at + 1}: " in str(verdict)
     assert "--gaps" in str(verdict)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_runs_without_a_call_in_common_never_match(tmp_path: Path, swapped: bool) -> None:
+    """One side has calls of a model, the other none: no half of nothing aligns."""
+    layer = torch.nn.Linear(4, 4)
+    with tp.Recorder(tmp_path / "model", log=lambda text: None):
+        layer(torch.ones(2, 4))
+    with tp.Recorder(tmp_path / "other", log=lambda text: None):
+        for _ in range(9):
+            torch.exp(torch.zeros(3))
+    sides = [tmp_path / "model", tmp_path / "other"]
+    verdict = tp.compare(*(reversed(sides) if swapped else sides), jobs=1).verdict
+    assert verdict.verdict == "incomparable"
+    assert "0 of 18 calls align" in str(verdict)
+
+
+def test_json_is_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, e = run(tmp_path / "a"), run(tmp_path / "e")
+    assert main(["compare", str(a), str(e), "--json", "-o", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert printed == (tmp_path / "out" / "verdict.json").read_text()
+    assert json.loads(printed)["verdict"] == "match"
+
+
+def test_without_a_verb_it_says_how_to_begin(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "to begin: tensorprobe demo" in capsys.readouterr().out

@@ -500,3 +500,14 @@ def test_a_program_that_ends_within_its_second_step(tmp_path: Path) -> None:
         recorder.step()
         model(torch.ones(2, 3))
     assert " in 2 steps, " in said[-1]
+
+
+def test_a_program_that_begins_to_say_when_steps_end(tmp_path: Path) -> None:
+    """Its first step is not counted twice, where an optimizer had ended it before it said so."""
+    model, optimizer = classifier()
+    recorder = tp.Recorder(tmp_path, step_on="auto", log=quiet).start()
+    for _ in range(3):
+        train(model, optimizer)
+        recorder.step()
+    recorder.close()
+    assert list(steps_of(tmp_path, "SGD")) == [0, 1, 2]

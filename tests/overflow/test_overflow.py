@@ -258,6 +258,29 @@ def test_parameters_after_an_optimizer(tmp_path: Path) -> None:
     assert "--calls Optimizer.Adam.step.0 --steps 0 --keep tensors" in finding.next
 
 
+@pytest.mark.parametrize("look_every", [None, 4])
+def test_what_the_closure_of_an_optimizer_does(tmp_path: Path, look_every: int | None) -> None:
+    """Its calls are the program's; those of the optimizer around it are one."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    guard = tp.Guard(
+        tmp_path, overflow_nums=-1, look_every=look_every, log=lambda text: None
+    )  # fmt: skip
+    with guard:
+        for step in range(4):
+
+            def closure(step: int = step) -> Tensor:
+                optimizer.zero_grad()
+                loss = model(torch.ones(2, 4) * (1e38 if step == 2 else 1)).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+    first, *others = [(found.name, found.step) for found in guard.findings]
+    assert first == ("Tensor.square.0.forward", 2)
+    assert not [name for name, _ in others if name.startswith(("Torch.dot", "Tensor.add_"))]
+
+
 def test_parameters_that_an_earlier_step_spoiled(tmp_path: Path) -> None:
     def program() -> None:
         weight = nn.Parameter(torch.ones(2))

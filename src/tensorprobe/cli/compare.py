@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("actual", metavar="ACTUAL", help="the run in question")
     parser.add_argument("expected", metavar="EXPECTED", help="the run that is trusted")
     parser.add_argument("-o", "--output", metavar="OUT", help="folder for the report")
+    parser.add_argument("--json", action="store_true", help="print verdict.json, not lines")
     parser.add_argument("--step", type=int, metavar="N", help="this step only")
     parser.add_argument("--rank", type=int, metavar="N", help="this rank only")
     parser.add_argument(
@@ -88,7 +89,7 @@ def _run(args: argparse.Namespace, workers: Workers | None) -> int:
     from tensorprobe.comparing.comparison import compare_captures
     from tensorprobe.comparing.measure import TerminalProgress
     from tensorprobe.report.console import render
-    from tensorprobe.report.saving import with_files
+    from tensorprobe.report.saving import verdict_text, with_files
     from tensorprobe.store.outputs import check_output
 
     if args.output is not None:  # before the work, not after it
@@ -119,7 +120,9 @@ def _run(args: argparse.Namespace, workers: Workers | None) -> int:
             progress.stop()
     comparison = with_files(compared)
     lines = as_options(render(comparison), args.option_names).split("\n")
-    if sys.stdout.isatty():
+    if args.json:
+        say(*verdict_text(comparison.verdict).splitlines())
+    elif sys.stdout.isatty():
         _say_in_colour(comparison, lines)
     else:
         say(*lines)
@@ -130,7 +133,8 @@ def _run(args: argparse.Namespace, workers: Workers | None) -> int:
             xlsx=args.xlsx,
             model_explorer=args.model_explorer,
         )
-        say("", f"written: {', '.join(str(path) for path in paths)}")
+        if not args.json:
+            say("", f"written: {', '.join(str(path) for path in paths)}")
     return _STATUS[comparison.verdict.verdict]
 
 

@@ -54,6 +54,8 @@ def build_parser(verb: str | None) -> argparse.ArgumentParser:
         prog="tensorprobe",
         description="A precision debugger for PyTorch: which call did it, on which line, and a "
         "script that shows it alone.",
+        epilog="to begin: tensorprobe demo, or with a program of yours: "
+        "tensorprobe run -o runs/a train.py. The options of a verb: tensorprobe VERB --help",
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print it, and what is active")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")

@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what ends a step: auto, module (each call of the model), "
         "or the number of an optimizer, the first to step being 0",
     )
-    _add_selection(parser.add_argument_group("what to record"))
+    add_selection(parser.add_argument_group("what to record"))
     _add_manner(parser.add_argument_group("how"))
     _add_guard(parser.add_argument_group("watching instead of recording, or beside it"))
     _add_monitor(parser.add_argument_group("watching a whole training"))
@@ -110,7 +110,9 @@ def _add_reroute(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--no-record", action="store_true", help="record nothing, only reroute")
 
 
-def _add_selection(group: argparse._ArgumentGroup) -> None:
+def add_selection(group: argparse._ArgumentGroup) -> None:
+    """The options that say what to record, named as the arguments of tp.Recorder."""
+
     def add(*names: str, text: str, **more: Any) -> None:
         group.add_argument(*names, help=text, default=argparse.SUPPRESS, **more)
 
@@ -309,6 +311,15 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(args).items() if name in _FIELDS}
 
 
+def selected(args: argparse.Namespace) -> dict[str, Any]:
+    """The same as arguments of tp.Recorder."""
+    given = _given(args)
+    for name in ("calls", "apis", "modules", "names", "keep_tensors"):
+        if name in given:
+            given[name] = [part for text in given[name] for part in text.split(",") if part]
+    return given
+
+
 def _guard_options(
     args: argparse.Namespace, words: list[str], config: RecordConfig
 ) -> dict[str, Any]:
@@ -392,10 +403,7 @@ def _monitor_options(
 
 def _configuration(args: argparse.Namespace) -> tuple[RecordConfig, str | None, tuple[str, ...]]:
     """The file's configuration, with the options given on top."""
-    given = _given(args)
-    for name in ("calls", "apis", "modules", "names", "keep_tensors"):
-        if name in given:
-            given[name] = [part for text in given[name] for part in text.split(",") if part]
+    given = selected(args)
     if args.config is None:
         return RecordConfig.make(**given), None, ()
     config, dump_path, notes = from_msprobe_config(args.config)

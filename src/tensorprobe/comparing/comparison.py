@@ -84,6 +84,15 @@ class Compared:
         self.proposed = proposed or {}  # a mapping of modules that were paired by their weights
 
     @property
+    def ok(self) -> bool:
+        """Whether the runs match; False where they are incomparable, too."""
+        return self.verdict.ok
+
+    def __bool__(self) -> bool:
+        found = self.verdict.verdict
+        raise BadUsage(f"a comparison is neither true nor false, this one is {found}: ask .ok")
+
+    @property
     def rows(self) -> Iterator[tuple[CallPair, TensorPair]]:
         """Every tensor of every call, in execution order."""
         for pair in self.pairs:
@@ -367,6 +376,8 @@ def _are_one_program(pairs: Sequence[CallPair], narrow: tuple[bool, bool]) -> bo
     only one side shows inside of a module. Where one side was told to record some calls only, or
     makes more calls than the other with the same effects, those of the other are what could align.
     """
+    if not any(pair.is_paired for pair in pairs):
+        return False
     units = opaque_modules(pairs)
     within = {at for inside in units.values() for at in inside}
     outside = [pair for i, pair in enumerate(pairs) if i not in within]

@@ -11,6 +11,7 @@ import msgspec
 
 from tensorprobe.collectives.links import is_communication, listed
 from tensorprobe.comparing.rounding import Mode, number_text
+from tensorprobe.errors import BadUsage
 from tensorprobe.notebooks import html_of
 from tensorprobe.records import Call, count
 from tensorprobe.store.frames import users_line
@@ -157,6 +158,14 @@ class Verdict(msgspec.Struct, kw_only=True):
     within: float | None = None  # what was stated to be allowed there
     boundaries: list[MeasuredPlace] = []  # what was found there
     rows: RowCounts | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the runs match; False where they are incomparable, too."""
+        return self.verdict == "match"
+
+    def __bool__(self) -> bool:
+        raise BadUsage(f"a verdict is neither true nor false, this one is {self.verdict}: ask .ok")
 
     def to_json(self) -> dict[str, Any]:
         """As plain values; NaN and infinities as text, which strict JSON does not have."""

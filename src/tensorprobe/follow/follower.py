@@ -77,8 +77,7 @@ class Follower:
 
     def step(self) -> None:
         """One step has ended, as the program itself says."""
-        self.steps.be_explicit()
-        self._advance()
+        self.steps.say()
 
     def _advance(self) -> None:
         if self.is_on and torch._C._current_graph_task_id() != -1:

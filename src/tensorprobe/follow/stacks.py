@@ -42,6 +42,7 @@ _HIDDEN = (
         )
     ),
 )
+_SHELL = os.path.join("IPython", "core", "interactiveshell.py")
 _MAX_FRAMES = 200
 _MAX_PLACES = 100_000  # code made anew for every call would fill the tables without end
 _MAX_STACKS = 100_000
@@ -97,17 +98,19 @@ class Stacks:
         if number is None:
             number = next(self._count)
             below = self._frames.get(key[0], [])
-            self._frames[number] = self._render(frame, len(key) // 2) + below
+            self._frames[number] = self._render(frame, len(key) // 2, below)
             self._ids[key] = number  # other threads may go by it from now on
         if number not in self._told:
             self._new(number, self._frames[number])
             self._told.add(number)
         return number
 
-    def _render(self, frame: FrameType | None, count: int) -> list[str]:
-        lines = []
+    def _render(self, frame: FrameType | None, count: int, below: list[str]) -> list[str]:
+        lines: list[str] = []
         while frame is not None and count > 0:
             code = frame.f_code
+            if runs_cells(code):
+                return lines
             place = (id(code), frame.f_lasti)
             known = self._places.get(place)
             if known is None:
@@ -116,7 +119,7 @@ class Stacks:
                 lines.append(known[1])
             frame = frame.f_back
             count -= 1
-        return lines
+        return lines + below
 
 
 def _walk(frame: FrameType | None, base: FrameType | None, base_id: int, most: int) -> StackKey:
@@ -131,6 +134,11 @@ def _walk(frame: FrameType | None, base: FrameType | None, base_id: int, most: i
     if frame is not base:
         key[0] = 0
     return tuple(key)
+
+
+def runs_cells(code: CodeType) -> bool:
+    """Whether this is what calls the code of a notebook's cell: stacks end before it."""
+    return code.co_name == "run_code" and code.co_filename.endswith(_SHELL)
 
 
 def is_hidden(code: CodeType) -> bool:

@@ -35,6 +35,7 @@ class StepWatch:
         self._unit_over = False  # the root's next call is in the next step
         self._stepped: set[int] = set()  # optimizers, since the scaler last updated its scale
         self.scaler_seen = False
+        self._ended_by_optimizer = False
 
     @property
     def automatic(self) -> bool:
@@ -67,9 +68,13 @@ class StepWatch:
         """Whether an optimizer may set the pace, and none has stepped yet."""
         return self._step_on in ("auto", 0) and not self._optimizers
 
-    def be_explicit(self) -> None:
-        """The program says itself when a step ends."""
+    def say(self) -> None:
+        """The program itself says that a step has ended, and will say so from now on."""
         self._step_on = "explicit"
+        # the first that it says so of, its optimizer has ended already
+        ended, self._ended_by_optimizer = self._ended_by_optimizer, False
+        if not ended:
+            self._advance()
 
     def optimizer_stepped(self, optimizer: object) -> None:
         """An optimizer's step, the outermost one, has ended."""
@@ -77,7 +82,7 @@ class StepWatch:
         self.scaler_seen = self.scaler_seen or _scaler_steps()
         self._stepped.add(id(optimizer))
         if number == (0 if self._step_on == "auto" else self._step_on):
-            self._advance()
+            self._end_by_optimizer()
 
     def scaler_updated(self, optimizers: Iterable[int]) -> None:
         """A GradScaler has ended its round with these optimizers, some of them maybe skipped."""
@@ -89,7 +94,7 @@ class StepWatch:
         if not self._optimizers and skipped:
             self._optimizers.append((skipped[0], None))
         if self._optimizers and self._optimizers[0][0] in skipped:
-            self._advance()
+            self._end_by_optimizer()
 
     def scaler_found(self) -> None:
         """A GradScaler has ended a round, of which no more is known."""
@@ -112,6 +117,10 @@ class StepWatch:
             self._advance()
         if self._step_on == "module" or not torch.is_grad_enabled():
             self._unit_over = True
+
+    def _end_by_optimizer(self) -> None:
+        self._ended_by_optimizer = True
+        self._advance()
 
     def _number(self, optimizer: object) -> int:
         for number, (key, reference) in enumerate(self._optimizers):

@@ -121,11 +121,6 @@ class MonitorObserver(Observer):
         if self.is_explicit():
             self.finish()
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the step has ended, and stays open."""
-        return self._is_over
-
     def finish(self) -> None:
         """End a step that stays open."""
         if not self._is_over:

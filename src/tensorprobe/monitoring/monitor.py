@@ -197,11 +197,8 @@ class Monitor:
         if self._follower is None:
             self._build()
         assert self._follower is not None
-        self._follower.steps.be_explicit()
-        if self._observer.is_over:  # the optimizer has ended it already
-            self._observer.finish()
-        else:
-            self._follower.step()
+        self._follower.step()
+        self._observer.finish()  # one that the optimizer had ended stayed open
 
     def name_root(self, module: nn.Module, name: str = "") -> None:
         """Let the names of modules begin at this one, whichever module the program calls."""

@@ -52,7 +52,7 @@ inline constexpr Attributes ATTRIBUTES[] = {
     {"tensorprobe.overflow.device_calls.DeviceCalls", "new_route"},
     {"tensorprobe.overflow.every_call.OverflowObserver", "backward device made_later passed state"},
     {"tensorprobe.overflow.guard_state.GuardState",
-     "is_late look look_every looks_later on pending program step stepping watcher"},
+     "closures is_late look look_every looks_later on pending program step stepping watcher"},
     {"tensorprobe.overflow.module_place.GuardedProgram", "counter place"},
     {"tensorprobe.overflow.module_place.GuardPlace", "here"},
     {"tensorprobe.overflow.pending_calls.PendingCalls",

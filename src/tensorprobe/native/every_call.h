@@ -130,7 +130,9 @@ class EveryCall {
     if (!is_set<"on">(state)) return stand_ins_.make(func, args, kwargs);
     if (fields_.is(plan, fields_.is_operator) || may_be_others()) return Py_NewRef(mode);
     const Ref stepping = attribute<"stepping">(state);
-    if (!PyDict_Check(stepping.get())) return Py_NewRef(mode);
+    const Ref closures = attribute<"closures">(state);
+    if (!PyDict_Check(stepping.get()) || !PyDict_Check(closures.get())) return Py_NewRef(mode);
+    if (PyDict_GET_SIZE(closures.get()) != 0) return Py_NewRef(mode);  // whose call is it?
     bool is_stepping = false;
     if (PyDict_GET_SIZE(stepping.get()) != 0) {
       const Ref ident = must(PyLong_FromUnsignedLong(PyThread_get_thread_ident()));

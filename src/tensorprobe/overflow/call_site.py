@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
-from tensorprobe.follow.stacks import is_hidden
+from tensorprobe.follow.stacks import is_hidden, runs_cells
 
 _MOST_FRAMES = 200
 
@@ -50,6 +50,8 @@ def render(trail: Trail) -> tuple[str, ...]:
     """The lines of a stack, innermost first, as a capture has them."""
     lines = []
     for code, at in frames_in(trail):
+        if runs_cells(code):
+            break
         if not is_hidden(code):
             name = getattr(code, "co_qualname", code.co_name)  # Python 3.11
             lines.append(f"{code.co_filename}:{_line(code, at)} in {name}")

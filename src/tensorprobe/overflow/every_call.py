@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
@@ -138,7 +137,8 @@ class OverflowObserver(Observer):
     ) -> _Short | _Passing | _Scaling | RunningCall | None:
         """Note what will be needed of a call that is about to be made."""
         number = self.state.program.counter.next(plan.api)
-        if self.state.stepping and threading.get_ident() in self.state.stepping:
+        state = self.state
+        if (state.stepping or state.closures) and state.is_optimizers_own(frame):
             return None
         if plan.is_special:
             kind = plan.kind
@@ -230,7 +230,7 @@ class OverflowObserver(Observer):
     # Optimizers
 
     def optimizer_begins(self, optimizer: Any, frame: FrameType, has_closure: bool) -> NamedCall:
-        return self.optimizers.begin(optimizer, frame)
+        return self.optimizers.begin(optimizer, frame, has_closure)
 
     def optimizer_ended(self, optimizer: Any, call: NamedCall) -> None:
         self.optimizers.end(optimizer, call)

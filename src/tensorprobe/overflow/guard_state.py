@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from types import FrameType
+import os
+import threading
+from types import CodeType, FrameType
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -21,6 +23,7 @@ from tensorprobe.overflow.watched_call import RunningCall, Tensors
 from tensorprobe.record.tape import Tape
 from tensorprobe.tensors.finiteness import LIMITS, readable
 
+_OPTIMIZERS = os.path.join(os.path.dirname(torch.__file__), "optim") + os.sep
 # While it is entered, tensors are read without a function mode or subclass taking notice. It costs
 # a quarter of Quiet, and is enough where no operation of torch is called.
 MODES_OFF = torch._C.DisableTorchFunction
@@ -41,6 +44,8 @@ class GuardState:
         self.step = 0
         # by thread, the optimizer at work, by identity, the call, and whether a gradient is bad
         self.stepping: dict[int, tuple[int, NamedCall, bool]] = {}
+        # by thread, the optimizer that was given a closure, by identity, and the code of its step
+        self.closures: dict[int, tuple[int, CodeType | None]] = {}
         # gradients of leaves that were looked at in backward; the optimizer is given the same
         self.seen_gradients: dict[int, tuple[StorageWeakRef, int]] = {}
         self.growth = Growth(watcher.warn)
@@ -48,6 +53,16 @@ class GuardState:
         self.cases = OpenCases(watcher, self.pending.storage_at)
         self._late_calls = LateCalls(self.cases, self.growth)
         self._flag: OverflowFlag | None = None
+
+    def is_optimizers_own(self, frame: FrameType | None) -> bool:
+        """Whether a call made in `frame` is part of an optimizer's step, which is one call."""
+        ident = threading.get_ident()
+        if ident in self.stepping:
+            return True
+        if ident not in self.closures or frame is None:
+            return False
+        code = frame.f_code  # a closure is called by the step as well, but makes its calls itself
+        return code is self.closures[ident][1] or code.co_filename.startswith(_OPTIMIZERS)
 
     def begin_watch(self) -> None:
         """Begin the watch, and drop flags that a device raised before it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Iterable
@@ -30,20 +31,33 @@ class OptimizerSteps:
         # optimizers that stepped in this step and the one before, and the case their gradients had
         self._stepped: list[tuple[weakref.ref[Optimizer], NamedCall, Case | None]] = []
 
-    def begin(self, optimizer: Optimizer, frame: FrameType) -> NamedCall:
-        """Look at the gradients; what happens inside of the step is one call."""
+    def begin(self, optimizer: Optimizer, frame: FrameType, has_closure: bool) -> NamedCall:
+        """Look at the gradients; what happens inside of the step is one call.
+
+        A closure makes the gradients inside of the step, by calls that are looked at like others.
+        """
         ident = threading.get_ident()
         self._state.stepping.pop(ident, None)
+        self._state.closures.pop(ident, None)
+        if has_closure:
+            self._state.watcher.optimizer_begins(optimizer)
+            step = inspect.unwrap(type(optimizer).step)
+            self._state.closures[ident] = id(optimizer), getattr(step, "__code__", None)
+            return self._name(optimizer, frame)
         call, bad = self._look_at_gradients(optimizer, frame)
         self._state.stepping[ident] = id(optimizer), call, bad
         return call
 
     def end(self, optimizer: Optimizer, call: NamedCall) -> None:
         """Parameters were written; on a device they are looked at, on the host when next used."""
-        step = self._state.stepping.pop(threading.get_ident(), None)
-        if step is None or step[0] != id(optimizer):
+        ident = threading.get_ident()
+        step = self._state.stepping.pop(ident, None)
+        if self._state.closures.pop(ident, (0, None))[0] == id(optimizer):
+            was_bad = self._look_at_group(optimizer, call, "gradients")
+        elif step is None or step[0] != id(optimizer):
             return
-        was_bad = step[2]
+        else:
+            was_bad = step[2]
         case = self._state.cases.of_backward if was_bad else None
         self._stepped = [*self._recent(), (weakref.ref(optimizer), call, case)]
         self._look_at_group(optimizer, call, "parameters")
@@ -51,21 +65,25 @@ class OptimizerSteps:
     def left(self) -> None:
         """No optimizer steps in this thread any more."""
         self._state.stepping.pop(threading.get_ident(), None)
+        self._state.closures.pop(threading.get_ident(), None)
 
     def _look_at_gradients(self, optimizer: Optimizer, frame: FrameType) -> tuple[NamedCall, bool]:
         """The call of an optimizer, and whether one of its gradients is bad."""
         self._state.watcher.optimizer_begins(optimizer)
-        kind = type(optimizer)
-        api = optimizer_name(kind.__name__, f"{kind.__module__}.{kind.__qualname__}.step")
-        number = self._state.program.counter.next(api)
-        trail = self._state.program.trail(frame)
-        call = NamedCall(plan_for(api), number, "", self._state.step, trail)
+        call = self._name(optimizer, frame)
         if getattr(optimizer, "found_inf", None) is not None:
             return call, True  # a fused optimizer under a GradScaler: it looks itself
         bad = self._look_at_group(optimizer, call, "gradients")
         if bad and self._state.watcher.is_due:
             self._state.watcher.optimizer_begins(optimizer)
         return call, bad
+
+    def _name(self, optimizer: Optimizer, frame: FrameType) -> NamedCall:
+        kind = type(optimizer)
+        api = optimizer_name(kind.__name__, f"{kind.__module__}.{kind.__qualname__}.step")
+        number = self._state.program.counter.next(api)
+        trail = self._state.program.trail(frame)
+        return NamedCall(plan_for(api), number, "", self._state.step, trail)
 
     def look_at_parameters(self) -> None:
         """The watch ends: nothing will use the parameters any more."""

@@ -9,10 +9,10 @@ import shlex
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -58,10 +58,11 @@ from tensorprobe.record.facts import environment_facts
 from tensorprobe.record.identity import ProcessIdentity
 from tensorprobe.record.observing import BackwardTold, RecordingObserver
 from tensorprobe.record.program_facts import program_facts
+from tensorprobe.record.requests import requests_value
 from tensorprobe.record.selection import Selection
 from tensorprobe.record.tape import Tape
 from tensorprobe.record.values import Values
-from tensorprobe.records import IN_MEMORY, Keep, Level, count
+from tensorprobe.records import IN_MEMORY, REQUESTS, Keep, Level, count
 from tensorprobe.store.outputs import check_writable
 from tensorprobe.store.writer import CaptureWriter
 from tensorprobe.tensors.summarizer import Summarizer
@@ -275,8 +276,7 @@ class Recorder:
 
     def step(self) -> None:
         """One step of the program has ended."""
-        self._watch.be_explicit()
-        self._advance()
+        self._watch.say()
 
     def name_root(self, module: torch.nn.Module, name: str = "") -> None:
         """Let the paths of modules begin at this one, whichever module the program calls."""
@@ -307,6 +307,25 @@ class Recorder:
         if self._tape is not None and self._tape.recording:
             with self._apart():
                 self._tape.save(name, value, sys._getframe(1))
+
+    def save_requests(
+        self,
+        spans: Iterable[tuple[str | int, int, int]],
+        *,
+        layout: Literal["packed", "left", "right"] = "packed",
+    ) -> None:
+        """Say which tokens of which requests the coming call of the model reads.
+
+            rec.save_requests([("r2", 0, 6), ("r0", 5, 6)])     # tokens 0 to 5 of r2, token 5 of r0
+
+        They lie behind each other in one row ("packed"), or are a row each, with padding at its
+        "left" or "right". `compare --at outputs --rows saved` then pairs each token of a request
+        with the same token of the same request, whatever it was served with.
+        """
+        value = requests_value(spans, layout)
+        if self._tape is not None and self._tape.recording:
+            with self._apart():
+                self._tape.save(REQUESTS, value, sys._getframe(1))
 
     def close(self, *, tell: bool = True) -> None:
         """Stop for good and say what was recorded, or why nothing was.

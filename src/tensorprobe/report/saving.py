@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensorprobe.comparing.comparison import Compared, Source, compare_captures
 from tensorprobe.comparing.measure import Progress
+from tensorprobe.comparing.verdict import Verdict
 from tensorprobe.keywords import keywords
 from tensorprobe.report.along import plot
 from tensorprobe.report.columns import table
@@ -105,6 +106,11 @@ def with_files(compared: Compared) -> Comparison:
     return Comparison(c.actual, c.expected, c.pairs, c.verdict, c.structure, c.proposed)
 
 
+def verdict_text(verdict: Verdict) -> str:
+    """What verdict.json holds."""
+    return json.dumps(verdict.to_json(), indent=1, allow_nan=False) + "\n"
+
+
 def save(
     comparison: Compared,
     folder: Path,
@@ -118,8 +124,7 @@ def save(
     check_output(folder, comparison.actual.path, comparison.expected.path)
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / VERDICT_FILE, folder / CSV_FILE]
-    text = json.dumps(comparison.verdict.to_json(), indent=1, allow_nan=False)
-    paths[0].write_text(text + "\n", encoding="utf-8")
+    paths[0].write_text(verdict_text(comparison.verdict), encoding="utf-8")
     write_csv(paths[1], rows)
     if comparison.verdict.at:
         paths.append(folder / PLOT_FILE)

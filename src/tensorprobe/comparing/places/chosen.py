@@ -443,12 +443,16 @@ class _Rank:
         """The labels of rows of both sides."""
         if self._grids is None:
             if self.rows.how == SAVED:
-                self._grids = saved_grids(self.ours), saved_grids(self.theirs)
+                self._grids = (
+                    saved_grids(self.ours, self.names),
+                    saved_grids(self.theirs, self.names),
+                )
                 for (side, capture), grids in zip(self.captures.items(), self._grids, strict=True):
                     if not grids:
                         raise BadUsage(
                             f"`rows=saved`: {side} '{capture.path}' has saved none; before each "
                             "call of the model: recorder.save('rows', a whole number for each row)"
+                            ", or recorder.save_requests(...)"
                         )
             else:
                 self._grids = self._read_grids()

@@ -11,7 +11,8 @@ import numpy as np
 
 from tensorprobe.comparing.places.boundaries import Piece, Tree, is_module, suffix
 from tensorprobe.errors import BadUsage, UnreadableCapture
-from tensorprobe.records import Call, TensorRecord
+from tensorprobe.records import REQUESTS, Call, TensorRecord
+from tensorprobe.terminal import printable
 
 Array = np.ndarray[Any, Any]
 Index = tuple[slice | int, ...]
@@ -92,6 +93,13 @@ class Names:
     def size(self) -> int:
         """How many there are."""
         return len(self._things)
+
+    def request(self, number: int) -> tuple[str, int] | None:
+        """The request and the place of a token in it, where rows are told apart by these."""
+        thing = self._things[number] if 0 <= number < len(self._things) else None
+        if isinstance(thing, tuple) and thing[0] == "request":
+            return thing[1], thing[2]
+        return None
 
     def step(self, number: int) -> tuple[int, int] | None:
         """The label before a token, and the token; None for rows that are no tokens."""
@@ -285,20 +293,44 @@ def _mask(inputs: dict[str, TensorRecord], shape: tuple[int, ...]) -> Array | No
     return None
 
 
-def saved_grids(tree: Tree) -> Grids:
-    """The labels that the program has saved before each call of its model: rec.save("rows", t)."""
+def saved_grids(tree: Tree, names: Names) -> Grids:
+    """The labels that the program has saved before each call of its model: rec.save("rows", t), or
+    rec.save_requests(...)."""
     found: Grids = {}
-    saved: TensorRecord | None = None
+    saved: Array | None = None
     roots = {id(call) for call in tree.model_calls}
     for call in tree.calls:
         if call.name.startswith("Saved.rows."):
-            saved = next((r for r in call.tensors if "int" in r.dtype), None)
+            record = next((r for r in call.tensors if "int" in r.dtype), None)
+            saved = None if record is None else record.array().astype(np.int64)
+        elif call.name.startswith(f"Saved.{REQUESTS}."):
+            saved = _request_labels(call, names)
         elif saved is not None and is_module(call) and id(call) in roots:
-            labels = saved.array().astype(np.int64)
-            labels[labels < 0] = NONE
-            found[call.rank, call.step, call.name] = Grid(labels)
+            found[call.rank, call.step, call.name] = Grid(np.where(saved < 0, NONE, saved))
             saved = None
     return found
+
+
+def has_requests(tree: Tree) -> bool:
+    """Whether the program has said which tokens of which request each call of its model reads."""
+    return any(call.name.startswith(f"Saved.{REQUESTS}.") for call in tree.calls)
+
+
+def _request_labels(call: Call, names: Names) -> Array | None:
+    """A label for each token of a call, by the request and the place in it; None if damaged."""
+    saved = call.outputs
+    given = saved.get("names") if isinstance(saved, dict) else None
+    record = next((r for r in call.tensors if r.dtype == "int64" and r.shape[-1:] == (2,)), None)
+    if not isinstance(given, list) or record is None:
+        return None
+    cells = record.array().reshape(-1, 2).tolist()
+    if not all(NONE <= who < len(given) for who, _ in cells):
+        return None
+    labels = [
+        NONE if who == NONE else names.number(("request", str(given[who]), place))
+        for who, place in cells
+    ]
+    return np.array(labels, np.int64).reshape(record.shape[:-1])
 
 
 def labelled(piece: Piece, grids: Grids, path: str) -> tuple[Array, Array] | None:
@@ -411,7 +443,10 @@ def _tokens_after(labels: Sequence[int], names: Names) -> dict[int, int]:
 
 
 def place_of(label: int, names: Names) -> str:
-    """A row in words: which token of its sequence it is."""
+    """A row in words: which token of its sequence, or of its request, it is."""
+    found = names.request(label)
+    if found is not None:
+        return f"token {found[1]} of request {printable(found[0])}"
     n = 0
     while (step := names.step(label)) is not None:
         label, n = step[0], n + 1
