@@ -170,6 +170,11 @@ class StepComparison:
                 f"{percent(relative)} of its size", is_effect=True,
             )  # fmt: skip
 
+        for (rank, name), held in self.weights.held.items():
+            stepped = self.ranks[rank].stepped
+            if held.whole in self.one.made and stepped and name not in stepped:
+                self.unknown.append(f"no optimizer of rank {rank} is given {name}")
+
     # data that models, and whole numbers that modules, are given
 
     def _data(self) -> None:
@@ -182,9 +187,7 @@ class StepComparison:
         }
         if (rows := self.rows.nowhere()) is not None:
             first = min(rank for rank, _ in self.rows.parts)
-            texts[first] = (
-                f"no rank gives the model the rows {rows} of what the one process gives it"
-            )
+            texts[first] = f"no rank gives the model rows {rows} of what the one process gives it"
         for rank, text in texts.items():
             self.unknown.append(text)
             ours, theirs = given(self.ranks[rank].roots[0])[0], given(self.one.roots[0])[0]
