@@ -88,13 +88,6 @@ class TensorRecord(msgspec.Struct, frozen=True, gc=False):
     def is_on_host(self) -> bool:
         return self.device == HOST
 
-    def has_digest_like(self, other: TensorRecord) -> bool:
-        """Whether two digests tell whether two contents are the same numbers in the same places."""
-        mine, its = self.digest, other.digest
-        if mine is None or its is None or kind_of_digest(mine) != kind_of_digest(its):
-            return False
-        return not mine.startswith(IN_MEMORY) or self.stride == other.stride
-
     def array(self) -> np.ndarray[Any, Any]:
         """The content as a read-only numpy array, memory-mapped (ml_dtypes for bf16 and fp8)."""
         from tensorprobe.tensors.arrays import read_array
@@ -151,6 +144,14 @@ class Collective(msgspec.Struct, frozen=True, kw_only=True):
     peer: int | None = None  # of a message: the other rank
     tag: int | None = None
     is_async: bool = False  # the call may return before it has happened
+
+
+def digests_tell(actual: TensorRecord, expected: TensorRecord) -> bool:
+    """Whether two digests tell whether two contents are the same numbers in the same places."""
+    ours, theirs = actual.digest, expected.digest
+    if ours is None or theirs is None or kind_of_digest(ours) != kind_of_digest(theirs):
+        return False
+    return not ours.startswith(IN_MEMORY) or actual.stride == expected.stride
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):

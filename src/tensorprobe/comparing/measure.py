@@ -22,7 +22,14 @@ import msgspec
 from tensorprobe.comparing.align import Pair
 from tensorprobe.comparing.mapping import plain_path
 from tensorprobe.errors import BadUsage
-from tensorprobe.records import LAST_NODE, Call, TensorRecord, TensorSummary, kind_of_digest
+from tensorprobe.records import (
+    LAST_NODE,
+    Call,
+    TensorRecord,
+    TensorSummary,
+    digests_tell,
+    kind_of_digest,
+)
 from tensorprobe.tensors.blob import Blob
 from tensorprobe.tensors.pair_metrics import FRACTION_BITS, PairMetrics, equal_metrics
 
@@ -227,7 +234,7 @@ def _job(row: TensorPair) -> _Job | None:
     if a.shape != e.shape:
         row.problem = f"shapes differ: {list(a.shape)} and {list(e.shape)}"
         return None
-    if a.has_digest_like(e) and a.digest == e.digest and a.dtype == e.dtype:
+    if digests_tell(a, e) and a.digest == e.digest and a.dtype == e.dtype:
         norm = e.summary.norm if e.summary else None
         row.metrics = equal_metrics(e.numel, norm, e.dtype in FRACTION_BITS)
         return None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from tensorprobe.comparing.measure import CallPair, TensorPair
-from tensorprobe.records import IN_MEMORY, Call, TensorRecord, TensorSummary
+from tensorprobe.records import IN_MEMORY, Call, TensorRecord, TensorSummary, digests_tell
 from tensorprobe.replay.kinds import api_of, kind_of
 from tensorprobe.tensors.pair_metrics import FRACTION_BITS
 
@@ -66,7 +66,7 @@ def content_mode(pair: TensorPair) -> Mode:
         return "structure"
     if pair.metrics is not None:
         return "tensors"
-    if a.has_digest_like(e) and not (a.digest or "").startswith(IN_MEMORY):
+    if digests_tell(a, e) and not (a.digest or "").startswith(IN_MEMORY):
         return "digest"
     return "stats" if a.summary is not None and e.summary is not None else "structure"
 
@@ -78,7 +78,7 @@ def same_bits(pair: TensorPair) -> bool | None:
         return None
     if a.dtype != e.dtype:
         return False
-    if a.has_digest_like(e):
+    if digests_tell(a, e):
         return a.digest == e.digest and a.shape == e.shape
     if pair.metrics is not None:
         return pair.metrics.is_equal

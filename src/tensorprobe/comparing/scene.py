@@ -28,7 +28,7 @@ from tensorprobe.comparing.rounding import (
 from tensorprobe.comparing.unwritten import calls_on_unwritten
 from tensorprobe.comparing.verdict import Culprit
 from tensorprobe.errors import UnreadableCapture
-from tensorprobe.records import IN_MEMORY, Call, TensorRecord
+from tensorprobe.records import IN_MEMORY, Call, TensorRecord, digests_tell
 from tensorprobe.replay.kinds import Kind, api_of, is_running_statistic, kind_of, overwrites
 
 # Between this and ROUNDING an own error is named only in 16-bit and coarser dtypes, and only when
@@ -241,7 +241,7 @@ def leaf_differs(row: TensorPair) -> bool:
     m = row.metrics
     if m is not None and m.ulp_max is not None and not m.nonfinite_disagree:
         return m.ulp_max > 4 and (m.rms_error > 0 or m.mismatched > 0)
-    if a.has_digest_like(e) and a.dtype == e.dtype:
+    if digests_tell(a, e) and a.dtype == e.dtype:
         # of statistics, rounding is allowed as much as where there is no digest beside them
         is_beside = (a.digest or "").startswith(IN_MEMORY) and pair_roundoff(row) > 0
         return not is_beside or distance(row) > 4

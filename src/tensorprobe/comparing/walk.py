@@ -60,7 +60,7 @@ from tensorprobe.comparing.scene import (
 )
 from tensorprobe.comparing.suspects import Replays, score, worst
 from tensorprobe.comparing.verdict import Culprit, CulpritKind
-from tensorprobe.records import Call
+from tensorprobe.records import Call, digests_tell
 from tensorprobe.replay.kinds import api_of, kind_of
 
 _CUTS = ("chunk", "split", "tensor_split", "split_with_sizes", "unbind")
@@ -445,7 +445,7 @@ class Walk:
         what they differ by.
         """
         a, e = row.actual, row.expected
-        if a is None or e is None or not a.has_digest_like(e) or a.dtype != e.dtype:
+        if a is None or e is None or not digests_tell(a, e) or a.dtype != e.dtype:
             return False
         if a.digest == e.digest or row.metrics is not None:
             return False
@@ -460,7 +460,7 @@ class Walk:
         a, e = row.actual, row.expected
         if a is None or e is None or a.dtype != e.dtype or node.d_in:
             return False
-        if row.metrics is not None or a.has_digest_like(e):
+        if row.metrics is not None or digests_tell(a, e):
             return False
         if moments.is_cast_otherwise(node, row):
             return True

@@ -50,7 +50,7 @@ from tensorprobe.comparing.places.row_pairs import (
 from tensorprobe.comparing.places.weights import Pairing, Twins, is_turned, pair_modules
 from tensorprobe.comparing.verdict import MeasuredPlace, RowCounts
 from tensorprobe.errors import BadUsage, TensorprobeError
-from tensorprobe.records import Capture, TensorRecord
+from tensorprobe.records import Capture, TensorRecord, digests_tell
 from tensorprobe.tensors.metrics import measure_pair
 from tensorprobe.tensors.pair_metrics import FRACTION_BITS, equal_metrics
 
@@ -714,7 +714,7 @@ def _same_inputs(a: Piece, e: Piece) -> bool | None:
     same = [t for t in theirs if t.shape == first.shape and t.dtype == first.dtype]
     if not same:
         return False
-    if all(first.has_digest_like(t) for t in same):
+    if all(digests_tell(first, t) for t in same):
         return first.digest in {t.digest for t in same}
     return any(t.summary == first.summary for t in same) if first.summary is not None else None
 
@@ -759,7 +759,7 @@ def _is_known(row: TensorPair) -> bool:
         return True
     if a.blob is None or e.blob is None:
         return True
-    if not a.has_digest_like(e) or a.digest != e.digest or a.dtype != e.dtype:
+    if not digests_tell(a, e) or a.digest != e.digest or a.dtype != e.dtype:
         return False
     row.metrics = equal_metrics(e.numel, e.summary.norm if e.summary else None)
     return True

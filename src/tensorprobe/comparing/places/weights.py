@@ -13,7 +13,7 @@ import numpy as np
 from tensorprobe.comparing.mapping import Layers, Mapping, WeightParts, plain_path
 from tensorprobe.comparing.places.boundaries import Module, Tree
 from tensorprobe.errors import BadUsage, UnreadableCapture
-from tensorprobe.records import TensorRecord
+from tensorprobe.records import TensorRecord, digests_tell
 
 Array = np.ndarray[Any, Any]
 How = Literal["mapping", "name", "weights", "content", "place"]
@@ -352,7 +352,7 @@ def _numel(module: Module) -> int:
 
 
 def _same_digest(a: TensorRecord | None, e: TensorRecord | None) -> bool:
-    return a is not None and e is not None and a.has_digest_like(e) and a.digest == e.digest
+    return a is not None and e is not None and digests_tell(a, e) and a.digest == e.digest
 
 
 def _by_content(modules: Iterable[Module]) -> dict[Any, list[str]]:
