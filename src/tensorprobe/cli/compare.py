@@ -65,22 +65,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=float, default=120.0, metavar="S",
         help="seconds for replaying suspects in float64; 0: none (default 120)",
     )  # fmt: skip
+    parser.add_argument(
+        "--engine", metavar="E",
+        help="ray: spread ranks over workers of Ray; ray://HOST:PORT: over those of a cluster",
+    )  # fmt: skip
     former_name(parser, "--processes", "jobs", type=int)
     former_name(parser, "--replay-seconds", "timeout", type=float)
 
 
 def run(args: argparse.Namespace) -> int:
+    from tensorprobe.comparing.large_runs import is_streamed
     from tensorprobe.comparing.measure import workers_for
 
     for option, wanted in (("--xlsx", args.xlsx), ("--model-explorer", args.model_explorer)):
         if wanted and args.output is None:
             raise BadUsage(f"{option} needs a folder to write to: -o OUT")
+    sources = (args.actual, args.expected)
+    if args.engine is not None or is_streamed(sources, args.rank, args.jobs, bool(args.noise)):
+        return _run(args, args.jobs)
     # first of all: the rest is imported, and the captures are read, while they start
-    with workers_for((args.actual, args.expected), args.jobs) as workers:
-        return _run(args, workers)
+    with workers_for(sources, args.jobs) as workers:
+        return _run(args, workers or 1)
 
 
-def _run(args: argparse.Namespace, workers: Workers | None) -> int:
+def _run(args: argparse.Namespace, jobs: int | Workers | None) -> int:
     from tensorprobe.comparing.comparison import compare_captures
     from tensorprobe.comparing.measure import TerminalProgress
     from tensorprobe.report.console import render
@@ -103,10 +111,11 @@ def _run(args: argparse.Namespace, workers: Workers | None) -> int:
             within=args.within,
             step=args.step,
             rank=args.rank,
-            jobs=workers or 1,
+            jobs=jobs,
             timeout=args.timeout,
             references=args.references,
             imports=args.imports,
+            engine=args.engine,
             progress=progress,
         )
     finally:

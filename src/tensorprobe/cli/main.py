@@ -31,6 +31,7 @@ VERBS: dict[str, str] = {
     "bisect": "the smallest set of ops which, run elsewhere, cures it",
     "view": "reports and recordings in a browser",
     "convert": "a capture in another layout: native, msprobe, ptdbg",
+    "upload": "a recording, or what is left of it, to object storage",
     "env": "the environment of a run, and what two of them differ by",
     "doctor": "what makes recording quick here, what is missing, and why",
     "ascend": "Ascend artefacts: dumps, graphs, AI Core errors, OpUT cases",

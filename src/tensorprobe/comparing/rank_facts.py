@@ -9,6 +9,7 @@ from typing import Any
 from tensorprobe.collectives.links import listed
 from tensorprobe.comparing.arguments import fact_differences
 from tensorprobe.records import Capture
+from tensorprobe.store.rank_folders import RankByRank
 
 
 def facts_of_ranks(actual: Capture, expected: Capture, ranks: Sequence[int]) -> list[str]:
@@ -37,6 +38,9 @@ def world_size(capture: Capture) -> int | None:
         size = environment.get("WORLD_SIZE") if isinstance(environment, Mapping) else None
         if isinstance(size, str) and size.isdigit():
             return int(size)
+    if isinstance(capture, RankByRank):
+        size = capture.seen.world_size
+        return size if isinstance(size, int) else None
     groups = [c.collective.group for c in capture.calls if c.collective is not None]
     return max((max(group, default=-1) + 1 for group in groups), default=None)
 
