@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import shutil
@@ -18,11 +19,12 @@ import pytest
 import tensorprobe as tp
 from recorded import SRC
 from tensorprobe.cli.main import main
-from tensorprobe.comparing import large_runs
+from tensorprobe.comparing import large_runs, rank_pairs
 from tensorprobe.comparing.rank_processes import RankProcesses
 from tensorprobe.comparing.rank_streams import PairsOfRanks
 from tensorprobe.comparing.rank_work import RankFailed
 from tensorprobe.report.saving import Comparison
+from tensorprobe.store.rank_folders import read_rank
 
 RANKS = 6
 PROGRAM = """
@@ -150,9 +152,10 @@ def test_a_rank_that_cannot_be_read_is_told_and_the_others_are_compared(
 ) -> None:
     for side in ("actual", "expected"):
         shutil.copytree(runs / f"stats-{side}", tmp_path / side)
-    log = tmp_path / "actual" / "rank2" / "step0" / "calls.jsonl"
-    log.unlink()
-    log.mkdir()
+    for step in ("step0", "step1"):
+        log = tmp_path / "actual" / "rank2" / step / "calls.jsonl"
+        log.unlink()
+        log.mkdir()
     (tmp_path / "actual" / "rank1" / "step1" / "calls.jsonl").write_bytes(b"\0" * 400 + b"\n")
     sides = tmp_path / "actual", tmp_path / "expected"
     at_once, streamed = tp.compare(*sides).verdict, tp.compare(*sides, jobs=2).verdict
@@ -160,6 +163,27 @@ def test_a_rank_that_cannot_be_read_is_told_and_the_others_are_compared(
     assert streamed.origins == [4]
     assert any("only in expected" in note for note in streamed.notes), streamed.notes
     assert streamed.counts["gaps"] >= 2
+
+
+def test_a_rank_on_a_disk_that_fails_is_told_and_the_others_are_compared(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(path: Path, steps: list[Path]) -> object:
+        if steps[0].parent.name == "rank2":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(steps[0]))
+        return read_rank(path, steps)
+
+    monkeypatch.setattr(large_runs, "LARGE_NBYTES", 1)
+    monkeypatch.setattr(rank_pairs, "read_rank", failing)
+    sides = runs / "stats-actual", runs / "stats-expected"
+    verdict = tp.compare(*sides, jobs=1).verdict
+    assert verdict.origins == [4], str(verdict)
+    assert any(
+        note.startswith("rank 2 could not be compared: [Errno 5]") for note in verdict.notes
+    ), verdict.notes
+    same = tp.compare(sides[0], sides[0], jobs=1).verdict
+    assert same.verdict == "incomparable"
+    assert (same.reason or "").startswith("rank 2 could not be compared")
 
 
 def test_nothing_to_compare_is_said_as_before(runs: Path) -> None:

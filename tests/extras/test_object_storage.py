@@ -11,18 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from recorded import SRC
+from extras.two_runs import write_run
 
 pytestmark = pytest.mark.slow
 NEEDED = "moto and s3fs are not installed: make test-s3 has an environment with them"
 pytest.importorskip("s3fs", reason=NEEDED)
+SRC = Path(__file__).parents[2] / "src"
 moto_server = pytest.importorskip("moto.server", reason=NEEDED)
-
-LOG = """{"type":"value","id":0,"summary":[-1.0,1.0,0.0,2.0,0,0,0]}
-{"type":"call","id":0,"name":"Torch.relu.0.forward","op":"torch.relu","args":[{"tensor":{"dtype":"float32","shape":[4],"stride":[1],"value":0}}]}
-{"type":"end","id":0,"outputs":{"tensor":{"dtype":"float32","shape":[4],"stride":[1],"value":0}}}
-{"type":"closed","calls":1}
-"""
 
 
 @pytest.fixture
@@ -39,7 +34,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("TENSORPROBE_CACHE", str(tmp_path / "cache"))
     s3fs.S3FileSystem.clear_instance_cache()
-    s3fs.S3FileSystem().mkdir("runs")
+    s3fs.S3FileSystem().makedirs("runs", exist_ok=True)
     yield "s3://runs"
     server.stop()
 
@@ -52,21 +47,9 @@ def tensorprobe(*words: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def run_at(folder: Path, low: float = -1.0) -> Path:
-    """A run of one call on two ranks, written by hand: no torch is needed."""
-    for rank in (0, 1):
-        step = folder / f"rank{rank}" / "step0"
-        step.mkdir(parents=True)
-        (step / "calls.jsonl").write_text(LOG.replace("-1.0", str(low)))
-        about = json.dumps({"format": 1, "run": "x", "rank": rank})
-        (folder / f"rank{rank}" / "rank.json").write_text(about)
-    (folder / "capture.json").write_text('{"format":1,"run":"x","config":{"keep":"stats"}}')
-    return folder
-
-
 def test_a_run_is_sent_and_read_by_each_verb(bucket: str, tmp_path: Path) -> None:
-    run_at(tmp_path / "a")
-    run_at(tmp_path / "b", -0.5)
+    write_run(tmp_path / "a", 2)
+    write_run(tmp_path / "b", 2, faulty=1)
     for name in ("a", "b"):
         status, said, wrong = tensorprobe("upload", str(tmp_path / name), f"{bucket}/{name}")
         assert status == 0, wrong
@@ -97,7 +80,7 @@ def test_what_is_not_there_is_one_line(bucket: str) -> None:
 def test_a_server_that_is_gone_is_one_line(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_at(tmp_path / "a")
+    write_run(tmp_path / "a", 2)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     status, _, said = tensorprobe("upload", str(tmp_path / "a"), f"{bucket}/a")
     assert (status, said.count("\n")) == (1, 1), said

@@ -34,7 +34,7 @@ def _lines(calls: int, is_faulty: bool) -> list[dict[str, object]]:
             _value(n + 1, size),
             {"type": "end", "id": n, "outputs": _tensor(n + 1)},
         ]
-    return [*lines, {"type": "closed", "calls": calls}]
+    return [*lines, {"type": "closed", "calls": calls, "gaps": 0}]
 
 
 def _value(number: int, size: float) -> dict[str, object]:

@@ -220,6 +220,42 @@ def test_links_and_hidden_files_are_not_sent(tmp_path: Path) -> None:
     assert not sent & {"link.txt", ".hidden", "secret"}
 
 
+def test_a_link_at_a_url_is_not_followed(tmp_path: Path) -> None:
+    run = tmp_path / "bucket"
+    record(run)
+    (tmp_path / "secret").write_text("secret")
+    (run / "rank0" / "link.txt").symlink_to(tmp_path / "secret")
+    (run / "rank0" / "step9").symlink_to(tmp_path)
+    copy = tp.load(url_of(run)).path
+    assert not [p for p in copy.rglob("*") if p.is_file() and p.read_bytes() == b"secret"]
+
+
+def test_processes_that_the_program_forked_do_not_keep_it_from_ending(tmp_path: Path) -> None:
+    script = f"""
+import os, signal, time, torch, tensorprobe as tp
+with tp.Recorder("file://{tmp_path}/bucket", log=lambda text: None) as recorder:
+    torch.relu(torch.ones(3))
+    child = os.fork()  # as a worker of a DataLoader
+    if child == 0:
+        time.sleep(1000)
+        os._exit(0)
+os.kill(child, signal.SIGKILL)
+print(recorder.failed)
+"""
+    assert run_script(tmp_path, script).stdout == "None\n"
+    assert tp.load(f"file://{tmp_path}/bucket").calls
+
+
+def test_steps_that_were_dropped_are_not_sent(tmp_path: Path) -> None:
+    url = url_of(tmp_path / "bucket")
+    with tp.Recorder(url, keep_last=2, log=lambda text: None) as recorder:
+        for _ in range(5):
+            torch.relu(torch.ones(3))
+            recorder.step()
+    assert recorder.failed is None
+    assert tp.load(url).steps == (3, 4)
+
+
 def test_run_records_to_a_url(tmp_path: Path) -> None:
     url = url_of(tmp_path / "bucket" / "run")
     (tmp_path / "train.py").write_text("import torch\ntorch.relu(torch.ones(3))\n")

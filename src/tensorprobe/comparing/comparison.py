@@ -204,6 +204,8 @@ def _streamed(
         return compare_captures(
             load(sides[0].path), load(sides[1].path), mapping=streams.mapping, step=streams.step,
             jobs=1, timeout=timeout, replay=code is not None,
+            references=None if code is None else code.references,
+            imports=() if code is None else code.imports,
         )  # fmt: skip
     coarse = _coarse_of_all(surveys)
     if any(each.coarse != coarse for each in surveys):

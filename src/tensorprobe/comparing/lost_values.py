@@ -20,12 +20,16 @@ class Lost(NamedTuple):
     first: str = ""
 
 
-def lost_values(pairs: Sequence[CallPair], unfinished: tuple[set[str], set[str]]) -> Lost:
-    """What a side has lost that the other one has; `unfinished` are the steps of each side."""
+def lost_values(
+    pairs: Sequence[CallPair], unfinished: tuple[set[str], set[str]], *, of_several: bool = False
+) -> Lost:
+    """What a side has lost that the other one has; `unfinished` are the steps of each side. Of
+    several ranks, which one it is."""
     n, first = 0, ""
     for pair in pairs:
         calls = (pair.pair.actual, pair.pair.expected)
         where = f"{pair.call.name} of step {pair.call.step}"
+        where += f" on rank {pair.call.rank}" if of_several else ""
         unit = f"rank{pair.call.rank}/step{pair.call.step}"
         for side, at in zip(_SIDES, (0, 1), strict=True):
             mine, other = calls[at], calls[1 - at]

@@ -87,7 +87,11 @@ class RankProcesses:
                 self._free.put(process)
 
         with concurrent.futures.ThreadPoolExecutor(self._n) as pool:
-            yield from in_order(pool, ask, tasks, self._n)
+            try:
+                yield from in_order(pool, ask, tasks, self._n)
+            except BaseException:  # Ctrl-C, say: nobody waits for what the processes do
+                self.close()
+                raise
 
     def close(self) -> None:
         for process in self._processes:
@@ -99,6 +103,7 @@ class _Process:
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
+        self._is_over = False
         self._shared: bytes | None = None  # the work that it has
         self._start()
 
@@ -106,12 +111,18 @@ class _Process:
         """What it answers; why there is nothing where it has died more than once of this task."""
         why = ""
         for _ in range(TRIES):
+            if self._is_over:
+                return RankFailed("it was not waited for")
             if self._child is None:
                 self._start()
             try:
-                return self._ask(shared, task)
-            except (OSError, EOFError, pickle.UnpicklingError):
+                answer = self._ask(shared, task)
+            except (OSError, EOFError, ValueError, pickle.UnpicklingError):
                 why = self._epitaph()
+                continue
+            if isinstance(answer, Raised):
+                raise answer.error
+            return answer
         return RankFailed(f"{TRIES} processes have died of it, the last {why}")
 
     def _ask(self, shared: bytes, task: object) -> Any:
@@ -119,10 +130,7 @@ class _Process:
         pickle.dump((None if known else shared, task), self._to, pickle.HIGHEST_PROTOCOL)
         self._to.flush()
         self._shared = shared
-        answer = pickle.load(self._from)
-        if isinstance(answer, Raised):
-            raise answer.error
-        return answer
+        return pickle.load(self._from)
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
@@ -138,10 +146,11 @@ class _Process:
         self._shared = None
 
     def _epitaph(self) -> str:
-        assert self._child is not None
         self._hang_up()
-        status = self._child.wait()
-        self._child = None
+        child, self._child = self._child, None
+        if child is None:  # `end` has
+            return ""
+        status = child.wait()
         if status < 0:
             with suppress(ValueError):
                 return f"by {signal.Signals(-status).name}"
@@ -156,6 +165,7 @@ class _Process:
 
     def end(self) -> None:
         """It has nothing to lose."""
+        self._is_over = True
         child, self._child = self._child, None
         if child is not None:
             child.kill()

@@ -12,6 +12,7 @@ from typing import IO, overload
 
 import msgspec
 
+from tensorprobe.comparing.evidence import has_own_references
 from tensorprobe.comparing.large_runs import are_large, whole_runs
 from tensorprobe.comparing.mapping import Mapping as CallMapping
 from tensorprobe.comparing.measure import CallPair, Done, Progress, Workers, workers_for
@@ -139,6 +140,14 @@ class RankStreams:
         self.engine = self._engine(paths, jobs, engine)
 
     def _engine(self, paths: tuple[Path, Path], jobs: int | None, engine: str | None) -> Engine:
+        if has_own_references():  # they are functions of this process
+            if engine is not None:
+                raise BadUsage(
+                    "references that this program has registered are not known where `engine` "
+                    "works. Put them into a file: `references=FILE`"
+                )
+            self.jobs = 1
+            return Here()
         if engine is not None:
             return engine_named(engine, jobs)
         if jobs is None and self.jobs < len(os.sched_getaffinity(0)):

@@ -63,8 +63,11 @@ class SurveyRanks(msgspec.Struct):
 
     source: RankSource
 
-    def do(self, task: RankPart) -> RankSurvey:
-        return self.source.survey(task)
+    def do(self, task: RankPart) -> RankSurvey | RankFailed:
+        try:
+            return self.source.survey(task)
+        except OSError as error:  # one rank lies on a disk that fails, say
+            return RankFailed(str(error))
 
 
 class JudgeCommunications(msgspec.Struct):
@@ -108,9 +111,12 @@ class BlameRanks(msgspec.Struct):
     same_settings: bool
     keeps: bool  # the pairs stay as they are in memory
 
-    def do(self, task: ToBlame) -> Blamed:
-        with no_garbage():
-            return self._do(task)
+    def do(self, task: ToBlame) -> Blamed | RankFailed:
+        try:
+            with no_garbage():
+                return self._do(task)
+        except OSError as error:
+            return RankFailed(str(error))
 
     def _do(self, task: ToBlame) -> Blamed:
         pairs, unfinished = self.source.pairs(task.part)
@@ -132,7 +138,7 @@ class BlameRanks(msgspec.Struct):
         return Blamed(
             findings,
             list(_rank_results(task.part.rank, pairs, findings)),
-            lost_values(pairs, unfinished),
+            lost_values(pairs, unfinished, of_several=len(self.ranks) > 1),
             one_sided(pairs),
             b"" if self.keeps else stored_anew(pairs),
         )

@@ -323,6 +323,7 @@ class Recorder:
                     if tell:
                         self._writer.count_deleted()
                     if self._uploader is not None:
+                        self._uploader.tell(self._writer.folder.name)
                         self._uploader.end()
         finally:
             self._closed = True
@@ -595,7 +596,7 @@ class Recorder:
             with OnTrouble(lambda error: None), Quiet():
                 self._writer.write_program(program_facts())
         self._last_opened = step
-        if self._uploader is not None and self._writer is not None:
+        if self._uploader is not None and self._writer is not None and not self._keep_last:
             self._uploader.tell(self._writer.folder.name)
         if self._keep_last is None or self._writer is None or step in self._on_disk:
             return

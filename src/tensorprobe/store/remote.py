@@ -161,7 +161,8 @@ class Storage:
         """All files, with names that stay below the URL, by name."""
         found = []
         for key, about in self._system.find(self._root, detail=True).items():
-            if about.get("type") != "file" or key.rstrip("/") == self._root:
+            is_file = about.get("type") == "file" and not about.get("islink")
+            if not is_file or key.rstrip("/") == self._root:
                 continue
             name = str(key).removeprefix(self._root).lstrip("/")
             _check_name(self.url, name)

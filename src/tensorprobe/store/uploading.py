@@ -120,7 +120,7 @@ class Uploader:
         child, self._child = self._child, None
         if child is None or os.getpid() != self._owner:
             return
-        said, _ = child.communicate()
+        said, _ = child.communicate("\n")
         if said.strip() != "sent":
             why = said.strip() or f"the process that uploads ended with {child.returncode}"
             raise RemoteFailed(
@@ -135,6 +135,8 @@ def follow(folder: str, url: str) -> None:
     ranks: set[str] = set()
     sent: set[Path] = set()
     for line in sys.stdin:
+        if line == "\n":  # the end of it all is not seen while a process that was forked has it
+            break
         ranks.add(line.strip())
         with contextlib.suppress(TensorprobeError, OSError):  # the end tries again, and tells
             _send_finished(place, url, ranks, sent)
