@@ -101,8 +101,10 @@ def test_the_others_end_and_the_verdict_says_who_died_where(
         assert "rank 1" in str(verdict), str(verdict)
     capsys.readouterr()
     assert main(["ranks", str(place / how)]) == 3
-    line = capsys.readouterr().out.splitlines()[0]
-    assert "rank 1" in line, line
+    lines = capsys.readouterr().out.splitlines()
+    # the guard looks at the end of the step: until then the ranks agree, in NaN
+    told = [line for line in lines if line.startswith("first NaN")] if how == "overflows" else lines
+    assert "rank 1" in told[0], lines
 
 
 def test_two_nodes_record_into_one_shared_folder(place: Path) -> None:

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from tensorprobe.errors import BadUsage, MissingDependency, TensorprobeError, UnreadableCapture
+from tensorprobe.errors import (
+    BadArtefact,
+    BadUsage,
+    MissingDependency,
+    TensorprobeError,
+    UnreadableCapture,
+)
+from tensorprobe.tensors.json_files import read_json
+from tensorprobe.tensors.opening import open_file
 
 if TYPE_CHECKING:
     from typing import TypeGuard
@@ -29,6 +37,7 @@ LIMIT = "TENSORPROBE_CACHE_LIMIT"  # and how many bytes one run may have there
 _LIMIT_NBYTES = 100 << 30
 _KNOWN_FILE = ".copied.json"  # which object each copy is of
 _MAX_NAME = 255
+_CHUNK_NBYTES = 1 << 20
 
 
 class RemoteFailed(TensorprobeError):
@@ -118,10 +127,10 @@ def _copy(path: str, store: Storage, files: list[RemoteFile], folder: Path) -> N
 
 
 def _known(folder: Path) -> dict[str, list[Any]]:
+    path = folder / _KNOWN_FILE
     try:
-        text = (folder / _KNOWN_FILE).read_bytes()
-        return msgspec.json.decode(text, type=dict[str, list[Any]])
-    except (OSError, ValueError):
+        return msgspec.convert(read_json(open_file(path), path), dict[str, list[Any]])
+    except (OSError, ValueError, BadArtefact):
         return {}
 
 
@@ -175,12 +184,14 @@ class Storage:
         """Copy one file to this machine."""
         self._system.get_file(f"{self._root}/{name}", place)
 
-    def put(self, place: str, name: str) -> None:
-        """Copy one file from this machine."""
+    def put(self, path: Path, folder: Path) -> None:
+        """Copy one file of a folder of this machine."""
+        name = path.relative_to(folder).as_posix()
         target = f"{self._root}/{name}"
         with contextlib.suppress(Exception):
             self._system.makedirs(target.rpartition("/")[0], exist_ok=True)
-        self._system.put_file(place, target)
+        with open_file(path, folder) as source, self._system.open(target, "wb") as sink:
+            shutil.copyfileobj(source, sink, _CHUNK_NBYTES)
 
     def read(self, name: str) -> bytes | None:
         """All of a small file; None if it is not there."""

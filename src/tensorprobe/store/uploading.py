@@ -49,7 +49,7 @@ def upload(folder: Path, url: str, ranks: tuple[str, ...] | None = None) -> Sent
             if size > _SMALL_NBYTES and there.get(name) == size:
                 kept += 1
                 continue
-            storage.put(str(path), name)
+            storage.put(path, folder)
             files, nbytes = files + 1, nbytes + size
     return Sent(files, nbytes, kept)
 
@@ -157,7 +157,7 @@ def _send_finished(folder: Path, url: str, ranks: set[str], sent: set[Path]) -> 
                 continue
             for path in sorted(step.iterdir()):
                 if not path.name.startswith(".") and _is_regular(path):
-                    storage.put(str(path), path.relative_to(folder).as_posix())
+                    storage.put(path, folder)
             sent.add(step)
 
 
