@@ -196,7 +196,14 @@ def _facts(path: Path, steps: list[Path], on_gap: OnGap) -> dict[str, Any]:
     ranks = {rank_of(step): step.parent for step in steps}
     root = steps[0].parent.parent if steps else path
     facts = _read_facts(root / RUN_FILE, root, on_gap)
-    about = {rank: _read_facts(folder / RANK_FILE, root, on_gap) for rank, folder in ranks.items()}
+    known: dict[bytes, Any] = {}  # what is the same on all ranks is in memory once
+    about = {
+        rank: {
+            sys.intern(key): known.setdefault(msgspec.json.encode(value), value)
+            for key, value in _read_facts(folder / RANK_FILE, root, on_gap).items()
+        }
+        for rank, folder in ranks.items()
+    }
     return {**facts, "ranks": about}
 
 
