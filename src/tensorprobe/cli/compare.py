@@ -82,13 +82,13 @@ def run(args: argparse.Namespace) -> int:
             raise BadUsage(f"{option} needs a folder to write to: -o OUT")
     sources = (args.actual, args.expected)
     if args.engine is not None or is_streamed(sources, args.rank, args.jobs, bool(args.noise)):
-        return _run(args, args.jobs)
+        return _run(args, args.jobs, "ranks")
     # first of all: the rest is imported, and the captures are read, while they start
     with workers_for(sources, args.jobs) as workers:
-        return _run(args, workers or 1)
+        return _run(args, workers or 1, "calls")
 
 
-def _run(args: argparse.Namespace, jobs: int | Workers | None) -> int:
+def _run(args: argparse.Namespace, jobs: int | Workers | None, noun: str) -> int:
     from tensorprobe.comparing.comparison import compare_captures
     from tensorprobe.comparing.measure import TerminalProgress
     from tensorprobe.report.console import render
@@ -99,7 +99,7 @@ def _run(args: argparse.Namespace, jobs: int | Workers | None) -> int:
         check_output(Path(args.output), Path(args.actual), Path(args.expected))
     progress = None
     if sys.stderr.isatty():
-        progress = TerminalProgress()
+        progress = TerminalProgress(noun=noun)
     try:
         compared = compare_captures(
             args.actual,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from tensorprobe.records import Capture
+from tensorprobe.store.step_files import LOG_FILE
 
 # Of logs: some ten times that many bytes of memory is what comparing them at once takes.
 LARGE_NBYTES = 16 << 20
@@ -45,12 +45,15 @@ def are_large(paths: tuple[Path, Path]) -> bool:
     for path in paths:
         for folder in sorted(os.listdir(path)):
             if _RANK.fullmatch(folder):
-                total += _log_nbytes(path / folder)
+                total += sum(map(log_nbytes, (path / folder).glob("step*")))
                 if total >= LARGE_NBYTES:
                     return True
     return False
 
 
-def _log_nbytes(rank: Path) -> int:
-    logs: Iterable[Path] = rank.glob("step*/calls.jsonl")
-    return sum(log.lstat().st_size for log in logs)
+def log_nbytes(step: Path) -> int:
+    """How long the log of a step is."""
+    try:
+        return (step / LOG_FILE).lstat().st_size
+    except OSError:  # none is there
+        return 0

@@ -13,7 +13,7 @@ from typing import IO, overload
 import msgspec
 
 from tensorprobe.comparing.evidence import has_own_references
-from tensorprobe.comparing.large_runs import are_large, whole_runs
+from tensorprobe.comparing.large_runs import are_large, log_nbytes, whole_runs
 from tensorprobe.comparing.mapping import Mapping as CallMapping
 from tensorprobe.comparing.measure import CallPair, Done, Progress, Workers, workers_for
 from tensorprobe.comparing.rank_pairs import FolderRanks, RankPart
@@ -171,9 +171,14 @@ class RankStreams:
 
     def told(self, parts: Sequence[RankPart], progress: Progress | None) -> Iterator[RankPart]:
         """The parts, and how far one has come."""
+        if progress is None:
+            yield from parts
+            return
+        sizes = [sum(map(log_nbytes, (*part.steps[0], *part.steps[1]))) for part in parts]
+        done = 0
         for n, part in enumerate(parts):
-            if progress is not None:
-                progress(Done(n, len(parts), n, len(parts)))
+            progress(Done(done, sum(sizes), n, len(parts)))
+            done += sizes[n]
             yield part
 
     def captures(
