@@ -196,6 +196,8 @@ def _streamed(
     """Rank by rank; where each side turns out to have calls of one rank only, both are loaded."""
     judging = _Judging(streams.source, streams.engine, code, timeout, {}, streams.store)
     surveys = judging.survey(streams.told(streams.parts, progress))
+    if judging.failed and not surveys:
+        raise UnreadableCapture(f"no rank could be compared: {next(iter(judging.failed.values()))}")
     sides, sizes = streams.captures(surveys)
     for n, side in enumerate(_SIDES):
         if not sizes[n]:
@@ -208,7 +210,11 @@ def _streamed(
             imports=() if code is None else code.imports,
         )  # fmt: skip
     coarse = _coarse_of_all(surveys)
-    if any(each.coarse != coarse for each in surveys):
+    if any(
+        each.coarse.get(step, 0.0) != coarse.get(step, 0.0)
+        for each in surveys
+        for step in each.autocast
+    ):
         for part in streams.parts:
             part.coarse = coarse
         judging = _Judging(streams.source, streams.engine, code, timeout, {}, streams.store)
@@ -345,14 +351,14 @@ class _Judging:
         self._code, self._timeout, self._floors, self._store = code, timeout, floors, store
         self._exchanges = Exchanges()
         self._parts: dict[int, RankPart] = {}
-        self._failed: dict[int, str] = {}
+        self.failed: dict[int, str] = {}  # ranks that could not be read, and why
 
     def survey(self, parts: Iterable[RankPart]) -> list[RankSurvey]:
         """Look through all ranks, and keep what is small."""
         surveys = []
         for part, found in self._engine.run(SurveyRanks(self._source), iter(parts)):
             if isinstance(found, RankFailed):
-                self._failed[part.rank] = str(found)
+                self.failed[part.rank] = str(found)
                 continue
             if self._store is not None:
                 self._store.put(part.rank, found.measured)
@@ -404,7 +410,7 @@ class _Judging:
             return Compared(actual, expected, pairs, verdict)
         verdict.notes += switch_notes(_added(each.switches for each in surveys))
         verdict.notes += dtype_notes(_added(each.dtypes for each in surveys))
-        is_whole = not self._failed and _are_all_ranks(actual, expected, ranks)
+        is_whole = not self.failed and _are_all_ranks(actual, expected, ranks)
         self._exchanges.settle(ranks)
         self._exchanges.judge(lambda to_judge: self._engine.run(JudgeCommunications(), to_judge))
         verdict.notes += self._exchanges.missing_notes()
@@ -428,7 +434,7 @@ class _Judging:
         for task, found in self._engine.run(work, self._to_blame(surveys, lacks)):
             rank = task.part.rank
             if isinstance(found, RankFailed):
-                self._failed[rank] = str(found)
+                self.failed[rank] = str(found)
             else:
                 blamed[rank] = found
                 self._parts[rank].anew = found.anew
@@ -486,7 +492,7 @@ class _Judging:
             verdict.verdict = "diverged"
         verdict.notes = _notes(verdict, findings, *sides)
         _tell_what_lacks(verdict, lacks)
-        _tell_failed(verdict, self._failed)
+        _tell_failed(verdict, self.failed)
         units = {unit.unit for each in surveys for unit in each.units}
         _tell_damage(verdict, sides, units, [each.lost for each in found.values()])
         return Compared(*sides, pairs, verdict, structure, alone=alone)

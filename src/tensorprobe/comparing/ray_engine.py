@@ -43,7 +43,7 @@ class RayEngine:
         except (ConnectionError, TimeoutError, RuntimeError, ValueError, OSError) as error:
             raise NoCluster(
                 f"no Ray cluster could be used at '{address or 'this machine'}': "
-                f"{_first_line(error)}. Look whether it runs: ray status"
+                f"{_first_line(error).rstrip('.')}. Look whether it runs: ray status"
             ) from error
         self._most = max(int(ray.cluster_resources().get("CPU", 1)), 1)
 

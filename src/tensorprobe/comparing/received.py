@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import tempfile
+import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
@@ -180,6 +181,7 @@ class Exchanges:
             if each.calls:
                 if self._file is None:
                     self._file = tempfile.TemporaryFile()  # noqa: SIM115 (judge closes it)
+                    weakref.finalize(self, self._file.close)  # where nothing is judged
                 one.calls[rank] = (self._file.tell(), len(each.calls))
                 self._file.write(each.calls)
             mine.append(one)
