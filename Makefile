@@ -8,7 +8,7 @@ JOBS   ?= 2
 IN_PYTHON := tests/follow tests/record tests/tensors/test_starting.py tests/tensors/test_summarizer.py \
 	tests/overflow/test_short_way.py tests/overflow/test_later.py tests/overflow/test_masks.py tests/overflow/test_overflow.py
 
-.PHONY: help setup demo test test-all test-versions test-npu torch-names check wheel web screenshots clean
+.PHONY: help setup demo test test-all test-versions test-npu test-ray test-s3 torch-names check wheel web screenshots clean
 
 help:
 	@echo "make demo      the whole story on built-in data"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-all  the full matrix"
 	@echo "make test-versions VERSIONS='2.1.0 2.7.1'  the compatibility set with other versions of torch"
 	@echo "make test-npu VERSION=2.7.1  the NPU story on the real torch_npu, without an NPU"
+	@echo "make test-ray, make test-s3   compare --engine ray; captures at s3://, of a server of moto's"
 	@echo "make check     ruff, mypy --strict, import directions"
 	@echo "make web       src/tensorprobe/report/page, built from web/ (Node 20)"
 	@echo "make screenshots  docs/pictures, made anew (Chromium)"
@@ -53,6 +54,19 @@ test-versions: setup
 VERSION ?= 2.7.1
 test-npu: setup
 	$(BIN)/python tests/npu/run_npu.py --version $(VERSION)
+
+# Each in an environment of its own, without torch. Not in test-all: Ray and moto are large.
+EXTRA_TEST = -m pytest -q -p no:cacheprovider -c tests/extras/pytest.ini --rootdir tests/extras --timeout 500
+
+test-ray:
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m pip install --quiet -e ".[ray]" pytest pytest-timeout
+	.venv-ray/bin/python $(EXTRA_TEST) tests/extras/test_ray_engine.py
+
+test-s3:
+	$(PYTHON) -m venv .venv-s3
+	.venv-s3/bin/python -m pip install --quiet -e ".[s3]" "moto[server]" pytest pytest-timeout
+	.venv-s3/bin/python $(EXTRA_TEST) tests/extras/test_object_storage.py
 
 # Which versions of torch have the names that src touches, from the wheels on the index.
 torch-names: setup

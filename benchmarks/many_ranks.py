@@ -64,14 +64,17 @@ def main() -> int:
     parser.add_argument("--keep", default="stats")
     parser.add_argument("--place", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--healthy", action="store_true", help="without the wrong rank")
+    parser.add_argument("--verbs", default="compare,ranks", help="which to measure")
+    parser.add_argument("--options", default="", help="further ones of compare: '--engine ray'")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.place) as folder:
         _make(Path(folder), args)
         for name, command in (
-            ("compare", ["compare", "actual", "expected", "-o", "out"]),
+            ("compare", ["compare", "actual", "expected", "-o", "out", *args.options.split()]),
             ("ranks", ["ranks", "actual", "-o", "out2"]),
         ):
-            _measure(name, command, Path(folder), args)
+            if name in args.verbs.split(","):
+                _measure(name, command, Path(folder), args)
     return 0
 
 
@@ -112,8 +115,8 @@ def _measure(name: str, command: list[str], folder: Path, args: argparse.Namespa
     cpu = used.ru_utime + used.ru_stime
     sys.stdout.write(
         f"{name}: {args.ranks} ranks x {args.calls} calls ({args.keep}): {seconds:.1f} s, "
-        f"{cpu:.1f} s of processor, {used.ru_maxrss / 1024:.0f} MB, "
-        f"{1000 * cpu / args.ranks:.0f} ms and {used.ru_maxrss / args.ranks:.0f} kB a rank; "
+        f"{cpu:.1f} s of processor, {used.ru_maxrss / 1024:.0f} MB in the largest process, "
+        f"{1000 * cpu / args.ranks:.0f} ms a rank; "
         f"exit {os.waitstatus_to_exitcode(status)}\n"
     )
     sys.stdout.write("".join(f"    {line[:160]}\n" for line in text.splitlines()[:6]))

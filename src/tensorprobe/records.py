@@ -300,9 +300,13 @@ class Capture:
     ) -> None:
         self.path = path
         self.layout = layout
-        self.calls = Calls(calls)
+        self._calls = Calls(calls)
         self.gaps = tuple(gaps)
         self.facts: Mapping[str, Any] = facts or {}
+
+    @property
+    def calls(self) -> Calls:
+        return self._calls
 
     @property
     def steps(self) -> tuple[int, ...]:

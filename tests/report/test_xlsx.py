@@ -10,6 +10,7 @@ import torch
 
 import tensorprobe as tp
 from recorded import record
+from tensorprobe.errors import TensorprobeError
 from tensorprobe.report import xlsx
 from tensorprobe.report.saving import Comparison
 
@@ -27,19 +28,25 @@ def found(tmp_path: Path) -> Comparison:
     return tp.compare(*(record(tmp_path / name, lambda s=s: program(s)) for name, s in sides))
 
 
-def test_rows_beyond_a_sheet_go_on_in_the_next(
+def test_more_rows_than_a_sheet_takes_are_refused_in_one_line(
     found: Comparison, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(xlsx, "MAX_ROWS", 10)
-    found.save(tmp_path / "out", xlsx=True)
-    book = openpyxl.load_workbook(tmp_path / "out" / "comparison.xlsx")
     n_rows = sum(1 for _ in found.rows)
-    sheets = [book[name] for name in book.sheetnames if name.startswith("comparison")]
-    assert len(sheets) == -(-n_rows // 9) > 1
-    assert sum(sheet.max_row - 1 for sheet in sheets) == n_rows
-    headers = {tuple(cell.value for cell in sheet[1]) for sheet in sheets}
-    assert len(headers) == 1
-    assert all(sheet.freeze_panes == "A2" and sheet.auto_filter.ref for sheet in sheets)
+    monkeypatch.setattr(xlsx, "MAX_ROWS", n_rows)
+    with pytest.raises(TensorprobeError) as refused:
+        found.save(tmp_path / "out", xlsx=True)
+    assert str(refused.value).startswith(
+        f"comparison.xlsx would have {n_rows} rows, and a sheet takes {n_rows - 1}: not written."
+    )
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names >= {"verdict.json", "comparison.csv", "report.html"}
+    assert "comparison.xlsx" not in names
+    monkeypatch.setattr(xlsx, "MAX_ROWS", n_rows + 1)
+    found.save(tmp_path / "out", xlsx=True)
+    sheet = openpyxl.load_workbook(tmp_path / "out" / "comparison.xlsx")["comparison"]
+    assert sheet.max_row - 1 == n_rows
+    assert sheet.freeze_panes == "A2"
+    assert sheet.auto_filter.ref
 
 
 def test_the_culprit_has_a_colour_of_its_own(found: Comparison, tmp_path: Path) -> None:

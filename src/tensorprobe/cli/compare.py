@@ -70,22 +70,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout", type=float, default=120.0, metavar="S",
         help="seconds for replaying suspects in float64; 0: none (default 120)",
     )  # fmt: skip
+    parser.add_argument(
+        "--engine", metavar="E",
+        help="ray: spread ranks over workers of Ray; ray://HOST:PORT: over those of a cluster",
+    )  # fmt: skip
     former_name(parser, "--processes", "jobs", type=int)
     former_name(parser, "--replay-seconds", "timeout", type=float)
 
 
 def run(args: argparse.Namespace) -> int:
+    from tensorprobe.comparing.large_runs import is_streamed
     from tensorprobe.comparing.measure import workers_for
 
     for option, wanted in (("--xlsx", args.xlsx), ("--model-explorer", args.model_explorer)):
         if wanted and args.output is None:
             raise BadUsage(f"{option} needs a folder to write to: -o OUT")
+    sources = (args.actual, args.expected)
+    if args.engine is not None or is_streamed(sources, args.rank, args.jobs, bool(args.noise)):
+        return _run(args, args.jobs, "ranks")
     # first of all: the rest is imported, and the captures are read, while they start
-    with workers_for((args.actual, args.expected), args.jobs) as workers:
-        return _run(args, workers)
+    with workers_for(sources, args.jobs) as workers:
+        return _run(args, workers or 1, "calls")
 
 
-def _run(args: argparse.Namespace, workers: Workers | None) -> int:
+def _run(args: argparse.Namespace, jobs: int | Workers | None, noun: str) -> int:
     from tensorprobe.comparing.comparison import compare_captures
     from tensorprobe.comparing.measure import TerminalProgress
     from tensorprobe.report.console import render
@@ -96,7 +104,7 @@ def _run(args: argparse.Namespace, workers: Workers | None) -> int:
         check_output(Path(args.output), Path(args.actual), Path(args.expected))
     progress = None
     if sys.stderr.isatty():
-        progress = TerminalProgress()
+        progress = TerminalProgress(noun=noun)
     try:
         compared = compare_captures(
             args.actual,
@@ -109,10 +117,11 @@ def _run(args: argparse.Namespace, workers: Workers | None) -> int:
             layout=args.layout,
             step=args.step,
             rank=args.rank,
-            jobs=workers or 1,
+            jobs=jobs,
             timeout=args.timeout,
             references=args.references,
             imports=args.imports,
+            engine=args.engine,
             progress=progress,
         )
     finally:

@@ -33,6 +33,7 @@ VERBS: dict[str, str] = {
     "view": "reports and recordings in a browser",
     "convert": "a capture in another layout: native, msprobe, ptdbg",
     "monitor": "a whole training, watched: alarms, curves, where two of them part",
+    "upload": "a recording, or what is left of it, to object storage",
     "env": "the environment of a run, and what two of them differ by",
     "doctor": "what makes recording quick here, what is missing, and why",
     "ascend": "Ascend artefacts: dumps, graphs, AI Core errors, OpUT cases",

@@ -24,6 +24,7 @@ from tensorprobe.errors import (
     why_no_torch,
 )
 from tensorprobe.store.outputs import check_folder, check_writable
+from tensorprobe.store.remote import is_url, place_of
 from tensorprobe.tensors.json_files import read_json
 from tensorprobe.tensors.opening import open_named
 
@@ -288,7 +289,12 @@ def run(args: argparse.Namespace) -> int:
     program = _load(words[0], is_module=args.module_words is not None)
     if program is None:
         return 1
-    output = Path(args.output or dump_path or default_output(program))
+    url = args.output if is_url(args.output) else None
+    output = (
+        place_of(url, "spools")
+        if url
+        else Path(args.output or dump_path or default_output(program))
+    )
     for folder in _folders(args, output if records else None):
         _check_place(folder, strict=config.strict)  # before the program runs, not after
     session = _Session(args, config, step_on, output if records else None, notes, rules)
@@ -623,7 +629,8 @@ class _Session:
     def _started_recorder(self, output: Path) -> Recorder:
         from tensorprobe.record.recorder import Recorder, say
 
-        recorder = Recorder(output, step_on=self._step_on, **self._config.as_arguments())
+        place = self._args.output if is_url(self._args.output) else output
+        recorder = Recorder(place, step_on=self._step_on, **self._config.as_arguments())
         for note in self._notes:
             say(note)
         if self._args.save_start:

@@ -6,6 +6,7 @@ recorded, the group is read from its arguments, and it is the n-th of its name i
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -108,7 +109,7 @@ def linked(calls: Iterable[Call]) -> Iterator[tuple[Key | None, Call]]:
 
 
 def _recorded(call: Call, told: Collective, kind: Kind) -> Key | None:
-    group = ", ".join(map(str, sorted(told.group)))
+    group = _group_text(told.group)
     name = told.group_name
     if kind == "message":
         if told.peer is None:
@@ -117,6 +118,12 @@ def _recorded(call: Call, told: Collective, kind: Kind) -> Key | None:
         group = f"{ends[0]} to {ends[1]}"
         name += f" tag {told.tag}" if told.tag else ""
     return Key(call.step, group, kind, told.sequence, name)
+
+
+@functools.lru_cache(maxsize=1024)
+def _group_text(group: tuple[int, ...]) -> str:
+    """The same text each time, not one more: with a thousand ranks it is long."""
+    return ", ".join(map(str, sorted(group)))
 
 
 def _group(call: Call, kind: Kind) -> str | None:
@@ -142,10 +149,14 @@ def members_of(key: Key, ranks: Sequence[int]) -> tuple[int, ...]:
     """The ranks of a group, as far as its name says: else all."""
     if key.kind == "message":
         return tuple(int(each) for each in key.group.split(" to ") if each.lstrip("-").isdigit())
-    numbers = key.group.split(", ")
-    if key.group and all(each.isdigit() for each in numbers):
-        return tuple(map(int, numbers))
-    return tuple(ranks)
+    return _numbers(key.group) or tuple(ranks)
+
+
+@functools.lru_cache(maxsize=1024)
+def _numbers(group: str) -> tuple[int, ...]:
+    """The ranks that a group is called by; none if it is called otherwise."""
+    numbers = group.split(", ")
+    return tuple(map(int, numbers)) if all(each.isdigit() for each in numbers) else ()
 
 
 def argument(call: Call, name: str, position: int) -> Any:

@@ -38,8 +38,7 @@ def communicated(scene: Scene, node: Node) -> Found:
         return node.i, found
     if all(heard.judged) or heard.otherwise or node.taint:
         return None
-    given = [*node.inputs, *heard.rows]
-    if any(nonfinite_differs(each) for each in given):
+    if any(map(nonfinite_differs, node.inputs)) or any(r.nonfinite_differs for r in heard.rows):
         return None
     if heard.is_partial:
         if node.d_out > ROUNDING and exceeds(node):
@@ -88,7 +87,7 @@ def _is_moved_wrongly(node: Node, heard: Heard) -> bool:
     """Whether equal content came out as another, of what only moves it."""
     if heard.key.kind not in _MOVES or not node.same_in:
         return False
-    known = [same_bits(each) for each in (*node.inputs, *heard.rows)]
+    known = [*map(same_bits, node.inputs), *(row.same_bits for row in heard.rows)]
     return bool(known) and all(known) and not node.same_out
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
-from tensorprobe.comparing.align import Pair, align
-from tensorprobe.comparing.blame import Findings, blame
-from tensorprobe.comparing.evidence import Replayer, UserCode, replayer_for
+import msgspec
+
+from tensorprobe.collectives.links import listed
+from tensorprobe.comparing.blame import Findings
+from tensorprobe.comparing.evidence import UserCode, replayer_for
+from tensorprobe.comparing.lost_values import Lost, lost_values
 from tensorprobe.comparing.mapping import NO_MAPPING, read_mapping
 from tensorprobe.comparing.mapping import Mapping as CallMapping
 from tensorprobe.comparing.measure import (
@@ -22,45 +26,53 @@ from tensorprobe.comparing.measure import (
     TensorPair,
     Workers,
     measure,
-    pair_tensors,
     workers_for,
 )
-from tensorprobe.comparing.opaque import opaque_modules
+from tensorprobe.comparing.one_sided import OneSided, add_one_sided
+from tensorprobe.comparing.one_sided import one_sided as one_sided_of
 from tensorprobe.comparing.rank_causes import origins_of, settle_ranks
 from tensorprobe.comparing.rank_facts import facts_of_ranks, world_size
-from tensorprobe.comparing.rank_switches import RankSwitches
-from tensorprobe.comparing.received import by_rank, hears_for, in_causal_order
-from tensorprobe.comparing.rounding import (
-    Mode,
-    coarsen,
-    coarsen_modules,
-    content_mode,
-    distance,
-    dtype_notes,
+from tensorprobe.comparing.rank_pairs import LoadedRanks, RankPart, RankSource
+from tensorprobe.comparing.rank_streams import (
+    MetricsStore,
+    PairsOfRanks,
+    RankStreams,
+    streams_for,
 )
-from tensorprobe.comparing.scene import place, sees_operators
-from tensorprobe.comparing.verdict import Outcome, RankResult, Side, Verdict, in_short
-from tensorprobe.config import parse_numbers
+from tensorprobe.comparing.rank_survey import (
+    CallsSeen,
+    RankSurvey,
+    are_one_program,
+    calls_seen,
+)
+from tensorprobe.comparing.rank_work import (
+    Blamed,
+    BlameRanks,
+    Engine,
+    Here,
+    JudgeCommunications,
+    RankFailed,
+    SurveyRanks,
+    ToBlame,
+)
+from tensorprobe.comparing.received import NOTHING_GIVEN, Exchanges
+from tensorprobe.comparing.rounding import Mode, distance, dtype_notes, switch_notes
+from tensorprobe.comparing.scene import place
+from tensorprobe.comparing.units import Lacking, Size, is_beside, is_narrow, lacking, lacking_told
+from tensorprobe.comparing.verdict import Side, Verdict, in_short
 from tensorprobe.errors import BadUsage, UnreadableCapture
 from tensorprobe.garbage import no_garbage
 from tensorprobe.notebooks import html_of
-from tensorprobe.records import (
-    IN_MEMORY,
-    LAST_NODE,
-    Call,
-    Capture,
-    TensorRecord,
-    count,
-    kind_of_digest,
-)
+from tensorprobe.records import Call, Capture, count
 from tensorprobe.replay.calibration import covers
 from tensorprobe.store.loading import load
-from tensorprobe.store.native import NOT_WRITTEN, damaged_records
+from tensorprobe.store.native import damaged_records
+from tensorprobe.store.rank_folders import RankByRank
+from tensorprobe.store.remote import is_url, local_copy
 
 Source = str | os.PathLike[str] | Capture
 # Facts by which a healthy kernel may sum in another order.
 _SUMS_DEPEND_ON = ("torch.", "numerics.", "cuda.", "npu.", "environment.", "packages.torch")
-Units = dict[tuple[int, int], list[Call]]  # by rank and step
 _SIDES: tuple[Side, Side] = ("actual", "expected")
 
 
@@ -75,6 +87,7 @@ class Compared:
         verdict: Verdict,
         structure: Sequence[str] = (),
         proposed: Mapping[str, str | list[str]] | None = None,
+        alone: OneSided | None = None,
     ) -> None:
         self.actual = actual
         self.expected = expected
@@ -82,6 +95,7 @@ class Compared:
         self.verdict = verdict
         self.structure = structure  # differences in calls that are not blamed
         self.proposed = proposed or {}  # a mapping of modules that were paired by their weights
+        self._alone = alone
 
     @property
     def ok(self) -> bool:
@@ -110,6 +124,19 @@ class Compared:
                 found.append((pair.call, before))
         return found
 
+    @property
+    def alone(self) -> OneSided:
+        """The same by names without numbers, of the steps that both sides have."""
+        if self._alone is None:
+            self._alone = one_sided_of(self.pairs)
+        return self._alone
+
+    def of_rank(self, rank: int) -> list[CallPair]:
+        """The pairs of one rank."""
+        if isinstance(self.pairs, PairsOfRanks):
+            return self.pairs.of_rank(rank)
+        return [pair for pair in self.pairs if pair.call.rank == rank]
+
     def __repr__(self) -> str:
         return f"<Comparison {in_short(self.verdict)}>"
 
@@ -122,7 +149,7 @@ def compare_captures(
     expected: Source,
     *,
     noise: Sequence[Source] = (),
-    mapping: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    mapping: str | os.PathLike[str] | Mapping[str, Any] | CallMapping | None = None,
     at: str | Sequence[str] = (),
     rows: str | None = None,
     within: float | None = None,
@@ -134,10 +161,12 @@ def compare_captures(
     replay: bool = True,
     references: str | os.PathLike[str] | None = None,
     imports: Sequence[str | os.PathLike[str]] = (),
+    engine: str | None = None,
     progress: Progress | None = None,
 ) -> Compared:
     """What tp.compare does, without its files; `jobs` may also be processes that run already."""
-    known = NO_MAPPING if mapping is None else read_mapping(mapping)
+    known = NO_MAPPING if mapping is None else _known(mapping)
+    actual, expected = (local_copy(each) if is_url(each) else each for each in (actual, expected))
     places = (at,) if isinstance(at, str) else tuple(at)
     if layout is not None:
         if places:
@@ -147,27 +176,82 @@ def compare_captures(
         sides = _opened(actual), _opened(expected)
         return _chosen(sides, noise, step, rank, at=places, rows=rows, within=within, known=known)
     _check_unchosen(rows, within, known)
-    replayer = replayer_for(_user_code(references, imports))
+    code = _user_code(references, imports)
     if references is not None or imports:
-        replayer.start()  # what is wrong with a user's code is told before the work, not after it
-    with workers_for(map(_path, (actual, expected)), jobs) as workers:
-        ours, theirs = _opened(actual), _opened(expected)
-        if _are_of_other_layouts(ours, theirs, rank):
-            if workers is not None:
-                workers.end()
-            return _of_other_layouts((ours, theirs), None, step, rank)
+        replayer_for(code).start()  # what is wrong with it is told before the work, not after it
+    streams = streams_for(
+        (actual, expected), known, step, rank, jobs, engine, has_noise=bool(noise)
+    )
+    wanted = code if replay and timeout > 0 else None
+    if streams is not None:
+        with streams:
+            comparison = _streamed(streams, wanted, timeout, progress)
+    else:
+        with workers_for(map(_path, (actual, expected)), jobs) as workers:
+            sides = _opened(actual), _opened(expected)
+            if _are_of_other_layouts(*sides, rank):
+                if workers is not None:
+                    workers.end()
+                return _of_other_layouts(sides, None, step, rank)
+            with no_garbage():
+                loaded = _loaded(sides, known, step, rank)
+                measure(loaded.all, workers=workers, progress=progress)
+                floors = _floors(sides[1], noise, step, rank, workers) if noise else {}
+                if workers is not None:
+                    workers.end()
         with no_garbage():
-            pairs = [pair_tensors(pair) for pair in _align(ours, theirs, known, step, rank)]
-            measure(pairs, workers=workers, progress=progress)
-            floors = _floors(theirs, noise, step, rank, workers) if noise else {}
-            if workers is not None:
-                workers.end()
-    with no_garbage():
-        lacks = lacking(ours, theirs, step, rank)
-        wanted = replayer if replay and timeout > 0 else None
-        comparison = _judge(ours, theirs, pairs, lacks, floors, wanted, timeout)
+            judging = _Judging(loaded, Here(), wanted, timeout, floors)
+            lacks = lacking(_sizes(loaded.ours), _sizes(loaded.theirs), *sides)
+            surveys = judging.survey(loaded.parts())
+            comparison = judging.judge(sides, surveys, loaded.all, lacks)
     comparison.verdict.imports = [str(each) for each in imports]
     return comparison
+
+
+def _streamed(
+    streams: RankStreams, code: UserCode | None, timeout: float, progress: Progress | None
+) -> Compared:
+    """Rank by rank; where each side turns out to have calls of one rank only, both are loaded."""
+    judging = _Judging(streams.source, streams.engine, code, timeout, {}, streams.store)
+    surveys = judging.survey(streams.told(streams.parts, progress))
+    if judging.failed and not surveys:
+        raise UnreadableCapture(f"no rank could be compared: {next(iter(judging.failed.values()))}")
+    sides, sizes = streams.captures(surveys)
+    for n, side in enumerate(_SIDES):
+        if not sizes[n]:
+            raise _nothing(side, sides[n], streams.step, None)
+    if _are_of_other_layouts(*sides, None):
+        whole = load(sides[0].path), load(sides[1].path)
+        return _of_other_layouts(whole, None, streams.step, None)
+    if len({rank for rank, _ in sizes[0]}) == 1 == len({rank for rank, _ in sizes[1]}):
+        return compare_captures(
+            load(sides[0].path), load(sides[1].path), mapping=streams.mapping, step=streams.step,
+            jobs=1, timeout=timeout, replay=code is not None,
+            references=None if code is None else code.references,
+            imports=() if code is None else code.imports,
+        )  # fmt: skip
+    coarse = _coarse_of_all(surveys)
+    if any(
+        each.coarse.get(step, 0.0) != coarse.get(step, 0.0)
+        for each in surveys
+        for step in each.autocast
+    ):
+        for part in streams.parts:
+            part.coarse = coarse
+        judging = _Judging(streams.source, streams.engine, code, timeout, {}, streams.store)
+        surveys = judging.survey(iter(streams.parts))
+    lacks = lacking(*sizes, *sides)
+    return judging.judge(sides, surveys, streams.pairs(surveys), lacks)
+
+
+def _coarse_of_all(surveys: Sequence[RankSurvey]) -> dict[int, float]:
+    """What rounding.coarsen_modules is to be given for all ranks."""
+    found: dict[int, float] = {}
+    if not any(each.sees_operators for each in surveys):
+        for each in surveys:
+            for step, unit in each.autocast.items():
+                found[step] = max(found.get(step, 0.0), unit)
+    return found
 
 
 def _chosen(
@@ -190,7 +274,7 @@ def _chosen(
         places = wanted(at, rows, within, known)
         pairs, verdict, proposed = compare_chosen(actual, expected, places, runs, step, rank)
     verdict.notes += _general_notes(verdict, actual, expected)
-    _tell_damage(verdict, (actual, expected), pairs)
+    _tell_what_is_lost(verdict, sides, pairs)
     return Compared(actual, expected, pairs, verdict, proposed=proposed)
 
 
@@ -213,7 +297,7 @@ def _of_other_layouts(
     with no_garbage():
         pairs, verdict = compare_layouts(actual, expected, layout, step, rank)
     verdict.notes += _general_notes(verdict, actual, expected)
-    _tell_damage(verdict, (actual, expected), pairs)
+    _tell_what_is_lost(verdict, sides, pairs)
     return Compared(actual, expected, pairs, verdict)
 
 
@@ -244,26 +328,32 @@ def _opened(source: Source) -> Capture:
     return source if isinstance(source, Capture) else load(source)
 
 
-def _align(
-    actual: Capture, expected: Capture, mapping: CallMapping, step: int | None, rank: int | None
-) -> list[Pair]:
-    ours, theirs = _common_units(actual, expected, step, rank)
-    for side, found, capture in (("actual", ours, actual), ("expected", theirs, expected)):
-        if not found:
-            raise UnreadableCapture(
-                f"nothing to compare: {side} '{capture.path}' has no calls"
-                + (f" of step {step}" if step is not None else "")
-                + (f" of rank {rank}" if rank is not None else "")
-                + f"; it has steps {list(capture.steps)} and ranks {list(capture.ranks)}"
-            )
-    if are_one_each(ours, theirs):
-        ((_, calls),) = ours.items()
-        ((_, others),) = theirs.items()
-        return align(calls, others, mapping)
-    pairs: list[Pair] = []
-    for key in sorted({*ours, *theirs}, key=lambda key: (key[0], key[1])):
-        pairs += align(ours.get(key, []), theirs.get(key, []), mapping)
-    return pairs
+def _known(mapping: str | os.PathLike[str] | Mapping[str, Any] | CallMapping) -> CallMapping:
+    return mapping if isinstance(mapping, CallMapping) else read_mapping(mapping)
+
+
+def _loaded(
+    sides: tuple[Capture, Capture], mapping: CallMapping, step: int | None, rank: int | None
+) -> LoadedRanks:
+    """The ranks of two captures that are in memory."""
+    loaded = LoadedRanks(*sides, mapping, step, rank)
+    for side, capture, units in zip(_SIDES, sides, (loaded.ours, loaded.theirs), strict=True):
+        if not units:
+            raise _nothing(side, capture, step, rank)
+    return loaded
+
+
+def _nothing(side: Side, capture: Capture, step: int | None, rank: int | None) -> UnreadableCapture:
+    return UnreadableCapture(
+        f"nothing to compare: {side} '{capture.path}' has no calls"
+        + (f" of step {step}" if step is not None else "")
+        + (f" of rank {rank}" if rank is not None else "")
+        + f"; it has steps {list(capture.steps)} and ranks {list(capture.ranks)}"
+    )
+
+
+def _sizes(units: Mapping[tuple[int, int], Sequence[Call]]) -> dict[tuple[int, int], Size]:
+    return {key: Size(len(calls), all(map(is_beside, calls))) for key, calls in units.items()}
 
 
 def _floors(
@@ -276,7 +366,7 @@ def _floors(
     """How far repeated runs of the expected side are apart, for each of its tensors."""
     floors: dict[str, float] = {}
     for source in noise:
-        pairs = [pair_tensors(p) for p in _align(_opened(source), expected, NO_MAPPING, step, rank)]
+        pairs = _loaded((_opened(source), expected), NO_MAPPING, step, rank).all
         measure(pairs, workers=workers)
         for pair in pairs:
             for row in pair.tensors:
@@ -286,163 +376,207 @@ def _floors(
     return floors
 
 
-def _judge(
-    actual: Capture,
-    expected: Capture,
-    pairs: list[CallPair],
-    lacks: Sequence[Lacking],
-    floors: Mapping[str, float],
-    replayer: Replayer | None,
-    timeout: float,
-) -> Compared:
-    of_rank = by_rank(pairs)
-    n_actual = sum(pair.pair.actual is not None for pair in pairs)
-    n_expected = sum(pair.pair.expected is not None for pair in pairs)
-    aligned = sum(pair.is_paired for pair in pairs)
-    counts = {
-        "calls_actual": n_actual,
-        "calls_expected": n_expected,
-        "aligned": aligned,
-        "only_actual": n_actual - aligned,
-        "only_expected": n_expected - aligned,
-        "diverged": 0,
-        "gaps": len(actual.gaps) + len(expected.gaps),
-    }
-    verdict = Verdict(
-        verdict="match",
-        actual=str(actual.path),
-        expected=str(expected.path),
-        mode=_mode(pairs),
-        counts=counts,
-        culprits=[],
-        facts=facts_of_ranks(actual, expected, sorted(of_rank)),
-    )
-    narrow = is_narrow(actual), is_narrow(expected)
-    if not _are_one_program(pairs, narrow):
-        verdict.verdict = "incomparable"
-        verdict.reason = _why_incomparable(actual, expected, pairs, aligned)
-        return Compared(actual, expected, pairs, verdict)
-    switches = RankSwitches(actual, expected, sorted(of_rank))
-    verdict.notes += coarsen(pairs, switches.facts)
-    if not any(map(sees_operators, pairs)):
-        coarsen_modules(pairs)
-    verdict.notes += dtype_notes(pairs)
-    structure: list[str] = []
-    findings: list[Findings] = []
-    ranks = sorted(of_rank)
-    replay = replayer is not None
-    if replay and verdict.mode == "tensors":
-        replay = _torch_is_there(verdict)
-    hears, unheard = hears_for(of_rank, _are_all_ranks(actual, expected, ranks))
-    verdict.notes += [unheard] if unheard else []
-    by_number: dict[int, Findings] = {}
-    deadline = time.monotonic() + timeout
-    for rank in in_causal_order(of_rank):  # the time for replays is for those that may be origins
-        by_number[rank] = blame(
-            _recorded(_before_loss(of_rank, rank, lacks), narrow),
-            replayer=replayer,
+class _Judging:
+    """Goes through all ranks twice: to see how far they are apart, then to blame."""
+
+    def __init__(
+        self,
+        source: RankSource,
+        engine: Engine,
+        code: UserCode | None,  # None: suspects are not replayed
+        timeout: float,
+        floors: Mapping[str, float],
+        store: MetricsStore | None = None,  # None: the pairs are kept in memory
+    ) -> None:
+        self._source, self._engine = source, engine
+        self._code, self._timeout, self._floors, self._store = code, timeout, floors, store
+        self._exchanges = Exchanges()
+        self._parts: dict[int, RankPart] = {}
+        self.failed: dict[int, str] = {}  # ranks that could not be read, and why
+
+    def survey(self, parts: Iterable[RankPart]) -> list[RankSurvey]:
+        """Look through all ranks, and keep what is small."""
+        surveys = []
+        for part, found in self._engine.run(SurveyRanks(self._source), iter(parts)):
+            if isinstance(found, RankFailed):
+                self.failed[part.rank] = str(found)
+                continue
+            if self._store is not None:
+                self._store.put(part.rank, found.measured)
+                found.measured = b""
+            if found.n_pairs:
+                self._parts[part.rank] = part
+                self._exchanges.add(part.rank, found.gave)
+            part.coarse = found.coarse
+            found.gave = NOTHING_GIVEN
+            surveys.append(found)
+        return surveys
+
+    def judge(
+        self,
+        sides: tuple[Capture, Capture],
+        surveys: Sequence[RankSurvey],
+        pairs: Sequence[CallPair],
+        lacks: Sequence[Lacking],
+    ) -> Compared:
+        """The verdict of what was surveyed."""
+        actual, expected = sides
+        surveys = [each for each in surveys if each.n_pairs]
+        ranks = [each.rank for each in surveys]
+        aligned = sum(unit.of_all[2] for each in surveys for unit in each.units)
+        n_actual, n_expected = (
+            sum(unit.of_all[n] for each in surveys for unit in each.units) for n in (0, 1)
+        )
+        verdict = Verdict(
+            verdict="match",
+            actual=str(actual.path),
+            expected=str(expected.path),
+            mode=_mode(surveys),
+            counts={
+                "calls_actual": n_actual,
+                "calls_expected": n_expected,
+                "aligned": aligned,
+                "only_actual": n_actual - aligned,
+                "only_expected": n_expected - aligned,
+                "diverged": 0,
+                "gaps": len(actual.gaps) + len(expected.gaps),
+            },
+            culprits=[],
+            facts=facts_of_ranks(actual, expected, ranks),
+        )
+        narrow = is_narrow(actual), is_narrow(expected)
+        if not are_one_program(surveys, narrow):
+            verdict.verdict = "incomparable"
+            verdict.reason = _why_incomparable(actual, expected, verdict.counts)
+            return Compared(actual, expected, pairs, verdict)
+        verdict.notes += switch_notes(_added(each.switches for each in surveys))
+        verdict.notes += dtype_notes(_added(each.dtypes for each in surveys))
+        is_whole = not self.failed and _are_all_ranks(actual, expected, ranks)
+        self._exchanges.settle(ranks)
+        self._exchanges.judge(lambda to_judge: self._engine.run(JudgeCommunications(), to_judge))
+        verdict.notes += self._exchanges.missing_notes()
+        replay = self._code is not None
+        if replay and verdict.mode == "tensors":
+            replay = _torch_is_there(verdict)
+        work = BlameRanks(
+            source=self._source,
+            ranks=ranks,
+            is_whole=is_whole,
+            narrow=narrow,
+            floors=self._floors,
+            code=self._code,
             replay=replay,
-            seconds=max(deadline - time.monotonic(), 0.0),
-            seconds_below=timeout / 4 / len(ranks),
-            floors=floors,
+            seconds_below=self._timeout / 4 / len(ranks),
             is_calibrated=covers(actual.facts) and covers(expected.facts),
             same_settings=not any(fact.startswith(_SUMS_DEPEND_ON) for fact in verdict.facts),
-            hears=hears[rank],
+            keeps=self._store is None,
         )
-    for rank in ranks:
-        findings.append(by_number[rank])
-        structure += by_number[rank].structure
-        verdict.ranks += _rank_results(rank, of_rank[rank], by_number[rank])
-    verdict.culprits, verdict.received = settle_ranks(
-        {rank: found.culprits for rank, found in zip(ranks, findings, strict=True)},
-        {r: f.reach for r, f in zip(ranks, findings, strict=True) if f.reach is not None},
-    )
-    switches.name(verdict.culprits)
-    if len(ranks) > 1:
-        verdict.origins = origins_of(verdict.culprits, verdict.received)
-    counts["diverged"] = sum(sum(found.diverged.values()) for found in findings)
+        blamed: dict[int, Blamed] = {}
+        for task, found in self._engine.run(work, self._to_blame(surveys, lacks)):
+            rank = task.part.rank
+            if isinstance(found, RankFailed):
+                self.failed[rank] = str(found)
+            else:
+                blamed[rank] = found
+                self._parts[rank].anew = found.anew
+        return self._settled(verdict, sides, surveys, pairs, lacks, blamed)
+
+    def _to_blame(
+        self, surveys: Sequence[RankSurvey], lacks: Sequence[Lacking]
+    ) -> Iterator[ToBlame]:
+        """The ranks in causal order: first those that differ before the others can have told them
+        anything. The time for replays is for those that may be origins."""
+        deadline = time.monotonic() + self._timeout
+        lost: dict[int, int] = {}
+        if len(surveys) > 1:
+            for each in lacks:
+                if each.has_model and not each.is_meant:
+                    lost[each.rank] = min(each.step, lost.get(each.rank, each.step))
+        for survey in sorted(surveys, key=lambda each: (each.first_difference, each.rank)):
+            rank = survey.rank
+            part = self._parts[rank]
+            if self._store is not None:
+                part = msgspec.structs.replace(part, measured=self._store.get(rank))
+            seconds = max(deadline - time.monotonic(), 0.0)
+            yield ToBlame(part, self._exchanges.heard_by(rank), lost.get(rank), seconds)
+
+    def _settled(
+        self,
+        verdict: Verdict,
+        sides: tuple[Capture, Capture],
+        surveys: Sequence[RankSurvey],
+        pairs: Sequence[CallPair],
+        lacks: Sequence[Lacking],
+        blamed: Mapping[int, Blamed],
+    ) -> Compared:
+        """What was found in all ranks together."""
+        found = {rank: blamed[rank] for rank in sorted(blamed)}
+        findings = [each.findings for each in found.values()]
+        alone: OneSided = {}
+        structure: list[str] = []
+        for each in found.values():
+            verdict.ranks += each.results
+            structure += map(sys.intern, each.findings.structure)
+            add_one_sided(alone, each.one_sided)
+        verdict.culprits, verdict.received = settle_ranks(
+            {rank: each.findings.culprits for rank, each in found.items()},
+            {
+                rank: each.findings.reach
+                for rank, each in found.items()
+                if each.findings.reach is not None
+            },
+        )
+        self._source.switches.name(verdict.culprits)
+        if len(found) > 1:
+            verdict.origins = origins_of(verdict.culprits, verdict.received)
+        verdict.counts["diverged"] = sum(sum(each.diverged.values()) for each in findings)
+        if verdict.culprits:
+            verdict.verdict = "diverged"
+        verdict.notes = _notes(verdict, findings, *sides)
+        _tell_what_lacks(verdict, lacks)
+        _tell_failed(verdict, self.failed)
+        units = {unit.unit for each in surveys for unit in each.units}
+        _tell_damage(verdict, sides, units, [each.lost for each in found.values()])
+        return Compared(*sides, pairs, verdict, structure, alone=alone)
+
+
+_Key = TypeVar("_Key")
+
+
+def _added(counts: Iterable[Mapping[_Key, int]]) -> dict[_Key, int]:
+    found: dict[_Key, int] = {}
+    for each in counts:
+        for key, n in each.items():
+            found[key] = found.get(key, 0) + n
+    return found
+
+
+def _tell_failed(verdict: Verdict, failed: Mapping[int, str]) -> None:
+    """A rank that no process could read is no match."""
+    if not failed:
+        return
+    texts = sorted(set(failed.values()))
+    text = f"{listed(sorted(failed))} could not be compared: {texts[0]}"
     if verdict.culprits:
-        verdict.verdict = "diverged"
-    verdict.notes = _notes(verdict, findings, actual, expected)
-    _tell_what_lacks(verdict, lacks)
-    _tell_damage(verdict, (actual, expected), pairs)
-    return Compared(actual, expected, pairs, verdict, structure)
-
-
-def _are_one_program(pairs: Sequence[CallPair], narrow: tuple[bool, bool]) -> bool:
-    """Whether at least half of the model's calls align, in the ranks and steps of both sides.
-
-    Optimizers step in several ways, and set-up is no part of the model: they do not count, nor what
-    only one side shows inside of a module. Where one side was told to record some calls only, or
-    makes more calls than the other with the same effects, those of the other are what could align.
-    """
-    if not any(pair.is_paired for pair in pairs):
-        return False
-    units = opaque_modules(pairs)
-    within = {at for inside in units.values() for at in inside}
-    outside = [pair for i, pair in enumerate(pairs) if i not in within]
-    counted = [pair for pair in outside if not _is_beside_model(pair)] or pairs
-    counts: dict[tuple[int, int], list[int]] = {}
-    for pair in counted:
-        unit = counts.setdefault((pair.call.rank, pair.call.step), [0, 0, 0])
-        unit[0] += pair.pair.actual is not None
-        unit[1] += pair.pair.expected is not None
-        unit[2] += pair.is_paired
-    common = {key: unit for key, unit in counts.items() if unit[0] and unit[1]} or counts
-    ours, theirs, aligned = (sum(unit[n] for unit in common.values()) for n in range(3))
-    if aligned * 2 >= max(ours, theirs):
-        return True
-    shorter = 0 if ours < theirs else 1
-    mine = [pair for pair in outside if (pair.call.rank, pair.call.step) in common]
-    return aligned * 2 >= min(ours, theirs) and (any(narrow) or _effects_align(mine, shorter))
-
-
-def _effects_align(pairs: Sequence[CallPair], shorter: int) -> bool:
-    """Whether both sides have the same effects, and the longer one only more calls: it evaluates
-    the model in between, say, or does the same in smaller steps."""
-    if not any(pair.call.name.startswith(("Module.", "Optimizer.")) for pair in pairs):
-        last = [next((p for p in reversed(pairs) if p.pair[side] is not None), None)
-                for side in (0, 1)]  # fmt: skip
-        return last[0] is not None and last[0] is last[1]
-    for pair in pairs:
-        if pair.is_paired:
-            continue
-        call = pair.call
-        is_root = call.name.startswith("Module.") and call.parent is None
-        if call.name.startswith("Optimizer.") or ".parameters_grad." in call.name:
-            return False
-        if is_root and call.direction == "forward" and pair.pair[shorter] is not None:
-            return False
-    return True
-
-
-def _is_beside_model(pair: CallPair) -> bool:
-    """Whether a call is a step of an optimizer's, or outside of all modules in forward."""
-    return (pair.call.parent or "").startswith("Optimizer.") or _is_outside(pair.call)
-
-
-def _is_outside(call: Call) -> bool:
-    return call.direction == "forward" and not call.module and not call.name.startswith("Module.")
-
-
-def _is_beside(call: Call) -> bool:
-    """Whether a call is neither the model's nor an optimizer's."""
-    return _is_outside(call) and not call.name.startswith("Optimizer.")
+        verdict.notes.append(text)
+        return
+    verdict.verdict = "incomparable"
+    verdict.reason = text
 
 
 def _tell_what_lacks(verdict: Verdict, lacks: Sequence[Lacking]) -> None:
     """A step or rank that one side should have and has not is no match, whatever the rest says."""
     meant = [each for each in lacks if each.is_meant]
     if meant:
-        verdict.notes.append(f"{_told(meant)}, as the other was told: not compared")
+        verdict.notes.append(f"{lacking_told(meant)}, as the other was told: not compared")
     beside = [each for each in lacks if not each.is_meant and not each.has_model]
     if beside:
-        verdict.notes.append(f"{_told(beside)}: it has no call of the model")
+        verdict.notes.append(f"{lacking_told(beside)}: it has no call of the model")
     lost = [each for each in lacks if not each.is_meant and each.has_model]
     if not lost:
         return
     n_calls = sum(each.n_calls for each in lost)
-    text = f"{_told(lost)}: {n_calls} calls could not be compared"
+    text = f"{lacking_told(lost)}: {n_calls} calls could not be compared"
     if verdict.culprits:
         verdict.notes.append(text)
         return
@@ -452,12 +586,14 @@ def _tell_what_lacks(verdict: Verdict, lacks: Sequence[Lacking]) -> None:
 
 
 def _tell_damage(
-    verdict: Verdict, captures: tuple[Capture, Capture], pairs: Sequence[CallPair]
+    verdict: Verdict,
+    captures: tuple[Capture, Capture],
+    units: set[tuple[int, int]],
+    lost: Sequence[Lost],
 ) -> None:
     """What cannot be read is no match: it may be what differs."""
     if verdict.verdict != "match":
         return
-    units = {(pair.call.rank, pair.call.step) for pair in pairs}
     for side, capture in zip(_SIDES, captures, strict=True):
         found = [gap for gap in damaged_records(capture) if (gap.rank, gap.step) in units]
         if found:
@@ -469,56 +605,21 @@ def _tell_damage(
                 f"tensorprobe show {quote(str(capture.path))} --gaps"
             )
             return
-    lost = _lost(captures, pairs)
-    if lost:
-        number = f" and {count(len(lost) - 1, 'other')}" if lost[1:] else ""
+    n = sum(each.n for each in lost)
+    if n:
+        first = next(each.first for each in lost if each.n)
+        number = f" and {count(n - 1, 'other')}" if n > 1 else ""
         verdict.verdict = "incomparable"
-        verdict.reason = f"{lost[0]}{number}: it could not be compared. All else matches"
+        verdict.reason = f"{first}{number}: it could not be compared. All else matches"
 
 
-def _lost(captures: tuple[Capture, Capture], pairs: Sequence[CallPair]) -> list[str]:
-    """What one side has and the other has lost: it was killed, or its files are damaged."""
-    unfinished = [set(capture.facts.get("unfinished") or ()) for capture in captures]
-    found = []
-    for pair in pairs:
-        calls = (pair.pair.actual, pair.pair.expected)
-        where = f"{pair.call.name} of step {pair.call.step}"
-        unit = f"rank{pair.call.rank}/step{pair.call.step}"
-        for side, n in zip(_SIDES, (0, 1), strict=True):
-            mine, other = calls[n], calls[1 - n]
-            if other is None or other.status == "begun":
-                continue
-            if mine is None:
-                if unit in unfinished[n] and unit not in unfinished[1 - n]:
-                    found.append(f"{side} ended before {where}")
-            elif mine.status == "begun":
-                found.append(f"{side} has no end of {where}")
-            else:
-                found += [
-                    f"{side} has no value of {row.name} of {where}"
-                    for row in pair.tensors
-                    if _is_lost((row.actual, row.expected)[n], (row.expected, row.actual)[n])
-                ]
-    return found
-
-
-def _is_lost(mine: TensorRecord | None, other: TensorRecord | None) -> bool:
-    """Whether a value that the other side has was never written."""
-    if mine is None or other is None or mine.gap != NOT_WRITTEN:
-        return False
-    return other.summary is not None or other.digest is not None
-
-
-def _recorded(pairs: list[CallPair], narrow: tuple[bool, bool]) -> list[CallPair]:
-    """Without the calls that the other side was told not to record."""
-    if not any(narrow):
-        return pairs
-    return [
-        pair
-        for pair in pairs
-        if not (narrow[0] and pair.pair.actual is None)
-        and not (narrow[1] and pair.pair.expected is None)
-    ]
+def _tell_what_is_lost(
+    verdict: Verdict, sides: tuple[Capture, Capture], pairs: Sequence[CallPair]
+) -> None:
+    """The same for pairs that are all in memory."""
+    units = {(pair.call.rank, pair.call.step) for pair in pairs}
+    unfinished = [set(side.facts.get("unfinished") or ()) for side in sides]
+    _tell_damage(verdict, sides, units, [lost_values(pairs, (unfinished[0], unfinished[1]))])
 
 
 def _torch_is_there(verdict: Verdict) -> bool:
@@ -529,38 +630,6 @@ def _torch_is_there(verdict: Verdict) -> bool:
     return True
 
 
-def _rank_results(rank: int, pairs: list[CallPair], found: Findings) -> Iterator[RankResult]:
-    """A line a step, up to the first that has a culprit: later ones inherit from it."""
-    for step in sorted({pair.call.step for pair in pairs}):
-        unit = [pair for pair in pairs if pair.call.step == step]
-        culprit = next((c.name for c in found.culprits if c.step == step), None)
-        aligned = sum(pair.is_paired for pair in unit)
-        verdict: Outcome = "diverged" if culprit else ("match" if aligned else "incomparable")
-        yield RankResult(
-            rank,
-            step,
-            verdict,
-            aligned,
-            sum(pair.pair.expected is None for pair in unit),
-            sum(pair.pair.actual is None for pair in unit),
-            found.diverged.get(step, 0),
-            culprit,
-        )
-        if culprit:
-            return
-
-
-def _before_loss(
-    of_rank: Mapping[int, list[CallPair]], rank: int, lacks: Sequence[Lacking]
-) -> list[CallPair]:
-    """Of several ranks, the calls of one up to a step that a side has lost: from there on nobody
-    knows what it inherits."""
-    lost = [e.step for e in lacks if e.rank == rank and e.has_model and not e.is_meant]
-    if len(of_rank) < 2 or not lost:
-        return of_rank[rank]
-    return [pair for pair in of_rank[rank] if pair.call.step < min(lost)]
-
-
 def _are_all_ranks(actual: Capture, expected: Capture, ranks: Sequence[int]) -> bool:
     """Whether every rank that was recorded is compared, and there are several."""
     if not all({*capture.ranks} <= {*ranks} for capture in (actual, expected)):
@@ -569,30 +638,21 @@ def _are_all_ranks(actual: Capture, expected: Capture, ranks: Sequence[int]) -> 
     return worlds == {len(ranks)} if worlds else len(ranks) > 1
 
 
-def _mode(pairs: Sequence[CallPair]) -> Mode:
+def _mode(surveys: Sequence[RankSurvey]) -> Mode:
     """By what most tensors were compared."""
-    counts: dict[Mode, int] = {}
-    for pair in pairs:
-        for row in pair.tensors:
-            mode = content_mode(row)
-            counts[mode] = counts.get(mode, 0) + 1
+    counts = _added(each.modes for each in surveys)
     if not counts or counts.keys() == {"structure"}:
         return "structure"
     counts.pop("structure", None)
     return max(counts, key=lambda mode: counts[mode])
 
 
-def _why_incomparable(
-    actual: Capture, expected: Capture, pairs: Sequence[CallPair], aligned: int
-) -> str:
-    total = max(
-        sum(pair.pair.actual is not None for pair in pairs),
-        sum(pair.pair.expected is not None for pair in pairs),
-    )
-    starts = [next(iter(capture.calls), None) for capture in (actual, expected)]
-    text = f"{aligned} of {total} calls align"
+def _why_incomparable(actual: Capture, expected: Capture, counts: Mapping[str, int]) -> str:
+    total = max(counts["calls_actual"], counts["calls_expected"])
+    starts = [_seen(capture).first_name for capture in (actual, expected)]
+    text = f"{counts['aligned']} of {total} calls align"
     if all(starts):
-        text += f"; actual starts {starts[0].name}, expected starts {starts[1].name}"  # type: ignore[union-attr]
+        text += f"; actual starts {starts[0]}, expected starts {starts[1]}"
     levels = [_level(capture) for capture in (actual, expected)]
     if levels[0] and levels[1] and levels[0] != levels[1]:
         text += (
@@ -602,6 +662,11 @@ def _why_incomparable(
     else:
         text += ". Compare runs of one program, or say what is the same: `mapping=FILE`"
     return text
+
+
+def _seen(capture: Capture) -> CallsSeen:
+    """What has to be known of all calls of a capture."""
+    return capture.seen if isinstance(capture, RankByRank) else calls_seen(capture.calls)
 
 
 def _level(capture: Capture) -> str | None:
@@ -666,121 +731,12 @@ def _general_notes(verdict: Verdict, actual: Capture, expected: Capture) -> Iter
 
 def _different_makes(actual: Capture, expected: Capture) -> Iterator[str]:
     """What two tools did so differently that it was not compared."""
-    made = [
-        {
-            kind_of_digest(t.digest) or "tensorprobe"
-            for call in c.calls
-            for t in call.tensors
-            if t.digest and not t.digest.startswith(IN_MEMORY)
-        }
-        for c in (actual, expected)
-    ]
-    if made[0] and made[1] and made[0].isdisjoint(made[1]):
-        kinds = " and ".join(", ".join(sorted(kinds)) for kinds in made)
+    ours, theirs = _seen(actual), _seen(expected)
+    if ours.digests and theirs.digests and ours.digests.isdisjoint(theirs.digests):
+        kinds = " and ".join(", ".join(sorted(each.digests)) for each in (ours, theirs))
         yield f"digests of two kinds ({kinds}) were not compared: statistics were"
-    backward = [
-        {LAST_NODE in call.notes for call in c.calls(direction="backward")}
-        for c in (actual, expected)
-    ]
-    if True in backward[0] ^ backward[1]:
+    if True in ours.ends_at_last_node ^ theirs.ends_at_last_node:
         yield (
             "gradients that calls sent to their inputs were not compared: those of one side are "
             "msprobe's, which takes them at the last autograd node"
         )
-
-
-class Lacking(NamedTuple):
-    """A step of a rank that only one side has."""
-
-    rank: int
-    step: int
-    only_in: Side
-    n_calls: int
-    is_whole_rank: bool  # the other side has no step of it
-    is_meant: bool  # the other side was told not to record it
-    has_model: bool  # or a step of an optimizer's; else what a program does before it ends
-
-
-def units(capture: Capture, step: int | None, rank: int | None) -> Units:
-    """The calls of each rank and step, of one step or rank where it is given."""
-    found: Units = {}
-    for call in capture.calls:
-        if (step is None or call.step == step) and (rank is None or call.rank == rank):
-            found.setdefault((call.rank, call.step), []).append(call)
-    return found
-
-
-def _common_units(
-    actual: Capture, expected: Capture, step: int | None, rank: int | None
-) -> tuple[Units, Units]:
-    """The calls of both sides by rank and step; one rank each go together, whatever its number."""
-    ours, theirs = units(actual, step, rank), units(expected, step, rank)
-    ranks = [{rank for rank, _ in found} for found in (ours, theirs)]
-    if len(ranks[0]) == len(ranks[1]) == 1 and ranks[0] != ranks[1]:
-        (mine,) = ranks[0]
-        theirs = {(mine, number): calls for (_, number), calls in theirs.items()}
-    return ours, theirs
-
-
-def are_one_each(actual: Units, expected: Units) -> bool:
-    """One step each: they go together, whatever their numbers."""
-    return len(actual) == len(expected) == 1
-
-
-def lacking(
-    actual: Capture, expected: Capture, step: int | None, rank: int | None
-) -> list[Lacking]:
-    """What one side has and the other has not."""
-    ours, theirs = _common_units(actual, expected, step, rank)
-    if are_one_each(ours, theirs):
-        return []
-    return [*_only("actual", ours, theirs, expected), *_only("expected", theirs, ours, actual)]
-
-
-def _only(side: Side, here: Units, there: Units, other: Capture) -> Iterable[Lacking]:
-    ranks = {rank for rank, _ in there}
-    for (rank, step), calls in sorted(here.items()):
-        if (rank, step) not in there:
-            is_meant = _was_left_out(other, rank, step)
-            has_model = rank not in ranks or not all(map(_is_beside, calls))
-            yield Lacking(rank, step, side, len(calls), rank not in ranks, is_meant, has_model)
-
-
-def is_narrow(capture: Capture) -> bool:
-    """Whether the recorder was told to leave calls out: what is missing was not looked at."""
-    config = capture.facts.get("config")
-    if not isinstance(config, dict):
-        return False
-    if any(config.get(key) for key in ("calls", "between", "apis", "modules", "names")):
-        return True
-    directions = config.get("directions")
-    return isinstance(directions, list) and len(directions) == 1
-
-
-def _was_left_out(capture: Capture, rank: int, step: int) -> bool:
-    config = capture.facts.get("config")
-    if not isinstance(config, dict):
-        return False
-    if config.get("keep_last") or is_narrow(capture):
-        return True
-    chosen = (parse_numbers(key, config.get(key)) for key in ("steps", "ranks"))
-    return any(
-        numbers is not None and number not in numbers
-        for numbers, number in zip(chosen, (step, rank), strict=True)
-    )
-
-
-def _told(lacks: Sequence[Lacking]) -> str:
-    """Such as: rank 1 is only in expected, steps 2, 3 are only in actual."""
-    parts: dict[tuple[str, Side], list[int]] = {}
-    for each in lacks:
-        noun = "rank" if each.is_whole_rank else "step"
-        numbers = parts.setdefault((noun, each.only_in), [])
-        number = each.rank if each.is_whole_rank else each.step
-        if number not in numbers:
-            numbers.append(number)
-    return ", ".join(
-        f"{noun}{'s' if numbers[1:] else ''} {', '.join(map(str, numbers))} "
-        f"{'are' if numbers[1:] else 'is'} only in {side}"
-        for (noun, side), numbers in parts.items()
-    )

@@ -415,6 +415,12 @@ class Replayer:
         return child
 
 
+def has_own_references() -> bool:
+    """Whether this program has registered references, which other processes do not know."""
+    references: Any = sys.modules.get("tensorprobe.replay.references")
+    return references is not None and bool(references.registered())
+
+
 def _has_reference(call: Call) -> bool:
     """Whether the user has registered a reference for the call in this process."""
     references: Any = sys.modules.get("tensorprobe.replay.references")  # it would import torch

@@ -7,10 +7,23 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from tensorprobe.collectives.links import Key
-from tensorprobe.comparing.measure import TensorPair
 
 if TYPE_CHECKING:
     from tensorprobe.collectives.reductions import ReductionError
+
+
+class ToldRow(NamedTuple):
+    """A tensor that another rank gave, as far as it matters here."""
+
+    distance: float  # rounding.distance
+    unit: float  # rounding.pair_roundoff
+    same_bits: bool | None
+    nonfinite_differs: bool
+
+    @property
+    def relative(self) -> float:
+        """How far it is from its partner relative to its size, instead of in roundings of it."""
+        return self.distance * self.unit if self.unit else self.distance
 
 
 class Heard(msgspec.Struct):
@@ -18,7 +31,7 @@ class Heard(msgspec.Struct):
 
     key: Key
     words: str  # "all_reduce #0 of ranks 0, 1"
-    rows: list[TensorPair]  # what the others gave
+    rows: list[ToldRow]  # what the others gave
     own: set[str]  # the inputs that this rank gave, without the memory that it only got
     got: set[str]
     members: tuple[int, ...]

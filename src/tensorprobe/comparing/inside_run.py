@@ -23,11 +23,11 @@ from tensorprobe.comparing.align import content
 from tensorprobe.comparing.rank_facts import odd_facts, world_size
 from tensorprobe.comparing.replicas import Odd, Replicas, in_words
 from tensorprobe.comparing.rounding import number_text
-from tensorprobe.comparing.waiting import waiting
+from tensorprobe.comparing.waiting import deaths, waiting
 from tensorprobe.records import Call, Capture
 
 FindingKind = Literal[
-    "hang", "order", "arguments", "collective", "parameter", "gradient", "random", "fact"
+    "hang", "death", "order", "arguments", "collective", "parameter", "gradient", "random", "fact"
 ]
 _SAME: tuple[str, ...] = ("all_reduce", "all_gather", "broadcast")  # each member gets the same
 
@@ -66,6 +66,12 @@ def look_inside(capture: Capture) -> InsideRun:
         found.findings.append(
             RankFinding("hang", gone or each.waiting, each.reason, each.step, each.name, stack)
         )
+    hung = {rank for finding in found.findings for rank in finding.ranks}
+    for death in deaths(capture, calls, everyone):
+        last, rank = death.stop.call, death.stop.rank
+        if rank not in hung and last is not None:
+            place = last.step, last.name, last.stack
+            found.findings.append(RankFinding("death", (rank,), death.reason, *place))
     _look_at_communications(calls, everyone, found)
     replicas = Replicas()
     for rank, mine in calls.items():

@@ -48,7 +48,7 @@ _BATCH = 256
 _SPARE = 4  # lines given up where the system has no more files: to start takes some
 # A process is one thread. glibc gives memory back whenever this much is free, and every page of it
 # costs a fault when it is needed again: a fifth of the time, for arrays of 128 KiB.
-_ENVIRONMENT = {
+WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
@@ -516,7 +516,7 @@ def _start(ends: Sequence[int], till: socket.socket) -> subprocess.Popen[bytes]:
         [sys.executable, "-c", code],
         stdin=till.fileno(),
         pass_fds=ends,
-        env=os.environ | _ENVIRONMENT,
+        env=os.environ | WORKER_ENVIRONMENT,
     )
 
 

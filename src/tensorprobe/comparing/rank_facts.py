@@ -9,11 +9,12 @@ from typing import Any
 from tensorprobe.collectives.links import listed
 from tensorprobe.comparing.arguments import fact_differences
 from tensorprobe.records import Capture
+from tensorprobe.store.rank_folders import RankByRank
 
 
 def facts_of_ranks(actual: Capture, expected: Capture, ranks: Sequence[int]) -> list[str]:
     """How the facts of two runs differ; with the ranks, where it is not all of these."""
-    ours, theirs = facts_by_rank(actual), facts_by_rank(expected)
+    ours, theirs = facts_by_rank(actual.facts), facts_by_rank(expected.facts)
     common = [rank for rank in ranks if rank in ours and rank in theirs]
     if len(ranks) < 2 or not common:
         return fact_differences(actual.facts, expected.facts)
@@ -32,11 +33,14 @@ def facts_of_ranks(actual: Capture, expected: Capture, ranks: Sequence[int]) -> 
 
 def world_size(capture: Capture) -> int | None:
     """How many ranks the run had; None where it was not written down."""
-    for facts in (capture.facts, *facts_by_rank(capture).values()):
+    for facts in (capture.facts, *facts_by_rank(capture.facts).values()):
         environment = facts.get("environment")
         size = environment.get("WORLD_SIZE") if isinstance(environment, Mapping) else None
         if isinstance(size, str) and size.isdigit():
             return int(size)
+    if isinstance(capture, RankByRank):
+        size = capture.seen.world_size
+        return size if isinstance(size, int) else None
     groups = [c.collective.group for c in capture.calls if c.collective is not None]
     return max((max(group, default=-1) + 1 for group in groups), default=None)
 
@@ -50,7 +54,7 @@ class OddFact:
 
 def odd_facts(capture: Capture) -> list[OddFact]:
     """The facts that are not the same on all ranks of a run."""
-    ranks = facts_by_rank(capture)
+    ranks = facts_by_rank(capture.facts)
     if len(ranks) < 2:
         return []
     usual = _usual(list(ranks.values()))
@@ -80,9 +84,9 @@ def _usual(all_facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return usual
 
 
-def facts_by_rank(capture: Capture) -> dict[int, Mapping[str, Any]]:
+def facts_by_rank(of_run: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     """What each rank of a run wrote down about itself."""
-    about = capture.facts.get("ranks")
+    about = of_run.get("ranks")
     if not isinstance(about, Mapping):
         return {}
     return {

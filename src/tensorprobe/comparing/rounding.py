@@ -262,9 +262,8 @@ def autocast_unit(calls: Iterable[Call | None]) -> float:
     )
 
 
-def coarsen_modules(pairs: Sequence[CallPair]) -> None:
-    """Let what modules give be judged by autocast's dtype, where operators were not recorded: their
-    results may be float32, and what is inside of them is not."""
+def autocast_units(pairs: Sequence[CallPair]) -> dict[int, float]:
+    """The coarsest unit roundoff that autocast gives to modules, by step."""
     units: dict[int, float] = {}
     for pair in pairs:
         if pair.call.name.startswith("Module."):
@@ -272,6 +271,12 @@ def coarsen_modules(pairs: Sequence[CallPair]) -> None:
             units[step] = max(
                 units.get(step, 0.0), autocast_unit((pair.pair.actual, pair.pair.expected))
             )
+    return units
+
+
+def coarsen_modules(pairs: Sequence[CallPair], units: Mapping[int, float]) -> None:
+    """Let what modules give be judged by autocast's dtype, where operators were not recorded: their
+    results may be float32, and what is inside of them is not."""
     for pair in pairs:
         if unit := units.get(pair.call.step, 0.0):
             for row in pair.tensors:
@@ -281,10 +286,10 @@ def coarsen_modules(pairs: Sequence[CallPair]) -> None:
 
 def coarsen(
     pairs: Sequence[CallPair], facts: Callable[[int], Sequence[Mapping[str, Any]]]
-) -> list[str]:
-    """Let products that a switch makes coarser be judged by its rounding; what to say of it.
-
-    `facts` gives those of a rank, on both sides."""
+) -> dict[str, int]:
+    """Let products that a switch makes coarser be judged by its rounding; where it is on in one
+    side only, what to say of it and how many there are. `facts` gives those of a rank, on both
+    sides."""
     told: dict[str, int] = {}
     for pair in pairs:
         if not pair.is_paired:
@@ -301,12 +306,17 @@ def coarsen(
             side = "actual" if units[0] > units[1] else "expected"
             text = f"{_NAMES[max(units)]} is on in {side}"
             told[text] = told.get(text, 0) + 1
-    words = "products of float32 are judged by its rounding"
-    return [f"{text}: {n} {words}" for text, n in told.items()]
+    return told
 
 
-def dtype_notes(pairs: Sequence[CallPair]) -> Iterator[str]:
-    """Which dtypes the two sides compute in, where they differ."""
+def switch_notes(told: Mapping[str, int]) -> Iterator[str]:
+    """What to say of them."""
+    for text, n in told.items():
+        yield f"{text}: {n} products of float32 are judged by its rounding"
+
+
+def dtypes_found(pairs: Sequence[CallPair]) -> dict[tuple[str, str], int]:
+    """How many calls compute in which dtypes on the two sides, where they differ."""
     found: dict[tuple[str, str], int] = {}
     for pair in pairs:
         kinds = {
@@ -317,6 +327,11 @@ def dtype_notes(pairs: Sequence[CallPair]) -> Iterator[str]:
         for ours, theirs in kinds:
             if ours != theirs and "float" in ours and "float" in theirs:
                 found[ours, theirs] = found.get((ours, theirs), 0) + 1
+    return found
+
+
+def dtype_notes(found: Mapping[tuple[str, str], int]) -> Iterator[str]:
+    """What to say of them."""
     for (ours, theirs), n in sorted(found.items(), key=lambda item: -item[1])[:2]:
         calls = "1 call gives" if n == 1 else f"{n} calls give"
         yield f"{calls} {ours} in actual and {theirs} in expected: judged by the coarser of the two"

@@ -608,10 +608,11 @@ class Scene:
                 node.d_in, node.r_in = max(node.d_in, d), max(node.r_in, relative(row, d))
             if same_bits(row) is False:
                 node.same_in = False
-        for row in node.heard.rows if node.heard is not None else ():
-            if d := distance(row):
-                node.d_in, node.r_in = max(node.d_in, d), max(node.r_in, relative(row, d))
-            if same_bits(row) is False:
+        for told in node.heard.rows if node.heard is not None else ():
+            if told.distance:
+                node.d_in = max(node.d_in, told.distance)
+                node.r_in = max(node.r_in, told.relative)
+            if told.same_bits is False:
                 node.same_in = False
         for row in node.outputs:
             if _is_sorted_otherwise(node, row):

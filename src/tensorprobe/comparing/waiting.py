@@ -70,6 +70,56 @@ def stops_of(capture: Capture, calls: Mapping[int, Sequence[Call]]) -> list[Stop
     return found
 
 
+class Death(NamedTuple):
+    """A rank that has left the others: its recording has no end, though others have, so it was
+    killed or has crashed; or they raised in a communication to which it has not come."""
+
+    stop: Stop
+    raised: tuple[int, ...]  # ranks in whose communications this showed
+    words: str
+
+    @property
+    def reason(self) -> str:
+        """One sentence."""
+        rank, where = self.stop.rank, self.stop.where
+        text = f"the recording of rank {rank} has no end, it is {where}"
+        if self.stop.ended:
+            text = f"rank {rank} ended {where}"
+        if self.raised:
+            text += f"; {listed(self.raised)} raised in {self.words}, to which it has not come"
+        return text
+
+
+def deaths(
+    capture: Capture, calls: Mapping[int, Sequence[Call]], ranks: Sequence[int]
+) -> list[Death]:
+    """The ranks that left while others lived on, and in which communication these noticed."""
+    stops = stops_of(capture, calls)
+    if not any(stop.ended for stop in stops):
+        return []  # all were ended at once, from outside
+    linked_calls = {rank: list(linked(mine)) for rank, mine in calls.items()}
+    noticed = {
+        rank for rank, mine in linked_calls.items() if any(c.status == "raised" for _, c in mine)
+    }
+    found = []
+    for stop in stops:
+        if stop.key is not None or stop.rank in noticed:
+            continue  # one that waits is told by `waiting`
+        reached = {key for key, _ in linked_calls[stop.rank]}
+        missed: dict[Key, list[int]] = {}
+        for rank, mine in linked_calls.items():
+            for key, call in mine:
+                is_late = key is not None and key not in reached and call.status == "raised"
+                if key is not None and is_late and stop.rank in members_of(key, ranks):
+                    missed.setdefault(key, []).append(rank)
+        if stop.ended and not missed:
+            continue
+        first = min(missed, default=None)
+        raised = tuple(missed[first]) if first is not None else ()
+        found.append(Death(stop, raised, told(first, ranks) if first is not None else ""))
+    return found
+
+
 def waiting(
     capture: Capture, calls: Mapping[int, Sequence[Call]], ranks: Sequence[int]
 ) -> list[Waiting]:

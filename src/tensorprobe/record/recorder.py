@@ -64,6 +64,8 @@ from tensorprobe.record.tape import Tape
 from tensorprobe.record.values import Values
 from tensorprobe.records import IN_MEMORY, REQUESTS, Keep, Level, count
 from tensorprobe.store.outputs import check_writable
+from tensorprobe.store.remote import is_url, limit_nbytes, place_of
+from tensorprobe.store.uploading import Uploader
 from tensorprobe.store.writer import CaptureWriter
 from tensorprobe.tensors.summarizer import Summarizer
 from tensorprobe.torch_versions import COMPILED_FROM, can_see_compiling
@@ -134,7 +136,9 @@ class Recorder:
         facts: dict[str, Any] | None = None,
         counter: Counter | None = None,
     ) -> None:
-        self.path = Path(path)
+        self.url = path if is_url(path) else None
+        self.path = Path(path if self.url is None else "")  # known when it is checked
+        self._uploader: Uploader | None = None
         self.failed: TensorprobeError | None = None  # what went wrong with the recording
         self._raised = False
         self._counter = counter
@@ -172,6 +176,8 @@ class Recorder:
         self._last_opened: int | None = None  # the last step that has a call
         self._on_disk: list[int] = []  # recorded steps that may still be dropped, oldest first
         with self._apart():
+            if self.url is not None:
+                self.path = place_of(self.url, "spools")
             self._check_folder()
 
     @classmethod
@@ -346,6 +352,9 @@ class Recorder:
                     self._writer.close()
                     if tell:
                         self._writer.count_deleted()
+                    if self._uploader is not None:
+                        self._uploader.tell(self._writer.folder.name)
+                        self._uploader.end()
         finally:
             self._closed = True
             atexit.unregister(self._close_at_exit)
@@ -474,7 +483,7 @@ class Recorder:
             facts,
             flush=config.flush,
             queue_nbytes=config.queue,
-            max_disk_nbytes=config.max_disk,
+            max_disk_nbytes=config.max_disk if self.url is None else self._spool_nbytes(),
             compress=config.compress,
             results=summarizer,
             digest_kind=IN_MEMORY if config.keep == "stats" else "",
@@ -482,6 +491,8 @@ class Recorder:
             on_warning=self._log,
             on_error=self._fail,
         )
+        if self.url is not None:
+            self._uploader = Uploader(self.path, self.url)
         if native.MODULE is not None:
             self._writer.write_by(native.MODULE)
         else:
@@ -559,6 +570,11 @@ class Recorder:
 
     def _recorded_step(self) -> int | None:
         return self._step if self._tape is not None and self._tape.recording else None
+
+    def _spool_nbytes(self) -> int:
+        """How much the spool may hold: all of the recording, until it has been sent."""
+        limit = limit_nbytes()
+        return limit if self.config.max_disk is None else min(limit, self.config.max_disk)
 
     def _take_away(self) -> None:
         if self._compile_watch is not None:
@@ -646,6 +662,8 @@ class Recorder:
             with OnTrouble(lambda error: None), Quiet():
                 self._writer.write_program(program_facts())
         self._last_opened = step
+        if self._uploader is not None and self._writer is not None and not self._keep_last:
+            self._uploader.tell(self._writer.folder.name)
         if self._keep_last is None or self._writer is None or step in self._on_disk:
             return
         self._on_disk.append(step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from tensorprobe.comparing.rank_streams import PairsOfRanks
 from tensorprobe.comparing.rounding import distance
 from tensorprobe.errors import MissingDependency
 from tensorprobe.replay.kinds import kind_of
@@ -28,6 +29,8 @@ class Point(NamedTuple):
 
 def along(comparison: Compared, most: int) -> list[Point]:
     """At most so many points, in execution order."""
+    if isinstance(comparison.pairs, PairsOfRanks):
+        return []  # one run after the other: a line of text is not worth reading them all
     culprits = {(c.rank, c.step, c.name) for c in comparison.verdict.culprits}
     pairs = [pair for pair in comparison.pairs if pair.is_paired]
     if not pairs:

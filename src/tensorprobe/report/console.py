@@ -8,7 +8,6 @@ from tensorprobe.comparing.comparison import Compared
 from tensorprobe.comparing.measure import CallPair
 from tensorprobe.comparing.rounding import distance, number_text
 from tensorprobe.comparing.verdict import Verdict, describe, percent
-from tensorprobe.records import Call
 from tensorprobe.terminal import printable
 
 _CULPRITS = 8
@@ -31,7 +30,7 @@ def render(comparison: Compared) -> str:
         parts.append(list(_culprits(verdict)))
     if len({(r.rank, r.step) for r in verdict.ranks}) > 1:
         parts.append(list(_ranks(verdict)))
-    if comparison.one_sided and verdict.verdict != "incomparable":
+    if verdict.verdict != "incomparable":
         parts.append(list(_one_sided(comparison)))
     if comparison.structure:
         parts.append(list(_structure(comparison)))
@@ -47,7 +46,7 @@ def _line(text: str) -> str:
 def _around(comparison: Compared) -> Iterator[str]:
     """The first culprit and its neighbours: error in, error out."""
     first = comparison.verdict.culprits[0]
-    pairs = [p for p in comparison.pairs if (p.call.rank, p.call.step) == (first.rank, first.step)]
+    pairs = [pair for pair in comparison.of_rank(first.rank) if pair.call.step == first.step]
     at = next((i for i, pair in enumerate(pairs) if pair.call.name == first.name), None)
     if at is None:
         return
@@ -130,35 +129,18 @@ def _ranks(verdict: Verdict) -> Iterator[str]:
 
 
 def _one_sided(comparison: Compared) -> Iterator[str]:
-    shared = {
-        (call.rank, call.step)
-        for pair in comparison.pairs
-        if pair.is_paired
-        for call in (pair.pair.actual, pair.pair.expected)
-        if call is not None
-    }
     # A step that one side has not at all is said in the verdict, in one line.
-    found = [each for each in comparison.one_sided if (each[0].rank, each[0].step) in shared]
+    found = comparison.alone
     if not found:
         return
     yield "calls of one side only:"
-    only_actual = {id(pair.pair.actual) for pair in comparison.pairs if pair.pair.expected is None}
-    groups: dict[tuple[str, str], list[tuple[Call, str]]] = {}
-    for call, before in found:
-        side = "actual" if id(call) in only_actual else "expected"
-        groups.setdefault((_stem(call), side), []).append((call, before))
-    for (_, side), alike in list(groups.items())[:_ONE_SIDED]:
-        call, before = alike[0]
-        more = f" and {len(alike) - 1} like it" if alike[1:] else ""
-        yield f"  {call.name}{more} only in {side}, {'the first ' if more else ''}after {before}"
-    rest = list(groups.values())[_ONE_SIDED:]
+    for (_, side), alike in list(found.items())[:_ONE_SIDED]:
+        more = f" and {alike.n - 1} like it" if alike.n > 1 else ""
+        first = "the first " if more else ""
+        yield f"  {alike.name}{more} only in {side}, {first}after {alike.after}"
+    rest = list(found.values())[_ONE_SIDED:]
     if rest:
-        yield f"  and {sum(map(len, rest))} more, in comparison.csv"
-
-
-def _stem(call: Call) -> str:
-    """A call's name without its number, wherever that stands."""
-    return ".".join(part for part in call.name.split(".") if not part.isdigit())
+        yield f"  and {sum(alike.n for alike in rest)} more, in comparison.csv"
 
 
 def _structure(comparison: Compared) -> Iterator[str]:

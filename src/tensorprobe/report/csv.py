@@ -7,7 +7,7 @@ import io
 import itertools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -24,10 +24,20 @@ _WRITTEN = ((b"]\n[", b"\n"), (b",null", b","), (b",true", b",True"), (b",false"
 def write_csv(path: Path, table: Table) -> None:
     """Write a table; its rows are made while they are written, so any number will do."""
     with path.open("wb") as file:
-        file.write(_lines([table.header]))
-        rows = (row for row, _ in table.rows)
-        while batch := list(itertools.islice(rows, _BATCH)):
-            file.write(_quick_lines(batch, table.free) or _lines(map(_cells, batch)))
+        file.write(header_line(table.header))
+        file.writelines(csv_lines(table))
+
+
+def header_line(header: tuple[str, ...]) -> bytes:
+    """The first line."""
+    return _lines([header])
+
+
+def csv_lines(table: Table) -> Iterator[bytes]:
+    """The others, some hundred at a time."""
+    rows = (row for row, _ in table.rows)
+    while batch := list(itertools.islice(rows, _BATCH)):
+        yield _quick_lines(batch, table.free) or _lines(map(_cells, batch))
 
 
 def _lines(rows: Iterable[Iterable[Cell]]) -> bytes:

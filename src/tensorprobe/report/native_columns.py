@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from tensorprobe.comparing.comparison import Compared
 from tensorprobe.comparing.measure import CallPair, TensorPair
@@ -37,12 +37,19 @@ _BITS = {None: "", True: "equal", False: "differ"}
 
 def table(comparison: Compared) -> Table:
     """The native columns."""
-    return Table(HEADER, _rows(comparison), _FREE)
-
-
-def _rows(comparison: Compared) -> Iterator[tuple[Row, str]]:
     culprits = {(c.rank, c.step, c.name): c for c in comparison.verdict.culprits}
-    for pair in comparison.pairs:
+    return table_of(comparison.pairs, culprits)
+
+
+def table_of(pairs: Iterable[CallPair], culprits: Mapping[tuple[int, int, str], Culprit]) -> Table:
+    """The same of some pairs, with what is to be said of those that are to blame."""
+    return Table(HEADER, _rows(pairs, culprits), _FREE)
+
+
+def _rows(
+    pairs: Iterable[CallPair], culprits: Mapping[tuple[int, int, str], Culprit]
+) -> Iterator[tuple[Row, str]]:
+    for pair in pairs:
         call = pair.call
         culprit = culprits.get((call.rank, call.step, call.name)) if culprits else None
         if not pair.tensors:

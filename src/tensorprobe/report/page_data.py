@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tensorprobe._version import __version__
+from tensorprobe.collectives.links import listed
 from tensorprobe.comparing.arguments import differences
+from tensorprobe.comparing.rank_streams import PairsOfRanks
 from tensorprobe.comparing.rounding import distance
 from tensorprobe.comparing.scene import find_containers, is_written
 from tensorprobe.comparing.verdict import Culprit, Verdict, describe, next_command
@@ -39,6 +41,7 @@ FORMAT = 1
 _CODES = {"phase": "B", "side": "B", "flags": "H", "error_in": "f", "error_out": "f"}
 _LONGEST = 2000  # characters of a text
 _GAPS = 500
+_MOST_CALLS = 20_000  # of many ranks
 _NEIGHBOURS = 20
 _AROUND = 4  # lines of source before and after the one that is named
 _SOURCES = 20
@@ -141,11 +144,16 @@ class PageData(msgspec.Struct):
 def comparison_data(comparison: Compared, *, pictures: bool = True) -> PageData:
     """What the page shows of a comparison."""
     verdict = comparison.verdict
+    lines = list(describe(verdict))
+    if isinstance(comparison.pairs, PairsOfRanks):
+        comparison, ranks = _some_ranks(comparison, comparison.pairs)
+        if ranks:
+            lines.append(f"  the page has the calls of {ranks}; comparison.csv has all")
     rows = _Rows(comparison.pairs)
     index = {
         **_about("compare"),
         "verdict": clean(verdict.to_json()),
-        "text": [shown(line) for line in describe(verdict)],
+        "text": [shown(line) for line in lines],
         "culprits": [
             _culprit(verdict, number, each) for number, each in enumerate(verdict.culprits)
         ],
@@ -164,6 +172,25 @@ def comparison_data(comparison: Compared, *, pictures: bool = True) -> PageData:
         index["pictures"] = _pictures(comparison, rows)
     index["chinese"] = sentences_in_chinese(index)
     return PageData(index, rows.details())
+
+
+def _some_ranks(comparison: Compared, pairs: PairsOfRanks) -> tuple[Compared, str]:
+    """As many ranks as a page can show, first those with a culprit; and which they are, if these
+    are not all."""
+    wanted = dict.fromkeys(c.rank for c in comparison.verdict.culprits)
+    wanted.update(dict.fromkeys(pairs.n_pairs))
+    chosen: list[int] = []
+    n = 0
+    for rank in wanted:
+        n += pairs.n_pairs.get(rank, 0)
+        if chosen and n > _MOST_CALLS:
+            break
+        chosen.append(rank)
+    found = [pair for rank in sorted(chosen) for pair in pairs.of_rank(rank)]
+    some = type(comparison)(
+        comparison.actual, comparison.expected, found, comparison.verdict, comparison.structure
+    )
+    return some, "" if len(chosen) == len(pairs.n_pairs) else listed(chosen)
 
 
 def capture_data(capture: Capture) -> PageData:

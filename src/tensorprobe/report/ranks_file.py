@@ -19,6 +19,7 @@ from tensorprobe.store.frames import users_line
 RANKS_FILE = "ranks.json"
 _HEADS = {
     "hang": "it hung",
+    "death": "a rank is gone",
     "order": "other communications",
     "arguments": "other arguments",
     "collective": "wrong communication",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensorprobe.comparing.comparison import Compared, Source, compare_captures
 from tensorprobe.comparing.measure import Progress
+from tensorprobe.comparing.rank_streams import PairsOfRanks
 from tensorprobe.comparing.verdict import Verdict
 from tensorprobe.keywords import keywords
 from tensorprobe.report.along import plot
@@ -17,6 +18,7 @@ from tensorprobe.report.columns import table
 from tensorprobe.report.csv import write_csv
 from tensorprobe.report.error_plot import error_plot
 from tensorprobe.report.html import write_comparison
+from tensorprobe.report.rank_tables import write_ranks
 from tensorprobe.store.outputs import check_output
 
 if TYPE_CHECKING:
@@ -75,6 +77,7 @@ def compare(
     replay: bool = True,
     references: str | os.PathLike[str] | None = None,
     imports: Sequence[str | os.PathLike[str]] = (),
+    engine: str | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
     """Compare two captures and name the call that made them differ.
@@ -90,12 +93,13 @@ def compare(
     measure tensors (default: one a core, where that is worth it). `timeout` is how many seconds may
     be spent on replaying suspects; 0 or `replay=False` leaves it out. `references` is a Python file
     with tp.reference functions; `imports` are packages whose operators, functions and modules a
-    replay may call besides torch's.
+    replay may call besides torch's. `engine` spreads ranks over the workers of Ray: "ray", or
+    "ray://HOST:PORT" of a cluster.
     """
     compared = compare_captures(
         actual, expected, noise=noise, mapping=mapping, at=at, rows=rows, within=within,
         layout=layout, step=step, rank=rank, jobs=jobs, timeout=timeout, replay=replay,
-        references=references, imports=imports, progress=progress,
+        references=references, imports=imports, engine=engine, progress=progress,
     )  # fmt: skip
     return with_files(compared)
 
@@ -103,7 +107,7 @@ def compare(
 def with_files(compared: Compared) -> Comparison:
     """The same, as users get it."""
     c = compared
-    return Comparison(c.actual, c.expected, c.pairs, c.verdict, c.structure, c.proposed)
+    return Comparison(c.actual, c.expected, c.pairs, c.verdict, c.structure, c.proposed, c._alone)
 
 
 def verdict_text(verdict: Verdict) -> str:
@@ -125,7 +129,10 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / VERDICT_FILE, folder / CSV_FILE]
     paths[0].write_text(verdict_text(comparison.verdict), encoding="utf-8")
-    write_csv(paths[1], rows)
+    if isinstance(comparison.pairs, PairsOfRanks) and columns == "native":
+        write_ranks(paths[1], comparison, comparison.pairs)
+    else:
+        write_csv(paths[1], rows)
     if comparison.verdict.at:
         paths.append(folder / PLOT_FILE)
         paths[-1].write_text(error_plot(comparison.verdict), encoding="utf-8")
@@ -133,14 +140,14 @@ def save(
         paths.append(folder / MAPPING_FILE)
         lines = [f"{json.dumps(a)}: {json.dumps(e)}\n" for a, e in comparison.proposed.items()]
         paths[-1].write_text("".join(lines), encoding="utf-8")  # JSON's texts are YAML's too
-    if xlsx:
-        from tensorprobe.report.xlsx import write_xlsx
-
-        paths.append(folder / XLSX_FILE)
-        write_xlsx(paths[-1], comparison, columns)
     paths += write_comparison(folder, comparison)
     if model_explorer:
         from tensorprobe.report.model_explorer import write_model_explorer
 
         paths += write_model_explorer(folder, comparison)
+    if xlsx:  # last: too many rows for it are an error, and the rest is there
+        from tensorprobe.report.xlsx import write_xlsx
+
+        paths.append(folder / XLSX_FILE)
+        write_xlsx(paths[-1], comparison, columns)
     return paths

@@ -10,6 +10,7 @@ from typing import Protocol, cast
 from tensorprobe.errors import MissingDependency, UnreadableCapture
 from tensorprobe.parts import NamedParts
 from tensorprobe.records import Capture
+from tensorprobe.store.remote import is_url, local_copy
 
 # The module of each layout. They are asked in this order whose a path is.
 LAYOUTS = NamedParts(
@@ -48,13 +49,13 @@ def load(path: str | os.PathLike[str]) -> Capture:
     """What was recorded at a path: a whole run, one rank of it, one step, or a file in there.
 
     It may be in the native layout, or in that of a peer. No torch is needed until a tensor is
-    loaded as a torch tensor.
+    loaded as a torch tensor. Of a URL (s3://BUCKET/FOLDER) all files are copied to this machine.
 
         capture = tensorprobe.load("runs/a")
         for call in capture.calls(step=0, op="*linear"):
             print(call.name, call.tensor("output.0").summary)
     """
-    name, place = find(Path(path))
+    name, place = find(Path(local_copy(path) if is_url(path) else path))
     return layout(name).read(place)
 
 

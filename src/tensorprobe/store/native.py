@@ -7,9 +7,10 @@ Every step folder stands alone, so one can be deleted or sent to a colleague.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import msgspec
 
@@ -43,6 +44,7 @@ _STEP = re.compile(r"step(\d+)")
 UNREADABLE = (ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
 Content = tuple[TensorSummary | None, str | None, Blob | None, str | None]
 OnGap = Callable[[Gap], object]
+_Layout = tuple[str, tuple[int, ...], tuple[int, ...] | None, str]
 _Reader = TypeVar("_Reader", bound="StepReader")
 
 
@@ -78,20 +80,31 @@ def read(path: Path) -> Capture:
     """Everything at a path of a native capture: the run, one rank, one step, or a file of it."""
     gaps: list[Gap] = []
     steps, facts = open_run(path, gaps.append)
-    calls: list[Call] = []
-    unfinished = []
-    unopened: list[str] = []
+    found = read_steps(steps, root_of(path), gaps.append)
+    check_readable(path, len(found.calls), len(gaps), found.unopened)
+    add_endings(path, steps, found.unfinished, gaps.append)
+    return Capture(path, "native", found.calls, gaps, {**facts, "unfinished": found.unfinished})
+
+
+class StepsRead(NamedTuple):
+    """The calls of some steps, and what is wrong with these."""
+
+    calls: list[Call]
+    unfinished: list[str]  # such as "rank0/step3"
+    unopened: list[str]  # why not
+
+
+def read_steps(steps: list[Path], root: Path, on_gap: OnGap) -> StepsRead:
+    """Read step folders of a run, whose files do not lead out of `root`."""
+    found = StepsRead([], [], [])
     with no_garbage():
-        root = root_of(path)
-        for step in in_turn(steps, lambda folder, n: StepReader(folder, root, n, gaps.append)):
-            calls += step.calls()
+        for step in in_turn(steps, lambda folder, n: StepReader(folder, root, n, on_gap)):
+            found.calls.extend(step.calls())
             if not step.finished:
-                unfinished.append(step.name)
+                found.unfinished.append(step.name)
             if step.unopened:
-                unopened.append(step.unopened)
-    check_readable(path, len(calls), len(gaps), unopened)
-    add_endings(path, steps, unfinished, gaps.append)
-    return Capture(path, "native", calls, gaps, {**facts, "unfinished": unfinished})
+                found.unopened.append(step.unopened)
+    return found
 
 
 def open_run(path: Path, on_gap: OnGap) -> tuple[list[Path], dict[str, Any]]:
@@ -124,7 +137,7 @@ def in_turn(steps: list[Path], reader: Callable[[Path, int], _Reader]) -> Iterat
     next one, the one before has been read."""
     index, last_rank = 0, None
     for folder in steps:
-        rank = _number(_RANK, folder.parent.name)
+        rank = rank_of(folder)
         step = reader(folder, index if rank == last_rank else 0)
         yield step
         index, last_rank = step.index, rank
@@ -147,6 +160,11 @@ def write(capture: Capture, folder: Path, *, compress: bool = False) -> list[str
     from tensorprobe.store import native_copy  # here: reading needs neither it nor numpy
 
     return native_copy.write(capture, folder, compress=compress)
+
+
+def rank_of(step: Path) -> int:
+    """The rank that a step's folder is of."""
+    return _number(_RANK, step.parent.name)
 
 
 def add_endings(path: Path, steps: list[Path], unfinished: list[str], on_gap: OnGap) -> None:
@@ -175,10 +193,17 @@ def _number(pattern: re.Pattern[str], name: str) -> int:
 
 def _facts(path: Path, steps: list[Path], on_gap: OnGap) -> dict[str, Any]:
     """capture.json, with the content of every rank.json under `ranks`."""
-    ranks = {_number(_RANK, step.parent.name): step.parent for step in steps}
+    ranks = {rank_of(step): step.parent for step in steps}
     root = steps[0].parent.parent if steps else path
     facts = _read_facts(root / RUN_FILE, root, on_gap)
-    about = {rank: _read_facts(folder / RANK_FILE, root, on_gap) for rank, folder in ranks.items()}
+    known: dict[bytes, Any] = {}  # what is the same on all ranks is in memory once
+    about = {
+        rank: {
+            sys.intern(key): known.setdefault(msgspec.json.encode(value), value)
+            for key, value in _read_facts(folder / RANK_FILE, root, on_gap).items()
+        }
+        for rank, folder in ranks.items()
+    }
     return {**facts, "ranks": about}
 
 
@@ -222,7 +247,7 @@ class StepReader:
         self._stacks: dict[int, tuple[str, ...]] = {}
         self._values: dict[int, Content] = {}
         self._shards: dict[int, tuple[Path, int]] = {}
-        self._layouts: set[tuple[Any, ...]] = set()  # of tensors that can be
+        self._layouts: dict[_Layout, _Layout] = {}  # of tensors that can be, each once
         self._call_name = ""  # of the call that is being put together, as are the next two
         self._role: Role = "input"
         self._found: list[TensorRecord] = []
@@ -339,7 +364,8 @@ class StepReader:
         return None
 
     def _call(self, line: lines.CallLine, end: lines.EndLine | None, index: int) -> Call:
-        self._call_name = name = line.name
+        # The same text each time, not one more: it is most of what a call takes in memory.
+        self._call_name = name = sys.intern(line.name)
         self._found = []
         self._role = "input"
         base = f"{name}.input"
@@ -362,13 +388,13 @@ class StepReader:
         return Call(
             index=index,
             name=name,
-            op=line.op,
-            module=line.module,
+            op=sys.intern(line.op),
+            module=sys.intern(line.module),
             direction=line.direction,
             step=self.step,
             rank=self.rank,
-            thread=line.thread,
-            parent=line.parent,
+            thread=sys.intern(line.thread),
+            parent=None if line.parent is None else sys.intern(line.parent),
             stack=self._stacks.get(line.stack, ()) if line.stack is not None else (),
             args=args,
             kwargs=kwargs,
@@ -376,7 +402,7 @@ class StepReader:
             tensors=tuple(self._found),
             status=after.status if end else "begun",
             error=after.error,
-            notes=(*line.notes, *after.notes),
+            notes=tuple(map(sys.intern, (*line.notes, *after.notes))),
             collective=unpack_collective(line.collective) if line.collective else None,
         )
 
@@ -398,13 +424,14 @@ class StepReader:
     def _tensor(self, name: str, body: lines.TensorLine | dict[str, Any]) -> TensorRecord:
         line = self._tensor_line(body)
         summary, digest, blob, gap = _NOTHING if line.value is None else self._content(line.value)
+        dtype, shape, stride, device = self._layouts[_layout_of(line)]
         record = TensorRecord(
-            name,
+            sys.intern(name),
             self._role,
-            line.dtype,
-            line.shape,
-            line.stride,
-            line.device,
+            dtype,
+            shape,
+            stride,
+            device,
             line.grad,
             summary,
             digest,
@@ -420,10 +447,10 @@ class StepReader:
         line = (
             body if isinstance(body, lines.TensorLine) else msgspec.convert(body, lines.TensorLine)
         )
-        layout = line.dtype, line.shape, line.stride
+        layout = _layout_of(line)
         if layout not in self._layouts:
-            check_layout(*layout)
-            self._layouts.add(layout)
+            check_layout(line.dtype, line.shape, line.stride)
+            self._layouts[layout] = layout
         return line
 
     def _content(self, value_id: int) -> Content:
@@ -463,6 +490,10 @@ class StepReader:
                 self._add_gap(path.name, f"{error}: its tensors have statistics only")
             shard = self._shards[number] = (path, size)
         return shard
+
+
+def _layout_of(line: lines.TensorLine) -> _Layout:
+    return line.dtype, line.shape, line.stride, line.device
 
 
 class Begun(msgspec.Struct):

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, Protocol
 
 import msgspec
 
+from tensorprobe.errors import BadArtefact
 from tensorprobe.records import Call, Capture, Gap
 from tensorprobe.store import lines, tree
 from tensorprobe.store.loading import find, layout
@@ -28,8 +29,9 @@ from tensorprobe.store.native import (
     open_run,
     root_of,
 )
+from tensorprobe.store.remote import is_url, local_copy
 from tensorprobe.store.step_files import LOG_FILE
-from tensorprobe.tensors.opening import split_lines
+from tensorprobe.tensors.opening import open_file, split_lines
 
 Wanted = Callable[[Call], bool]
 _READ_NBYTES = 4 << 20  # of lines, which takes a tenth of a second
@@ -99,7 +101,7 @@ class Picker(Protocol):
 
 def open_picker(path: str | os.PathLike[str]) -> Picker:
     """Calls of a capture at a path, in any layout. A peer's capture is read as a whole."""
-    name, place = find(Path(path))
+    name, place = find(Path(local_copy(path) if is_url(path) else path))
     return _Native(place) if name == "native" else _Loaded(layout(name).read(place))
 
 
@@ -376,6 +378,15 @@ class _StepPicker(StepReader):
 def _ends_again(picked: Picked) -> bool:
     """Whether more lines may say how a call ended: its results come to light one by one."""
     return picked.call.name.startswith("Function.")
+
+
+def is_closed(log: Path) -> bool:
+    """Whether a log's last line closes its step: nothing is written to it any more."""
+    try:
+        with open_file(log) as file:
+            return _closed(file) is not None
+    except (OSError, BadArtefact):
+        return False
 
 
 def _closed(file: BinaryIO) -> lines.ClosedLine | None:
