@@ -107,6 +107,10 @@ def test_an_evaluation_that_nobody_announces_is_told(tmp_path: Path) -> None:
         'training begins. Write: with callback.phase("eval"): trainer.evaluate()'
     ]
     assert not (tmp_path / "run").exists()
+    said.clear()  # nothing is missing where it is not wanted
+    callback = probe(tmp_path / "run", said, phases=["train"])
+    hugging_face(tmp_path, [callback], max_steps=2).train()
+    assert not [text for text in said if "tells nobody" in text]
 
 
 class Falls:
