@@ -316,7 +316,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RANKS)
     paths = f"{SRC}:{SRC.parent / 'tests'}"
     for on in ("on", "off"):
-        launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         done = subprocess.run(
             [sys.executable, *launch, "train.py", str(tmp_path), on],
             cwd=tmp_path, capture_output=True, text=True, check=False,
