@@ -93,7 +93,7 @@ def test_start_and_stop_in_cells(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("--levle L1", "unrecognized arguments: --levle L1"),
+        ("--levle L1", "unrecognized arguments: --levle"),
         ("--level L9", "--level L9: expected one of L0, L1, L2, mix"),
         ("--guard both", "unknown guard 'both'"),
         ("'runs", "No closing quotation"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -106,6 +107,10 @@ def test_an_evaluation_that_nobody_announces_is_told(tmp_path: Path) -> None:
         'training begins. Write: with callback.phase("eval"): trainer.evaluate()'
     ]
     assert not (tmp_path / "run").exists()
+    said.clear()  # nothing is missing where it is not wanted
+    callback = probe(tmp_path / "run", said, phases=["train"])
+    hugging_face(tmp_path, [callback], max_steps=2).train()
+    assert not [text for text in said if "tells nobody" in text]
 
 
 class Falls:
@@ -284,3 +289,42 @@ def test_wrong_usage_is_told_before_training(options: dict[str, Any], expected: 
     with pytest.raises(tp.BadUsage) as told:
         tp.TensorProbeCallback("run", **options)
     assert expected in str(told.value)
+
+
+RANKS = """
+import sys
+import warnings
+from pathlib import Path
+
+import tensorprobe as tp
+from training.trained import hugging_face, losses
+
+warnings.simplefilter("ignore")
+folder, on = Path(sys.argv[1]), sys.argv[2] == "on"
+callbacks = [tp.TensorProbeCallback(folder / "run", guard="overflow")] if on else []
+trainer = hugging_face(folder, callbacks, ddp_backend="gloo", max_steps=2)
+trainer.train()
+if trainer.args.process_index == 0:
+    (folder / f"{sys.argv[2]}.txt").write_text(repr(losses(trainer)))
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path: Path) -> None:
+    """torchrun and DDP under the Trainer: a folder a rank, in each phase, and the same losses."""
+    pytest.importorskip("accelerate")
+    (tmp_path / "train.py").write_text(RANKS)
+    paths = f"{SRC}:{SRC.parent / 'tests'}"
+    for on in ("on", "off"):
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        done = subprocess.run(
+            [sys.executable, *launch, "train.py", str(tmp_path), on],
+            cwd=tmp_path, capture_output=True, text=True, check=False,
+            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "on.txt").read_text() == (tmp_path / "off.txt").read_text()
+    for phase, steps in (("train", (0, 1)), ("eval", (0,))):
+        capture = tp.load(tmp_path / "run" / phase)
+        assert (capture.steps, capture.ranks) == (steps, (0, 1))
+        assert (tmp_path / "run" / "guard" / phase / "rank1" / "findings.json").exists()

@@ -328,8 +328,8 @@ class Recorder:
         "left" or "right". `compare --at outputs --rows saved` then pairs each token of a request
         with the same token of the same request, whatever it was served with.
         """
-        value = requests_value(spans, layout)
         if self._tape is not None and self._tape.recording:
+            value = requests_value(spans, layout)
             with self._apart():
                 self._tape.save(REQUESTS, value, sys._getframe(1))
 

@@ -88,6 +88,7 @@ class TensorProbeCallback:
                 for name in wanted
             }
         self._told: set[str] = set()
+        self._trains = False  # as far as Hugging Face's Trainer tells
         self._close_at_exit: Callable[[], None] | None = None
 
     @property
@@ -118,11 +119,13 @@ class TensorProbeCallback:
         A loop of one's own ends its steps by `probe.step()`.
         """
         parse_choice(_PHASES)("phase", name)
-        self._enter(name)
+        with OnTrouble(self.give_up):
+            self._enter(name)
         try:
             yield self._phases.get(name)
         finally:
-            self._leave(name)
+            with OnTrouble(self.give_up):
+                self._leave(name)
 
     @_event
     def step(self) -> None:
@@ -171,6 +174,7 @@ class TensorProbeCallback:
 
     @_event
     def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._trains = False
         if (train := self._phases.get("train")) is not None:
             train.leave()
             train.close()
@@ -179,6 +183,7 @@ class TensorProbeCallback:
 
     @_event
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._trains = True
         self._end("train")  # of an attempt that failed, such as one with too large a batch
         if getattr(args, "eval_on_start", False):
             self._enter("eval")
@@ -206,7 +211,8 @@ class TensorProbeCallback:
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **_: Any
     ) -> None:
         phases = [phase for phase in self._on() if phase.name != "train"]
-        if not phases and not getattr(state, "is_hyper_param_search", False):
+        wanted = {"eval"} if self._trains else {"eval", "predict"}
+        if not phases and wanted & self._phases.keys():
             self._tell_once(
                 "not recorded: the Trainer tells nobody when an evaluation or a prediction outside "
                 'of training begins. Write: with callback.phase("eval"): trainer.evaluate()'
