@@ -128,6 +128,14 @@ def test_the_timeline_zooms_and_narrows_the_table(made: Make, opened: Open) -> N
         const k = t.calls.indexOf([...r.culpritAt.keys()][0]);
         return [t.calls[k], t.plot.valToPos(k, "x"), t.plot.valToPos(t.y[k], "y")] }}"""
     )
+    plot.hover(position={"x": x, "y": y})  # what is under the pointer is named
+    page.locator("#timeline .tip").wait_for(state="visible")
+    assert page.evaluate(f"i => {report}.nameOf(i)", at) in page.locator(".tip").inner_text()
+    page.mouse.wheel(0, -240)
+    span = "(() => { const x = window.tensorprobe.timeline.plot.scales.x; return x.max - x.min })()"
+    assert 0 < page.evaluate(span) < total
+    page.keyboard.press("0")
+    page.evaluate("() => new Promise(done => requestAnimationFrame(() => setTimeout(done, 50)))")
     plot.click(position={"x": x, "y": y})
     page.locator("#call").wait_for(state="visible")
     shown = page.locator("#call h2").inner_text()
