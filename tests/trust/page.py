@@ -16,11 +16,12 @@ KEEPS = ("tensors", "stats", "digest")
 HEAD = """\
 # How far a verdict can be trusted
 
-This page is written by a command, which records {n_faults} planted faults and {n_healthy} healthy
-pairs of small programs and compares them:
+This page is written by a command, which has {n_faults} planted faults and {n_healthy} healthy
+pairs of small programs, and records and compares them:
 
 ```
-python tests/trust/table.py
+python tests/trust/table.py                # goes on where it was ended
+python tests/trust/table.py "data" "seeds"  # some families or cases
 ```
 
 A fault is **found** if the verdict is `diverged` with exit code 3 and the first culprit is the
@@ -33,8 +34,8 @@ Everything runs on the CPU.
 
 """
 OLDER = """\
-**{n} of these {of} runs were measured with older code**: rules were changed since. What is known
-to fail today stands in `tests/trust/known_failures.txt`.
+**{n} of these {of} runs were measured with older code**, which has changed since. What is known to
+fail today stands in `tests/trust/known_failures.txt`.
 
 """
 KNOWN = """
@@ -59,7 +60,7 @@ def write(
     if n_older:
         text += OLDER.format(n=n_older, of=len(outcomes))
     if lacking:
-        text += f"{lacking} runs have not been measured and are not counted.\n\n"
+        text += f"**{lacking} runs have not been measured** and are not counted.\n\n"
     for keep in KEEPS:
         kept = [said for said in outcomes if said.keep == keep]
         text += f"## keep={keep}\n\n" + "\n".join(_table(kept)) + "\n\n"

@@ -73,6 +73,10 @@ from tensorprobe.store.remote import is_url, local_copy
 Source = str | os.PathLike[str] | Capture
 # Facts by which a healthy kernel may sum in another order.
 _SUMS_DEPEND_ON = ("torch.", "numerics.", "cuda.", "npu.", "environment.", "packages.torch")
+_WEAKER = "only statistics were kept: the verdict is weaker than one from tensors"
+_WEAKER_WITH_DIGESTS = (
+    "only digests and statistics were kept: the verdict is weaker than one from tensors"
+)
 _SIDES: tuple[Side, Side] = ("actual", "expected")
 
 
@@ -681,8 +685,7 @@ def _notes(
 ) -> list[str]:
     notes = [*verdict.notes, *_different_makes(actual, expected)]
     if verdict.mode in ("stats", "digest") and verdict.culprits:
-        kept = "statistics" if verdict.mode == "stats" else "digests and statistics"
-        notes.append(f"only {kept} were kept: the verdict is weaker than one from tensors")
+        notes.append(_WEAKER_WITH_DIGESTS if verdict.mode == "digest" else _WEAKER)
     if verdict.mode == "structure":
         notes.append("no values were kept: only the set and order of calls were compared")
     left = sum(found.n_left for found in findings)
