@@ -192,6 +192,7 @@ def _other_lines(folder: Path) -> list[str]:
             total += len(cells)
             words = (OTHER_LAYOUTS[name].__doc__ or "").partition(".")[0].replace("\n   ", "")
             what = each.partition("/")[2].replace("healthy", "nothing")
+            what = what.replace("noise", "nothing, other noise")
             found.append(f"| {words} | {what} | {' | '.join([*cells, ''][:2])} |")
     return [*found, "", f"{right} of {total} right", ""]
 
