@@ -134,6 +134,13 @@ class RankStreams:
             {key: value for key, value in folders.facts.items() if key != "ranks"}
             for folders in self._folders
         ]
+        if engine is not None:  # its processes may be in another folder
+            for part in self.parts:
+                part.steps = (
+                    [each.absolute() for each in part.steps[0]],
+                    [each.absolute() for each in part.steps[1]],
+                )
+            paths = paths[0].absolute(), paths[1].absolute()
         self.source = FolderRanks(paths, (facts[0], facts[1]), mapping, step)
         self.jobs = min(jobs or len(os.sched_getaffinity(0)), len(ranks))
         self._workers: Workers | None = None
