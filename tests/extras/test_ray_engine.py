@@ -91,15 +91,16 @@ def test_a_cluster_that_is_not_there_is_one_line(runs: Path, tmp_path: Path) -> 
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[str]:
-    """A head with a server for clients, ended with the test."""
-    port = "16799"
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A head with a server for clients, ended with the test; it knows no password."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    port = "9919"
     head = subprocess.Popen(
         [str(Path(sys.executable).parent / "ray"), "start", "--head", "--block",
-         "--port=16798", f"--ray-client-server-port={port}", "--num-cpus=2",
+         "--port=6479", f"--ray-client-server-port={port}", "--num-cpus=2",
          "--include-dashboard=false", "--disable-usage-stats"],
         env={**os.environ, "PYTHONPATH": f"{SRC}:{SRC.parent / 'tests'}"},
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        cwd="/", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
     try:
         yield f"ray://127.0.0.1:{port}"

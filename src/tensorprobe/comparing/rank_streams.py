@@ -131,6 +131,13 @@ class RankStreams:
             )
             for rank in ranks
         ]
+        if engine is not None:  # its processes may be in another folder
+            for part in self.parts:
+                part.steps = (
+                    [each.absolute() for each in part.steps[0]],
+                    [each.absolute() for each in part.steps[1]],
+                )
+            paths = paths[0].absolute(), paths[1].absolute()
         switches = RankSwitches((self._folders[0].facts, self._folders[1].facts), ranks)
         self.source = FolderRanks(paths, switches, mapping, step)
         self.jobs = min(jobs or len(os.sched_getaffinity(0)), len(ranks))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -39,7 +40,9 @@ class RayEngine:
         else:
             options["address"] = address
         try:
-            ray.init(**options)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the error says it all
+                ray.init(**options)
         except (ConnectionError, TimeoutError, RuntimeError, ValueError, OSError) as error:
             raise NoCluster(
                 f"no Ray cluster could be used at '{address or 'this machine'}': "
