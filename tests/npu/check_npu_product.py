@@ -67,7 +67,7 @@ def test_recording_changes_no_bit(level: str, keep: str, tmp_path: Path) -> None
     assert all(torch.equal(a, b) for a, b in zip(bare, seen, strict=True))
     assert torch.equal(torch_npu.npu.get_rng_state(), state)
     capture = tp.load(tmp_path / "run")
-    assert len(capture.calls) > 30
+    assert len(capture.calls) > 20
     assert not capture.gaps
 
 
@@ -164,7 +164,8 @@ def test_check_passes_a_healthy_npu_and_fails_a_wrong_kernel(tmp_path: Path) -> 
 def test_a_guard_names_the_call_that_makes_nan(tmp_path: Path) -> None:
     with planted("Gelu@1=nan"), tp.Guard(tmp_path / "guard", overflow_nums=-1, log=print) as guard:
         train("npu")
-    assert guard.findings[0].name == "Functional.gelu.1.forward"
+    first = guard.findings[0]
+    assert (first.name, first.step) == ("Functional.gelu.0.forward", 1)
 
 
 def test_a_call_goes_to_the_cpu_by_reroute() -> None:
@@ -196,5 +197,5 @@ def test_norms_are_right_on_a_device_without_float64(value: float, tmp_path: Pat
     with tp.Recorder(tmp_path / "run", level="L1", keep="stats"):
         torch.full((1000,), value, device="npu").neg()
     summary = tp.load(tmp_path / "run").call("Tensor.neg.0.forward").tensor("output.0").summary
-    assert summary. == pytest.approx(value * 1000**0.5, rel=1e-6)
+    assert summary.norm == pytest.approx(value * 1000**0.5, rel=1e-6)
     assert summary.mean == pytest.approx(-value, rel=1e-6)
