@@ -32,8 +32,3 @@ def planted(faults: str) -> Iterator[None]:
         yield
     finally:
         _operators().cann_plant(b"")
-
-
-def heal_device() -> None:
-    """A device that has failed works again, which no real one does without a restart."""
-    ctypes.CDLL("libascendcl.so").cann_heal_device()

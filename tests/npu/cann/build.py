@@ -124,7 +124,7 @@ def read(*command: object) -> str:
 
 
 def wanted_names(torch_npu: Path) -> tuple[set[str], set[str]]:
-    """What the libraries of torch_npu are linked against, and the operators they look up by name."""
+    """What torch_npu is linked against, and the operators that it looks up by name."""
     linked, operators = set(), set()
     pattern = r"acl|Hccl|Hcom|Msprof|ge[A-Z]|rt[A-Z]|_ZNK?2ge|_ZT[VI]N2ge|_ZNK?3acl"
     for file in (*torch_npu.glob("_C*.so"), *torch_npu.glob("lib/*.so")):
