@@ -276,7 +276,7 @@ class Monitor:
         """The files, made when the first step is complete: the rank is known by then."""
         self._folder = self._rank_folder()
         rank = current_rank()
-        self._judge = Judge(self._rules, self._settings, rank)
+        self._judge = Judge(self._rules, self._settings, rank, self._gap)
         attempts: list[dict[str, Any]] = []
         if self._resume:
             attempts = read_attempts(self._folder)
