@@ -252,7 +252,7 @@ except ImportError as error:
 """,
         says=(
             "caught: no configuration can be read from 'there_is_no_such.json'",
-            "caught: msprobe.core.monitor.anomaly_processor is not supported; use tensorprobe run",
+            "caught: msprobe.core.monitor is not supported; use tensorprobe run",
         ),
         quick=True,
     ),
