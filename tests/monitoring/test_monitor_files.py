@@ -103,7 +103,7 @@ def test_files_of_others_are_no_series(tmp_path: Path) -> None:
         [*read_steps(tmp_path, lambda text: None)]
 
 
-@pytest.mark.parametrize("max_disk", [1 << 16, 1 << 18])
+@pytest.mark.parametrize("max_disk", [1 << 16, pytest.param(1 << 18, marks=pytest.mark.slow)])
 def test_old_steps_are_thinned_out(tmp_path: Path, max_disk: int) -> None:
     kept = {100, 101, 102}
     files = write(tmp_path, range(6000), max_disk=max_disk, keep=kept)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import pytest
 import torch
 from torch import multiprocessing as mp
 from torch import nn
@@ -65,6 +66,7 @@ def test_a_stale_replica_is_named(tmp_path: Path) -> None:
     assert (reduced[0] == reduced[1]).all()
 
 
+@pytest.mark.slow
 def test_replicas_that_agree_are_silent(tmp_path: Path) -> None:
     spawned(tmp_path, False)
     assert [rank.alarms for rank in read_trends(tmp_path)] == [[], []]

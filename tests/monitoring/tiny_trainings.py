@@ -33,9 +33,9 @@ for step in range(steps):
 """
 
 
-def run(folder: Path, *words: Any) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *words: Any, script: str = SCRIPT) -> subprocess.CompletedProcess[str]:
     """`tensorprobe` with these words, in a folder that has the script as train.py."""
-    (folder / "train.py").write_text(SCRIPT)
+    (folder / "train.py").write_text(script)
     return subprocess.run(
         [sys.executable, "-m", "tensorprobe", *(str(word) for word in words)],
         cwd=folder,

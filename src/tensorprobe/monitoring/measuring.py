@@ -6,7 +6,7 @@ import fnmatch
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -61,7 +61,7 @@ class MonitorObserver(Observer):
         pending: PendingSteps,
         *,
         modules: tuple[str, ...] = (),
-        steps: range | None = None,
+        steps: Container[int] | None = None,
         gap: Callable[[str, BaseException | str], None] = lambda name, reason: None,
         on_root: Callable[[int], None] = lambda step: None,
         on_step: Callable[[], None] = lambda: None,

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tensorprobe._version import __version__
-from tensorprobe.config import Names, Numbers, Size
+from tensorprobe.config import Names, Numbers, Size, parse_numbers
 from tensorprobe.devices import current_rank, world_size
 from tensorprobe.errors import BadUsage, WriteFailed
 from tensorprobe.follow.follower import Follower
@@ -69,7 +69,7 @@ class Monitor:
     names ("*.attn*"), `rules` "all" or names of rules ("all,-drift"), or a mapping of names and
     settings. `max_disk` bounds the files: older steps are thinned out. `resume` goes on with the
     files of an earlier run instead of moving them aside. `first_step` is that of the first one, and
-    only those in the range `steps` are measured. `writers` are tensorboard, wandb, mlflow.
+    only those of `steps` are measured. `writers` are tensorboard, wandb, mlflow.
     `on_alarm` is "record" or "guard": what is done with the steps after an alarm.
 
     Steps end by themselves, as under `tensorprobe run`, until `step()` is called. What goes wrong
@@ -91,7 +91,7 @@ class Monitor:
         recording: Mapping[str, Any] | None = None,
         resume: bool = False,
         first_step: int | None = None,
-        steps: range | None = None,
+        steps: Numbers | None = None,
         step_on: StepOn = "auto",
         program: Sequence[str] | None = None,
         log: Callable[[str], None] = say,
@@ -139,7 +139,7 @@ class Monitor:
             self._options.every,
             self._pending,
             modules=self._options.modules,
-            steps=steps,
+            steps=_chosen(steps),
             gap=self._gap,
             on_root=self._response.root_called,
             on_step=self._response.step_ended,
@@ -273,7 +273,7 @@ class Monitor:
         """The files, made when the first step is complete: the rank is known by then."""
         self._folder = self._rank_folder()
         rank = current_rank()
-        self._judge = Judge(self._rules, self._settings, rank)
+        self._judge = Judge(self._rules, self._settings, rank, self._gap)
         attempts: list[dict[str, Any]] = []
         if self._resume:
             attempts = read_attempts(self._folder)
@@ -392,6 +392,13 @@ class Monitor:
             f"monitor: {steps}, {self._counted()}{gaps}{rest}. "
             f"Next: tensorprobe monitor show {self.path}"
         )
+
+
+def _chosen(steps: Numbers | None) -> Container[int] | None:
+    if isinstance(steps, range):  # which may be as long as a training
+        return steps
+    numbers = parse_numbers("steps", steps)
+    return None if numbers is None else frozenset(numbers)
 
 
 def _stop_in_children(monitor: Monitor) -> None:

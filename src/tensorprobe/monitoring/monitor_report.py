@@ -45,6 +45,9 @@ def lines(ranks: list[Trends], pattern: str | None, limit: int) -> list[str]:
             made.append(f"  and {len(chosen) - limit} more trends; --limit shows them")
         if not chosen and pattern is not None:
             made.append(f"  no trend has a name like {pattern}")
+        elif not chosen and rank.trends:
+            few = ", ".join(str(key) for key in list(rank.trends)[:3])
+            made.append(f"  give a NAME to see trends, such as those of {few}")
     return made
 
 

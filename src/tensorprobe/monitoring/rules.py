@@ -12,6 +12,7 @@ import numpy as np
 from tensorprobe.monitoring.alarms import Alarm
 from tensorprobe.monitoring.pending_steps import PendingStep
 from tensorprobe.monitoring.series import Array, StepValues, Table, kind_number
+from tensorprobe.trouble import OnTrouble
 
 WINDOW = 64  # steps that say what is usual
 WARM_UP = 24  # before that nothing is unusual
@@ -658,15 +659,16 @@ class Judge:
         names: Iterable[str],
         settings: Mapping[str, Mapping[str, Any]] | None = None,
         rank: int = 0,
+        trouble: Callable[[str, BaseException], None] = lambda name, error: None,
     ) -> None:
         settings = settings or {}
         self._rules = {
             name: RULES[name](**settings.get(name, {})) for name in names if name in RULES
         }
         self._rank = rank
+        self._trouble = trouble
         self._last: dict[tuple[str, str, str], int] = {}  # of each condition, the last bad step
         self._first: int | None = None
-        self.troubles: dict[str, str] = {}
 
     def judge(self, step: StepValues, facts: PendingStep) -> list[Alarm]:
         """The alarms that this step raises."""
@@ -674,7 +676,10 @@ class Judge:
             self._first = step.step
         alarms = []
         for name, rule in self._rules.items():
-            for found in rule.look(step, facts):
+            suspicions: list[Suspicion] = []
+            with OnTrouble(self._trouble, f"rule {name}"):  # the others are still asked
+                suspicions = list(rule.look(step, facts))
+            for found in suspicions:
                 alarm = self.alarm(name, found, step.step)
                 if alarm is not None:
                     alarms.append(alarm)

@@ -93,7 +93,9 @@ def rank_folders(path: Path) -> list[tuple[int, Path]]:
     found = []
     for folder in path.iterdir():
         name = _RANK.fullmatch(folder.name)
-        if name and folder.is_dir() and (segments(folder) or (folder / FACTS).is_file()):
+        if not name or folder.is_symlink() or not folder.is_dir():
+            continue
+        if segments(folder) or (folder / FACTS).is_file():
             found.append((int(name[1]), folder))
     return sorted(found)
 

@@ -122,7 +122,7 @@ def test_md5_is_a_digest(tmp_path: Path) -> None:
         ),
         ({"statistics": {"data_mode": ["up"]}}, "expected one of all, forward, backward, input"),
         ({"statistics": {"summary_mode": "crc"}}, "expected one of statistics, md5, xor"),
-        ({"task": "grad_probe"}, "task='grad_probe' is not supported: record with task 'stat"),
+        ({"task": "grad_probe"}, "task='grad_probe' is not supported: use tensorprobe run --mon"),
         ({"task": "run_ut"}, "task='run_ut' is not supported: record with task 'tensor', then"),
         ({"enable_dataloader": True}, "enable_dataloader is not supported: steps do not end"),
         ({"load": {"path": "x"}}, "load is not supported: feeding a module"),

@@ -775,8 +775,8 @@ def test_compare_by_file_and_by_folder(tmp_path: Path) -> None:
 
 
 def test_names_that_the_door_has_not_are_refused_by_name() -> None:
-    with pytest.raises(ImportError, match="TrainerMon is not supported; use tensorprobe run"):
-        from tensorprobe.msprobe.pytorch import TrainerMon  # noqa: F401
+    with pytest.raises(ImportError, match="random_save is not supported; use tensorprobe run"):
+        from tensorprobe.msprobe.pytorch import random_save  # noqa: F401
     with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
         from tensorprobe.msprobe.pytorch import Nothing  # noqa: F401
 

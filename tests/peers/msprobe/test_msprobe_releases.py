@@ -34,7 +34,7 @@ ELSEWHERE = {
     "acc_check": "tensorprobe check",
     "run_ut": "tensorprobe check",
     "free_benchmark": "tensorprobe check",
-    "grad_probe": "level 'L0'",
+    "grad_probe": "tensorprobe run --monitor DIR",
 }
 pytestmark = pytest.mark.slow
 

@@ -204,15 +204,23 @@ for step in range(3):
         _BOTH,
     ),
     "10 a monitor": Usage(
-        "from msprobe.pytorch import TrainerMon\n",
-        says=("msprobe.pytorch.TrainerMon is not supported; use tensorprobe run",),
-        status=1,
+        _HEAD
+        + "from msprobe.pytorch import TrainerMon\n"
+        + "monitor = TrainerMon('config.json', params_have_main_grad=False)\n"
+        + "monitor.set_monitor(model, grad_acc_steps=1, optimizer=optimizer)\n"
+        + "for step in range(4):\n    model(batch).sum().backward()\n"
+        + "    optimizer.step()\n    optimizer.zero_grad()\n",
+        says=(
+            "stack_info is not measured: stacks: use tensorprobe run",
+            "monitor: 4 steps, no alarms. Next: tensorprobe monitor show monitor_output",
+        ),
+        config={"targets": {}, "wg_distribution": True, "format": "csv", "stack_info": True},
     ),
     "17 the gradient probe": Usage(
         _HEAD
         + "from msprobe.pytorch import PrecisionDebugger\n"
         + "debugger = PrecisionDebugger('config.json')\ndebugger.monitor(model)\n",
-        says=("task='grad_probe' is not supported: record with task 'statistics' and level 'L0'",),
+        says=("task='grad_probe' is not supported: use tensorprobe run --monitor DIR",),
         status=1,
         config={"task": "grad_probe", "grad_probe": {"grad_level": "L1", "bounds": [-1, 0, 1]}},
     ),
@@ -229,6 +237,8 @@ from msprobe.pytorch.compare.distributed_compare import compare_distributed
 from msprobe.pytorch.compare.pt_compare import compare
 from msprobe.pytorch.debugger.precision_debugger import PrecisionDebugger
 from msprobe.pytorch.dump.debugger.precision_debugger import PrecisionDebugger, module_dump
+from msprobe.core.monitor_v2.trainer import TrainerMonitorV2
+from msprobe.pytorch.monitor.module_hook import TrainerMon
 from msprobe.pytorch.functional.module_dump import module_dump, module_dump_end
 assert tuple(map(int, msprobe.__version__.split("."))) >= (26, 2)
 try:
@@ -236,13 +246,13 @@ try:
 except MsprobeException as error:
     print("caught:", error)
 try:
-    from msprobe.core.monitor_v2.trainer import TrainerMonitorV2
+    from msprobe.core.monitor.anomaly_processor import AnomalyAnalyse
 except ImportError as error:
     print("caught:", error)
 """,
         says=(
             "caught: no configuration can be read from 'there_is_no_such.json'",
-            "caught: msprobe.core.monitor_v2 is not supported; use tensorprobe run",
+            "caught: msprobe.core.monitor is not supported; use tensorprobe run",
         ),
         quick=True,
     ),
