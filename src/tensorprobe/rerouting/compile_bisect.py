@@ -173,7 +173,12 @@ class CompileBisection(Bisection):
     def _finish(self, found: _Found) -> Bisected:
         self._state.verdict = "found"
         self._state.to = "without"
-        row: dict[str, Any] = {"name": found.name, "op": found.applied_to, "module": None, "stack": []}
+        row: dict[str, Any] = {
+            "name": found.name,
+            "op": found.applied_to,
+            "module": None,
+            "stack": [],
+        }
         self._state.culprits = [row]
         self._save()
         variables = " ".join(f"{name}={value}" for name, value in found.rules.items())
