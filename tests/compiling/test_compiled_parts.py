@@ -26,7 +26,13 @@ def python(folder: Path, *words: object, **environ: str) -> subprocess.Completed
     return subprocess.run(
         [sys.executable, *map(str, words)],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1", **environ},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(SRC),
+            "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",  # a fault must not stay in torch's caches
+            **environ,
+        },
         capture_output=True,
         text=True,
         check=False,
