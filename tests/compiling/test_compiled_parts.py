@@ -256,3 +256,12 @@ def test_options_that_do_not_go_with_compile(tmp_path: Path, options: list[str],
     done = python(tmp_path, "-m", "tensorprobe", *words)
     assert done.returncode == 2
     assert says in done.stderr
+
+
+@pytest.mark.slow
+def test_other_random_numbers_are_not_dynamos_fault(tmp_path: Path) -> None:
+    program(tmp_path, "healthy", "-o", "run")
+    program(tmp_path, "healthy", "--eager", "-o", "eager")
+    done = compiled(tmp_path, "run", "--against", "eager")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "inductor draws other random numbers than eager torch" in done.stdout
