@@ -38,6 +38,8 @@ OPENS = {
     "checking/worker.py": "/dev/null",
     "cli/main.py": "/dev/null",
     "cli/demo.py": "the report that it has just made",
+    "compiling/compile_watch.py": "what it writes itself",
+    "rerouting/compile_bisect.py": "what torch's bisector told in a folder of its probes",
     "rerouting/bisect.py": "what its own probes printed",
     "peers/msprobe/msprobe_session.py": "the log that it is writing",
     "tensors/stored_pairs.py": "sockets of its own processes",

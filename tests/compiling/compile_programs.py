@@ -139,7 +139,9 @@ def main() -> None:
     from torch._dynamo.utils import counters
 
     if os.environ.get("COUNTERS"):
-        print({"graphs": counters["stats"]["unique_graphs"], "breaks": len(counters["graph_break"])})
+        print(
+            {"graphs": counters["stats"]["unique_graphs"], "breaks": len(counters["graph_break"])}
+        )
 
 
 if __name__ == "__main__":

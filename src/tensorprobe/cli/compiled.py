@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensorprobe.errors import NotReplayable
+from tensorprobe.records import count
 from tensorprobe.store.frames import users_line
 from tensorprobe.terminal import say, warn
 
@@ -142,8 +143,8 @@ def _lines(
         lines.append(f"nothing could be judged of {n_runs} runs of compiled graphs in '{path}'")
     lines.append(f"  dynamo's graph was held against that of aot_autograd in {n_dynamo} of them")
     for each in judged:
-        for why, count in list(each.unjudged.items())[:_SHOWN]:
-            lines.append(f"  not judged, {count} times: {why}")
+        for why, times in list(each.unjudged.items())[:_SHOWN]:
+            lines.append(f"  not judged, {count(times, 'time')}: {why}")
     for parts in ranks:
         for gap in parts.gaps[:_SHOWN]:
             lines.append(f"  not recorded: {gap.what}: {gap.why}")
@@ -196,16 +197,16 @@ def _listing(parts: CompiledParts) -> dict[str, Any]:
 def _list_lines(listed: dict[str, Any]) -> list[str]:
     lines = [f"rank {listed['rank']}"]
     for graph in listed["graphs"]:
-        runs = f", {graph['runs']} runs" if graph["stage"] == "inductor" else ""
+        runs = f", {count(graph['runs'], 'run')}" if graph["stage"] == "inductor" else ""
         code = f", code: --code {graph['id']}" if graph["has_code"] else ""
         lines.append(
             f"  graph {graph['id']}: {graph['stage']} of {graph['compilation']}, "
-            f"{graph['direction']}, {graph['nodes']} calls{runs}{code}"
+            f"{graph['direction']}, {count(graph['nodes'], 'call')}{runs}{code}"
         )
     for event in listed["events"]:
         if event["kind"] == "guards":
-            count = event["text"].count("\n")
-            lines.append(f"  guards of {event['compilation']}: {count} lines, in --json")
+            lines_there = count(event["text"].count("\n"), "line")
+            lines.append(f"  guards of {event['compilation']}: {lines_there}, in --json")
             continue
         text = [line.strip() for line in event["text"].splitlines() if line.strip()]
         lines.append(f"  {event['kind']} at {event['compilation']}:")

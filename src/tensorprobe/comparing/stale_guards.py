@@ -11,6 +11,7 @@ from tensorprobe.comparing.comparison import compare_captures
 from tensorprobe.comparing.verdict import Culprit
 from tensorprobe.compiling.compile_records import CompiledParts
 from tensorprobe.compiling.compile_stages import StageFinding, StagesJudged
+from tensorprobe.compiling.inductor_operators import RANDOM
 from tensorprobe.records import Call
 from tensorprobe.store.loading import load
 
@@ -40,6 +41,12 @@ def judge_guards(
             continue
         if any("before recording" in why for why in each.unjudged) or not each.n_dynamo:
             each.not_judged("dynamo's stage: its graphs could not all be held against each other")
+            continue
+        if any(node.target in RANDOM for graph in parts.graphs.values() for node in graph.nodes):
+            each.not_judged(
+                "dynamo's stage: inductor draws other random numbers than eager torch. Record "
+                "with torch._inductor.config.fallback_random = True"
+            )
             continue
         run = next((run for run in parts.runs if run.step == culprit.step), None)
         graph = parts.graphs.get(run.graph) if run is not None else None

@@ -162,6 +162,7 @@ class _RunJudge:
         ):
             raise NotReplayable("random numbers of kernels on a device cannot be drawn again here")
         self._inputs = [self._load(value, "input") for value in run.inputs]
+        self._opaque = ""  # a node of dynamo's whose numbers are taken over as they are
 
     def judge(self) -> None:
         replays = _Replays(
@@ -373,6 +374,10 @@ class _RunJudge:
             self._judged.not_judged(
                 f"dynamo's graph writes to {len(lost)} inputs, aot_autograd's to {n_mutated}"
             )
+        if self._opaque:
+            self._judged.not_judged(
+                f"dynamo's {self._opaque}, which draws random numbers inside: its own result"
+            )
         if laws:
             node, text = laws[0]
             self._find("aot_autograd", node, math.inf, text, graph=dynamo)
@@ -466,21 +471,32 @@ class _RunJudge:
         broken: list[tuple[GraphNode, str]] = []
         masks: list[tuple[GraphNode, torch.Tensor]] = []
         assert self._aot is not None
+        drawn = {each.origin for each in self._aot.nodes if is_random(each) and each.origin}
         for node in dynamo.nodes:
-            if not is_random(node) or node.kind not in ("call", "method"):
+            if node.kind not in ("call", "method", "graph"):
+                continue
+            if not is_random(node) and node.name not in drawn:
                 continue
             made = [each for each in self._aot.nodes if each.origin == node.name]
             values = [replays.wide.values.get(each.name) for each in made]
             tensors = [value for value in values if isinstance(value, torch.Tensor)]
-            if not _DROPOUT.search(node.target) and "dropout" not in node.target:
-                if tensors:
-                    last = tensors[-1]
-                    given[node.name] = functools.partial(_as_drawn, last)
+            if not _DROPOUT.search(node.target):
+                alike = [each for each in tensors if str(list(each.shape)) == node.shape]
+                if not alike or any(name in dynamo.inner for name in _graphs_called(dynamo, node)):
+                    raise NotReplayable(
+                        f"dynamo's stage: {node.name} draws random numbers, other ones than eager"
+                    )
+                given[node.name] = functools.partial(_as_drawn, alike[-1])
+                self._opaque = node.name
                 continue
             p = _probability(node)
             mask = next((value for value in tensors if value.dtype == torch.bool), None)
-            if p is None or mask is None or not tensors:
+            if p == 0 or (p is None and node.name not in drawn):
                 continue
+            if p is None or mask is None:
+                raise NotReplayable(
+                    f"dynamo's stage: the mask of {node.name} is not in aot_autograd's graph"
+                )
             count, dropped = mask.numel(), int((~mask).sum())
             spread = math.sqrt(max(count * p * (1 - p), 1e-9))
             if abs(dropped - count * p) > _STATISTICAL * spread + 1:
@@ -540,6 +556,11 @@ class _RunJudge:
         found = backward.run(inputs)
         replays = _Replays(aot_forward, before._inputs, self._constants(aot_forward), before._seed)
         given, _ = before._random_nodes(dynamo, replays)
+        if before._opaque:
+            self._judged.not_judged(
+                f"gradients of dynamo's graph: {before._opaque} draws random numbers inside"
+            )
+            return
         right = GraphReplay(
             dynamo.nodes, dynamo.inner, self._constants(dynamo), dtype=torch.float64, given=given,
             grad=True,
@@ -881,6 +902,12 @@ def _first_other_gradient(
             if not any(there[name] for name in above):
                 return node
     return None
+
+
+def _graphs_called(graph: RecordedGraph, node: GraphNode) -> list[str]:
+    """The graphs that a node is given to run."""
+    targets = {each.name: each.target for each in graph.nodes if each.kind == "graph"}
+    return [targets[name] for name in nodes_read(node) if name in targets]
 
 
 def _probability(node: GraphNode) -> float | None:

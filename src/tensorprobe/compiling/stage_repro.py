@@ -45,6 +45,8 @@ It needs torch alone. The inputs are in {inputs}, beside it.
 import os
 import sys
 
+os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")  # compile it now, here
+
 import torch
 
 DEVICE = os.environ.get("DEVICE", "cpu")
