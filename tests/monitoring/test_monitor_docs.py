@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tiny_trainings import run
 
+from tensorprobe.monitoring.alarm_rules import RULES
 from tensorprobe.monitoring.monitor_options import EVERY
 from tensorprobe.monitoring.rule_names import REPLICAS, RULE_NAMES
-from tensorprobe.monitoring.rules import RULES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "monitor.md").read_text()
 
