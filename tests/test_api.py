@@ -114,7 +114,7 @@ def test_dir_completes_every_name_sorted() -> None:
 
 
 def test_only_names_that_need_torch_import_it() -> None:
-    need = {"Guard", "Recorder", "Reroute", "reference", "repro", "reroute"}
+    need = {"Guard", "Monitor", "Recorder", "Reroute", "reference", "repro", "reroute"}
     light = [name for name in tp.__all__ if name not in need]
     code = f"import sys, tensorprobe as tp\nfor name in {light}: getattr(tp, name)\n"
     code += "sys.exit('torch was imported' if 'torch' in sys.modules else 0)"

@@ -18,7 +18,7 @@ from tensorprobe.errors import BadArtefact, MissingDependency
 from tensorprobe.monitoring.event_files import EventFile, crc32c, masked_crc
 from tensorprobe.monitoring.exporting import export
 from tensorprobe.monitoring.scalar_writers import MlflowWriter, WandbWriter
-from tensorprobe.monitoring.series import COLUMNS, StepValues, Table
+from tensorprobe.monitoring.series import COLUMNS, StepTable, StepValues
 from tensorprobe.monitoring.series_files import SeriesFiles, last_steps, segments
 from tensorprobe.monitoring.series_reading import read_steps, read_trends
 
@@ -28,7 +28,7 @@ def a_step(number: int, names: tuple[str, ...] = ("a", "b")) -> StepValues:
     for name in ("nan", "inf", "zero", "count"):
         columns[name] = np.full(len(names), float(number if name != "nan" else 0))
     scalars = {"loss": math.inf if number == 3 else number / 3}
-    return StepValues(number, 0.5, scalars, {"gradient": Table(names, columns)})
+    return StepValues(number, 0.5, scalars, {"gradient": StepTable(names, columns)})
 
 
 def write(folder: Path, steps: range, **options: Any) -> SeriesFiles:

@@ -23,6 +23,7 @@ from tensorprobe.follow.quiet import Quiet
 from tensorprobe.follow.steps import StepOn
 from tensorprobe.follow.tracebacks import clean_below
 from tensorprobe.keywords import unknown_name
+from tensorprobe.monitoring.alarm_rules import WINDOW, Judge
 from tensorprobe.monitoring.alarms import Alarm, line_of
 from tensorprobe.monitoring.measuring import MonitorObserver
 from tensorprobe.monitoring.monitor_file import (
@@ -37,7 +38,6 @@ from tensorprobe.monitoring.pending_steps import PendingStep, PendingSteps
 from tensorprobe.monitoring.replica_watch import ReplicaWatch
 from tensorprobe.monitoring.responses import check_response
 from tensorprobe.monitoring.rule_names import REPLICAS, RULE_NAMES
-from tensorprobe.monitoring.rules import WINDOW, Judge
 from tensorprobe.monitoring.scalar_writers import EVERY, ScalarWriter, make_writers, scalars_of
 from tensorprobe.monitoring.series import StepValues
 from tensorprobe.monitoring.series_files import SeriesFiles, last_steps, move_aside, segments

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tensorprobe.errors import MissingDependency
-from tensorprobe.monitoring.series import COLUMNS, UPDATE_COLUMNS, StepValues, Table
+from tensorprobe.monitoring.series import COLUMNS, UPDATE_COLUMNS, StepTable, StepValues
 from tensorprobe.tensors.opening import open_file
 
 _NUMBERS = tuple(dict.fromkeys((*COLUMNS, *UPDATE_COLUMNS)))
@@ -32,7 +32,7 @@ def write_parquet(path: Path, steps: Iterable[StepValues]) -> None:
     columns: dict[str, list[Any]] = {name: [] for name in ("step", "time", "kind", "name", "value")}
     numbers: dict[str, list[Any]] = {name: [] for name in _NUMBERS}
 
-    def add(step: StepValues, kind: str, names: tuple[str, ...], table: Table | None) -> None:
+    def add(step: StepValues, kind: str, names: tuple[str, ...], table: StepTable | None) -> None:
         columns["step"] += [step.step] * len(names)
         columns["time"] += [step.time] * len(names)
         columns["kind"] += [kind] * len(names)
@@ -108,6 +108,6 @@ def _step(columns: dict[str, list[Any]], values: Any, numbers: Any, start: int, 
         if kinds[row] != "scalar":
             wanted = UPDATE_COLUMNS if kinds[row] == "update" else COLUMNS
             held = {name: numbers[name][row:last] for name in wanted if name in numbers}
-            tables[kinds[row]] = Table(tuple(names[row:last]), held)
+            tables[kinds[row]] = StepTable(tuple(names[row:last]), held)
         row = last
     return StepValues(int(columns["step"][start]), float(columns["time"][start]), scalars, tables)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tensorprobe.monitoring.series import COLUMNS, UPDATE_COLUMNS, StepValues, Table
+from tensorprobe.monitoring.series import COLUMNS, UPDATE_COLUMNS, StepTable, StepValues
 from tensorprobe.tensors.result import Result
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _number(value: float | Result) -> float:
     return math.nan if summary.max is None else float(summary.max)
 
 
-def _table(entries: dict[str, tuple[Result, int]]) -> Table:
+def _table(entries: dict[str, tuple[Result, int]]) -> StepTable:
     rows = np.full((len(COLUMNS), len(entries)), np.nan)
     for number, (result, count) in enumerate(entries.values()):
         found = result.summary
@@ -120,15 +120,15 @@ def _table(entries: dict[str, tuple[Result, int]]) -> Table:
             found.zero_count,
             count,
         )
-    return Table(tuple(entries), dict(zip(COLUMNS, rows, strict=True)))
+    return StepTable(tuple(entries), dict(zip(COLUMNS, rows, strict=True)))
 
 
-def _updates(entries: dict[str, tuple[Result, Result, float]]) -> Table:
+def _updates(entries: dict[str, tuple[Result, Result, float]]) -> StepTable:
     rows = np.full((len(UPDATE_COLUMNS), len(entries)), np.nan)
     for number, (change, before, share) in enumerate(entries.values()):
         whole = math.sqrt(share) or 1.0
         rows[:, number] = _norm(change) / whole, _norm(before) / whole
-    return Table(tuple(entries), dict(zip(UPDATE_COLUMNS, rows, strict=True)))
+    return StepTable(tuple(entries), dict(zip(UPDATE_COLUMNS, rows, strict=True)))
 
 
 def _norm(result: Result) -> float:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tensorprobe.monitoring.rules import Suspicion
-from tensorprobe.monitoring.series import Array, StepValues, Table
+from tensorprobe.monitoring.alarm_rules import Suspicion
+from tensorprobe.monitoring.series import Array, StepTable, StepValues
 from tensorprobe.monitoring.series_files import segments
 from tensorprobe.monitoring.step_lines import StepTail
 
@@ -97,7 +97,7 @@ def _hold(steps: OrderedDict[int, StepValues], step: StepValues) -> None:
         steps.popitem(last=False)
 
 
-def _same(one: Table, other: Table) -> Array:
+def _same(one: StepTable, other: StepTable) -> Array:
     made: Array = np.logical_and.reduce(
         [
             (one.column(field) == other.column(field))

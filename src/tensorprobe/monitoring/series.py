@@ -27,7 +27,7 @@ KINDS = (
 )
 
 
-class Table(NamedTuple):
+class StepTable(NamedTuple):
     """Numbers of one kind in one step: a row for each name."""
 
     names: tuple[str, ...]
@@ -52,7 +52,7 @@ class StepValues(NamedTuple):
     step: int
     time: float
     scalars: dict[str, float]
-    tables: dict[str, Table]
+    tables: dict[str, StepTable]
 
     def total_norm(self, kind: str = "gradient") -> float | None:
         """The norm of all rows of a kind together; None where the step has none."""

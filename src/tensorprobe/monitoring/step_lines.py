@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
-from tensorprobe.monitoring.series import COLUMNS, COUNTS, UPDATE_COLUMNS, StepValues, Table
+from tensorprobe.monitoring.series import COLUMNS, COUNTS, UPDATE_COLUMNS, StepTable, StepValues
 from tensorprobe.tensors.opening import open_file, split_lines
 
 FORMAT = 1
@@ -41,7 +41,7 @@ class StepEncoder:
         return bytes(made)
 
 
-def _columns(table: Table) -> Iterator[tuple[str, list[float]]]:
+def _columns(table: StepTable) -> Iterator[tuple[str, list[float]]]:
     for name, column in table.columns.items():
         if name in COUNTS:
             if column.any():
@@ -150,7 +150,7 @@ def _step(line: dict[str, Any], names: dict[int, tuple[str, ...]]) -> StepValues
         }
         for name in COUNTS if "count" in held else ():
             held.setdefault(name, np.zeros(len(rows)))
-        tables[str(kind)] = Table(rows, held)
+        tables[str(kind)] = StepTable(rows, held)
     return StepValues(int(line["step"]), float(line["time"]), scalars, tables)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from tensorprobe.monitoring.alarms import Alarm
 from tensorprobe.monitoring.pending_steps import PendingStep
-from tensorprobe.monitoring.series import Array, StepValues, Table, kind_number
+from tensorprobe.monitoring.series import Array, StepTable, StepValues, kind_number
 from tensorprobe.trouble import OnTrouble
 
 WINDOW = 64  # steps that say what is usual
@@ -32,13 +32,13 @@ class Suspicion(NamedTuple):
     usual: float | None = None
 
 
-class Rule(Protocol):
+class AlarmRule(Protocol):
     """Looks at one step after the other, and says what is wrong in it."""
 
     def look(self, step: StepValues, facts: PendingStep) -> Iterable[Suspicion]: ...
 
 
-class Window:
+class RecentValues:
     """The last values of one number, and what is usual among them."""
 
     def __init__(self, length: int = WINDOW) -> None:
@@ -55,7 +55,7 @@ class Window:
         return middle, _SIGMA * float(np.median(np.abs(values - middle)))
 
 
-class Rows:
+class RowState:
     """Arrays with an element for each row of a table, which may get other rows."""
 
     def __init__(self, **fields: float) -> None:
@@ -104,7 +104,7 @@ class Spike:
 
     def __init__(self, z: float = 12.0, ratio: float = 4.0) -> None:
         self._z, self._ratio = z, ratio
-        self._loss, self._norm = Window(), Window()
+        self._loss, self._norm = RecentValues(), RecentValues()
         self._begun = 0.0  # the loss that the training began with
         self._n_begun = 0
         self._worst = 0.0  # of the spikes before, forgotten slowly
@@ -169,14 +169,14 @@ class Batch:
 
     def __init__(self, z: float = 12.0, ratio: float = 3.0) -> None:
         self._z, self._ratio = z, ratio
-        self._windows: dict[str, Window] = {}
+        self._windows: dict[str, RecentValues] = {}
 
     def look(self, step: StepValues, facts: PendingStep) -> Iterator[Suspicion]:
         table = step.tables.get("input")
         if table is None:
             return
         for name, rms in zip(table.names, table.rms().tolist(), strict=True):
-            window = self._windows.setdefault(name, Window())
+            window = self._windows.setdefault(name, RecentValues())
             if not (rms > 0 and math.isfinite(rms)):
                 if window.is_warm and rms == 0:
                     yield Suspicion("input", name, step.step, "all its elements are 0", 0.0)
@@ -199,7 +199,7 @@ class Frozen:
 
     def __init__(self, steps: int = 10, samples: int = 3) -> None:
         self._steps, self._samples = steps, samples
-        self._rows = Rows(norm=math.nan, mean=math.nan, min=math.nan, max=math.nan, same=0.0,
+        self._rows = RowState(norm=math.nan, mean=math.nan, min=math.nan, max=math.nan, same=0.0,
                           since=0.0, stepped=0.0, changed=0.0)  # fmt: skip
         self._stepped = 0  # steps of an optimizer with a learning rate
         self._rates: dict[int, int] = {}  # of each group, such steps
@@ -287,7 +287,7 @@ class LostMoments:
     """Moments of an optimizer that were lost, or are 0 although there are gradients."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, Rows] = {}
+        self._rows: dict[str, RowState] = {}
         self._last: dict[str, int] = {}
         self._zero_since: dict[str, int] = {}
 
@@ -296,7 +296,7 @@ class LostMoments:
         for kind, table in step.tables.items():
             if not kind.startswith("moment."):
                 continue
-            rows = self._rows.setdefault(kind, Rows(norm=math.nan))
+            rows = self._rows.setdefault(kind, RowState(norm=math.nan))
             held = rows.fit(table.names)
             norm = table.column("norm")
             passed = step.step - self._last.get(kind, step.step)
@@ -319,7 +319,7 @@ class LostMoments:
             yield from self._zeros(step, kind, table, gradient)
 
     def _zeros(
-        self, step: StepValues, kind: str, table: Table, gradient: Table | None
+        self, step: StepValues, kind: str, table: StepTable, gradient: StepTable | None
     ) -> Iterator[Suspicion]:
         if gradient is None:
             return
@@ -380,8 +380,8 @@ class Updates:
 
     def __init__(self, most: float = 0.5, least: float = 1e-4, z: float = 10.0) -> None:
         self._most, self._least, self._z = most, least, z
-        self._rows = Rows(high=0.0, low=0.0, seen=0.0, usual=math.nan)
-        self._groups: dict[int, Window] = {}
+        self._rows = RowState(high=0.0, low=0.0, seen=0.0, usual=math.nan)
+        self._groups: dict[int, RecentValues] = {}
         self._recent: dict[int, deque[float]] = {}
 
     def look(self, step: StepValues, facts: PendingStep) -> Iterator[Suspicion]:
@@ -415,7 +415,7 @@ class Updates:
         yield from self._look_at_groups(step, facts, table, moving)
 
     def _look_at_groups(
-        self, step: StepValues, facts: PendingStep, table: Table, moving: Array
+        self, step: StepValues, facts: PendingStep, table: StepTable, moving: Array
     ) -> Iterator[Suspicion]:
         # An update follows what the optimizer makes it of, whose noise is not of interest.
         sources = ("moment.exp_avg", "moment.momentum_buffer", "gradient")
@@ -447,7 +447,7 @@ class Updates:
             yield from self._look_at_shift(step, group, shift)
 
     def _look_at_shift(self, step: StepValues, group: int, shift: float) -> Iterator[Suspicion]:
-        window = self._groups.setdefault(group, Window())
+        window = self._groups.setdefault(group, RecentValues())
         recent = self._recent.setdefault(group, deque(maxlen=8))
         if len(recent) == 8:
             window.values.append(recent[0])
@@ -475,7 +475,7 @@ class Underflow:
 
     def __init__(self, share: float = 0.25, times: int = 3) -> None:
         self._share, self._times = share, times
-        self._rows = Rows(usual=math.nan, times=0.0, seen=0.0)
+        self._rows = RowState(usual=math.nan, times=0.0, seen=0.0)
         self._half = False
 
     def look(self, step: StepValues, facts: PendingStep) -> Iterator[Suspicion]:
@@ -553,7 +553,7 @@ class Dead:
 
     def __init__(self, share: float = 0.99, samples: int = 3) -> None:
         self._share, self._samples = share, samples
-        self._rows = Rows(times=0.0, since=0.0)
+        self._rows = RowState(times=0.0, since=0.0)
 
     def look(self, step: StepValues, facts: PendingStep) -> Iterator[Suspicion]:
         table = step.tables.get("activation")
@@ -594,7 +594,7 @@ class Drift:
     def __init__(self, z: float = 12.0, ratio: float = 8.0, times: int = 12) -> None:
         self._z, self._log, self._times = z, math.log(ratio), times
         fields = {"fast": math.nan, "slow": math.nan, "spread": 0.0, "seen": 0.0, "times": 0.0}
-        self._rows = {kind: Rows(**fields) for kind in ("gradient", "activation")}
+        self._rows = {kind: RowState(**fields) for kind in ("gradient", "activation")}
 
     def look(self, step: StepValues, facts: PendingStep) -> Iterator[Suspicion]:
         for kind, rows in self._rows.items():
@@ -634,7 +634,7 @@ class Drift:
 
 
 # What makes each rule; those over ranks are in replica_watch. `rule_names` has what they look for.
-RULES: dict[str, Callable[..., Rule]] = {
+RULES: dict[str, Callable[..., AlarmRule]] = {
     "nonfinite": NotFinite,
     "batch": Batch,
     "spike": Spike,
@@ -719,7 +719,7 @@ def _and_more(names: tuple[str, ...], rows: Array) -> str:
     return f"{names[int(rows[0])]}{more}"
 
 
-def _equals(table: Table, other: Table) -> Array:
+def _equals(table: StepTable, other: StepTable) -> Array:
     """For each row whether the other table has just the same numbers under its name."""
     at = {name: number for number, name in enumerate(other.names)}
     rows = [at.get(name) for name in table.names]
