@@ -39,7 +39,7 @@ _PYTHON: dict[str, Callable[..., Any]] = {
     "builtins.max": max, "builtins.min": min, "builtins.float": float, "builtins.int": int,
     "torch.sym_max": max, "torch.sym_min": min, "torch.sym_float": float, "torch.sym_int": int,
     "torch.sym_sqrt": math.sqrt, "torch.sym_ite": lambda b, t, f: t if b else f,
-    "torch.sym_not": operator.not_, "torch.sym_sum": sum, "builtins.getattr": getattr,
+    "torch.sym_not": operator.not_, "torch.sym_sum": sum,
 }  # fmt: skip
 _OF_LISTS = frozenset(
     ("operator.getitem", "operator.setitem", "torch.sym_sum", "math.prod", "operator.eq",
@@ -53,8 +53,14 @@ _CALLS_GRAPH = frozenset(
                  "wrap_activation_checkpoint", "wrap_with_set_grad_enabled")
 )  # fmt: skip
 _RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial", "uniform", "exponential")
-_ATTRIBUTES = frozenset(("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf",
-                         "itemsize", "nbytes", "T", "mT", "H", "mH", "real", "imag"))  # fmt: skip
+_ATTRIBUTES = {
+    name: operator.attrgetter(name)
+    for name in (
+        "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "itemsize",
+        "nbytes",
+        "T", "mT", "H", "mH", "real", "imag",
+    )
+}  # fmt: skip
 
 
 _WITHOUT_EFFECT = frozenset(("torch._log_api_usage_once", "torch._C._log_api_usage_once"))
@@ -171,8 +177,11 @@ class GraphReplay:
         formula = FORMULAS.get(target)
         if formula is not None:
             return formula(*args, **kwargs)
-        if target == "builtins.getattr" and (len(args) != 2 or args[1] not in _ATTRIBUTES):
-            raise NotReplayable(f"not run: the attribute {str(args[1:])[:60]}")
+        if target == "builtins.getattr":
+            attribute = _ATTRIBUTES.get(str(args[1])) if len(args) == 2 else None
+            if attribute is None:
+                raise NotReplayable(f"not run: the attribute {str(args[1:])[:60]}")
+            return attribute(args[0])
         python = _PYTHON.get(target)
         if python is not None:
             return _checked(target, python, args, kwargs)
@@ -188,7 +197,7 @@ class GraphReplay:
             tensor, axis = args[0], args[1]
             return tensor.shape[axis] if "size" in target else tensor.stride(axis)
         if node.kind == "method" and target in ("torch.Tensor.size", "torch.Tensor.dim"):
-            return getattr(args[0], target.rpartition(".")[2])(*args[1:])
+            return args[0].dim() if target.endswith("dim") else args[0].size(*args[1:])
         if target in _WITHOUT_EFFECT:
             return None
         if target == "torch.ops.aten.view.default":  # other kernels lay their results out otherwise
@@ -290,7 +299,7 @@ def _checked(target: str, python: Callable[..., Any], args: Any, kwargs: dict[st
         return python(*args)
     if not all(isinstance(arg, torch.Tensor | int | float | complex | str) for arg in args):
         raise NotReplayable("a Python operator on what is no number and no tensor")
-    if target != "builtins.getattr" and any(isinstance(arg, str) for arg in args):
+    if any(isinstance(arg, str) for arg in args):
         raise NotReplayable("a Python operator on text")
     alone = not any(isinstance(arg, torch.Tensor) for arg in args)
     grows = alone and target in ("operator.pow", "operator.lshift", "operator.mul")

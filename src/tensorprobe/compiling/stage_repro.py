@@ -6,6 +6,7 @@ that a recording says gets into the source but plain numbers and known words.
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -131,7 +132,7 @@ def write_repro(finding: StageFinding, folder: Path) -> Path:
         grad=is_dynamo and finding.direction == "backward",
         backend=backend,
     )
-    compile(text, SCRIPT, "exec")  # a slip of ours shows here, not at the user's
+    ast.parse(text)  # a slip of ours shows here, not at the user's
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(list(finding.inputs), folder / INPUTS)
     (folder / SCRIPT).write_text(text)
