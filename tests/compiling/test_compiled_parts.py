@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from recorded import SRC
-from tensorprobe.compiling.compile_records import GraphNode, read_compiled
-from tensorprobe.compiling.compile_stages import judge_compiled, kernel_calls
+from tensorprobe.compiling.compile_records import GraphNode, RecordedGraph, read_compiled
+from tensorprobe.compiling.compile_stages import StageFinding, judge_compiled, kernel_calls
 from tensorprobe.compiling.graph_encoding import GraphEncoder
 from tensorprobe.compiling.graph_replay import GraphReplay
 from tensorprobe.compiling.inductor_operators import inductor_random
-from tensorprobe.errors import NotReplayable, UnreadableCapture
+from tensorprobe.compiling.stage_repro import write_repro
+from tensorprobe.errors import BadArtefact, NotReplayable, UnreadableCapture
 
 PROGRAMS = Path(__file__).with_name("compile_programs.py")
 
@@ -101,6 +102,45 @@ def test_a_graph_survives_being_written_and_replayed() -> None:
 def test_a_graph_calls_nothing_but_operators(bad: GraphNode, says: str) -> None:
     with pytest.raises(NotReplayable, match=says):
         GraphReplay([X, bad], {}, {}).run([torch.ones(2)])
+
+
+@pytest.mark.parametrize(
+    "compilation", ['0/0"""\nimport os; os.system("touch x")\n"""', "0/0\n", "0/0 ", "../x"]
+)
+def test_a_name_of_a_compilation_is_numbers(tmp_path: Path, compilation: str) -> None:
+    """It stands in the title of scripts."""
+    line = {"type": "graph", "id": 0, "stage": "dynamo", "compilation": compilation, "nodes": []}
+    folder = tmp_path / "rank0" / "compiled"
+    folder.mkdir(parents=True)
+    (folder / "compiled.jsonl").write_text(json.dumps(line) + "\n")
+    (parts,) = read_compiled(tmp_path)
+    assert not parts.graphs
+    assert "damaged" in parts.gaps[0].why
+
+
+@pytest.mark.parametrize(
+    "target", ["torch.os.system", "torch.os.system.sym_size.int", "torch.hub.load", "os.system"]
+)
+def test_a_script_names_nothing_but_operators(tmp_path: Path, target: str) -> None:
+    nodes = (X, node("a", target, of("x")), node("output", "", of("a"), kind="output"))
+    graph = RecordedGraph(id=0, stage="forward", compilation="0/0", nodes=nodes)
+    finding = StageFinding(
+        stage="kernel", rank=0, step=0, run=0, compilation="0/0", direction="forward", node=None,
+        text="", error=1.0, graph=graph, inputs=[torch.ones(2)],
+    )  # fmt: skip
+    with pytest.raises(NotReplayable, match=r"not run|cannot be written"):
+        write_repro(finding, tmp_path / "repro")
+    assert not (tmp_path / "repro").exists()
+
+
+def test_parts_that_lie_elsewhere_are_not_read(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "compiled.jsonl").write_text("")
+    (tmp_path / "run" / "rank0").mkdir(parents=True)
+    (tmp_path / "run" / "rank0" / "compiled").symlink_to(elsewhere)
+    with pytest.raises(BadArtefact, match="leads out of the capture"):
+        read_compiled(tmp_path / "run")
 
 
 def test_graphs_that_call_themselves_end() -> None:

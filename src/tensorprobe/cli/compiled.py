@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-o", "--output", metavar="OUT", help="folder for stages.json and scripts")
     parser.add_argument("--json", action="store_true", help="print JSON, not lines")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S",
+        help="seconds that judging may take (default: 600)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -49,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.output is not None:
         check_output(Path(args.output), Path(args.capture))
+    if args.code is None and not args.list:
+        return _judge(args) if args.here else _judge_apart(args)
     ranks = read_compiled(Path(args.capture))
     if args.code is not None:
         return _print_code(ranks, args.code)
@@ -59,14 +68,41 @@ def run(args: argparse.Namespace) -> int:
         else:
             for each in listed:
                 say(*_list_lines(each))
-        return 0
-    return _judge(args, ranks)
+    return 0
 
 
-def _judge(args: argparse.Namespace, ranks: list[CompiledParts]) -> int:
+def _judge_apart(args: argparse.Namespace) -> int:
+    """Judge in a process of its own, as operators run on what a file says."""
+    from tensorprobe.replay.child_limits import child_command
+
+    words = ["compiled", "--here", *(["--json"] if args.json else ())]
+    words += ["--against", args.against] if args.against is not None else []
+    words += ["-o", args.output] if args.output is not None else []
+    code = (
+        "from tensorprobe.cli.main import main\n"
+        "from tensorprobe.replay.child_limits import limit_memory\n"
+        f"limit_memory(); sys.exit(main({[*words, '--', args.capture]!r}))"
+    )
+    sys.stdout.flush()
+    try:
+        status = subprocess.run(
+            child_command(code), stdin=subprocess.DEVNULL, check=False, timeout=args.timeout
+        ).returncode
+    except subprocess.TimeoutExpired:
+        warn(f"tensorprobe compiled: not judged within {args.timeout:g} s: --timeout gives more")
+        return 1
+    if status < 0:
+        warn(f"tensorprobe compiled: the process that replays graphs died of signal {-status}")
+        return 1
+    return status
+
+
+def _judge(args: argparse.Namespace) -> int:
     from tensorprobe.comparing.stale_guards import judge_guards
+    from tensorprobe.compiling.compile_records import read_compiled
     from tensorprobe.compiling.compile_stages import judge_compiled
 
+    ranks = read_compiled(Path(args.capture))
     judged = [judge_compiled(parts) for parts in ranks]
     against = ""
     if args.against is not None:

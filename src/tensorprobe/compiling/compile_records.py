@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
 from tensorprobe.errors import BadArtefact, UnreadableCapture
 from tensorprobe.store.step_files import shard_name
 from tensorprobe.tensors.blob import Blob
-from tensorprobe.tensors.opening import open_file, split_lines
+from tensorprobe.tensors.opening import inside, open_file, split_lines
 
 if TYPE_CHECKING:
     import torch
@@ -75,12 +75,16 @@ class GraphNode(msgspec.Struct, frozen=True):
     shape: str = ""
 
 
+# Torch's own name of a compilation: 0/0, 0/1, 1/0. It gets into scripts.
+Compilation = Annotated[str, msgspec.Meta(pattern=r"\A(\d{1,9}|None)/(\d{1,9}|None)\Z")]
+
+
 class RecordedGraph(msgspec.Struct, frozen=True, tag="graph"):
-    """One graph of one compilation. `compilation` is torch's own name for that: 0/0, 0/1, 1/0."""
+    """One graph of one compilation."""
 
     id: int
     stage: Stage
-    compilation: str
+    compilation: Compilation
     nodes: tuple[GraphNode, ...]
     is_backward: bool = False
     inductor: int = -1  # inductor's number of the graph
@@ -106,7 +110,7 @@ class CompileEvent(msgspec.Struct, frozen=True, tag="event"):
     """A graph break, a recompilation or the guards of a graph, in torch's own words."""
 
     kind: EventKind
-    compilation: str
+    compilation: Compilation
     text: str
 
 
@@ -178,9 +182,10 @@ def read_compiled(path: Path) -> list[CompiledParts]:
     """The compiled parts of each rank of a recording; UnreadableCapture where there are none."""
     found = []
     for rank, folder in _rank_folders(path):
-        file = folder / FOLDER / LINES_FILE
-        if file.is_file():
-            found.append(CompiledParts(file.parent, list(_read_lines(file)), rank))
+        parts = folder / FOLDER
+        if (parts / LINES_FILE).exists():
+            parts = inside(parts, folder)
+            found.append(CompiledParts(parts, list(_read_lines(parts / LINES_FILE)), rank))
     if not found:
         raise UnreadableCapture(
             f"'{path}' has no graphs of compiled parts. Record with "
@@ -199,7 +204,7 @@ def _rank_folders(path: Path) -> Iterator[tuple[int, Path]]:
     for folder in sorted(path.iterdir()):
         match = _RANK.fullmatch(folder.name)
         if match:
-            yield int(match[1]), folder
+            yield int(match[1]), inside(folder, path)
 
 
 def _read_lines(file: Path) -> Iterator[CompileLine]:

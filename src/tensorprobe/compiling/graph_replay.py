@@ -45,7 +45,7 @@ _OF_LISTS = frozenset(
     ("operator.getitem", "operator.setitem", "torch.sym_sum", "math.prod", "operator.eq",
      "operator.ne", "operator.is_", "operator.is_not")
 )  # fmt: skip
-_OVERLOADS = frozenset(("torch.ops.aten.sym_size.int", "torch.ops.aten.sym_stride.int"))
+SIZES = frozenset(("torch.ops.aten.sym_size.int", "torch.ops.aten.sym_stride.int"))
 # Operators that run a graph they are given; its other arguments are what it is given.
 _CALLS_GRAPH = frozenset(
     f"higher_order.{name}"
@@ -193,7 +193,7 @@ class GraphReplay:
             return self._autocast(node, args, modes)
         if target.startswith("torch._assert") or "_check" in target or "assert_" in target:
             return None
-        if target in _OVERLOADS:
+        if target in SIZES:
             tensor, axis = args[0], args[1]
             return tensor.shape[axis] if "size" in target else tensor.stride(axis)
         if node.kind == "method" and target in ("torch.Tensor.size", "torch.Tensor.dim"):

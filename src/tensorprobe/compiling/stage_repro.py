@@ -16,7 +16,7 @@ import torch
 
 from tensorprobe.compiling.compile_records import GraphNode, RecordedGraph
 from tensorprobe.compiling.compile_stages import StageFinding
-from tensorprobe.compiling.graph_replay import nodes_read
+from tensorprobe.compiling.graph_replay import SIZES, nodes_read
 from tensorprobe.errors import NotReplayable
 from tensorprobe.records import Special
 from tensorprobe.replay.allowed import dtype_named, format_named, function_named, is_word
@@ -186,7 +186,7 @@ class _GraphWriter:
             return f"-{texts[0]}"
         if not _DOTTED.fullmatch(node.target):
             raise NotReplayable(f"{node.target[:80]} cannot be written in a script")
-        if not node.target.endswith(("sym_size.int", "sym_stride.int")):
+        if node.target not in SIZES:
             function_named(node.target)
         return f"{node.target}({', '.join([*texts, *named])})"
 
