@@ -183,3 +183,21 @@ def test_a_fine_side_is_not_blamed_for_a_coarse_difference(tmp_path: Path) -> No
         node = make_node(0, pair, container=False)
         assert (score(node, fine) < 0.001) is is_beside_coarse
         assert score(node, coarse) > 4
+
+
+def test_a_suspect_for_which_no_time_is_left_is_judged_without_replay(tmp_path: Path) -> None:
+    """A short `timeout` acquits nobody: on a loaded machine it would make a false match."""
+    torch.manual_seed(0)
+    weight, data = torch.randn(16, 16), torch.randn(4, 16)
+    for name, factor in (("good", 1.0), ("again", 1.0), ("bad", 1.01)):
+        device = planting.Device(
+            True, planting.Fault("gelu", 0, planting.gain(factor)), seed=len(name)
+        )
+        with device, tp.Recorder(tmp_path / name, level="L1", keep="tensors", log=print):
+            y = data @ weight
+            (F.gelu(y) @ weight).sum()
+    bad = tp.compare(tmp_path / "bad", tmp_path / "good", timeout=1e-9).verdict
+    assert [culprit.name for culprit in bad.culprits] == ["Functional.gelu.0.forward"], str(bad)
+    assert any("for lack of time" in note for note in bad.notes)
+    again = tp.compare(tmp_path / "again", tmp_path / "good", timeout=1e-9).verdict
+    assert again.verdict == "match", str(again)

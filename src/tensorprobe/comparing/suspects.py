@@ -60,6 +60,7 @@ class Replays:
         self.is_calibrated = is_calibrated
         self.n_replayed = 0
         self.n_left = 0  # suspects that the time did not suffice for
+        self.left: set[int] = set()  # those of them that are judged without it
         self._quick: dict[tuple[int, int], Evidence] = {}  # by node and side, without noise
 
     @property
@@ -273,6 +274,7 @@ def hunt(scene: Scene, replays: Replays) -> None:
             break  # later steps inherit
         if not replays.in_time:
             replays.n_left += 1
+            replays.left.add(node.i)
             continue
         _try(scene, replays, node, faint=False)
     scene.culprits.sort(key=lambda item: item[0])

@@ -52,10 +52,19 @@ def _is_made_of(node: Node, arbitrary: set[_Content], weights: set[_Content]) ->
         return False
     if any(row.role != "output" for row in node.outputs):
         return False  # it writes to some of what it is given
-    given = [row for row in node.inputs if row.role == "input" and not _of(row) & weights]
+    given = [
+        row
+        for row in node.inputs
+        # weights of one number are as good: those of a norm begin so
+        if row.role == "input" and not (_of(row) & weights or _is_one_number(row))
+    ]
     # one program: what is arbitrary on one side is so on the other
     enough = any if api_of(node.call.op) in _SPOILT_BY_ONE else all
     return bool(given) and enough(_of(row) & arbitrary for row in given)
+
+
+def _is_one_number(row: TensorPair) -> bool:
+    return all(r is not None and is_constant(r) for r in (row.actual, row.expected))
 
 
 def _of(row: TensorPair) -> set[_Content]:

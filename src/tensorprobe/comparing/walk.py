@@ -361,7 +361,8 @@ class Walk:
             if min(scores) <= ROUNDING:
                 return None  # acquitted
         elif self.replays.enabled and node.evidence is None and _is_replayable(node):
-            return None  # it was no suspect
+            if node.i not in self.replays.left:
+                return None  # it was no suspect, or is acquitted
         if any("the inputs are not visible" in note for note in node.call.notes):
             return None
         row = self.scene.furthest(node)
