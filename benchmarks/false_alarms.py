@@ -210,9 +210,166 @@ def lora(steps: int) -> Step:
     return step
 
 
+def gpt2(steps: int) -> Step:
+    """Tied embeddings, dropout, gradients of four micro batches, clipping, warmup and cosine."""
+    import transformers
+
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=32, n_embd=32, n_layer=3, n_head=2, use_cache=False
+    )
+    model = transformers.GPT2LMHeadModel(config).train()
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: warmed(n, steps))
+
+    def step(number: int) -> None:
+        for _ in range(4):
+            start = torch.randint(64, (2, 1))
+            ids = (start + torch.arange(16) * torch.randint(1, 4, (2, 1))) % 64
+            (model(input_ids=ids, labels=ids).loss / 4).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def resnet(steps: int) -> Step:
+    """BatchNorm after every convolution, whose bias does nothing; SGD with Nesterov; a new image
+    size now and then, and an evaluation."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int, out: int, stride: int) -> None:
+            super().__init__()
+            self.conv1, self.bn1 = nn.Conv2d(width, out, 3, stride, 1), nn.BatchNorm2d(out)
+            self.conv2, self.bn2 = nn.Conv2d(out, out, 3, 1, 1), nn.BatchNorm2d(out)
+            self.side = nn.Conv2d(width, out, 1, stride)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
+            return torch.relu(y + self.side(x))
+
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, 1, 1), nn.BatchNorm2d(8), nn.ReLU(), Block(8, 8, 1), Block(8, 16, 2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5),
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4
+    )
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [steps // 2, steps * 3 // 4])
+    shapes = torch.randn(5, 3, 16, 16)
+
+    def step(number: int) -> None:
+        labels = torch.randint(5, (16,))
+        size = 12 if number % 7 == 3 else 16
+        x = (shapes[labels] + 1.5 * torch.randn(16, 3, 16, 16))[..., :size, :size]
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), labels).backward()
+        optimizer.step()
+        schedule.step()
+        if number % 300 == 299:
+            model.eval()
+            with torch.no_grad():
+                model(torch.randn(8, 3, 16, 16))
+            model.train()
+
+    return step
+
+
+def vit(steps: int) -> Step:
+    """bfloat16 by autocast, LayerNorm, a class token, dropout, label smoothing, OneCycle."""
+
+    class Vit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patches = nn.Conv2d(3, 32, 4, 4)
+            self.token = nn.Parameter(torch.zeros(1, 1, 32))
+            self.places = nn.Parameter(torch.randn(1, 17, 32) * 0.02)
+            layer = nn.TransformerEncoderLayer(32, 2, 64, 0.1, "gelu", batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+            self.head = nn.Linear(32, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.patches(x).flatten(2).transpose(1, 2)
+            x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.places
+            return self.head(self.encoder(x)[:, 0])
+
+    model = Vit()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps + 1)
+    shapes = torch.randn(5, 3, 16, 16)
+
+    def step(number: int) -> None:
+        labels = torch.randint(5, (16,))
+        x = shapes[labels] + 2 * torch.randn(16, 3, 16, 16)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(model(x), labels, label_smoothing=0.1)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+
+    return step
+
+
+def embeddings(steps: int) -> Step:
+    """Rows that few batches use, by Adagrad; tokens of a skewed distribution; no clipping."""
+    model = nn.Sequential(nn.EmbeddingBag(500, 16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 3))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
+    kinds = torch.randint(3, (500,))
+
+    def step(number: int) -> None:
+        ids = (torch.rand(24, 6) ** 4 * 500).long()
+        optimizer.zero_grad()
+        F.cross_entropy(model(ids), kinds[ids].mode(1).values).backward()
+        optimizer.step()
+
+    return step
+
+
+def ppo(steps: int) -> Step:
+    """A policy that is trained four times on each rollout, by two optimizers."""
+    actor = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 3))
+    critic = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 1))
+    of_actor = torch.optim.Adam(actor.parameters(), lr=3e-4)
+    of_critic = torch.optim.Adam(critic.parameters(), lr=1e-3)
+    reward = torch.randn(6, 3)
+    held: list[torch.Tensor] = []
+
+    def step(number: int) -> None:
+        if number % 4 == 0:
+            with torch.no_grad():
+                seen = torch.randn(32, 6)
+                chances = torch.distributions.Categorical(logits=actor(seen))
+                action = chances.sample()
+                gain = (seen @ reward).gather(1, action[:, None])[:, 0]
+                held[:] = [seen, action, gain, chances.log_prob(action)]
+        seen, action, gain, before = held
+        value = critic(seen)[:, 0]
+        of_critic.zero_grad()
+        F.mse_loss(value, gain).backward()
+        of_critic.step()
+        chances = torch.distributions.Categorical(logits=actor(seen))
+        ratio = (chances.log_prob(action) - before).exp()
+        better = gain - value.detach()
+        better = (better - better.mean()) / (better.std() + 1e-6)
+        of_actor.zero_grad()
+        loss = -torch.min(ratio * better, ratio.clamp(0.8, 1.2) * better).mean()
+        (loss - 0.01 * chances.entropy().mean()).backward()
+        nn.utils.clip_grad_norm_(actor.parameters(), 0.5)
+        of_actor.step()
+
+    return step
+
+
 MODELS: dict[str, Callable[[int], Step]] = {
     "mlp_adamw": mlp_adamw, "mlp_sgd": mlp_sgd, "cnn": cnn, "gan": gan, "lstm": lstm, "half": half,
-    "lora": lora, "llama": llama,
+    "lora": lora, "llama": llama, "gpt2": gpt2, "resnet": resnet, "vit": vit,
+    "embeddings": embeddings, "ppo": ppo,
 }  # fmt: skip
 
 

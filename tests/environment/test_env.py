@@ -99,6 +99,38 @@ def test_a_configuration_that_is_said(tmp_path: Path) -> None:
         tp.env(tmp_path)
 
 
+def test_secrets_in_lists_and_mappings() -> None:
+    found = tp.env(
+        config={
+            "pairs": [("password", "xxx"), ["api_key", "xxx"], ("key", "value")],
+            "extra": ["--token", "xxx", "--lr", "1"],
+            "credentials": {"user": "xxx", "id": 7},
+            "query": {"key": {"width": 8}},
+        }
+    ).facts["hyperparameters"]["config"]
+    assert found == {
+        "pairs": [["password", "***"], ["api_key", "***"], ["key", "value"]],
+        "extra": ["--token", "***", "--lr", "1"],
+        "credentials": {"user": "***", "id": "***"},
+        "query": {"key": {"width": 8}},
+    }
+
+
+def test_no_part_of_a_configuration_is_lost() -> None:
+    """What is nested deeply, or stands at the end of a long text, still differs."""
+
+    def of(deep: int, end: str) -> Any:
+        nested: Any = deep
+        for _ in range(10):
+            nested = {"inner": nested}
+        return tp.env(config={"deep": nested, "text": "x" * 600 + end}).facts["hyperparameters"]
+
+    one, other = of(1, "a")["config"], of(2, "b")["config"]
+    assert one["deep"] != other["deep"]
+    assert one["text"] != other["text"]
+    assert len(one["text"]) < 600
+
+
 def test_nothing_of_the_program_is_called() -> None:
     class Loud:
         def __repr__(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tensorprobe.errors import BadArtefact, BadUsage
 from tensorprobe.parts import NamedParts
-from tensorprobe.record.facts import mask_arguments, mask_value
+from tensorprobe.record.facts import MASK, hides_all, mask_arguments, mask_items, mask_value
 from tensorprobe.store.native import open_run, root_of
 from tensorprobe.store.program_file import read_program
 from tensorprobe.tensors.json_files import read_json
@@ -63,7 +63,13 @@ def _masked(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _masked_value(name: str, value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _masked_value(str(key), each) for key, each in value.items()}
+        is_hidden = hides_all(name)
+        return {
+            key: _masked_value(name if is_hidden else str(key), each) for key, each in value.items()
+        }
     if isinstance(value, list):
-        return [_masked_value("", each) for each in value]
+        held = name if hides_all(name) else ""
+        return [_masked_value(held, each) for each in mask_items(value)]
+    if type(value) in (int, float):
+        return MASK if mask_value(name, "x") == MASK else value
     return mask_value(name, value) if isinstance(value, str) else value

@@ -297,10 +297,17 @@ def _version_in(file: Path) -> str | None:
 _PLAIN_SECRETS = {
     *("secret", "password", "passwd", "passphrase", "pwd", "pass", "credential", "credentials"),
     *("apikey", "auth", "authorization", "bearer", "signature", "cookie", "key", "token"),
+    *("secrets", "passwords", "apikeys", "cookies", "keys"),
 }
+# Alone they are names of data as well: of a weight of attention, or a column of a table.
+_ALSO_DATA = {"key", "keys", "token", "pass", "signature"}
+_SECRET_KEYS = re.compile(
+    r"(?!api$|access$|private$|secret$|auth$|ssh$|account$|wandb$|license$).+"
+)
 # "sort-key", "eos-token" and the like are names of data and of vocabulary.
 _OPEN_BEFORE = {
-    "key": re.compile(r"(?!api$|access$|private$|secret$|auth$|ssh$|account$|wandb$|license$).+"),
+    "key": _SECRET_KEYS,
+    "keys": _SECRET_KEYS,
     "token": re.compile(
         r"bos|eos|pad|unk|sep|cls|mask|special|stop|start|end|image|video|audio|prompt|per"
     ),
@@ -308,11 +315,23 @@ _OPEN_BEFORE = {
 _LOOKS_SECRET = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[oprsu]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
     r"|xox[abeprs]-[\w-]{10,}|AKIA[0-9A-Z]{12,}|AIza[\w-]{20,}|npm_\w{20,}|pypi-[\w-]{20,}"
-    r"|eyJ[\w-]{8,}\.[\w-]+\.[\w-]+)|(?<=[Bb]earer )\S+"
+    r"|eyJ[\w-]{8,}\.[\w-]+\.[\w-]+)|(?<=[Bb]earer )\S+|(?<=[?&]sig=)[^&\s\"']+"
 )
-_USER_IN_URL = re.compile(r"(?<=://)[^/\s@]+(?=@)")
-_NAME = re.compile(r"([A-Za-z][\w.-]*)[\"']?\s*[=:]\s*[\"']?")
-_VALUE = re.compile(r"[^\s\"'&,;}]*")
+_PRIVATE_KEY = re.compile(
+    r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]*PRIVATE KEY-----|\Z)", re.DOTALL
+)
+# A password may have an @, and a slash; `host:80/path@v2` is none.
+_USER_IN_URL = re.compile(r"(?<=://)(?:[^/\s\"'?#]+(?=@)|[^\s/@:\"']+:(?!\d+/)[^\s\"'@]*(?=@))")
+_NAME = re.compile(r"([A-Za-z][\w.-]*)[\"']?\s*[=:]\s*([\"']?)")
+_VALUE = re.compile(r"(?:(?:Basic|Bearer|Digest|Token) +)?[^\s\"'&,;}]*")
+_VALUES_IN_QUOTES = {
+    quote: re.compile(rf"(?:\\.|[^{quote}\\])*", re.DOTALL) for quote in ('"', "'")
+}
+_HEADER = re.compile(r"authorization|cookie", re.IGNORECASE)
+_REST_OF_HEADER = re.compile(r"[^\r\n\"']*")
+_FLAG = re.compile(r"(?<![\w-])(--?[A-Za-z][\w-]*)(\s+)(\"[^\"]*\"|'[^']*'|[^\s-]\S*)")
+_USER_FLAGS = ("-u", "--user", "--proxy-user")
+_USER_AND_PASSWORD = re.compile(r"[\"']?[^\s:/\\\"']+:[^/\\\s]\S*")  # and no C:\path
 _ASSIGNMENT = re.compile(r"(-{0,2}[A-Za-z][\w.-]*)=.+", re.DOTALL)
 
 
@@ -321,16 +340,35 @@ def mask_value(name: str, value: str) -> str:
     return MASK if value and _is_secret_name(name) else _mask_text(value)
 
 
+def hides_all(name: str) -> bool:
+    """Whether all that is in a mapping of this name is secret: `credentials`, but no `key`."""
+    return _is_secret_name(name) and re.split(r"[^a-z]+", name.lower())[-1] not in _ALSO_DATA
+
+
 def mask_arguments(arguments: Sequence[str]) -> list[str]:
     """A command line without its secrets: `--api-key xxx`, `HF_TOKEN=xxx`, `https://me:xxx@host`."""
     return list(_masked(arguments))
 
 
+def mask_items(items: Sequence[Any]) -> list[Any]:
+    """A list without its secrets: a command line, or a pair of a name and a value."""
+    if len(items) == 2 and isinstance(items[0], str) and isinstance(items[1], str):
+        name = items[0]
+        if hides_all(name) or (_is_secret_name(name) and len(re.findall(r"[A-Za-z]+", name)) > 1):
+            return [name, MASK]
+    if items and all(isinstance(each, str) for each in items):
+        return mask_arguments(items)
+    return list(items)
+
+
 def _masked(arguments: Iterable[str]) -> Iterable[str]:
     hide_next = False
+    before = ""
     for argument in arguments:
         flag = argument.startswith("-")
-        if hide_next and not argument.startswith("--"):
+        is_user = before in _USER_FLAGS and _USER_AND_PASSWORD.fullmatch(argument)
+        before = argument
+        if is_user or (hide_next and not argument.startswith("--")):
             yield MASK
             hide_next = False
             continue
@@ -343,15 +381,30 @@ def _masked(arguments: Iterable[str]) -> Iterable[str]:
 
 
 def _mask_text(text: str) -> str:
+    text = _PRIVATE_KEY.sub(MASK, text)
     text = _USER_IN_URL.sub(MASK, text)
     text = _LOOKS_SECRET.sub(MASK, text)
+    text = _FLAG.sub(_masked_flag, text)
     shown, end = "", 0
     for name in _NAME.finditer(text):
         if name.start() >= end and _is_secret_name(name[1]):
-            value = _VALUE.match(text, name.end())
+            value = _value_after(name).match(text, name.end())
             shown += text[end : name.end()] + MASK
             end = value.end() if value else name.end()
     return shown + text[end:]
+
+
+def _value_after(name: re.Match[str]) -> re.Pattern[str]:
+    """What the value of a name looks like: in quotes, of a header, or one word."""
+    if name[2]:
+        return _VALUES_IN_QUOTES[name[2]]
+    return _REST_OF_HEADER if _HEADER.search(name[1]) else _VALUE
+
+
+def _masked_flag(found: re.Match[str]) -> str:
+    flag, space, value = found.groups()
+    is_user = flag in _USER_FLAGS and _USER_AND_PASSWORD.fullmatch(value)
+    return f"{flag}{space}{MASK}" if is_user or _is_secret_name(flag) else found[0]
 
 
 def _is_secret_name(name: str) -> bool:
@@ -359,6 +412,8 @@ def _is_secret_name(name: str) -> bool:
     spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)  # apiKey
     words = [word for word in re.split(r"[^a-z0-9]+", spaced.lower()) if word]
     if not words or words[-1] not in _PLAIN_SECRETS:
+        return False
+    if words == ["keys"]:
         return False
     open_before = _OPEN_BEFORE.get(words[-1])
     return not (open_before and len(words) > 1 and open_before.fullmatch(words[-2]))

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tensorprobe.record.facts import MASK, mask_value
+from tensorprobe.record.facts import MASK, hides_all, mask_items, mask_value
 from tensorprobe.trouble import OnTrouble
 
 _CONFIG_NAME = re.compile(
@@ -29,8 +29,9 @@ _MEGATRON = ("megatron.training.global_vars", "megatron.global_vars")
 _MAX_FILES = 2000
 _MAX_SOURCE_NBYTES = 4 << 20
 _MAX_VALUES = 2000  # of hyperparameters
-_MAX_DEPTH = 5
+_MAX_DEPTH = 12
 _MAX_TEXT = 500
+_MOST_MASKED = 100_000  # characters of a text that are read
 _MAX_FRAMES = 200
 
 
@@ -192,7 +193,7 @@ def plain(value: Any, budget: list[int], name: str = "", depth: int = 0) -> Any:
     if budget[0] < 0:
         return "..."
     if isinstance(value, str):
-        return mask_value(name, value[:_MAX_TEXT])
+        return _short_text(mask_value(name, value[:_MOST_MASKED]), len(value))
     if value is None or isinstance(value, (bool, int, float)):
         is_secret = value is not None and mask_value(name, "x") == MASK
         return MASK if is_secret else _json_number(value)
@@ -201,15 +202,24 @@ def plain(value: Any, budget: list[int], name: str = "", depth: int = 0) -> Any:
     fields = _fields(value)
     if depth < _MAX_DEPTH and fields is not None:
         return {
-            str(key)[:_MAX_TEXT]: plain(each, budget, str(key), depth + 1)
+            str(key)[:_MAX_TEXT]: plain(
+                each, budget, name if hides_all(name) else str(key), depth + 1
+            )
             for key, each in [*fields.items()]
         }
     if depth < _MAX_DEPTH and isinstance(value, (list, tuple, set, frozenset)):
         items = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
-        return [plain(each, budget, name, depth + 1) for each in items]
+        return [plain(each, budget, name, depth + 1) for each in mask_items([*items])]
     if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):
         return str(value)
     return f"<{type(value).__module__}.{type(value).__qualname__}>"
+
+
+def _short_text(text: str, length: int) -> str:
+    """The beginning of a long text, and a digest, so that another end is another text."""
+    if len(text) <= _MAX_TEXT:
+        return text
+    return f"{text[:_MAX_TEXT]}... ({length} characters, sha256 {_short(text.encode())})"
 
 
 def _json_number(value: Any) -> Any:
