@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tensorprobe.nests import leaves_of
+from tensorprobe.store.claim import processes_in
 from tensorprobe.terminal import printable, say
 
 if TYPE_CHECKING:
@@ -171,6 +172,8 @@ def header(capture: Picker, tally: CaptureCounts) -> list[str]:
         _size(_nbytes_recorded(capture.path)),
     ]
     lines = [f"{capture.path}: {', '.join(facts)}"]
+    if processes := processes_in(capture.path):
+        lines.append(f"other processes, each in its folder: {_some(processes)}")
     if tally.begun:
         lines.append(f"{_count(tally.begun, 'call')} begun, values missing")
     if tally.unfinished:
