@@ -73,6 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", metavar="FILE", help="a config.json in msprobe's form")
     parser.add_argument(
+        "--json",
+        action="store_true",
+        help="what was recorded as one line of JSON, the last on stderr: stdout is the program's",
+    )
+    parser.add_argument(
         "--as",
         dest="doors",
         metavar="NAME,...",
@@ -317,7 +322,11 @@ def run(args: argparse.Namespace) -> int:
         end = Launch(program, words[1:]).run(session.torch_imported)
     if not session.explains(end):
         _explain(end)
-    return session.finish(end)
+    try:
+        return session.finish(end)
+    finally:
+        if args.json:
+            sys.stderr.write(json.dumps(session.summary()) + "\n")
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
@@ -707,6 +716,23 @@ class _Session:
         if self._guard is not None and self._guard.findings:
             return 3
         return status
+
+    def summary(self) -> dict[str, Any]:
+        """What --json tells; the exit status is the program's."""
+        from tensorprobe.store.claim import processes_in
+
+        problem = self._problem or self._trouble
+        recorder, guard, output = self._recorder, self._guard, self._output
+        return {
+            "format": 1,
+            "output": None if output is None else str(self._args.output or output),
+            "calls": 0 if recorder is None else recorder.n_calls,
+            "processes": [] if output is None else processes_in(output),
+            "guard": None if guard is None else str(self._args.guard_output),
+            "findings": None if guard is None else len(guard.findings),
+            "monitor": self._args.monitor,
+            "problem": None if problem is None else str(problem),
+        }
 
     def _tell_idle_faults(self) -> None:
         """A fault that hits nothing makes a healthy run, which looks like a fault not found."""
