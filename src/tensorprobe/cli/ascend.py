@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tensorprobe.cli.options import add_json, say_json
 from tensorprobe.errors import BadArtefact, BadUsage, TensorprobeError
 from tensorprobe.terminal import say, warn
 
@@ -64,6 +65,7 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-j", "--jobs", type=int, help="processes; default: one a core for 2 GiB and more"
     )
+    add_json(parser)
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -74,6 +76,14 @@ def _convert(args: argparse.Namespace) -> int:
     plan = ConversionPlan(args.to, args.format, args.shape, args.index)
     with _progress("converting") as advance:
         conversion = convert(args.paths, args.out, plan, jobs=args.jobs, progress=advance)
+    if args.json:
+        failures = [str(failure.error) for failure in conversion.failed]
+        written = [str(path) for result in conversion.results for path in result.written]
+        warned = [str(text) for result in conversion.results for text in result.warnings]
+        counts = {"dumps": len(conversion.results), "passed_over": conversion.skipped}
+        found = {"format": 1, "counts": counts, "written": written}
+        say_json({**found, "failures": failures, "warnings": warned})
+        return 1 if conversion.failed else 0
     for result in conversion.results:
         for warning in result.warnings:
             warn(f"{result.path}: {warning}")
@@ -327,6 +337,7 @@ def _add_incident(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--case-log", type=Path, help="the output of the case, instead")
     parser.add_argument("--soc", default="all", help="what main.py passes to run()")
+    add_json(parser, "incident.json")
 
 
 def _incident(args: argparse.Namespace) -> int:
@@ -367,7 +378,7 @@ def _incident(args: argparse.Namespace) -> int:
     content = json.dumps(incidents_json(incidents, cases), indent=2, default=str)
     write_text(args.out / "incident.json", content + "\n")
     write_document("incident", args.out)
-    for line in text.removesuffix("\n").split("\n"):
+    for line in (content if args.json else text.removesuffix("\n")).split("\n"):
         say(line)
     return 3 if incidents else 0
 
@@ -397,6 +408,7 @@ def _add_opcase(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dump", nargs="+", type=Path, default=[], metavar="PATH")
     parser.add_argument("-o", "--output", dest="out", type=Path, required=True, metavar="OUT")
     parser.add_argument("--soc", default="all", help="what main.py passes to run()")
+    add_json(parser)
 
 
 def _opcase(args: argparse.Namespace) -> int:
@@ -414,10 +426,15 @@ def _opcase(args: argparse.Namespace) -> int:
         raise TensorprobeError(f"{ops[0].name} has neither inputs nor outputs: no case to make")
     folder = write_case(case, args.out)
     warnings = dict.fromkeys([*incident.warnings, *case_warnings(case, folder)])
-    for warning in warnings:
-        warn(f"warning: {warning}")
-    say(f"{ops[0].name} ({ops[0].type}): {folder / 'main.py'}")
-    if incident.reference is not None:
-        say(incident.reference.text)
+    if args.json:
+        told = None if incident.reference is None else incident.reference.text
+        found = {"format": 1, "op": ops[0].name, "type": ops[0].type, "folder": str(folder)}
+        say_json({**found, "reference": told, "warnings": list(warnings)})
+    else:
+        for warning in warnings:
+            warn(f"warning: {warning}")
+        say(f"{ops[0].name} ({ops[0].type}): {folder / 'main.py'}")
+        if incident.reference is not None:
+            say(incident.reference.text)
     is_off = incident.reference is not None and incident.reference.agrees is False
     return 3 if is_off or any(report.statistics.alarms for report in incident.values) else 0

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tensorprobe.cli.options import add_json
 from tensorprobe.errors import BadUsage
 from tensorprobe.store.frames import users_line
 from tensorprobe.store.outputs import check_output
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repeat", type=int, default=1, metavar="N", help="runs that must all pass (1)"
     )
     parser.add_argument("--restart", action="store_true", help="forget the answers in DIR")
+    add_json(parser, "bisect.json")
     group = parser.add_argument_group("options of run")
     group.add_argument("--sim-npu", action="store_true", help="with a simulated NPU")
     group.add_argument("--seed", metavar="N", help="seed every generator first")
@@ -92,7 +94,10 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         warn(f"tensorprobe bisect: interrupted. The same command goes on from '{args.output}'")
         return 130
-    say(*(describe_compile(found) if args.compile else describe(found)))
+    if args.json:
+        say(*(found.folder / "bisect.json").read_text().splitlines())
+    else:
+        say(*(describe_compile(found) if args.compile else describe(found)))
     return {"found": 3, "passes": 0, "no cure": 1}[found.verdict]
 
 

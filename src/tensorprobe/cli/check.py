@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tensorprobe.cli.options import as_options
+from tensorprobe.cli.options import add_json, as_options
 from tensorprobe.terminal import printable, say, warn
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--restart", action="store_true", help="forget what OUT holds")
     parser.add_argument("--limit", type=int, default=20, metavar="N", help="rows shown (20)")
+    add_json(parser, "check.json")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,7 +104,10 @@ def run(args: argparse.Namespace) -> int:
             f"done and kept in '{args.path}'. The same command goes on from there"
         )
         return 1
-    say(*(as_options(line, args.option_names) for line in lines(checked, args.limit)))
+    if args.json:
+        say(*(Path(args.path) / "check.json").read_text().splitlines())
+    else:
+        say(*(as_options(line, args.option_names) for line in lines(checked, args.limit)))
     if checked.is_idle:
         warn("tensorprobe check: nothing was checked, every call was skipped for the reasons above")
         return 1

@@ -6,6 +6,7 @@ import argparse
 import shlex
 from pathlib import Path
 
+from tensorprobe.cli.options import add_json, say_json
 from tensorprobe.errors import BadUsage
 from tensorprobe.store.loading import LAYOUTS
 from tensorprobe.store.outputs import check_output
@@ -19,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compress", action="store_true", help="with --to native: tensors in fewer bytes"
     )
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,6 +38,11 @@ def run(args: argparse.Namespace) -> int:
         lost = native.write(capture, output, compress=True)
     else:
         lost = layout(args.to).write(capture, output)
+    if args.json:
+        found = {"format": 1, "output": str(output), "layout": args.to, "from": capture.layout}
+        counts = {"calls": len(capture.calls), "gaps": len(capture.gaps)}
+        say_json({**found, "counts": counts, "not_as_it_was": lost})
+        return 0
     count = f"{len(capture.calls)} calls of {args.capture} ({capture.layout})"
     say(f"{count} are in {output} ({args.to}).")
     say(*(f"not as it was: {line}" for line in lost))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tensorprobe
+from tensorprobe.cli.options import add_json, say_json
 from tensorprobe.errors import MissingDependency, TensorprobeError
 from tensorprobe.native import background
 from tensorprobe.store.outputs import check_writable
@@ -23,10 +25,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", default="demo", metavar="DIR", help="where to record to (%(default)s)"
     )
+    add_json(parser, "where everything is")
 
 
 def run(args: argparse.Namespace) -> int:
-    output = Path(args.output)
+    if not args.json:
+        _story(Path(args.output))
+        return 0
+    with contextlib.redirect_stdout(sys.stderr):
+        found = _story(Path(args.output))
+    say_json({"format": 1, **found})
+    return 0
+
+
+def _story(output: Path) -> dict[str, str]:
+    """Tell it; gives what it has found, and where that is."""
     check_writable(output)
     _need_torch()
     cpu, npu, cured = (output / name for name in ("cpu", "npu", "cured"))
@@ -47,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
     _type(["compare", str(cured), str(cpu), "-o", str(output / "report-cured")], lines=1)
     _tell(f"\n   What is left is a bug report: attach {repro}.\n")
     _tell(f"All of it is in {output}. Look around with\n   tensorprobe show {npu} {culprit}")
-    return 0
+    places = {"npu": npu, "cpu": cpu, "cured": cured, "report": report, "repro": repro}
+    return {"culprit": culprit, **{name: str(place) for name, place in places.items()}}
 
 
 def _need_torch() -> None:

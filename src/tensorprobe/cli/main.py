@@ -40,6 +40,14 @@ VERBS: dict[str, str] = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """One whose errors say what to type next."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(2, f"{self.prog}: {message}. All options: {self.prog} --help\n")
+
+
 class _Version(argparse.Action):
     """Prints the version, and whether the C++ parts are built; no torch is imported for that."""
 
@@ -51,7 +59,7 @@ class _Version(argparse.Action):
 
 
 def build_parser(verb: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="tensorprobe",
         description="A precision debugger for PyTorch: which call did it, on which line, and a "
         "script that shows it alone.",
@@ -72,7 +80,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     verb = next((word for word in words if not word.startswith("-")), None)
     parser = build_parser(verb)
-    args = parser.parse_args(words)
+    args, rest = parser.parse_known_args(words)
+    late = getattr(args, "late", None)  # an argument that may stand behind options
+    if rest and late and getattr(args, late) is None and not rest[0].startswith("-"):
+        setattr(args, late, rest.pop(0))
+    if rest:
+        command = " ".join(filter(None, ("tensorprobe", args.verb)))
+        warn(f"{command}: unrecognized arguments: {' '.join(rest)}. All options: {command} --help")
+        return 2
     if args.verb is None:
         parser.print_help()
         return 2

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
 # In texts that Python callers read too, an argument is `jobs` or `jobs=2`, or begins the text.
 _ARGUMENT = re.compile(r"`(\w+)(?:=([^`\n]*))?`|\A(\w+)=('[^'\n]*'|[^\s:]*)")
+
+
+def add_json(parser: argparse._ActionsContainer, what: str = "the result") -> None:
+    """The option --json of a verb."""
+    parser.add_argument("--json", action="store_true", help=f"print {what} as JSON, not lines")
+
+
+def say_json(value: Any) -> None:
+    """Print a result as strict JSON: NaN and infinity are "nan", "inf" and "-inf"."""
+    from tensorprobe.nests import strict_json
+    from tensorprobe.terminal import say
+
+    say(*json.dumps(strict_json(value), indent=1, allow_nan=False, default=str).split("\n"))
 
 
 def former_name(parser: argparse._ActionsContainer, option: str, dest: str, **more: Any) -> None:

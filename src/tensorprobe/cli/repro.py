@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from tensorprobe.cli.options import add_json, say_json
 from tensorprobe.terminal import say, warn
 
 
@@ -24,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a package whose operators and modules may be called, or a Python file that "
         "registers one; the file goes into the folder",
     )
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,7 +40,11 @@ def run(args: argparse.Namespace) -> int:
         imports=args.imports,
         log=_tell,
     )
-    say(f"wrote {folder}: python {folder / 'repro.py'} --device cpu")
+    script = folder / "repro.py"
+    if args.json:
+        say_json({"format": 1, "folder": str(folder), "script": str(script)})
+    else:
+        say(f"wrote {folder}: python {script} --device cpu")
     return 0
 
 

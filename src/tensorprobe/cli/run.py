@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shlex
 import sys
 import traceback
@@ -72,6 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--config", metavar="FILE", help="a config.json in msprobe's form")
     parser.add_argument(
+        "--json",
+        action="store_true",
+        help="what was recorded as one line of JSON, the last on stderr: stdout is the program's",
+    )
+    parser.add_argument(
         "--as",
         dest="doors",
         metavar="NAME,...",
@@ -92,6 +98,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_selection(parser.add_argument_group("what to record"))
     _add_manner(parser.add_argument_group("how"))
+    parser.add_argument(
+        "--children",
+        choices=("processes", "all", "none"),
+        default="processes",
+        help="record processes that the program starts, each into a folder of its own: processes "
+        "(default), all (also workers of DataLoaders, pools and executors), none",
+    )
     _add_guard(parser.add_argument_group("watching instead of recording, or beside it"))
     _add_monitor(parser.add_argument_group("watching a whole training"))
     _add_start(parser.add_argument_group("the same start for two runs"))
@@ -309,7 +322,11 @@ def run(args: argparse.Namespace) -> int:
         end = Launch(program, words[1:]).run(session.torch_imported)
     if not session.explains(end):
         _explain(end)
-    return session.finish(end)
+    try:
+        return session.finish(end)
+    finally:
+        if args.json:
+            sys.stderr.write(json.dumps(session.summary()) + "\n")
 
 
 def _given(args: argparse.Namespace) -> dict[str, Any]:
@@ -538,9 +555,11 @@ class _Session:
 
     def children(self) -> contextlib.AbstractContextManager[None]:
         """Inside, processes that the program spawns record themselves beside it."""
-        if self._output is None or self._args.sim_npu:
+        chosen = self._args.children
+        if self._output is None or self._args.sim_npu or chosen == "none":
             return contextlib.nullcontext()
         from tensorprobe.record.child_processes import ChildProcesses, Recipe
+        from tensorprobe.store.claim import run_identity
 
         recipe = Recipe(
             self._output.absolute(),
@@ -548,6 +567,9 @@ class _Session:
             self._config.as_arguments(),
             self._seed,
             self._args.deterministic,
+            run_identity(os.environ),
+            chosen,
+            os.environ.get("RANK"),
         )
         self._children = ChildProcesses(recipe)
         return self._children.armed()
@@ -695,6 +717,23 @@ class _Session:
             return 3
         return status
 
+    def summary(self) -> dict[str, Any]:
+        """What --json tells; the exit status is the program's."""
+        from tensorprobe.store.claim import processes_in
+
+        problem = self._problem or self._trouble
+        recorder, guard, output = self._recorder, self._guard, self._output
+        return {
+            "format": 1,
+            "output": None if output is None else str(self._args.output or output),
+            "calls": 0 if recorder is None else recorder.n_calls,
+            "processes": [] if output is None else processes_in(output),
+            "guard": None if guard is None else str(self._args.guard_output),
+            "findings": None if guard is None else len(guard.findings),
+            "monitor": self._args.monitor,
+            "problem": None if problem is None else str(problem),
+        }
+
     def _tell_idle_faults(self) -> None:
         """A fault that hits nothing makes a healthy run, which looks like a fault not found."""
         if not self._args.sim_npu or self._rules or "torch" not in sys.modules:
@@ -748,10 +787,11 @@ class _Session:
             self._trouble = self._trouble or self._start.failed
         if self._output is None:
             return
-        others = self._children is not None and self._children.n_armed and _has_ranks(self._output)
+        started = self._children is not None and self._children.n_armed
+        others = bool(started and _has_recordings(self._output))
         if self._recorder is not None:
             try:
-                self._recorder.close(tell=not others)
+                self._recorder.close(tell=not others or self._recorder.n_calls > 0)
             except TensorprobeError as error:
                 if not (others and isinstance(error, NothingRecorded)):
                     sys.stderr.write(f"tensorprobe run: {error}\n")
@@ -762,12 +802,25 @@ class _Session:
             sys.stderr.write(f"tensorprobe run: {text}\n")
         if others and isinstance(self._trouble, NothingRecorded):
             self._trouble = None  # the processes that it started have recorded
+        if others:
+            _tell_processes(self._output)
         if isinstance(self._trouble, NothingRecorded):
             sys.stderr.write(_about_processes())
 
 
-def _has_ranks(folder: Path) -> bool:
-    return any(folder.glob("rank*/rank.json"))
+def _has_recordings(folder: Path) -> bool:
+    return any(folder.glob("rank*/rank.json")) or any(folder.glob("*/rank*/rank.json"))
+
+
+def _tell_processes(folder: Path) -> None:
+    from tensorprobe.store.claim import processes_in
+
+    if names := processes_in(folder):
+        shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if names[6:] else "")
+        sys.stderr.write(
+            f"tensorprobe: each process has a folder of its own: {shown}. "
+            f"Next: tensorprobe show {shlex.quote(str(folder / names[0]))}\n"
+        )
 
 
 def _explain(end: BaseException | None) -> None:

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from tensorprobe.cli.options import add_json, say_json
 from tensorprobe.nests import leaves_of
+from tensorprobe.store.claim import processes_in
 from tensorprobe.terminal import printable, say
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, default=50, metavar="N", help="at most N (default 50)")
     parser.add_argument("--offset", type=int, default=0, metavar="N", help="skip the first N")
     parser.add_argument("--gaps", action="store_true", help="what is missing, and why")
+    add_json(parser, "them, of one call with its tensors,")
+    parser.set_defaults(late="call")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -64,10 +68,17 @@ def run(args: argparse.Namespace) -> int:
         tally = capture.count()
         picked, _ = capture.pick(page.wants, most=args.limit)
         page.found = tally.calls
+    if args.call is not None and not page.found:
+        raise UnreadableCapture(no_such_call(capture, page, args.call))
+    if args.json:
+        picked = page.without_others(picked)
+        calls = [each.call for each in picked] if args.call is None else capture.whole(picked)
+        found = [] if args.gaps else [_call_json(call, args.call is not None) for call in calls]
+        more = 0 if args.gaps else page.found - args.offset - len(picked)
+        say_json(_as_json(capture, tally, found, gaps, max(more, 0)))
+        return 0
     if args.call is None:
         _write(header(capture, tally))
-    elif not page.found:
-        raise UnreadableCapture(no_such_call(capture, page, args.call))
     if args.gaps:
         _write_gaps(gaps)
         return 0
@@ -83,6 +94,66 @@ def run(args: argparse.Namespace) -> int:
     if left > 0:
         _write([f"{left} more: --offset {args.offset + len(picked)}"])
     return 0
+
+
+def _as_json(
+    capture: Picker,
+    tally: CaptureCounts,
+    calls: Sequence[dict[str, Any]],
+    gaps: Sequence[Gap],
+    more: int,
+) -> dict[str, Any]:
+    return {
+        "format": 1,
+        "capture": str(capture.path),
+        "layout": capture.layout,
+        "steps": sorted(tally.steps),
+        "ranks": sorted(tally.ranks),
+        "processes": processes_in(capture.path),
+        "counts": {"calls": tally.calls, "gaps": tally.gaps},
+        "unfinished": list(tally.unfinished),
+        "calls": list(calls),
+        "more": more,
+        "gaps": [
+            {"step": gap.step, "rank": gap.rank, "name": gap.name, "reason": gap.reason}
+            for gap in gaps
+        ],
+    }
+
+
+def _call_json(call: Call, is_whole: bool) -> dict[str, Any]:
+    """A row of the table; `is_whole`: also its stack, its arguments and its tensors."""
+    names = ("index", "step", "rank", "name", "module", "op", "direction", "status")
+    found: dict[str, Any] = {name: getattr(call, name) for name in names}
+    if not is_whole:
+        return found
+    found |= {"error": call.error, "parent": call.parent, "thread": call.thread}
+    found |= {"notes": list(call.notes), "stack": list(call.stack)}
+    named = [(f"input.{i}", value) for i, value in enumerate(call.args)]
+    named += [(f"input.{key}", value) for key, value in call.kwargs.items()]
+    found["arguments"] = {name: text for part in named for name, text in _leaves(*part)}
+    found["tensors"] = [_tensor_json(call, record) for record in call.tensors]
+    return found
+
+
+def _tensor_json(call: Call, record: TensorRecord) -> dict[str, Any]:
+    summary = record.summary
+    numbers = _TENSOR_COLUMNS[3:10]
+    fields = ("min", "max", "mean", "norm", "nan_count", "inf_count", "zero_count")
+    values = {
+        number.removeprefix(">"): getattr(summary, name) if summary else None
+        for number, name in zip(numbers, fields, strict=True)
+    }
+    return {
+        "name": record.name.removeprefix(call.name + "."),
+        "role": record.role,
+        "dtype": record.dtype,
+        "shape": list(record.shape),
+        **values,
+        "digest": record.digest,
+        "stored": None if record.blob is None else record.blob.nbytes,
+        "gap": record.gap,
+    }
 
 
 class _Page:
@@ -171,6 +242,8 @@ def header(capture: Picker, tally: CaptureCounts) -> list[str]:
         _size(_nbytes_recorded(capture.path)),
     ]
     lines = [f"{capture.path}: {', '.join(facts)}"]
+    if processes := processes_in(capture.path):
+        lines.append(f"other processes, each in its folder: {_some(processes)}")
     if tally.begun:
         lines.append(f"{_count(tally.begun, 'call')} begun, values missing")
     if tally.unfinished:

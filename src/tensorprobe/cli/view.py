@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+from tensorprobe.cli.options import add_json, say_json
 from tensorprobe.errors import BadUsage
 from tensorprobe.terminal import say
 
@@ -20,6 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--port", type=int, default=0, metavar="N", help="(default: a free one)")
     parser.add_argument("--no-browser", action="store_true", help="only print the address")
+    add_json(parser, "the address")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,7 +32,11 @@ def run(args: argparse.Namespace) -> int:
     viewer = Viewer([Path(path) for path in args.paths], args.port)
     with contextlib.suppress(KeyboardInterrupt):
         opened = not args.no_browser and _open_browser(viewer.address)
-        say(f"{viewer.address} ({'opened in a browser' if opened else 'open it'}; Ctrl+C ends it)")
+        if args.json:
+            say_json({"format": 1, "address": viewer.address, "opened": opened})
+        else:
+            what = "opened in a browser" if opened else "open it"
+            say(f"{viewer.address} ({what}; Ctrl+C ends it)")
         sys.stdout.flush()
         viewer.serve()
     return 0

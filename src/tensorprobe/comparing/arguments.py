@@ -24,6 +24,7 @@ _RELATIVE = 1e-6
 # About when, where and by whom, not about numbers.
 _SILENT_FACTS = {
     "run", "created", "time", "host", "folder", "command", "ranks", "unfinished", "build", "tool",
+    "process", "processes", "role", "name", "is_rank",
     "format", "cpu_count", "platform", "seconds", "path", "converted_from",
     "flush", "queue", "max_disk", "on_write_error", "strict", "stop_after_last_step",
     "keep_last", "stacks", "compress",

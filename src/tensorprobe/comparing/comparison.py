@@ -728,6 +728,13 @@ def _general_notes(verdict: Verdict, actual: Capture, expected: Capture) -> Iter
     for side, capture in (("actual", actual), ("expected", expected)):
         if is_narrow(capture):
             yield f"{side} has a selection of its calls: the others were not compared"
+    known = [set(capture.facts.get("processes", ())) for capture in (actual, expected)]
+    if others := sorted(known[0] | known[1]):
+        shown = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if others[4:] else "")
+        yield (
+            f"other processes of the program were not compared: {shown}. Each is a recording of "
+            f"its own, in the folder of its name"
+        )
     if verdict.counts["gaps"]:
         yield f"{verdict.counts['gaps']} gaps in the recordings: tensorprobe show RUN --gaps"
 

@@ -18,6 +18,7 @@ from tensorprobe.devices.mistakes import check_environment, check_kernel_dump, e
 from tensorprobe.devices.process_rank import (
     agreed_by_all,
     current_rank,
+    is_known_rank,
     local_rank,
     world_size,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "explain",
     "failed_device",
     "how_to_get",
+    "is_known_rank",
     "local_rank",
     "rng_kept",
     "rows",

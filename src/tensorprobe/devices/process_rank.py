@@ -5,16 +5,23 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+
+class Armed(Protocol):
+    """What a process has that another one has told to record: of which run, and that one's RANK."""
+
+    run: str
+    name: str  # "" where multiprocessing has one
+    outer_rank: str | None
 
 
 def current_rank(environment: Mapping[str, str] | None = None) -> int:
     """The rank: from torch.distributed once it runs, before that from the launcher's variables.
 
-    A child that `mp.spawn` started, or that `tensorprobe run` has armed, and that has neither is
-    taken for the rank of its number.
+    A child that `mp.spawn` started and that has neither is taken for the rank of its number.
     """
     if is_distributed():
         return torch.distributed.get_rank()
@@ -24,16 +31,50 @@ def current_rank(environment: Mapping[str, str] | None = None) -> int:
     )  # fmt: skip
 
 
+def is_known_rank() -> bool:
+    """Whether the process is one rank of several, as torch.distributed, its launcher or `mp.spawn`
+    say; a child that only has its parent's variables is not."""
+    if is_distributed():
+        return world_size() > 1
+    if _is_of_mp_spawn():
+        return True
+    armed = armed_process()
+    if armed is not None and os.environ.get("RANK") == armed.outer_rank:
+        return False
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+    return any(os.environ.get(name, "").isdecimal() for name in names)
+
+
+def armed_process() -> Armed | None:
+    """What the process was told that has started this one, if `tensorprobe run` records both."""
+    process = _current_process()
+    return getattr(process, "_tensorprobe", None)
+
+
+def process_name() -> str:
+    """What the process is called: by the one that started it, or "main"."""
+    armed = armed_process()
+    if armed is not None and armed.name:
+        return armed.name
+    process = _current_process()
+    return "main" if process is None or process.name == "MainProcess" else str(process.name)
+
+
+def _current_process() -> Any:
+    multiprocessing: Any = sys.modules.get("multiprocessing.process")
+    return None if multiprocessing is None else multiprocessing.current_process()
+
+
+def _is_of_mp_spawn() -> bool:
+    target = getattr(_current_process(), "_target", None)
+    return getattr(target, "__module__", "") == "torch.multiprocessing.spawn"
+
+
 def _number_as_child() -> int:
     """0 for workers of pools and others that a program starts by itself: those are no ranks."""
-    multiprocessing: Any = sys.modules.get("multiprocessing.process")
-    if multiprocessing is None:
+    if not _is_of_mp_spawn():
         return 0
-    process = multiprocessing.current_process()
-    target = getattr(process, "_target", None)
-    is_spawned = getattr(target, "__module__", "") == "torch.multiprocessing.spawn"
-    if not is_spawned and not hasattr(process, "_tensorprobe"):
-        return 0
+    process = _current_process()
     return process._identity[-1] - 1 if process._identity else 0
 
 

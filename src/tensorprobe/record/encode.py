@@ -219,7 +219,9 @@ def _other(value: Any) -> Any:
     if isinstance(value, torch.Generator):
         return _special("generator", str(value.device))
     if isinstance(value, torch.UntypedStorage | torch.TypedStorage):
-        return _special("storage", f"{kind.__name__} of {value.nbytes()} bytes")
+        # The methods of a TypedStorage warn of its end.
+        whole = value if isinstance(value, torch.UntypedStorage) else value._untyped_storage
+        return _special("storage", f"{kind.__name__} of {whole.nbytes()} bytes")
     if kind.__name__.startswith("ProcessGroup"):
         return _special("process_group", _group_text(value))
     if kind.__name__ in ("ReduceOp", "RedOpType"):

@@ -215,6 +215,11 @@ class Recorder:
         wanted."""
         return self._over
 
+    @property
+    def n_calls(self) -> int:
+        """How many calls were recorded so far."""
+        return self._n_calls()
+
     # What the user calls
 
     def start(self) -> Recorder:
@@ -353,7 +358,7 @@ class Recorder:
                     if tell:
                         self._writer.count_deleted()
                     if self._uploader is not None:
-                        self._uploader.tell(self._writer.folder.name)
+                        self._uploader.tell(self._writer.part)
                         self._uploader.end()
         finally:
             self._closed = True
@@ -478,7 +483,7 @@ class Recorder:
         identity = ProcessIdentity()
         self._writer = CaptureWriter(
             self.path,
-            *identity(),
+            *identity()[:2],
             {**facts, "config": config.as_arguments(), **self._facts},
             facts,
             flush=config.flush,
@@ -663,7 +668,7 @@ class Recorder:
                 self._writer.write_program(program_facts())
         self._last_opened = step
         if self._uploader is not None and self._writer is not None and not self._keep_last:
-            self._uploader.tell(self._writer.folder.name)
+            self._uploader.tell(self._writer.part)
         if self._keep_last is None or self._writer is None or step in self._on_disk:
             return
         self._on_disk.append(step)
@@ -812,7 +817,8 @@ class Recorder:
         kept = f", the last {left} kept" if self._keep_last and left and steps > left else ""
         gaps = f", {count(writer.n_gaps, 'gap')}" if writer.n_gaps else ""
         several = os.environ.get("WORLD_SIZE", "1") != "1"
-        where = writer.folder if several else self.path
+        beside = writer.is_beside_ranks
+        where = writer.folder if several else writer.folder.parent if beside else self.path
         waited = f", waited {writer.waited_s:.1f} s for the disk" if writer.waited_s >= 1 else ""
         recorded = f"{count(writer.n_calls, 'call')} in {count(steps, 'step')}{after}"
         lost = _lost_text(writer)
@@ -820,7 +826,7 @@ class Recorder:
         return (
             f"recorded {recorded}{kept}{gaps}, "
             f"{format_nbytes(writer.nbytes_written)} in {where}{waited}{failed}. "
-            f"Next: tensorprobe show {shlex.quote(str(self.path))}"
+            f"Next: tensorprobe show {shlex.quote(str(where if beside else self.path))}"
         )
 
     def _failure(self) -> str:
@@ -867,7 +873,8 @@ def _frames_compiled() -> int:
 
 
 def _stop_in_children(recorder: Recorder) -> None:
-    """A forked child (a DataLoader worker) has our modes, but nothing of its work is recorded."""
+    """A forked child (a DataLoader worker) has our modes, but nothing of its work is recorded: not
+    by this recorder."""
     reference = weakref.ref(recorder)
 
     def in_child() -> None:
@@ -876,5 +883,8 @@ def _stop_in_children(recorder: Recorder) -> None:
             alive._closed = True
             if alive._tape is not None:
                 alive._tape.recording = False
+            if alive._started:
+                with OnTrouble(lambda error: None):
+                    alive._take_away()
 
     os.register_at_fork(after_in_child=in_child)

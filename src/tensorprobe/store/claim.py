@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -36,6 +36,27 @@ _JOBS = (
 )
 
 
+class Who(NamedTuple):
+    """What a process is in its run: a rank of it, or another process with a folder of its own."""
+
+    role: str = ""  # the name of that folder, "" among the ranks
+    name: str = "main"  # of the folder, where a rank has the place that the process would have
+    is_rank: bool = False  # torch.distributed or a launcher says so
+
+
+class Identity(NamedTuple):
+    """Which process of which run."""
+
+    rank: int
+    run: str
+    who: Who = Who()
+
+
+def process_identity() -> str:
+    """A text that no other process of any machine has."""
+    return f"{socket.gethostname()}/{os.getpid()}/{_start_time(os.getpid())}"
+
+
 def run_identity(environ: Mapping[str, str]) -> str:
     """A text that all ranks of one run share and no other run has.
 
@@ -52,7 +73,7 @@ def run_identity(environ: Mapping[str, str]) -> str:
             values = [environ.get(name, "") for name in job]
             if all(values) and values[-1] != "1":
                 return "/".join(values)
-        return f"{socket.gethostname()}/{os.getpid()}/{_start_time(os.getpid())}"
+        return process_identity()
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
     parts = [environ.get(name, "") for name in names] + [world_size]
     if environ.get("LOCAL_WORLD_SIZE") == world_size:
@@ -84,24 +105,115 @@ def claim(
     facts: Mapping[str, Any],
     rank_facts: Mapping[str, Any],
     on_warning: Callable[[str], None],
+    who: Who = Who(),  # noqa: B008 a tuple
 ) -> Path:
-    """Make this run's folder for one rank; what another run left moves to earlier/N, whole."""
+    """Make this run's folder for one rank; what another run left moves to earlier/N, whole.
+
+    A process that is no rank, and runs beside ranks, has its folder in one of its role.
+    """
     root.mkdir(parents=True, exist_ok=True)
-    mine = root / f"rank{rank}"
+    about_rank = {"format": FORMAT, "rank": rank, "run": run_id, **rank_facts}
+    about_rank |= {"process": process_identity(), "name": who.name, "is_rank": who.is_rank}
+    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    about_run = {"format": FORMAT, "tool": __version__, "run": run_id, "created": created, **facts}
     with _locked(root):
-        moved = _move_earlier(root, mine, run_id)
-        mine.mkdir()
-        about_rank = {"format": FORMAT, "rank": rank, "run": run_id, **rank_facts}
+        moved = _move_earlier_run(root, run_id)
+        mine = root / f"rank{rank}"
+        if who.role:
+            mine = _free_place(root, who.role, rank, run_id)
+        elif mine.exists():
+            if not _gives_way(root, mine, run_id, who):
+                mine = _free_place(root, who.name, rank, run_id)
+            elif mine.exists():
+                moved = _move(root, [mine])
+        mine.mkdir(parents=True)
         _write_new(mine / RANK_FILE, about_rank)
-        created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        about_run = {"tool": __version__, "run": run_id, "created": created, **facts}
-        _write_new(root / RUN_FILE, {"format": FORMAT, **about_run})
+        _write_new(root / RUN_FILE, about_run)
+        if mine.parent != root:
+            _write_new(mine.parent / RUN_FILE, {**about_run, "role": mine.parent.name})
     if moved is not None:
         on_warning(f"'{root}' held an earlier run: it is in '{moved}' now")
     return mine
 
 
-def move_to_rank(root: Path, rank_fd: int, rank: int) -> Path | None:
+def _gives_way(root: Path, there: Path, run_id: str, who: Who) -> bool:
+    """Whether the process that has this place of a rank is to leave it for one of these kind.
+
+    One that is no rank is given a folder of its own, here and now.
+    """
+    other = _about(there)
+    if other.get("run") != run_id or other.get("process", "") in ("", process_identity()):
+        return True  # one of our own, that is over
+    if not other.get("is_rank"):
+        if who.is_rank:
+            _give_role(root, there, str(other.get("name") or "main"))
+            return True
+        return not _is_alive(str(other["process"]))
+    return who.is_rank and not _is_alive(str(other["process"]))
+
+
+def _give_role(root: Path, folder: Path, name: str) -> Path:
+    """Move the folder of a rank into one of a role; who writes to it does so by descriptor."""
+    about = _about(folder)
+    place = _free_place(root, name, int(about.get("rank", 0)), str(about.get("run")))
+    place.parent.mkdir(exist_ok=True)
+    folder.rename(place)
+    if not (place.parent / RUN_FILE).exists():
+        run = read_json(open_file(root / RUN_FILE), root / RUN_FILE)
+        _write_new(place.parent / RUN_FILE, {**run, "role": place.parent.name})
+    return place
+
+
+def _free_place(root: Path, role: str, rank: int, run_id: str) -> Path:
+    """The folder of a rank in one of a role: ROLE, or ROLE-2 and so on where that is taken."""
+    number = 1
+    while True:
+        folder = root / (role if number == 1 else f"{role}-{number}")
+        ours = not folder.exists() or (role_of(folder) and run_of(folder / RUN_FILE) == run_id)
+        if ours and not (folder / f"rank{rank}").exists():
+            return folder / f"rank{rank}"
+        number += 1
+
+
+def role_of(folder: Path) -> str | None:
+    """The role that a folder in a run is of; None if it is none of these."""
+    try:
+        return str(read_json(open_file(folder / RUN_FILE), folder / RUN_FILE)["role"])
+    except (OSError, BadArtefact, ValueError, KeyError, TypeError):
+        return None
+
+
+def processes_in(root: Path) -> list[str]:
+    """The roles of the processes beside the ranks of a run, such as ["main", "worker-0"]."""
+    own = run_of(root / RUN_FILE) if root.is_dir() else None
+    if own is None:
+        return []
+    folders = [path for path in root.iterdir() if path.is_dir() and (path / RUN_FILE).is_file()]
+    return sorted(path.name for path in folders if role_of(path) and run_of(path / RUN_FILE) == own)
+
+
+def _is_alive(process: str) -> bool:
+    """Whether a process runs on this machine; of one of another machine nobody knows."""
+    host, _, rest = process.partition("/")
+    pid, _, began = rest.partition("/")
+    if host != socket.gethostname() or not pid.isdecimal():
+        return False
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z" and _start_time(int(pid)) == began
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    try:
+        about = read_json(open_file(folder / RANK_FILE), folder / RANK_FILE)
+    except (OSError, BadArtefact, ValueError):
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
+def move_to_rank(root: Path, rank_fd: int, rank: int, who: Who = Who()) -> Path | None:  # noqa: B008
     """Give a folder that is written to, by its descriptor, the name of the rank that it turned out
     to be. None where it is not among the folders of this run any more.
 
@@ -109,25 +221,44 @@ def move_to_rank(root: Path, rank_fd: int, rank: int) -> Path | None:
     """
     mine = os.fstat(rank_fd)
     with _locked(root):
-        for folder in root.iterdir():
+        for folder in [*root.glob("rank*"), *root.glob("*/rank*")]:
             if _RANK_FOLDER.fullmatch(folder.name) and os.path.samestat(folder.stat(), mine):
                 break
         else:
             return None
+        was_alone = folder.parent != root
+        if was_alone and who.role:
+            return folder
         target = root / f"rank{rank}"
         if target == folder:  # where another process has put it
             pass
-        elif target.exists():
+        elif not target.exists():
+            folder.rename(target)
+        elif was_alone:
+            if not _gives_way(root, target, str(_about(folder).get("run")), who):
+                return folder
+            if target.exists():
+                _move(root, [target])
+            folder.rename(target)
+        else:
             aside = root / f".moving{os.getpid()}"
             target.rename(aside)
             folder.rename(target)
             aside.rename(folder)
-        else:
-            folder.rename(target)
-        about = read_json(open_file(target / RANK_FILE), target / RANK_FILE)
+        about = {**_about(target), "rank": rank, "is_rank": who.is_rank}
         (target / RANK_FILE).unlink()
-        _write_new(target / RANK_FILE, {**about, "rank": rank})
+        _write_new(target / RANK_FILE, about)
+        if was_alone:
+            _remove_if_empty(folder.parent)
     return target
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """Remove the folder of a role that nothing is left of."""
+    if not any(folder.glob("rank*")):
+        (folder / RUN_FILE).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def make_way(
@@ -151,17 +282,20 @@ def make_way(
         _write_new(mark, {"run": run_id})
 
 
-def _move_earlier(root: Path, mine: Path, run_id: str) -> Path | None:
+def _move_earlier_run(root: Path, run_id: str) -> Path | None:
     """Move what is not of this run; returns the folder it went to, None when there was nothing."""
-    if run_of(root / RUN_FILE) != run_id:
-        old = [folder for folder in root.iterdir() if _RANK_FOLDER.fullmatch(folder.name)]
-        old = [folder for folder in old if run_of(folder / RANK_FILE) != run_id]
-        if (root / RUN_FILE).exists():
-            old.append(root / RUN_FILE)
-    else:
-        old = [mine] if mine.exists() else []
-    if not old:
+    if run_of(root / RUN_FILE) == run_id:
         return None
+    old = [folder for folder in root.iterdir() if _RANK_FOLDER.fullmatch(folder.name)]
+    old = [folder for folder in old if run_of(folder / RANK_FILE) != run_id]
+    old += [root / role for role in processes_in(root)]
+    if (root / RUN_FILE).exists():
+        old.append(root / RUN_FILE)
+    return _move(root, old) if old else None
+
+
+def _move(root: Path, old: list[Path]) -> Path:
+    """Move these to earlier/N."""
     target = _earlier_folder(root, old)
     for path in old:
         # Without working locks (some network disks) another rank may have been faster.

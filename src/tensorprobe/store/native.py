@@ -25,7 +25,7 @@ from tensorprobe.records import (
     TensorSummary,
 )
 from tensorprobe.store import lines, tree
-from tensorprobe.store.claim import EARLIER, FORMAT, RANK_FILE, RUN_FILE
+from tensorprobe.store.claim import EARLIER, FORMAT, RANK_FILE, RUN_FILE, processes_in
 from tensorprobe.store.collective_lines import unpack_collective, unpack_sharding
 from tensorprobe.store.ending import END_FILE, read_ending
 from tensorprobe.store.step_files import LOG_FILE, header_problem, shard_name
@@ -113,6 +113,16 @@ def open_run(path: Path, on_gap: OnGap) -> tuple[list[Path], dict[str, Any]]:
     if steps is None:
         raise UnreadableCapture(f"'{path}' is not a native capture: it has no {RUN_FILE}")
     facts = _facts(path, steps, on_gap)
+    processes = processes_in(path)
+    if processes:
+        facts["processes"] = processes
+    if not steps and processes:
+        listed = ", ".join(f"'{path / name}'" for name in processes[:4])
+        more = f" and {len(processes) - 4} more" if processes[4:] else ""
+        raise UnreadableCapture(
+            f"'{path}' holds a recording of each process that the program started, and none of the "
+            f"program itself. Name one: {listed}{more}"
+        )
     if not steps:
         hint = f"; earlier runs are in '{path / EARLIER}'" if (path / EARLIER).is_dir() else ""
         raise UnreadableCapture(

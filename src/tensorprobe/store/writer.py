@@ -20,7 +20,7 @@ import numpy as np
 
 from tensorprobe.records import TensorSummary
 from tensorprobe.store.beside import Beside
-from tensorprobe.store.claim import claim, move_to_rank
+from tensorprobe.store.claim import Identity, claim, move_to_rank
 from tensorprobe.store.ending import Ending, write_ending
 from tensorprobe.store.lines import (
     CallLine,
@@ -217,7 +217,7 @@ class CaptureWriter:
         shard_nbytes: int = SHARD_NBYTES,
         results: SummarySource | None = None,
         digest_kind: str = "",
-        identify: Callable[[], tuple[int, str]] | None = None,
+        identify: Callable[[], Identity] | None = None,
         on_warning: Callable[[str], None] = lambda text: None,
         on_error: Callable[[Exception], None] = lambda error: None,
     ) -> None:
@@ -225,8 +225,9 @@ class CaptureWriter:
         self._digest_kind = digest_kind  # what stands before digests of the results
         self.folder = Path(root) / f"rank{rank}"
         # Rank and run, which a process may learn only after it has begun to record.
-        self._identify = identify or (lambda: (rank, run_id))
-        self._rank = rank
+        self._identify = identify or (lambda: Identity(rank, run_id))
+        self._identity = Identity(rank, run_id)
+        self._root = Path(root)
         self._claim = functools.partial(
             claim, Path(root), facts=facts, rank_facts=rank_facts, on_warning=on_warning
         )
@@ -312,8 +313,9 @@ class CaptureWriter:
         if self._rank_fd is None:
             # Not before: a run that records nothing must not move an earlier one away.
             # By descriptor, not path: a later run may move this folder while we write.
-            self._rank, run_id = self._identify()
-            self.folder = self._claim(self._rank, run_id)
+            self._identity = self._identify()
+            rank, run_id, who = self._identity
+            self.folder = self._claim(rank, run_id, who=who)
             self._rank_fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
             weakref.finalize(self, os.close, self._rank_fd).atexit = False
         self._follow_rank()
@@ -334,11 +336,27 @@ class CaptureWriter:
         """Move the folder if the process has turned out to be another rank."""
         if self._rank_fd is None:
             return
-        rank, _ = self._identify()
-        if rank != self._rank:
-            self._rank = rank
-            moved = move_to_rank(self.folder.parent, self._rank_fd, rank)
+        identity = self._identify()
+        if identity != self._identity:
+            self._identity = identity
+            moved = move_to_rank(self._root, self._rank_fd, identity.rank, identity.who)
             self.folder = moved or self.folder
+
+    @property
+    def part(self) -> str:
+        """What of the run is written: "rank0", or the name of a role."""
+        inside = self.folder.relative_to(self._root).parts
+        return inside[0] if inside else ""
+
+    @property
+    def is_beside_ranks(self) -> bool:
+        """Whether the files are in a folder of a role, where another process may have put them."""
+        if self._rank_fd is not None and self._root.is_dir():
+            for folder in self._root.glob(f"*/{self.folder.name}"):
+                if os.path.samestat(folder.stat(), os.fstat(self._rank_fd)):
+                    self.folder = folder
+                    return True
+        return False
 
     def _explained(self, error: OSError) -> OSError:
         """The error, or if a file of the capture is missing, that somebody has deleted it."""
