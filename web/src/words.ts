@@ -80,8 +80,8 @@ const WORDS = {
   phase_3: ["optimizer", "优化器"],
   graph: ["The model", "模型"],
   graphHelp: [
-    "Open a module to see what is inside. Colours tell how far the two runs are apart; arrows are the recorded data flow.",
-    "展开模块可查看其内部。颜色表示两次运行的差距，箭头是记录到的数据流。",
+    "Open a module to see what is inside. Colours tell how far the two runs are apart; arrows are the recorded data flow. The arrow keys go from box to box.",
+    "展开模块可查看其内部。颜色表示两次运行的差距，箭头是记录到的数据流。方向键在框之间移动。",
   ],
   overlaid: ["overlaid", "叠加"],
   sideBySide: ["side by side", "并排"],

@@ -137,8 +137,8 @@ def _both(found: TrendComparison) -> list[dict[str, Any]]:
     )
     wanted: dict[tuple[int, TrendKey], list[tuple[int, str]]] = {}
     for each in found.partings:
-        key = (each.rank, TrendKey(each.kind, each.name))
-        wanted.setdefault(key, []).append((each.step, "they part"))
+        parted = (each.rank, TrendKey(each.kind, each.name))
+        wanted.setdefault(parted, []).append((each.step, "they part"))
     for rank in sorted(ours.keys() & theirs.keys()):
         for key in chosen_trends(ours[rank], None):
             wanted.setdefault((rank, key), [])
