@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import default_device
 from tensorprobe.follow import compiled
 from tensorprobe.records import TensorRecord
+from tensorprobe.replay import references
 from tensorprobe.torch_versions import engine_entry
 
 default_device.choose()
@@ -79,6 +80,12 @@ def nothing_left_installed() -> Iterator[None]:
 def same_excepthook(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process group puts a hook of its own there, for ever."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+
+@pytest.fixture(autouse=True)
+def same_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registered reference keeps all that follows in one process."""
+    monkeypatch.setattr(references, "_REGISTERED", dict(references.registered()))
 
 
 @pytest.fixture(autouse=True)

@@ -370,7 +370,7 @@ class CompiledGraphCalls:
 def compiler_bisector() -> Any:
     """torch's own module that switches parts of its compiler off; None where it has none."""
     try:
-        from torch._inductor import compiler_bisector as found
+        from torch._inductor import compiler_bisector as bisector
     except ImportError:  # up to 2.5
         return None
-    return found if hasattr(found, "BACKENDS") else None
+    return bisector if hasattr(bisector, "BACKENDS") else None

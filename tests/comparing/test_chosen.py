@@ -249,6 +249,64 @@ def test_another_token_is_no_match_unless_the_logits_tie(tmp_path: Path) -> None
     assert "their logits are" in verdict.culprits[0].reason
 
 
+def test_other_data_in_one_row_are_no_match_though_the_rest_agrees(tmp_path: Path) -> None:
+    def one_by_one(first: int) -> Callable[[Any], None]:
+        def program(_: Any) -> None:
+            net = Net()
+            for ids in (IDS[1:], torch.tensor([[first, 8, 7]]), IDS[:1]):
+                net(ids)
+
+        return program
+
+    both = sides(tmp_path, one_by_one(0), one_by_one(2))
+    verdict = tp.compare(*both, at="outputs", rows="inputs").verdict
+    assert verdict.verdict == "incomparable"
+    assert str(verdict.reason).startswith("only 10 of 13 rows that the model gave have a partner")
+    same = sides(tmp_path / "same", one_by_one(0), one_by_one(0))
+    assert tp.compare(*same, at="outputs", rows="inputs").verdict.verdict == "match"
+
+
+class Tied(Net):
+    """Its logits of tokens 5 and 7 are equal, and the largest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.no_grad():
+            self.head.weight[7] = self.head.weight[5]
+            self.head.bias[5] = self.head.bias[7] = 10.0
+
+
+@pytest.mark.parametrize(("other", "outcome"), [(False, "match"), (True, "incomparable")])
+def test_what_comes_after_a_tie_needs_no_partner(tmp_path: Path, other: bool, outcome: str) -> None:
+    def read(token: int, more: int) -> Callable[[Any], None]:
+        def program(_: Any) -> None:
+            net = Tied()
+            net(torch.tensor([[3, 1, 4, 2, token, 6]]))
+            net(torch.tensor([[more, 9]]))
+
+        return program
+
+    both = sides(tmp_path, read(5, 11 if other else 12), read(7, 12))
+    verdict = tp.compare(*both, at="outputs", rows="inputs").verdict
+    assert verdict.verdict == outcome
+    assert any("1 sequence went on with other tokens (5 and 7)" in note for note in verdict.notes)
+
+
+def test_a_token_that_is_no_tie_is_found_beside_other_data(tmp_path: Path) -> None:
+    def read(token: int, more: int) -> Callable[[Any], None]:
+        def program(_: Any) -> None:
+            net = Net()
+            net(torch.tensor([[3, 1, 4, 2, token, 6]]))
+            net(torch.tensor([[more, 9]]))
+
+        return program
+
+    both = sides(tmp_path, read(5, 11), read(7, 12))
+    verdict = tp.compare(*both, at="outputs", rows="inputs").verdict
+    assert verdict.verdict == "diverged"
+    assert (verdict.culprits[0].cause, verdict.culprits[0].kind) == ("data", "input")
+
+
 def test_rows_that_the_program_has_saved(tmp_path: Path) -> None:
     def packed(recorder: Any) -> None:
         net = nn.Linear(4, 3)

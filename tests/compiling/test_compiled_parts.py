@@ -13,10 +13,12 @@ import torch
 
 from recorded import SRC
 from tensorprobe.compiling.compile_records import GraphNode, RecordedGraph, read_compiled
-from tensorprobe.compiling.compile_stages import StageFinding, judge_compiled, kernel_calls
+from tensorprobe.compiling.compile_stages import judge_compiled
 from tensorprobe.compiling.graph_encoding import GraphEncoder
 from tensorprobe.compiling.graph_replay import GraphReplay
 from tensorprobe.compiling.inductor_operators import inductor_random
+from tensorprobe.compiling.kernel_calls import kernel_calls
+from tensorprobe.compiling.stage_findings import StageFinding
 from tensorprobe.compiling.stage_repro import write_repro
 from tensorprobe.errors import BadArtefact, NotReplayable, UnreadableCapture
 

@@ -1,18 +1,16 @@
 """A switch that one rank alone has: its products are not judged by it, and it is the cause."""
 
-from pathlib import Path
 from typing import Any
 
 from tensorprobe.comparing.rank_switches import RankSwitches
 from tensorprobe.comparing.verdict import Culprit
-from tensorprobe.records import Capture
 
 
-def capture(*is_on: bool) -> Capture:
+def facts(*is_on: bool) -> dict[str, Any]:
     ranks: dict[str, Any] = {
         str(rank): {"rank": rank, "numerics": {"matmul_tf32": on}} for rank, on in enumerate(is_on)
     }
-    return Capture(Path("run"), "native", [], facts={"ranks": ranks, "numerics": {"a": 1}})
+    return {"ranks": ranks, "numerics": {"a": 1}}
 
 
 def culprit(rank: int, op: str, error: float) -> Culprit:
@@ -23,7 +21,7 @@ def culprit(rank: int, op: str, error: float) -> Culprit:
 
 
 def test_a_rank_alone_is_judged_as_the_others() -> None:
-    switches = RankSwitches(capture(False, True, False), capture(False, False, False), (0, 1, 2))
+    switches = RankSwitches((facts(False, True, False), facts(False, False, False)), (0, 1, 2))
     assert switches.facts(1) == ({}, {})
     assert switches.facts(0)[0]["numerics"] == {"matmul_tf32": False}
     found = [culprit(1, "torch.nn.functional.linear", 2000.0), culprit(0, "torch.matmul", 2000.0),
@@ -36,7 +34,7 @@ def test_a_rank_alone_is_judged_as_the_others() -> None:
 
 
 def test_what_all_ranks_have_is_meant() -> None:
-    switches = RankSwitches(capture(True, True), capture(False, False), (0, 1))
+    switches = RankSwitches((facts(True, True), facts(False, False)), (0, 1))
     assert switches.facts(1)[0]["numerics"] == {"matmul_tf32": True}
     found = [culprit(1, "torch.matmul", 2000.0)]
     switches.name(found)

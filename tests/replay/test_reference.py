@@ -19,7 +19,6 @@ from tensorprobe.records import Call, Capture
 from tensorprobe.replay.allowed import _ALLOWED, _ALLOWED_NAMESPACES, allow
 from tensorprobe.replay.rebuild import with_stride
 from tensorprobe.replay.reference import replay
-from tensorprobe.replay.references import _REGISTERED
 
 
 def grad_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -259,7 +258,6 @@ def test_a_custom_op_takes_the_users_reference(tmp_path: Path) -> None:
     assert done.error("output.0", call.tensor("output.0").load()) > 100
     assert tp.reference("tensorprobe_test::twice")(own["tensorprobe_test::twice"])
     assert torch.equal(replay(call).outputs["output.0"], torch.full((3,), 2.0).double())
-    del _REGISTERED["tensorprobe_test::twice"]
     _ALLOWED.remove("tensorprobe_test")
     _ALLOWED_NAMESPACES.remove("tensorprobe_test")
 

@@ -15,6 +15,7 @@ from tensorprobe.report.chinese import _sentences, in_chinese, sentences_in_chin
 # Templates of which a part is a sentence of its own: how they read.
 COMPOSED = {
     "x0 is x2": "output.0 is off by 31 roundings (0.2 % of its size); 16 are explained by rounding",
+    "x0; x2": "numerics.matmul_tf32 is True on rank 1, False expected, as on the other ranks; x2",
 }
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
 

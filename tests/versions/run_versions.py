@@ -4,6 +4,9 @@ An environment is made outside of the tree, with what a user would have: torch f
 all that it needs, a numpy that fits it, and then this package, which must replace neither. It is
 removed afterwards. The results go to src/tensorprobe/tried_versions.json, which `doctor` reads, and
 docs/versions.md is written from them.
+
+With --without-cuda empty libraries take the place of CUDA's 4 GB, which a machine without a GPU
+loads and never calls.
 """
 
 from __future__ import annotations
@@ -23,17 +26,30 @@ from typing import Any
 from torch_names import VERSIONS, links, minor
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "npu" / "cann"))
+import without_cuda  # noqa: E402: it is found from here on
+
 SET = Path(__file__).with_name("compatibility.txt")
 RESULTS = ROOT / "src" / "tensorprobe" / "tried_versions.json"
 TEMPLATE, PAGE = Path(__file__).with_name("page.md"), ROOT / "docs" / "versions.md"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
-NEEDED = ("pytest", "pytest-timeout", "hypothesis", "openpyxl", "protobuf", "PyYAML", "XlsxWriter")
+NEEDED = (
+    *("pytest", "pytest-timeout", "hypothesis", "openpyxl", "protobuf", "PyYAML", "XlsxWriter"),
+    *("safetensors", "ipython"),
+)
 LIMIT_S = 3600
 # What 2.4 says of itself: pickle calls torch.load there, and a checkpoint calls that autocast.
 WARNINGS = (
     "ignore:You are using `torch.load` with:FutureWarning",
     "ignore:`torch.cpu.amp.autocast(args...)` is deprecated:FutureWarning",
 )
+# What torch needs, but for CUDA's packages.
+WITHOUT_CUDA = """
+import re, subprocess, sys
+from importlib.metadata import requires
+needs = [need for need in requires("torch") if not re.match("nvidia|cuda|triton|.*extra ==", need)]
+sys.exit(subprocess.call([sys.executable, "-m", "pip", "install", "-q", *needs, *sys.argv[1:]]))
+"""
 
 Row = dict[str, Any]
 
@@ -97,22 +113,31 @@ def run(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **more)
 
 
-def try_version(version: str, python: str, home: Path) -> Row:
+def try_version(version: str, python: str, home: Path, has_cuda: bool) -> Row:
     """Make an environment, and run the compatibility set in it."""
     row: Row = {"torch": version, "python": python}
     place = home / f"{version}-{python}"
     program = str(place / "bin" / "python")
-    if not place.exists():
+    if not (place / "ready").exists():
         numpy = "numpy<2" if before(version, "2.3") or python in ("3.10", "3.11") else "numpy>=2"
         steps = [
-            [str(interpreter(python)), "-m", "venv", str(place)],
+            [str(interpreter(python)), "-m", "venv", "--clear", str(place)],
             [program, "-m", "pip", "install", "-q", "--upgrade", "pip"],
-            [program, "-m", "pip", "install", "-q", f"torch=={version}", numpy, "setuptools"],
         ]
+        torch = [program, "-m", "pip", "install", "-q", f"torch=={version}"]
+        if has_cuda:
+            steps.append([*torch, numpy, "setuptools"])
+        else:
+            steps += [[*torch, "--no-deps"], [program, "-c", WITHOUT_CUDA, numpy, "setuptools"]]
         for step in steps:
             done = run(step, env={**os.environ, "PIP_CACHE_DIR": str(home / "cache")})
             if done.returncode:
                 return row | {"note": f"cannot be installed: {last_line(done.stderr)}"}
+        if not has_cuda:
+            where = "import sysconfig; print(sysconfig.get_paths()['platlib'])"
+            packages = Path(run([program, "-c", where]).stdout.strip())
+            without_cuda.build(packages / "torch", place / "without_cuda")
+        (place / "ready").touch()
     before_us = installed(program)
     done = run([program, "-m", "pip", "install", "-q", str(ROOT), *NEEDED])
     if done.returncode:
@@ -120,19 +145,19 @@ def try_version(version: str, python: str, home: Path) -> Row:
     run([program, "-m", "pip", "uninstall", "-q", "-y", "tensorprobe"])  # src is tested
     row["numpy"] = installed(program)["numpy"]
     row["replaced"] = sorted(name for name, v in before_us.items() if installed(program)[name] != v)
-    built = run([program, "-m", "tensorprobe.native.build"], env=with_src())
+    built = run([program, "-m", "tensorprobe.native.build"], env=with_src(place))
     made = re.match(r"built: (.*)", built.stdout)
     row["native"] = "built" if made else last_line(built.stderr)
     try:
-        row |= tested(program, home)
+        row |= tested(program, place)
     finally:
         if made:
             Path(made[1]).unlink(missing_ok=True)
     return row
 
 
-def tested(program: str, home: Path) -> Row:
-    report = home / "report.xml"
+def tested(program: str, place: Path) -> Row:
+    report = place / "report.xml"
     report.unlink(missing_ok=True)
     tests = SET.read_text().split("\n")
     command = [program, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
@@ -140,7 +165,7 @@ def tested(program: str, home: Path) -> Row:
     command += [part for warning in WARNINGS for part in ("-W", warning)]
     options = [f"--junitxml={report}", *filter(None, tests)]
     try:
-        done = run([*command, *options], env=with_src(), timeout=LIMIT_S)
+        done = run([*command, *options], env=with_src(place), timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         return {"note": f"the tests took more than {LIMIT_S} s"}
     if not report.exists():
@@ -168,8 +193,11 @@ def installed(program: str) -> dict[str, str]:
     return dict(zip(names, run([program, "-c", code]).stdout.split(), strict=True))
 
 
-def with_src() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TENSORPROBE_BUILD": "0"}
+def with_src(place: Path) -> dict[str, str]:
+    found = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "TENSORPROBE_BUILD": "0"}
+    if (place / "without_cuda").exists():
+        found["LD_LIBRARY_PATH"] = str(place / "without_cuda")
+    return found
 
 
 def before(version: str, other: str) -> bool:
@@ -241,6 +269,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("versions", nargs="*", help="2.1.0, or 2.1.0@3.11 for one Python")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the environments there")
+    parser.add_argument(
+        "--without-cuda", action="store_true", help="with empty libraries in the place of CUDA's"
+    )
     parser.add_argument("--page", action="store_true", help="only write the page again")
     args = parser.parse_args()
     if args.page:
@@ -255,7 +286,7 @@ def main() -> int:
         home = args.keep or Path(tempfile.mkdtemp(prefix="tensorprobe-versions-"))
         try:
             for version, python in environments:
-                row = try_version(version, python, home)
+                row = try_version(version, python, home, not args.without_cuda)
                 remember(row)
                 sys.stdout.write(
                     f"torch {version}, Python {python}: {'; '.join(results_of(row))}\n"

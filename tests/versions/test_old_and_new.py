@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -175,6 +176,37 @@ def test_a_version_without_the_simulated_device_says_which_has_it() -> None:
     assert done.stderr.splitlines()[-1].endswith(
         "the simulated NPU needs torch 2.10 or newer. Everything else works with this torch"
     )
+
+
+def test_a_version_that_hides_its_graphs_says_which_shows_them(tmp_path: Path) -> None:
+    if torch_versions.can_see_compiling():
+        pytest.skip("this one shows them")
+    (tmp_path / "train.py").write_text("import torch\nprint(torch.ones(2).sum().item())\n")
+    for words, status, said in (
+        (
+            ("run", "--compiled", "graphs", "-o", "run", "train.py"),
+            0,
+            f"compiled='graphs': torch {torch.__version__} does not show what it compiles, torch "
+            "2.6 and newer do. A compiled part is one call here",
+        ),
+        (
+            ("bisect", "--compile", "--", "train.py"),
+            1,
+            f"torch {torch.__version__} cannot switch passes of torch.compile off one by one; "
+            "torch 2.6 and newer can",
+        ),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "tensorprobe", *words],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(SRC)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == status, done.stderr
+        assert said in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_every_file_can_be_imported() -> None:

@@ -17,7 +17,7 @@ from tensorprobe.terminal import say, warn
 
 if TYPE_CHECKING:
     from tensorprobe.compiling.compile_records import CompiledParts
-    from tensorprobe.compiling.compile_stages import StageFinding, StagesJudged
+    from tensorprobe.compiling.stage_findings import StageFinding, StagesJudged
 
 _EPILOG = """\
 examples:
@@ -27,7 +27,7 @@ examples:
   tensorprobe compiled runs/a -o report         stages.json, and a script for each fault
 
 The run was recorded with --compiled graphs (or kernels) --keep tensors. Exit status 3: a stage
-is at fault; 0: all of it was judged, and none is; 1: nothing could be judged.
+is at fault; 0: what came out of each run was judged, and none is; 1: not all could be judged.
 """
 _SHOWN = 20
 
@@ -112,8 +112,8 @@ def _judge(args: argparse.Namespace) -> int:
         against = judge_guards(Path(args.capture), Path(args.against), ranks, judged)
     findings = [finding for each in judged for finding in each.findings]
     scripts = _write_scripts(findings, Path(args.output)) if args.output is not None else {}
-    n_judged = sum(each.n_judged for each in judged)
-    verdict = "fault" if findings else ("match" if n_judged else "incomparable")
+    is_all = all(each.n_judged == each.n_runs > 0 for each in judged)
+    verdict = "fault" if findings else ("match" if is_all else "incomparable")
     result = {
         "verdict": verdict,
         "against": against or None,
@@ -175,10 +175,13 @@ def _lines(
             lines += _finding_lines(finding, scripts)
     elif n_judged:
         worst = max(each.worst for each in judged)
+        is_all = all(each.n_judged == each.n_runs > 0 for each in judged)
         lines.append(
-            f"match: {n_judged} of {n_runs} runs of compiled graphs give what their graphs say, "
-            f"within rounding (at most {worst:.3g} of 16 units)"
+            f"{'match' if is_all else 'incomparable'}: {n_judged} of {n_runs} runs of compiled "
+            f"graphs give what their graphs say, within rounding (at most {worst:.3g} of 16 units)"
         )
+        if not is_all:
+            lines.append("  what the others give could not be judged")
     else:
         lines.append(f"nothing could be judged of {n_runs} runs of compiled graphs in '{path}'")
     lines.append(f"  dynamo's graph was held against that of aot_autograd in {n_dynamo} of them")

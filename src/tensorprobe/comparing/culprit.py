@@ -30,6 +30,7 @@ from tensorprobe.comparing.scene import (
     unit_growth,
 )
 from tensorprobe.comparing.verdict import Cause, Culprit, CulpritKind, Place, Side
+from tensorprobe.records import digests_tell
 
 Found = tuple[int, Culprit] | None  # with the node that it is at
 _MOST_GROWN = 1e-3  # of its size: what rounding of many calls is taken to make of a gradient
@@ -184,7 +185,9 @@ def heals(scene: Scene, found: tuple[int, Culprit], seen_at: Node | None = None)
             forward = scene.forward_of(node)
             if forward is None or culprit.kind != "argument":
                 return False
-            starts.append(forward)
+            # Sums of the same numbers may differ in their last digit, or not, by chance: where that
+            # is all there is to see, what forward comes to tells whether they are moved back.
+            starts = [forward] if is_only_moved(node) else [node, forward]
         if not all(converge(scene, start, same_calls=True) for start in starts):
             return False
         return gradients_agree(scene, node)
@@ -194,6 +197,21 @@ def heals(scene: Scene, found: tuple[int, Culprit], seen_at: Node | None = None)
         # a GradScaler: what the optimizer is given is unscaled again
         return gradients_agree(scene, seen_at)
     return converge(scene, seen_at) and gradients_agree(scene, seen_at)
+
+
+def is_only_moved(node: Node) -> bool:
+    """Whether nothing but the last digits of statistics tells the results of a call apart."""
+    return all(
+        same_bits(row) is not False
+        or (is_moved(row) and row.metrics is None and not is_told_by_digests(row))
+        for row in node.outputs
+    )
+
+
+def is_told_by_digests(row: TensorPair) -> bool:
+    """Whether digests say if two tensors are equal."""
+    a, e = row.actual, row.expected
+    return a is not None and e is not None and digests_tell(a, e)
 
 
 def gradients_agree(scene: Scene, node: Node, *, in_pieces: bool = False) -> bool:

@@ -38,6 +38,8 @@ def world_size(capture: Capture) -> int | None:
         size = environment.get("WORLD_SIZE") if isinstance(environment, Mapping) else None
         if isinstance(size, str) and size.isdigit():
             return int(size)
+        if isinstance(size := facts.get("world_size"), int):
+            return size
     if isinstance(capture, RankByRank):
         size = capture.seen.world_size
         return size if isinstance(size, int) else None

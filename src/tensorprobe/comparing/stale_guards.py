@@ -6,14 +6,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tensorprobe.comparing.comparison import compare_captures
 from tensorprobe.comparing.verdict import Culprit
-from tensorprobe.compiling.compile_records import CompiledParts
-from tensorprobe.compiling.compile_stages import StageFinding, StagesJudged
+from tensorprobe.compiling.compile_records import CompiledParts, GraphRun, StoredTensor
 from tensorprobe.compiling.inductor_operators import RANDOM
+from tensorprobe.compiling.stage_findings import StageFinding, StagesJudged
 from tensorprobe.records import Call
 from tensorprobe.store.loading import load
+
+if TYPE_CHECKING:
+    import torch
 
 _COMPILED = ("Compiled.", "Function.CompiledFunction.", "Module.OptimizedModule.")
 
@@ -39,33 +43,17 @@ def judge_guards(
     for parts, each in zip(ranks, judged, strict=True):
         if parts.rank != culprit.rank or each.findings:
             continue
-        if any("before recording" in why for why in each.unjudged) or not each.n_dynamo:
-            each.not_judged("dynamo's stage: its graphs could not all be held against each other")
+        runs = _runs_of(parts, culprit, call)
+        if not runs or not {run.id for run in runs} <= each.from_dynamo:
+            each.not_judged(f"dynamo's stage of {culprit.name}: which graphs ran, or if they agree")
             continue
-        if any(node.target in RANDOM for graph in parts.graphs.values() for node in graph.nodes):
+        if _draws(parts, runs):
             each.not_judged(
                 "dynamo's stage: inductor draws other random numbers than eager torch. Record "
                 "with torch._inductor.config.fallback_random = True"
             )
             continue
-        run = next((run for run in parts.runs if run.step == culprit.step), None)
-        graph = parts.graphs.get(run.graph) if run is not None else None
-        each.findings.append(
-            StageFinding(
-                stage="dynamo",
-                rank=culprit.rank,
-                step=culprit.step,
-                run=run.id if run is not None else -1,
-                compilation=graph.compilation if graph is not None else "?",
-                direction=culprit.direction,
-                node=None,
-                text=f"{culprit.name} is given what it is given uncompiled, and gives something "
-                "else, though every stage below agrees with dynamo's graph: that graph is not "
-                "what the program does here. A guard that should have failed let an older graph "
-                "run, or dynamo traced something else",
-                error=math.inf,
-            )
-        )
+        each.findings.append(_finding(parts, culprit, runs))
     return f"against eager: diverged, first at {culprit.name}"
 
 
@@ -73,3 +61,52 @@ def _is_compiled(culprit: Culprit, call: Call | None) -> bool:
     if culprit.name.startswith(_COMPILED):
         return True
     return call is not None and any(note.startswith("compiled:") for note in call.notes)
+
+
+def _runs_of(parts: CompiledParts, culprit: Culprit, call: Call | None) -> list[GraphRun]:
+    """The runs of compiled graphs that were part of a call, by the tensors that both have."""
+    backward = culprit.direction == "backward"
+    in_step = [
+        run
+        for run in parts.runs
+        if run.step == culprit.step
+        and (run.graph not in parts.graphs or parts.graphs[run.graph].is_backward == backward)
+    ]
+    if len(in_step) < 2 or call is None:
+        return in_step
+    tensors = [each for each in call.tensors if each.role in ("input", "output") and each.shape]
+    contents = [each.load() for each in tensors if each.blob is not None]
+    found = [run for run in in_step if any(_has(parts, run, content) for content in contents)]
+    return found or in_step
+
+
+def _has(parts: CompiledParts, run: GraphRun, content: torch.Tensor) -> bool:
+    for value in (*run.inputs, *run.outputs):
+        if isinstance(value, StoredTensor) and tuple(content.shape) == value.shape:
+            mine = value.load(parts.folder, f"run {run.id}")
+            if mine.dtype == content.dtype and mine.equal(content):
+                return True
+    return False
+
+
+def _draws(parts: CompiledParts, runs: Sequence[GraphRun]) -> bool:
+    graphs = [parts.graphs[run.graph] for run in runs]
+    return any(node.target in RANDOM for graph in graphs for node in graph.nodes)
+
+
+def _finding(parts: CompiledParts, culprit: Culprit, runs: Sequence[GraphRun]) -> StageFinding:
+    compilations = sorted({parts.graphs[run.graph].compilation for run in runs})
+    return StageFinding(
+        stage="dynamo",
+        rank=culprit.rank,
+        step=culprit.step,
+        run=runs[0].id,
+        compilation=" or ".join(compilations),
+        direction=culprit.direction,
+        node=None,
+        text=f"{culprit.name} is given what it is given uncompiled, and gives something else, "
+        "though every stage below agrees with dynamo's graph: that graph is not what the program "
+        "does here. A guard that should have failed let an older graph run, or dynamo traced "
+        "something else",
+        error=math.inf,
+    )

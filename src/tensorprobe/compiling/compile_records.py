@@ -75,8 +75,9 @@ class GraphNode(msgspec.Struct, frozen=True):
     shape: str = ""
 
 
-# Torch's own name of a compilation: 0/0, 0/1, 1/0. It gets into scripts.
-Compilation = Annotated[str, msgspec.Meta(pattern=r"\A(\d{1,9}|None)/(\d{1,9}|None)\Z")]
+# Torch's own name of a compilation: 0/0, 0/1, 1/0, with compiled autograd !0/1/0. It gets into
+# scripts.
+Compilation = Annotated[str, msgspec.Meta(pattern=r"\A(!\d{1,9}/)?(\d{1,9}|None)/(\d{1,9}|None)\Z")]
 
 
 class RecordedGraph(msgspec.Struct, frozen=True, tag="graph"):
@@ -90,12 +91,31 @@ class RecordedGraph(msgspec.Struct, frozen=True, tag="graph"):
     inductor: int = -1  # inductor's number of the graph
     constants: dict[str, Value] = {}
     inner: dict[str, tuple[GraphNode, ...]] = {}  # graphs that nodes call, by name
-    n_mutated: int = 0  # of the outputs of an AOT forward graph, the first: what inputs become
-    n_results: int = -1  # the next ones: what the program gets. -1: not known
+    mutated: tuple[int, ...] = ()  # inputs that become the first outputs of an AOT forward graph
+    n_results: int = -1  # of the next outputs: what the program gets. -1: not known
 
     @property
     def inputs(self) -> list[GraphNode]:
         return [node for node in self.nodes if node.kind == "input"]
+
+    def copied(self) -> dict[int, str]:
+        """The inputs that the graph copies to, each with the node that it copies last."""
+        numbers = {node.name: number for number, node in enumerate(self.inputs)}
+        found = {}
+        for node in self.nodes:
+            if node.target.endswith("copy_.default") and isinstance(node.args, dict):
+                args = node.args.get("tuple")
+                names = [node_name(each) for each in args[:2]] if isinstance(args, list) else []
+                if len(names) == 2 and names[0] in numbers:
+                    found[numbers[names[0]]] = names[1]
+        return found
+
+
+def node_name(tree: Any) -> str:
+    """The node that an argument is; nothing where it is none."""
+    special = tree.get("special") if isinstance(tree, dict) else None
+    is_node = isinstance(special, list) and len(special) == 2 and special[0] == "node"
+    return str(special[1]) if is_node else ""
 
 
 class GeneratedCode(msgspec.Struct, frozen=True, tag="code"):
@@ -130,7 +150,7 @@ class GraphRun(msgspec.Struct, frozen=True, tag="run"):
     graph: int  # of the stage "inductor"; -1 where it was compiled before recording began
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    written: dict[str, Value] = {}  # by the number of the input, as text
+    written: dict[str, Value] = {}  # inputs that are others afterwards, by number, as text
     rng: Value = None
     kernels: tuple[KernelRun, ...] = ()
 
@@ -157,13 +177,22 @@ class CompiledParts:
         self.events = [line for line in lines if isinstance(line, CompileEvent)]
         self.runs = [line for line in lines if isinstance(line, GraphRun)]
         self.gaps = [line for line in lines if isinstance(line, CompileGap)]
+        self._begun: dict[int, int] = {}  # by graph, dynamo's: after a reset names come again
+        latest: dict[str, int] = {}
+        for graph in self.graphs.values():
+            if graph.stage == "dynamo":
+                latest[graph.compilation] = graph.id
+            self._begun[graph.id] = latest.get(graph.compilation, -1)
 
-    def of(self, compilation: str, stage: Stage) -> list[RecordedGraph]:
-        """The graphs of one stage of a compilation; DDP makes several of one."""
+    def of(self, one: RecordedGraph, stage: Stage) -> list[RecordedGraph]:
+        """The graphs of a stage in the compilation that `one` is of; DDP makes several of one."""
+        begun = self._begun[one.id]
         return [
             graph
             for graph in self.graphs.values()
-            if graph.compilation == compilation and graph.stage == stage
+            if graph.compilation == one.compilation
+            and graph.stage == stage
+            and self._begun[graph.id] == begun
         ]
 
     def before_inductor(self, graph: RecordedGraph) -> RecordedGraph | None:
@@ -172,7 +201,7 @@ class CompiledParts:
         wanted = [node.name for node in graph.inputs]
         found = None
         for stage in stages:
-            for each in self.of(graph.compilation, stage):
+            for each in self.of(graph, stage):
                 if each.id < graph.id and [node.name for node in each.inputs] == wanted:
                     found = each
         return found

@@ -41,6 +41,7 @@ from tensorprobe.compiling.compile_records import (
     Value,
 )
 from tensorprobe.compiling.graph_encoding import GraphEncoder
+from tensorprobe.compiling.kernel_watch import KernelWatch
 from tensorprobe.follow.compiled import unseen
 from tensorprobe.follow.quiet import Quiet
 from tensorprobe.store.shard import Shards
@@ -95,8 +96,8 @@ class CompileWatch:
         self._shards: Shards | None = None
         self._n_graphs = self._n_runs = 0
         self._latest: dict[tuple[int, bool], RecordedGraph] = {}  # by inductor's number
-        self._metadata: dict[str, tuple[int, int]] = {}  # of AOT, by compilation
-        self._wrapped: list[tuple[dict[str, Any], str, Any]] = []  # kernels, while one is watched
+        self._metadata: dict[str, tuple[tuple[int, ...], int]] = {}  # of AOT, by compilation
+        self._kernels = KernelWatch()
         self._opened = ExitStack()
 
     def install(self) -> None:
@@ -129,7 +130,7 @@ class CompileWatch:
         if name is None:
             artifact = metadata.get("artifact")
             name = artifact.get("name", "") if isinstance(artifact, dict) else ""
-        compilation = f"{metadata.get('frame_id')}/{metadata.get('frame_compile_id')}"
+        compilation = _name_of(metadata)
         with self._lock:
             if name in _GRAPHS:
                 self._graph(name, compilation, frame)
@@ -139,9 +140,9 @@ class CompileWatch:
             elif name == "aot_forward_graph_fw_metadata":
                 meta = _local(frame, "fw_metadata", object)
                 if meta is not None:
-                    mutated = getattr(meta, "mutated_inp_runtime_indices", ())
+                    mutated = tuple(getattr(meta, "mutated_inp_runtime_indices", ()))
                     infos = getattr(meta, "output_info", ())
-                    self._metadata[compilation] = len(mutated), len(infos)
+                    self._metadata[compilation] = mutated, len(infos)
             elif "inductor_output_code" in metadata:
                 self._code(str(payload), frame)
 
@@ -153,9 +154,10 @@ class CompileWatch:
             return
         encoded = self._encode(module)
         number = _local(frame, "graph_id", int) if stage == "inductor" else None
-        n_mutated, n_results = 0, -1
+        mutated: tuple[int, ...] = ()
+        n_results = -1
         if stage in ("forward", "inference"):
-            n_mutated, n_results = self._metadata.get(compilation, (0, -1))
+            mutated, n_results = self._metadata.get(compilation, ((), -1))
         backward = stage == "backward"
         if stage == "inductor":
             backward = bool(_local(frame, "is_backward", bool))
@@ -169,7 +171,7 @@ class CompileWatch:
             inductor=-1 if number is None else number,
             constants=constants,
             inner=encoded.inner,
-            n_mutated=n_mutated,
+            mutated=mutated,
             n_results=n_results,
         )
         self._n_graphs += 1
@@ -204,6 +206,7 @@ class CompileWatch:
         graph = None
         held: list[Any] = []
         kernels: list[KernelRun] = []
+        module = None
         with OnTrouble(self._trouble, "inputs of a compiled graph"), Quiet(), self._lock:
             options = getattr(compiled, "fx_kwargs", None) or {}
             key = options.get("graph_id", -1), bool(options.get("is_backward"))
@@ -213,17 +216,19 @@ class CompileWatch:
             if graph is not None and any(_RANDOM.search(node.target) for node in graph.nodes):
                 rng = self._stored("rng", torch.get_rng_state())
             if self._inside == "kernels":
-                self._wrap(compiled, kernels)
+                module = self._watch_kernels(compiled, kernels)
         try:
             result = call()
         finally:
-            self._unwrap()
+            if module is not None:
+                self._kernels.end(module)
         with OnTrouble(self._trouble, "outputs of a compiled graph"), Quiet(), self._lock:
             outputs = result if isinstance(result, list | tuple) else [result]
-            written = {}
-            for number in _written(graph):
-                if number < len(held):
-                    written[str(number)] = self._stored("written", held[number])
+            written = {
+                str(number): self._stored("written", value)
+                for number, value in enumerate(held)
+                if not self._is_still(given[number], value)
+            }
             self._write(
                 GraphRun(
                     id=self._n_runs,
@@ -239,42 +244,28 @@ class CompileWatch:
             self._n_runs += 1
         return result
 
-    def _wrap(self, compiled: Any, kernels: list[KernelRun]) -> None:
-        """Stand around each kernel that the generated code calls; the code stays as it is."""
-        names = _globals_of(getattr(compiled, "current_callable", None))
-        if names is None:
+    def _watch_kernels(self, compiled: Any, kernels: list[KernelRun]) -> dict[str, Any] | None:
+        def seen(name: str, args: tuple[Any, ...], out: Any) -> None:
+            with OnTrouble(self._trouble, name), Quiet(), self._lock:
+                values = [] if out is not None else [self._stored(name, arg) for arg in args]
+                stored = None if out is None else self._stored(name, out)
+                kernels.append(KernelRun(name, tuple(values), stored))
+
+        module = self._kernels.begin(getattr(compiled, "current_callable", None), seen)
+        if module is None:
             self._write(CompileGap("kernels", "the functions that call them were not found"))
-            return
-
-        def watch(name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-            def called(*args: Any, **kwargs: Any) -> Any:
-                result = kernel(*args, **kwargs)
-                with OnTrouble(self._trouble, name), Quiet(), self._lock:
-                    out = kwargs.get("out")
-                    values = [] if out is not None else [self._stored(name, arg) for arg in args]
-                    kernels.append(
-                        KernelRun(
-                            name, tuple(values), None if out is None else self._stored(name, out)
-                        )
-                    )
-                return result
-
-            return called
-
-        for name, value in list(names.items()):
-            if name.startswith("cpp_fused") and callable(value):
-                self._wrapped.append((names, name, value))
-                names[name] = watch(name, value)
-            elif name == "extern_kernels":
-                self._wrapped.append((names, name, value))
-                names[name] = _WatchedNamespace(value, watch)
-
-    def _unwrap(self) -> None:
-        while self._wrapped:
-            names, name, value = self._wrapped.pop()
-            names[name] = value
+        return module
 
     # Writing
+
+    def _is_still(self, given: Value, value: Any) -> bool:
+        """Whether a tensor has the content that was stored of it."""
+        if not isinstance(given, StoredTensor):
+            return True
+        if self._shards is None or tuple(value.shape) != given.shape:
+            return False
+        place = given.shard, given.offset, given.nbytes
+        return _has_content(value) and self._shards.holds(place, _bytes_of(value))
 
     def _stored(self, name: str, value: Any) -> Value:
         if not isinstance(value, torch.Tensor):
@@ -288,8 +279,9 @@ class CompileWatch:
         shards = self._open()
         if shards is None:
             return Unstored("nothing is recorded yet")
-        content = value.detach().resolve_conj().resolve_neg().contiguous().cpu()
-        data: np.ndarray[Any, Any] = content.reshape(-1).view(torch.uint8).numpy()
+        if not _has_content(value):
+            return Unstored("its memory was given back")
+        data = _bytes_of(value)
         dtype = str(value.dtype).removeprefix("torch.")
         place = shards.find(data) or shards.append(name, dtype, tuple(value.shape), data)
         return StoredTensor(
@@ -350,15 +342,11 @@ class _TraceHandler(logging.Handler):
                 self._watch.told(metadata, getattr(record, "payload", None), frame)
 
 
-class _WatchedNamespace:
-    """Inductor's `extern_kernels`, each function of which is watched."""
-
-    def __init__(self, original: Any, watch: Callable[[str, Any], Any]) -> None:
-        self._original = original
-        self._watch = watch
-
-    def __getattr__(self, name: str) -> Any:
-        return self._watch(f"extern_kernels.{name}", getattr(self._original, name))
+def _name_of(metadata: dict[str, Any]) -> str:
+    """Torch's name of a compilation; that of one which compiled autograd began says so."""
+    name = f"{metadata.get('frame_id')}/{metadata.get('frame_compile_id')}"
+    autograd = metadata.get("compiled_autograd_id")
+    return name if autograd is None else f"!{autograd}/{name}"
 
 
 def _local(frame: FrameType | None, name: str, kind: type, having: str = "") -> Any:
@@ -373,37 +361,15 @@ def _local(frame: FrameType | None, name: str, kind: type, having: str = "") -> 
     return None
 
 
-def _written(graph: RecordedGraph | None) -> list[int]:
-    """The numbers of the inputs that a graph writes to."""
-    if graph is None:
-        return []
-    numbers = {node.name: i for i, node in enumerate(graph.inputs)}
-    found = []
-    for node in graph.nodes:
-        if node.target.endswith("copy_.default") and isinstance(node.args, dict):
-            first = (node.args.get("tuple") or [None])[0]
-            special = first.get("special") if isinstance(first, dict) else None
-            if special and special[0] == "node" and special[1] in numbers:
-                found.append(numbers[special[1]])
-    return found
+def _has_content(value: torch.Tensor) -> bool:
+    """Whether there is memory behind a tensor; FSDP frees what it has gathered."""
+    return not value.numel() or value.untyped_storage().nbytes() > 0
 
 
-def _globals_of(function: Any) -> dict[str, Any] | None:
-    """The global names of the module that inductor generated, behind torch's wrappers."""
-    todo = [function]
-    for _ in range(50):
-        if not todo:
-            return None
-        each = todo.pop(0)
-        each = getattr(each, "__func__", each)
-        names = getattr(each, "__globals__", None)
-        if not isinstance(names, dict):
-            continue
-        if "extern_kernels" in names and "assert_size_stride" in names:
-            return names
-        cells = getattr(each, "__closure__", None) or ()
-        todo += [cell.cell_contents for cell in cells if callable(cell.cell_contents)]
-    return None
+def _bytes_of(value: torch.Tensor) -> np.ndarray[Any, Any]:
+    content = value.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    data: np.ndarray[Any, Any] = content.reshape(-1).view(torch.uint8).numpy()
+    return data
 
 
 unseen(CompileWatch._around)

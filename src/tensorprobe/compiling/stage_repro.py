@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from tensorprobe.compiling.compile_records import GraphNode, RecordedGraph
-from tensorprobe.compiling.compile_stages import StageFinding
-from tensorprobe.compiling.graph_replay import SIZES, nodes_read
+from tensorprobe.compiling.graph_replay import SIZES, is_random, nodes_read
+from tensorprobe.compiling.stage_findings import StageFinding
 from tensorprobe.errors import NotReplayable
 from tensorprobe.records import Special
 from tensorprobe.replay.allowed import dtype_named, format_named, function_named, is_word
@@ -51,7 +51,8 @@ os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")  # compile it n
 import torch
 
 DEVICE = os.environ.get("DEVICE", "cpu")
-
+LEAVES = {leaves}  # inputs that get gradients
+{settings}
 
 def graph({parameters}):
 {body}
@@ -65,24 +66,25 @@ def wide(value):
 
 
 def run(function, inputs):
-    """The results, and the gradients of the inputs where there are any."""
-    inputs = [
-        x.clone().detach().requires_grad_(x.is_floating_point() and {grad})
-        if isinstance(x, torch.Tensor) else x
-        for x in inputs
-    ]
+    """The results, what the inputs are afterwards, and the gradients of LEAVES."""
+    inputs = [x.clone().detach() if isinstance(x, torch.Tensor) else x for x in inputs]
+    leaves = {{i: inputs[i].requires_grad_() for i in LEAVES}}
     torch.manual_seed(0)
     results = function(*inputs)
-    results = [r for r in results if isinstance(r, torch.Tensor)]
-    found = [r.detach() for r in results]
-    wanted = [r for r in results if r.requires_grad]
-    if {grad} and wanted:
-        leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    found = {{}}
+    for i, r in enumerate(results):
+        if isinstance(r, torch.Tensor):
+            found[f"result {{i}}"] = r.detach()
+    for i, x in enumerate(inputs):
+        if isinstance(x, torch.Tensor):
+            found[f"input {{i}} afterwards"] = x.detach()
+    wanted = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
+    if leaves and wanted:
         ones = [torch.ones_like(r) for r in wanted]
-        found += [
-            g for g in torch.autograd.grad(wanted, leaves, ones, allow_unused=True)
-            if g is not None
-        ]
+        gradients = torch.autograd.grad(wanted, list(leaves.values()), ones, allow_unused=True)
+        for i, g in zip(leaves, gradients):
+            if g is not None:
+                found[f"gradient of input {{i}}"] = g
     return found
 
 
@@ -92,9 +94,11 @@ inputs = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in inputs]
 eager = run(graph, inputs)
 compiled = run(torch.compile(graph, backend="{backend}"), inputs)
 failed = False
-for number, (actual, expected) in enumerate(zip(compiled, eager)):
-    if actual.shape != expected.shape:
-        print(f"result {{number}}: shape {{list(actual.shape)}}, eager {{list(expected.shape)}}")
+for name, expected in eager.items():
+    actual = compiled.get(name)
+    if actual is None or (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+        what = "nothing" if actual is None else f"{{actual.dtype}} {{list(actual.shape)}}"
+        print(f"{{name}}: {{what}}, eager {{expected.dtype}} {{list(expected.shape)}}")
         failed = True
         continue
     if not expected.is_floating_point():
@@ -102,14 +106,23 @@ for number, (actual, expected) in enumerate(zip(compiled, eager)):
         allowed = 0.01
     else:
         size = float(wide(expected).square().mean().sqrt()) if expected.numel() else 0.0
-        distance = float((wide(actual) - wide(expected)).square().mean().sqrt())
+        gap = wide(actual) - wide(expected)
+        gap[actual == expected] = 0  # infinities
+        gap[actual.isnan() & expected.isnan()] = 0
+        distance = float(gap.square().mean().sqrt()) if gap.numel() else 0.0
         apart = distance / max(size, 1e-30)
         allowed = 64 * torch.finfo(expected.dtype).eps
     state = "differs" if not apart <= allowed else "agrees"
     failed |= not apart <= allowed
-    print(f"result {{number}}: {{state}}, by {{apart:.3g}} of its size; allowed {{allowed:.3g}}")
+    print(f"{{name}}: {{state}}, by {{apart:.3g}} of its size; allowed {{allowed:.3g}}")
 sys.exit(1 if failed else 0)
 '''
+
+
+_SAME_NUMBERS = """\
+import torch._inductor.config  # noqa: E402
+torch._inductor.config.fallback_random = True  # the numbers that eager torch draws
+"""
 
 
 def write_repro(finding: StageFinding, folder: Path) -> Path:
@@ -119,8 +132,11 @@ def write_repro(finding: StageFinding, folder: Path) -> Path:
         raise NotReplayable(f"a fault of the stage {finding.stage} has no graph to show it with")
     if finding.graph.inner or finding.graph.constants:
         raise NotReplayable("its graph calls others, or holds tensors of its own")
+    draws = any(is_random(node) for node in finding.graph.nodes)
+    if draws and (finding.about_random or finding.graph.stage != "dynamo"):
+        raise NotReplayable("its graph draws random numbers, and eager torch draws other ones")
     writer = _GraphWriter(finding.graph)
-    is_dynamo = finding.graph.stage == "dynamo"
+    grad = finding.graph.stage == "dynamo" and finding.direction == "backward"
     direction = f"{finding.direction} of {finding.compilation}"
     text = _SCRIPT.format(
         title=f"torch.compile: {finding.stage} ({direction}).",
@@ -129,7 +145,8 @@ def write_repro(finding: StageFinding, folder: Path) -> Path:
         parameters=", ".join(writer.parameters),
         body="\n".join(f"    {line}" for line in writer.lines) or "    pass",
         results=writer.results,
-        grad=is_dynamo and finding.direction == "backward",
+        leaves=repr([int(number) for number in finding.leaves] if grad else []),
+        settings=_SAME_NUMBERS if draws else "",
         backend=backend,
     )
     ast.parse(text)  # a slip of ours shows here, not at the user's
@@ -155,7 +172,7 @@ class _GraphWriter:
             elif node.kind == "output":
                 self.results = self._results(node)
             else:
-                self.lines.append(f"{name} = {self._call(node)}")
+                self.lines.append(self._line(name, node))
                 done = [self._names[each] for each in last_use.get(node.name, ())]
                 if done:
                     self.lines.append(f"del {', '.join(sorted(done))}")
@@ -170,11 +187,15 @@ class _GraphWriter:
         self._names[node.name] = name
         return name
 
+    def _line(self, name: str, node: GraphNode) -> str:
+        if node.target == "operator.setitem":
+            texts = [self._value(arg) for arg in _arguments(node)[0]]
+            if len(texts) == 3:
+                return f"{texts[0]}[{texts[1]}] = {name} = {texts[2]}"
+        return f"{name} = {self._call(node)}"
+
     def _call(self, node: GraphNode) -> str:
-        args = decode(node.args, "", _refuse)
-        kwargs = decode(node.kwargs, "", _refuse)
-        if not isinstance(args, tuple) or not isinstance(kwargs, dict):
-            raise NotReplayable(f"node {node.name}: its arguments are damaged")
+        args, kwargs = _arguments(node)
         texts = [self._value(arg) for arg in args]
         named = [f"{key}={self._value(value)}" for key, value in kwargs.items() if is_word(key)]
         sign = _OPERATORS.get(node.target)
@@ -228,6 +249,14 @@ class _GraphWriter:
         if special.kind in ("layout", "memory_format"):
             return str(format_named(special.text))
         raise NotReplayable("an argument that cannot be written in a script")
+
+
+def _arguments(node: GraphNode) -> tuple[tuple[Any, ...], dict[Any, Any]]:
+    args = decode(node.args, "", _refuse)
+    kwargs = decode(node.kwargs, "", _refuse)
+    if not isinstance(args, tuple) or not isinstance(kwargs, dict):
+        raise NotReplayable(f"node {node.name}: its arguments are damaged")
+    return args, kwargs
 
 
 def _last_uses(graph: RecordedGraph) -> Mapping[str, list[str]]:

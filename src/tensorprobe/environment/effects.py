@@ -88,7 +88,9 @@ RULES = (
         "numbers",
         "reductions over ranks in another order",
     ),
-    EffectRule(r"environment\.(WORLD_SIZE|LOCAL_WORLD_SIZE)", "numbers", "another number of ranks"),
+    EffectRule(
+        r"world_size|environment\.(LOCAL_)?WORLD_SIZE", "numbers", "another number of ranks"
+    ),
     EffectRule(
         r"environment\.(RANK|LOCAL_RANK|CUDA_VISIBLE_DEVICES|ASCEND_RT_VISIBLE_DEVICES"
         r"|CUDA_LAUNCH_BLOCKING"

@@ -93,6 +93,9 @@ def environment_facts() -> dict[str, Any]:
             facts["torch"] |= _ask(torch, {"build": "__config__.show"})
         facts["numerics"] = {**_ask(torch, _NUMERICS), "autocast": _autocast_dtypes()}
         facts["seed"] = _ask(torch, {"torch": "initial_seed"})
+        distributed = torch.distributed
+        if distributed.is_available() and distributed.is_initialized():
+            facts["world_size"] = distributed.get_world_size()  # spawned ranks: no WORLD_SIZE
         devices = {"cuda": _cuda_facts(torch), "npu": _npu_facts(sys.modules.get("torch_npu"))}
         facts |= {name: found for name, found in devices.items() if found}
     return facts

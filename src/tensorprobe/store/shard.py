@@ -172,6 +172,12 @@ class Shards:
                 return place
         return None
 
+    def holds(self, place: Place, data: Bytes) -> bool:
+        """Whether the bytes at a place are these."""
+        if place[2] != data.nbytes:
+            return False
+        return self._shards[place[0] - self._first].equals(place[1], data)
+
     def append(self, key: str, dtype: str, shape: Sequence[int], data: Bytes) -> Place:
         """Write the bytes and return where they are."""
         if not self._shards or not self._shards[-1].has_room(key, data.nbytes):

@@ -145,6 +145,12 @@ def absent_function(number: int, name: str) -> str:
     )
 
 
+def write_if_new(path: Path, text: str) -> None:
+    """Leave a file as old as it is where it has this text, so that it is not compiled again."""
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
 def build(torch: Path, torch_npu: Path, out: Path) -> None:
     """Make all libraries in the folder `out`."""
     out.mkdir(parents=True, exist_ok=True)
@@ -170,20 +176,24 @@ def build(torch: Path, torch_npu: Path, out: Path) -> None:
 
     for part in range(PARTS):
         code = "".join(write_operator(op) for op in table[part::PARTS])
-        (out / f"operators{part}.cpp").write_text(f'#include "helpers.h"\n{code}')
+        write_if_new(out / f"operators{part}.cpp", f'#include "helpers.h"\n{code}')
     pairs = [
         f'extern "C" int {name}GetWorkspaceSize() {{ return absent("{name}"); }}\n'
         f'extern "C" int {name}() {{ return absent("{name}"); }}\n'
         for name in missing
     ]
-    (out / "absent_operators.cpp").write_text("int absent(const char*);\n" + "".join(pairs))
+    write_if_new(out / "absent_operators.cpp", "int absent(const char*);\n" + "".join(pairs))
     sources = [HERE / "machinery.cpp", out / "absent_operators.cpp"]
     sources += [out / f"operators{part}.cpp" for part in range(PARTS)]
     headers = [f"-I{HERE}", "-isystem", torch / "include"]
     headers += ["-isystem", torch / "include" / "torch" / "csrc" / "api" / "include"]
 
+    newest = max((HERE / name).stat().st_mtime for name in ("helpers.h", "machinery.h"))
+
     def compile_one(path: Path) -> Path:
         made = out / f"{path.stem}.o"
+        if made.exists() and made.stat().st_mtime > max(newest, path.stat().st_mtime):
+            return made
         read("g++", "-std=c++17", "-O1", "-w", "-fPIC", *headers, "-c", path, "-o", made)
         return made
 

@@ -31,17 +31,22 @@ int cann_device_error(void) {
   return device_error;
 }
 // A kernel of an operator fails while the device computes: the next who waits for the device is told.
+void cann_break_device_with(int code, const char* text) {
+  pthread_mutex_lock(&guard);
+  snprintf(device_message, sizeof device_message, "%s", text);
+  device_error = code;
+  pthread_mutex_unlock(&guard);
+}
 void cann_break_device(int code, const char* name) {
+  char text[1024];
   const char* what = code == 507015 ? "The aicore execution is abnormal"
                    : code == 507018 ? "The aicpu execution is abnormal"
                    : code == 507011 ? "Task execution failed" : "The device reports an error";
-  pthread_mutex_lock(&guard);
-  snprintf(device_message, sizeof device_message,
+  snprintf(text, sizeof text,
            "EZ9999: Inner Error!\nEZ9999: %s, device_id=0, stream_id=2, task_id=7, error code = 0x800000, "
            "fault kernel_name=%s_0, errorCode=%d.\n        TraceBack (most recent call last):\n"
            "        rtStreamSynchronize execute failed, reason=[%s]", what, name, code, what);
-  device_error = code;
-  pthread_mutex_unlock(&guard);
+  cann_break_device_with(code, text);
 }
 void cann_heal_device(void) { device_error = 0; message[0] = 0; }
 const char* aclGetRecentErrMsg(void) { return message; }

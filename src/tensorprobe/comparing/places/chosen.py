@@ -44,6 +44,7 @@ from tensorprobe.comparing.places.row_pairs import (
     grids_by_input,
     join,
     labelled,
+    not_after,
     place_of,
     saved_grids,
 )
@@ -87,6 +88,7 @@ class PlaceResults(NamedTuple):
     forks: list[tuple[Fork, FoundPlace, str]]  # with what says that it is no tie, or ""
     notes: list[str]
     rows: RowCounts
+    unpaired: tuple[int, int]  # rows without a partner, of each side, that no tie explains
 
 
 def compare_rank(
@@ -119,6 +121,7 @@ class _Rank:
         self.found: list[FoundPlace] = []
         self.forks: list[tuple[Fork, FoundPlace, str]] = []
         self.rows_of = RowCounts()
+        self.only: tuple[list[int], list[int]] = ([], [])  # labels that no tie explains
         self.by_label = False
         self.steps = _steps(trees)
         self.holders = [_holders(tree) for tree in trees]
@@ -136,7 +139,7 @@ class _Rank:
         self.found.sort(key=lambda each: each.time)
         return PlaceResults(
             self.found, self.pairing, (self.ours, self.theirs), self.forks, list(self._notes()),
-            self.rows_of,
+            self.rows_of, (len(self.only[0]), len(self.only[1])),
         )  # fmt: skip
 
     # what is chosen
@@ -397,7 +400,9 @@ class _Rank:
             self.rows_of.compared += sum(len(each.labels) for each in both.joins)
             self.rows_of.only_actual += len(both.only_actual)
             self.rows_of.only_expected += len(both.only_expected)
-            self._find_forks(both, len(both.joins))
+            ties = self._find_forks(both)
+            self.only[0].extend(not_after(both.only_actual, ties, self.names))
+            self.only[1].extend(not_after(both.only_expected, ties, self.names))
         if not any(each.labels for each in both.joins):
             self._miss(
                 twins,
@@ -425,18 +430,23 @@ class _Rank:
             only[1].extend(found.only_expected)
         return Joined([joins[i] for i in range(len(ours))], *only)
 
-    def _find_forks(self, both: Joined, n: int) -> None:
-        """Where other tokens are read on one side: a tie of the logits before, or not."""
+    def _find_forks(self, both: Joined) -> list[Fork]:
+        """Where other tokens are read on one side: a tie of the logits before, or not. The ties."""
         if self.rows.how == SAVED:
-            return
-        last = self.found[-n:]
+            return []
+        joins = [each for each in both.joins if each.labels]  # only these were added to `found`
+        last = self.found[len(self.found) - len(joins) :]
+        ties: list[Fork] = []
         for fork in forks(both, self.names):
-            for each, joined in zip(reversed(last), reversed(both.joins), strict=False):
+            for each, joined in zip(reversed(last), reversed(joins), strict=True):
                 if fork.label in joined.labels:
                     i = joined.labels.index(fork.label)
                     why = _no_tie(joined.actual[i], joined.expected[i], fork)
                     self.forks.append((fork, each, why))
+                    if not why:
+                        ties.append(fork)
                     break
+        return ties
 
     @property
     def grids(self) -> tuple[Grids, Grids]:

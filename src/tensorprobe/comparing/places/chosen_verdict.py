@@ -138,7 +138,7 @@ def _settled(
     if culprit is not None:
         verdict.verdict = "diverged"
         verdict.culprits = [culprit]
-    elif (reason := _why_not(places, every) or _too_few(verdict.rows)) is not None:
+    elif (reason := _why_not(places, every) or _unpaired(verdict.rows, every)) is not None:
         verdict.verdict = "incomparable"
         verdict.reason = reason
     verdict.notes = list(_notes(places, every))
@@ -343,10 +343,12 @@ def _why_not(places: Wanted, every: Sequence[Judged]) -> str | None:
     return None
 
 
-def _too_few(rows: RowCounts) -> str | None:
-    """As of calls: at least half of what both could have in common."""
+def _unpaired(rows: RowCounts, every: Sequence[Judged]) -> str | None:
+    """Rows that both sides have for themselves may be what differs between them; not where a tie
+    made them go on with other tokens, if at least half of what they could share is left."""
     fewer = min(rows.only_actual, rows.only_expected)
-    if rows.compared >= fewer:
+    unknown = [min(judged.results.unpaired) for judged in every]
+    if not any(unknown) and rows.compared >= fewer:
         return None
     return (
         f"only {rows.compared} of {rows.compared + fewer} rows that the model gave have a partner. "

@@ -433,6 +433,20 @@ def forks(joined: Joined, names: Names) -> list[Fork]:
     return [Fork(at, ours[at], theirs[at]) for at in ours if at in theirs and at in common]
 
 
+def not_after(labels: Sequence[int], ties: Sequence[Fork], names: Names) -> list[int]:
+    """The labels of rows that do not come after a tie, by the token that a side went on with."""
+    gone = {(fork.label, token) for fork in ties for token in fork[1:]}
+    after: set[int] = set()
+    found = []
+    for label in sorted(labels):  # a row has a larger number than those before it
+        step = names.step(label)
+        if step is not None and (step in gone or step[0] in after):
+            after.add(label)
+        else:
+            found.append(label)
+    return found
+
+
 def _tokens_after(labels: Sequence[int], names: Names) -> dict[int, int]:
     found: dict[int, int] = {}
     for label in labels:
