@@ -160,6 +160,16 @@ def test_by_keyboard_alone(made: Make, opened: Open) -> None:
     module.focus()
     page.keyboard.press("Enter")
     assert page.locator(f'[data-module="{name}"]').get_attribute("aria-expanded") == "true"
+    # one stop for Tab; arrows go on from there
+    assert page.locator("#graph svg [tabindex='0']").count() == 1
+    focused = "document.activeElement.getAttribute('aria-label')"
+    page.locator("#graph .box.culprit").focus()
+    before = page.evaluate(focused)
+    page.keyboard.press("ArrowDown")
+    assert page.evaluate(focused) != before
+    assert page.locator("#graph svg [tabindex='0']").count() == 1
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.closest('#graph') === null")
 
 
 def test_links_languages_and_colours_survive(made: Make, opened: Open) -> None:

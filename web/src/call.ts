@@ -1,7 +1,7 @@
 // One call: where it is, what it was given, how far its two sides are apart, and where in its tensors.
 
 import { command, commandsFor, recordMore, viewCommand } from "./commands";
-import { CallDetails, FLAG, Report, TensorLine } from "./data";
+import { CallDetails, FLAG, Picture, Report, TensorLine } from "./data";
 import { announce, copy, exact, h, name, number, said, whole } from "./dom";
 import { marksOf, severityBadge } from "./calls";
 import { pictureOf } from "./pictures";
@@ -86,6 +86,13 @@ export class CallPanel {
     if (source) body.append(h("h3", {}, t("source")), sourceLines(source));
   }
 
+  /** The tensor that a culprit is accused of, then the others. */
+  private culpritFirst(i: number, found: Picture[]): Picture[] {
+    const accused = this.report.culpritAt.get(i)?.tensor;
+    const isIt = (each: Picture): boolean => Boolean(accused) && each.tensor === accused;
+    return [...found.filter(isIt), ...found.filter((each) => !isIt(each))];
+  }
+
   private async pictures(i: number, body: HTMLElement, details: CallDetails | null): Promise<void> {
     const r = this.report;
     const place = h("div");
@@ -93,7 +100,7 @@ export class CallPanel {
     try {
       const found = await r.pictures(i);
       if (this.shown !== i) return;
-      if (found?.length) place.append(h("h3", {}, t("pictures")), ...found.map(pictureOf));
+      if (found?.length) place.append(h("h3", {}, t("pictures")), ...this.culpritFirst(i, found).map(pictureOf));
       else if (details && details.tensors.length && r.index.kept.some((keep) => keep && keep !== "tensors"))
         place.append(h("h3", {}, t("pictures")), h("p", {}, t("onlyStats")), command(recordMore(r, i)));
       else if (found === null && details && details.tensors.some((each) => each.metrics))

@@ -1,6 +1,6 @@
 // What to type: each command with a button that copies it.
 
-import { Report } from "./data";
+import { ONLY_EXPECTED, Report } from "./data";
 import { announce, copy, h } from "./dom";
 import { t } from "./words";
 
@@ -20,26 +20,30 @@ export function quote(word: string): string {
   return /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.split("'").join(`'"'"'`)}'`;
 }
 
+/** What was run, with its arguments. */
+export const program = (report: Report): string => report.index.program || "train.py";
+
 export function which(report: Report, i: number): string {
   const step = report.step[i] ? ` --step ${report.step[i]}` : "";
   return quote(report.nameOf(i)) + step + (report.rank[i] ? ` --rank ${report.rank[i]}` : "");
 }
 
 export function commandsFor(report: Report, i: number): [string, string][] {
-  const path = report.index.verdict?.actual ?? report.index.path ?? "CAPTURE";
+  const verdict = report.index.verdict;
+  const path = (report.side[i] === ONLY_EXPECTED ? verdict?.expected : verdict?.actual) ?? report.index.path ?? "CAPTURE";
   const found: [string, string][] = [];
   const name = report.nameOf(i);
   const isOperator = !/^(Module|Optimizer)\./.test(name);
   if (isOperator) found.push([t("cmd_repro"), `tensorprobe repro ${quote(path)} ${which(report, i)} -o repro`]);
   found.push([t("cmd_show"), `tensorprobe show ${quote(path)} ${which(report, i)}`]);
   if (isOperator && report.phase[i] < 3)
-    found.push([t("cmd_reroute"), `tensorprobe run --reroute ${quote(name.replace(/\.(forward|backward)$/, ""))}=cpu train.py`]);
+    found.push([t("cmd_reroute"), `tensorprobe run --reroute ${quote(name.replace(/\.(forward|backward)$/, ""))}=cpu ${program(report)}`]);
   found.push([t("cmd_record"), recordMore(report, i)]);
   return found;
 }
 
 export function recordMore(report: Report, i: number): string {
-  return `tensorprobe run --keep tensors --calls ${quote(report.nameOf(i))} --steps ${report.step[i]} -o OUT train.py`;
+  return `tensorprobe run --keep tensors --calls ${quote(report.nameOf(i))} --steps ${report.step[i]} -o OUT ${program(report)}`;
 }
 
 export function viewCommand(report: Report): string {

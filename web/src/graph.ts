@@ -318,7 +318,7 @@ export class GraphView {
     for (const each of clusters) {
       const box = graph.node(`m${each.id}`) as unknown as Box;
       if (!box || !box.width) continue;
-      const group = s("g", { class: `cluster ${SEVERITIES[each.worst]}`, role: "button", tabindex: 0, "aria-expanded": "true", "aria-label": `${each.id}, ${tOf("sev_", SEVERITIES[each.worst])}`, "data-module": each.id, click: () => this.toggle(each), keydown: (event: KeyboardEvent) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); this.toggle(each); } } },
+      const group = s("g", { class: `cluster ${SEVERITIES[each.worst]}`, role: "button", tabindex: -1, "aria-expanded": "true", "aria-label": `${each.id}, ${tOf("sev_", SEVERITIES[each.worst])}`, "data-module": each.id, click: () => this.toggle(each), keydown: (event: KeyboardEvent) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); this.toggle(each); } } },
         s("rect", { x: box.x - box.width / 2, y: box.y - box.height / 2 - ROOM, width: box.width, height: box.height + ROOM, rx: 8 }),
         s("text", { x: box.x - box.width / 2 + 8, y: box.y - box.height / 2 + 14 - ROOM }, cut(`▾ ${each.label}`, Math.max(6, Math.floor(box.width / 7)))));
       svg.append(group);
@@ -339,7 +339,7 @@ export class GraphView {
       const onWay = call !== undefined && this.way.has(call);
       svg.append(s("g", {
         class: `box ${kind}${module ? " module" : ""}${call === this.selected ? " selected" : ""}${onWay ? " way" : ""}${call !== undefined && r.side[call] !== BOTH && r.isComparison ? " only" : ""}`,
-        role: "button", tabindex: 0, "aria-label": `${full}, ${tOf("sev_", kind)}${marks.length ? `, ${marks.join(", ")}` : ""}`, "aria-expanded": module ? "false" : null,
+        role: "button", tabindex: -1, "aria-label": `${full}, ${tOf("sev_", kind)}${marks.length ? `, ${marks.join(", ")}` : ""}`, "aria-expanded": module ? "false" : null,
         "data-call": call, "data-module": module?.id, click: act,
         keydown: (event: KeyboardEvent) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); act(); } },
       },
@@ -348,7 +348,39 @@ export class GraphView {
         s("text", { x: box.x, y: box.y - 2, "text-anchor": "middle" }, this.label(module, call)),
         s("text", { x: box.x, y: box.y + 13, "text-anchor": "middle", class: "second" }, cut(this.second(module, call), Math.floor(box.width / 6)))));
     }
+    byArrows(svg);
     return h("div", { class: "pane", tabindex: 0, role: "group", "aria-label": side === BOTH ? t("graph") : t(side === ONLY_ACTUAL ? "actual" : "expected") },
       side === BOTH ? null : h("div", { class: "pane-title" }, t(side === ONLY_ACTUAL ? "actual" : "expected")), svg);
   }
+}
+
+const STOPS = ".box, .cluster";
+const ARROWS: Record<string, [number, number]> = { ArrowUp: [0, -1], ArrowDown: [0, 1], ArrowLeft: [-1, 0], ArrowRight: [1, 0] };
+
+/** One stop for the Tab key; from there arrows go to the nearest box in their direction. */
+function byArrows(svg: SVGElement): void {
+  let stop = svg.querySelector<SVGElement>(".box.selected, .box.culprit") ?? svg.querySelector<SVGElement>(STOPS);
+  stop?.setAttribute("tabindex", "0");
+  svg.addEventListener("focusin", (event) => {
+    stop?.setAttribute("tabindex", "-1");
+    stop = (event.target as Element).closest<SVGElement>(STOPS);
+    stop?.setAttribute("tabindex", "0");
+  });
+  const place = (of: Element): [number, number] => {
+    const rect = of.querySelector("rect")!, at = (key: string) => Number(rect.getAttribute(key));
+    return of.classList.contains("cluster") ? [at("x"), at("y")] : [at("x") + at("width") / 2, at("y") + at("height") / 2];
+  };
+  svg.addEventListener("keydown", (event) => {
+    const way = ARROWS[event.key];
+    if (!way || !stop) return;
+    event.preventDefault();
+    const [x, y] = place(stop);
+    let best: SVGElement | null = null, least = Infinity;
+    for (const each of svg.querySelectorAll<SVGElement>(STOPS)) {
+      const [to, down] = place(each);
+      const along = (to - x) * way[0] + (down - y) * way[1], aside = Math.abs((to - x) * way[1]) + Math.abs((down - y) * way[0]);
+      if (each !== stop && along > 1 && along + 2 * aside < least) { least = along + 2 * aside; best = each; }
+    }
+    best?.focus();
+  });
 }

@@ -9,6 +9,7 @@ import { clear, h, name, whole } from "./dom";
 import { checkPage, folderPage, guardPage, incidentPage } from "./documents";
 import { GraphView } from "./graph";
 import { ranksSection } from "./ranks";
+import { sheetPage } from "./sheet";
 import { Timeline } from "./timeline";
 import { environmentsSection, verdictSection } from "./verdict";
 import { currentLanguage, setLanguage, setSentences, t, Word } from "./words";
@@ -100,12 +101,16 @@ function showReport(report: Report): void {
   shown = { timeline: timeline ?? undefined, graph, panel, table, report };
   const at = linked(report);
   if (at >= 0) follow(at);
-  else document.body.classList.remove("with-panel");
+  else {
+    document.body.classList.remove("with-panel");
+    const cause = index.verdict?.culprits[0];
+    if (cause) table.reveal(report.find(cause.name, cause.step, cause.rank)); // the table begins where it went wrong
+  }
   window.onhashchange = () => { const i = linked(report); if (i >= 0) follow(i); };
 }
 
 function showDocument(index: any): void {
-  const pages: Record<string, (index: any) => HTMLElement[]> = { check: checkPage, guard: guardPage, incident: incidentPage };
+  const pages: Record<string, (index: any) => HTMLElement[]> = { check: checkPage, guard: guardPage, incident: incidentPage, sheet: sheetPage };
   const sections = pages[index.kind](index);
   const links: [string, Word][] = index.kind === "check" ? [["accuracy", "accuracy"], ["calls", "calls"]] : [];
   clear(page);

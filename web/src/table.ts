@@ -52,7 +52,8 @@ export class VirtualTable {
     const at = this.sorted.indexOf(row);
     if (at < 0) return;
     this.active = at;
-    this.intoView();
+    const top = at * ROW, seen = this.body.clientHeight;
+    if (top < this.body.scrollTop || top + ROW > this.body.scrollTop + seen) this.body.scrollTop = Math.max(0, top - (seen - ROW) / 2);
     this.draw();
   }
 

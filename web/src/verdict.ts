@@ -1,6 +1,6 @@
 // The answer: what happened, where, how large, which side, and what to type next.
 
-import { command, quote } from "./commands";
+import { command, program, quote, which } from "./commands";
 import { Culprit, MoreOfCulprit, Report, Source } from "./data";
 import { h, name, number, said, whole } from "./dom";
 import { plainTable } from "./table";
@@ -65,7 +65,7 @@ function culpritCard(report: Report, culprit: Culprit, more: MoreOfCulprit | nul
     fact(size(culprit.inherited_error), `${t("inheritedError")} (${t("roundings")})`),
     fact(whole(culprit.affected), t("affected")));
   const left = h("div", { class: "card-left" },
-    h("p", { class: `fault ${culprit.side ?? "none"}` }, t(`sideWrong_${culprit.side ?? "none"}` as Word), " · ",
+    h("p", { class: `fault ${culprit.side ?? "none"}` }, t(`sideWrong_${culprit.side ?? "none"}` as Word), culprit.side ? " " : null, culprit.side ? name(sideOf(report, culprit)) : null, " · ",
       h("span", { class: "sub" }, tOf("proof_", culprit.proof), culprit.weak ? ` · ${t("weak")}` : "")),
     h("p", { class: "where" }, `${t("inModule")} `, culprit.module ? name(culprit.module) : t("theProgram"), ", ", name(culprit.op),
       ` · ${t("step")} ${culprit.step}, ${t("rank")} ${culprit.rank}`),
@@ -79,15 +79,17 @@ function culpritCard(report: Report, culprit: Culprit, more: MoreOfCulprit | nul
     const next = h("div", { class: "next" }, h(isFirst ? "h2" : "h3", {}, t("next")));
     const found = /tensorprobe (run|repro|show|compare) .*/.exec(more.next);
     const again = /^(.*), and compare$/.exec(found?.[0] ?? ""); // record more, on both sides
-    if (again) next.append(h("p", {}, t("recordAgain")), command(again[1].replace("...", "-o OUT train.py"), t("cmd_run")));
+    if (again) next.append(h("p", {}, t("recordAgain")), command(again[1].replace("...", `-o OUT ${program(report)}`), t("cmd_run")));
     else next.append(command(found ? found[0] : more.next, tOf("cmd_", found ? found[1] : "")));
     if (culprit.cause === "result" && culprit.op.startsWith("torch.") && at >= 0)
-      next.append(command(`tensorprobe run --reroute ${quote(culprit.name.replace(/\.(forward|backward)$/, ""))}=cpu train.py`, t("cmd_reroute")));
-    if (isFirst && verdict.mode === "tensors" && found?.[1] !== "show") next.append(command(`tensorprobe show ${quote(verdict.actual)} ${quote(culprit.name)}${culprit.step ? ` --step ${culprit.step}` : ""}`, t("cmd_show")));
+      next.append(command(`tensorprobe run --reroute ${quote(culprit.name.replace(/\.(forward|backward)$/, ""))}=cpu ${program(report)}`, t("cmd_reroute")));
+    if (isFirst && verdict.mode === "tensors" && found?.[1] !== "show") next.append(command(`tensorprobe show ${quote(verdict.actual)} ${at >= 0 ? which(report, at) : quote(culprit.name)}`, t("cmd_show")));
     card.append(next);
   }
   return card;
 }
+
+const sideOf = (report: Report, culprit: Culprit): string => (culprit.side === "expected" ? report.index.verdict!.expected : report.index.verdict!.actual);
 
 const fact = (value: string, what: string, kind = ""): HTMLElement =>
   h("div", { class: `fact ${kind}` }, h("span", { class: "fact-value" }, value), h("span", { class: "fact-what" }, what));

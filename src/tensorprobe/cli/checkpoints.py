@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("actual", metavar="ACTUAL", help="the checkpoint in question")
     parser.add_argument("expected", metavar="EXPECTED", help="the one that is trusted")
-    parser.add_argument("-o", "--output", metavar="OUT", help="folder for checkpoints.json")
+    parser.add_argument(
+        "-o", "--output", metavar="OUT", help="folder for checkpoints.json, and its page"
+    )
     parser.add_argument("--json", action="store_true", help="print checkpoints.json, not lines")
     parser.add_argument(
         "--only", choices=("all", "weights", "optimizer"), default="all",
@@ -49,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
         save,
     )
     from tensorprobe.comparing.measure import Done, TerminalProgress
+    from tensorprobe.report.documents import write_document
     from tensorprobe.store.outputs import check_output
 
     actual, expected = Path(args.actual), Path(args.expected)
@@ -74,8 +77,9 @@ def run(args: argparse.Namespace) -> int:
         say(*lines(found))
     if args.output is not None:
         path = save(found, Path(args.output))
+        page = write_document("checkpoints", path.parent)
         if not args.json:
-            say("", f"written: {path}")
+            say("", f"written: {path}, {page}")
     if found.verdict == "rounding" and args.allow_rounding:
         return 0
     return _STATUS[found.verdict]

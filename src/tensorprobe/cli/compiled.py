@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--code", type=int, metavar="N", help="print the code that was generated for graph N"
     )
-    parser.add_argument("-o", "--output", metavar="OUT", help="folder for stages.json and scripts")
+    parser.add_argument(
+        "-o", "--output", metavar="OUT", help="folder for stages.json, its page, and scripts"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, not lines")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
@@ -101,6 +103,7 @@ def _judge(args: argparse.Namespace) -> int:
     from tensorprobe.comparing.stale_guards import judge_guards
     from tensorprobe.compiling.compile_records import read_compiled
     from tensorprobe.compiling.compile_stages import judge_compiled
+    from tensorprobe.report.documents import write_document
 
     ranks = read_compiled(Path(args.capture))
     judged = [judge_compiled(parts) for parts in ranks]
@@ -126,8 +129,9 @@ def _judge(args: argparse.Namespace) -> int:
         path = Path(args.output) / "stages.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+        page = write_document("compiled", path.parent)
         if not args.json:
-            say(f"written: {path}")
+            say(f"written: {path}, {page}")
     return {"fault": 3, "match": 0, "incomparable": 1}[verdict]
 
 

@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     compare = verbs.add_parser("compare", help="what differs, what can change numbers first")
     compare.add_argument("actual", metavar="ACTUAL", help="a capture, a file, an msprobe package")
     compare.add_argument("expected", metavar="EXPECTED", help="the one that is trusted")
-    compare.add_argument("-o", "--output", metavar="FILE", help="write the differences as JSON")
+    compare.add_argument(
+        "-o", "--output", metavar="FILE", help="write the differences as JSON, and a page"
+    )
     compare.add_argument("--json", action="store_true", help="print them as JSON")
 
 
@@ -67,18 +69,25 @@ def _collect(args: argparse.Namespace, output: Path | None) -> int:
 
 def _compare(args: argparse.Namespace, output: Path | None) -> int:
     from tensorprobe.environment.environment_comparison import (
+        as_json,
         compare_environments,
         json_text,
         lines,
     )
+    from tensorprobe.report.documents import write_sheet
+    from tensorprobe.report.sheets import environments_sheet
 
     found = compare_environments(Path(args.actual), Path(args.expected))
+    found_json = as_json(found)
     text = json_text(found)
     say(*(text.split("\n") if args.json else lines(found)))
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+        page = write_sheet(
+            "env compare", output.with_suffix(".html"), environments_sheet(found_json)
+        )
         if not args.json:
-            say("", f"written: {output}")
+            say("", f"written: {output}, {page}")
     sys.stdout.flush()
     return 3 if found.verdict == "differ" else 0

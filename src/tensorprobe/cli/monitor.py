@@ -30,11 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("path", metavar="DIR", help="the folder of a monitor, or msprobe's output")
     show.add_argument("name", metavar="NAME", nargs="?", help="trends of this name: '*attn*'")
     show.add_argument("--limit", type=int, metavar="N", default=20, help="at most N of each (20)")
+    show.add_argument("-o", "--output", metavar="OUT", help="folder for a page with the curves")
     show.add_argument("--json", action="store_true", help="print it as JSON, with all values")
     compare = verbs.add_parser("compare", help="where two trainings part")
     compare.add_argument("actual", metavar="ACTUAL", help="a monitor's folder, msprobe's output")
     compare.add_argument("expected", metavar="EXPECTED", help="the one that is trusted")
-    compare.add_argument("-o", "--output", metavar="FILE", help="write trends.json")
+    compare.add_argument("-o", "--output", metavar="FILE", help="write trends.json, and a page")
     compare.add_argument("--json", action="store_true", help="print trends.json, not lines")
     export = verbs.add_parser("export", help="as CSV, Parquet or TensorBoard's files")
     export.add_argument("path", metavar="DIR", help="the folder of a monitor")
@@ -54,14 +55,27 @@ def run(args: argparse.Namespace) -> int:
 def _show(args: argparse.Namespace) -> int:
     from tensorprobe.monitoring.monitor_report import json_text, lines
     from tensorprobe.monitoring.series_reading import read_trends
+    from tensorprobe.report.documents import write_sheet
+    from tensorprobe.report.html import PAGE_FILE
+    from tensorprobe.report.trend_curves import monitor_sheet
+    from tensorprobe.store.outputs import check_output
 
     if args.limit < 1:
         raise BadUsage(f"--limit {args.limit}: expected a number from 1")
+    if args.output is not None:  # before the work, not after it
+        check_output(Path(args.output), Path(args.path))
     ranks = read_trends(Path(args.path))
     if args.json:
         say(*json_text(ranks, args.name).split("\n"))
     else:
         say(*lines(ranks, args.name, args.limit))
+    if args.output is not None:
+        folder = Path(args.output)
+        folder.mkdir(parents=True, exist_ok=True)
+        sheet = monitor_sheet(Path(args.path), args.name)
+        page = write_sheet("monitor", folder / PAGE_FILE, sheet)
+        if not args.json:
+            say("", f"written: {page}")
     return 3 if any(rank.alarms for rank in ranks) else 0
 
 
@@ -71,14 +85,18 @@ def _compare(args: argparse.Namespace) -> int:
     output = None if args.output is None else Path(args.output)
     if output is not None and output.is_dir():
         raise BadUsage(f"'{output}' is a folder; expected the name of a file")
+    from tensorprobe.report.documents import write_sheet
+    from tensorprobe.report.trend_curves import trends_sheet
+
     found = compare_trends(Path(args.actual), Path(args.expected))
     text = json_text(found)
     say(*(text.split("\n") if args.json else lines(found)))
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
+        page = write_sheet("monitor compare", output.with_suffix(".html"), trends_sheet(found))
         if not args.json:
-            say("", f"written: {output}")
+            say("", f"written: {output}, {page}")
     sys.stdout.flush()
     return 3 if found.verdict == "parted" else 0
 

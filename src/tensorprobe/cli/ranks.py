@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("capture", metavar="RUN", help="a run, or a dump of msprobe or ptdbg")
-    parser.add_argument("-o", "--output", metavar="OUT", help="folder for ranks.json")
+    parser.add_argument("-o", "--output", metavar="OUT", help="folder for ranks.json and its page")
     parser.add_argument("--json", action="store_true", help="print ranks.json, not lines")
     parser.add_argument(
         "--only", choices=["nonfinite"], help="only the first NaN: one rank is enough for that"
@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from tensorprobe.comparing.inside_run import look_inside
     from tensorprobe.overflow.across_ranks import FirstNonfinite, find_first, has_statistics
+    from tensorprobe.report.documents import write_document
     from tensorprobe.report.ranks_file import as_json, inside_lines, lines, save
     from tensorprobe.store.loading import load
     from tensorprobe.store.outputs import check_output
@@ -57,8 +58,9 @@ def run(args: argparse.Namespace) -> int:
             say(f"only rank {capture.ranks[0]} is in '{args.capture}': {_ALONE}")
     if args.output is not None:
         path = save(found, capture, Path(args.output), inside)
+        page = write_document("ranks", path.parent)
         if not args.json:
-            say("", f"written: {path}")
+            say("", f"written: {path}, {page}")
     if found.first or (inside is not None and inside.findings):
         return 3
     return 2 if args.only is None and not several else 0

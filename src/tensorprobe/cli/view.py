@@ -16,8 +16,8 @@ from tensorprobe.terminal import say
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "paths", metavar="PATH", nargs="+",
-        help="the OUT of compare, check, run --guard or ascend incident, a recording, or a folder "
-        "of them",
+        help="the OUT of compare, check, run --guard or another verb, a recording, the folder of a "
+        "monitor, or a folder of them",
     )  # fmt: skip
     parser.add_argument("--port", type=int, default=0, metavar="N", help="(default: a free one)")
     parser.add_argument("--no-browser", action="store_true", help="only print the address")

@@ -79,7 +79,7 @@ def compare_trends(actual: Path, expected: Path) -> TrendComparison:
         )
     partings.sort(key=_order)
     first = partings[0] if partings else None
-    following = "" if first is None else _record_command(ours[first.rank], first)
+    following = "" if first is None else record_command(ours[first.rank], first.step)
     return TrendComparison(
         "parted" if partings else "match", actual, expected, compared, steps, partings, skipped,
         following,
@@ -266,15 +266,15 @@ def _order(parting: Parting) -> tuple[Any, ...]:
     return parting.step, kind, parting.certain_at, parting.rank
 
 
-def _record_command(trends: Trends, first: Parting) -> str:
-    """What records the step at which the trends part, of this training."""
+def record_command(trends: Trends, step: int) -> str:
+    """What records one step of this training."""
     attempts = trends.facts.get("attempts")
     words: Any = None
     if isinstance(attempts, list) and attempts and isinstance(attempts[-1], dict):
         words = attempts[-1].get("program")
     is_known = isinstance(words, list) and all(isinstance(word, str) for word in words)
     program = shlex.join(words) if is_known and words else "SCRIPT"
-    step = max(0, first.step)
+    step = max(0, step)
     options = f"--level mix --keep tensors --steps {step} --stop-after-last-step -o runs/step{step}"
     return f"tensorprobe run {options} {program}"
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 # The fields that hold sentences of ours. All others are names, paths and texts of programs.
 _FIELDS = frozenset({
     "reason", "recorded", "notes", "facts", "structure", "conclusion", "next", "warnings", "note",
-    "what", "why", "text",
+    "what", "why", "text", "answer", "badge", "about", "title", "head",
 })  # fmt: skip
 _MOST = 5000  # sentences of a page that are looked up
 _LONGEST = 2000

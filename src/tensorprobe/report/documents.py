@@ -1,8 +1,8 @@
-"""Pages of a check, a guard and an incident: their JSON, and the lines for where no script runs."""
+"""Pages that are made of one JSON file, and the lines for where no script runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,13 @@ from tensorprobe.errors import BadArtefact
 from tensorprobe.report.chinese import sentences_in_chinese
 from tensorprobe.report.html import LARGEST_NBYTES, PAGE_FILE, json_block, page, write
 from tensorprobe.report.page_data import clean, shown
+from tensorprobe.report.sheets import (
+    Sheet,
+    checkpoints_sheet,
+    compiled_sheet,
+    environments_sheet,
+    ranks_sheet,
+)
 from tensorprobe.tensors.opening import open_named, read_text
 
 _MOST_NBYTES = 256 << 20
@@ -21,6 +28,13 @@ FILES = {
     "check": ("check.json", "calls"),
     "guard": ("findings.json", "findings"),
     "incident": ("incident.json", "incidents"),
+}
+# Those that are an answer and tables: what each is in, and what makes the page of it.
+SHEETS: dict[str, tuple[str, Callable[[Mapping[str, Any]], Sheet]]] = {
+    "ranks": ("ranks.json", ranks_sheet),
+    "checkpoints": ("checkpoints.json", checkpoints_sheet),
+    "compiled": ("stages.json", compiled_sheet),
+    "environments": ("environments.json", environments_sheet),
 }
 
 
@@ -34,14 +48,16 @@ def document(kind: str, found: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_document(kind: str, folder: Path) -> dict[str, Any]:
     """The same, from the file in a folder."""
-    path = folder / FILES[kind][0]
+    path = folder / (FILES if kind in FILES else SHEETS)[kind][0]
     try:
         found = msgspec.json.decode(read_text(open_named(path), path, _MOST_NBYTES))
+        if kind in SHEETS:
+            return sheet_data(SHEETS[kind][1](found))
         rows = found[FILES[kind][1]]
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise TypeError(f"'{FILES[kind][1]}' is no list of objects")
         return document(kind, found)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise BadArtefact(f"'{path}' cannot be shown: {error}") from error
 
 
@@ -56,6 +72,29 @@ def write_document(kind: str, folder: Path) -> Path:
                 row["tensors"] = []
         block = json_block(shows)
     write(path, page(f"tensorprobe {kind}", shows["text"], {"index": block}))
+    return path
+
+
+def sheet_data(sheet: Sheet) -> dict[str, Any]:
+    """What the page shows of a sheet."""
+    shows = msgspec.to_builtins(sheet)
+    curves = [part.pop("curves", None) for part in shows["parts"]]
+    shows = {**clean(shows), "kind": "sheet", "tool": __version__}
+    for part, drawn in zip(shows["parts"], curves, strict=True):
+        if drawn:  # columns of numbers are long, and base64
+            part["curves"] = [
+                {**each, "name": shown(each["name"]), "marks": clean(each["marks"])}
+                for each in drawn
+            ]
+    shows["text"] = [f"{sheet.badge}: {sheet.answer}", *sheet.about, *sheet.facts, *sheet.notes]
+    shows["text"] = [shown(line) for line in shows["text"]]
+    return {**shows, "chinese": sentences_in_chinese(shows)}
+
+
+def write_sheet(title: str, path: Path, sheet: Sheet) -> Path:
+    """Write the page of a sheet into that file."""
+    shows = sheet_data(sheet)
+    write(path, page(f"tensorprobe {title}", shows["text"], {"index": json_block(shows)}))
     return path
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import heapq
 import math
+import shlex
 import struct
 import sys
 from array import array
@@ -165,6 +166,7 @@ def comparison_data(comparison: Compared, *, pictures: bool = True) -> PageData:
         "n": len(comparison.pairs),
         "strings": rows.names.texts,
         "edges": _edges(comparison.pairs, rows),
+        "program": shown(_program(comparison.actual)),
         "links": _links(comparison.pairs),
         "pictures": {},
     }
@@ -203,6 +205,7 @@ def capture_data(capture: Capture) -> PageData:
     index = {
         **_about("capture"),
         "path": shown(str(capture.path)),
+        "program": shown(_program(capture)),
         "environments": clean(_environments(capture, None)),
         "gaps": _gaps((capture,)),
         "kept": [_keep(capture)],
@@ -535,7 +538,7 @@ def _culprit(verdict: Verdict, number: int, culprit: Culprit) -> dict[str, Any]:
     source = None
     if number < _SOURCES:
         frame = next((each for each in culprit.stack if each.endswith(line)), "")
-        source = _source(frame)
+        source = source_of(frame)
     return {
         "line": shown(line),
         "next": shown(next_command(verdict, culprit)),
@@ -543,7 +546,7 @@ def _culprit(verdict: Verdict, number: int, culprit: Culprit) -> dict[str, Any]:
     }
 
 
-def _source(frame: str) -> dict[str, Any] | None:
+def source_of(frame: str) -> dict[str, Any] | None:
     """The lines around the one that a frame of a stack names, where this machine has them."""
     place = frame.rpartition(" in ")[0] or frame
     path, _, line = place.rpartition(":")
@@ -567,6 +570,14 @@ def _keep(capture: Capture) -> str:
     config = capture.facts.get("config")
     keep = config.get("keep") if isinstance(config, Mapping) else None
     return shown(keep) if isinstance(keep, str) else ""
+
+
+def _program(capture: Capture) -> str:
+    """The script that was run, with its arguments, as a shell takes it; "" if it is not known."""
+    command = capture.facts.get("command")
+    words = [str(word) for word in command] if isinstance(command, list | tuple) else []
+    script = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
+    return "" if script is None else shlex.join(words[script:])
 
 
 _FACTS = ("torch", "python", "tool", "devices", "platform", "command", "created")

@@ -17,7 +17,7 @@ from tensorprobe.records import Capture, count
 from tensorprobe.store.frames import users_line
 
 RANKS_FILE = "ranks.json"
-_HEADS = {
+HEADS = {
     "hang": "it hung",
     "death": "a rank is gone",
     "order": "other communications",
@@ -74,14 +74,14 @@ def inside_lines(inside: InsideRun, capture: Capture) -> Iterator[str]:
         of_kind[each.kind] += 1
         if of_kind[each.kind] > _MOST_OF_KIND:
             continue
-        yield f"{_HEADS[each.kind]}: {each.reason}"
+        yield f"{HEADS[each.kind]}: {each.reason}"
         where = f"step {each.step}" if each.step is not None else ""
         parts = [part for part in (each.name, where, users_line(each.stack)) if part]
         if parts:
             yield f"  {', '.join(parts)}"
     for kind, number in of_kind.items():
         if number > _MOST_OF_KIND:
-            yield f"  and {number - _MOST_OF_KIND} more of '{_HEADS[kind]}': ranks.json has all"
+            yield f"  and {number - _MOST_OF_KIND} more of '{HEADS[kind]}': ranks.json has all"
     for note in inside.notes:
         yield f"  note: {note}"
 

@@ -25,8 +25,9 @@ import msgspec
 from tensorprobe.comparing.align import Pair
 from tensorprobe.comparing.measure import measure, pair_tensors
 from tensorprobe.errors import BadArtefact, BadUsage, TensorprobeError
+from tensorprobe.monitoring.series_reading import rank_folders
 from tensorprobe.records import Call, Capture
-from tensorprobe.report.documents import FILES, read_document
+from tensorprobe.report.documents import FILES, SHEETS, read_document, sheet_data
 from tensorprobe.report.html import (
     DATA_FILE,
     PAGE_FILE,
@@ -46,6 +47,7 @@ from tensorprobe.report.page_data import (
     shown,
     unpacked,
 )
+from tensorprobe.report.trend_curves import monitor_sheet
 from tensorprobe.store.loading import find, load
 from tensorprobe.tensors.json_files import read_json
 from tensorprobe.tensors.opening import open_named, read_text
@@ -77,7 +79,7 @@ def find_items(paths: Sequence[Path]) -> list[Item]:
         if len(found) == before:
             raise BadUsage(
                 f"nothing to view at '{path}': expected the OUT of compare, check, run --guard or "
-                "ascend incident, a recording, or a folder of them"
+                "another verb, a recording, the folder of a monitor, or a folder of them"
             )
     return found
 
@@ -112,9 +114,11 @@ def _kinds(path: Path) -> Iterator[Item]:
     verdict = path / "verdict.json"
     if verdict.is_file():
         yield Item(path, "compare", _outcome(verdict))
-    for kind, (name, _) in FILES.items():
+    for kind, (name, _) in (*FILES.items(), *SHEETS.items()):
         if (path / name).is_file():
             yield Item(path, kind)
+    if rank_folders(path):
+        yield Item(path, "monitor")
 
 
 def _outcome(path: Path) -> str:
@@ -204,7 +208,10 @@ class _Opened:
         self.captures: tuple[str, str] = ("", "")
         self._item = item
         self._data: PageData | None = None
-        if item.kind in FILES:
+        if item.kind == "monitor":
+            self.index = json_block(sheet_data(monitor_sheet(item.path)))
+            return
+        if item.kind in FILES or item.kind in SHEETS:
             self.index = json_block(read_document(item.kind, item.path))
             return
         if item.kind == "compare":
