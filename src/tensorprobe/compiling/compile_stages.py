@@ -93,6 +93,9 @@ def judge_compiled(
                 _RunJudge(parts, run, judged).judge()
         except (NotReplayable, UnreadableCapture) as error:
             judged.not_judged(str(error))
+        except Exception as error:  # noqa: BLE001 replaying one run
+            text = str(error).strip().partition("\n")[0][:160]
+            judged.not_judged(f"{type(error).__name__}: {text}")
     if not parts.runs:
         judged.not_judged("no tensors were kept: record with keep='tensors'")
     return judged

@@ -20,6 +20,7 @@ from tensorprobe.compiling.graph_replay import SIZES, nodes_read
 from tensorprobe.errors import NotReplayable
 from tensorprobe.records import Special
 from tensorprobe.replay.allowed import dtype_named, format_named, function_named, is_word
+from tensorprobe.store.outputs import make_folder
 from tensorprobe.store.tree import decode
 
 SCRIPT, INPUTS = "repro.py", "inputs.pt"
@@ -119,7 +120,10 @@ def write_repro(finding: StageFinding, folder: Path) -> Path:
         raise NotReplayable(f"a fault of the stage {finding.stage} has no graph to show it with")
     if finding.graph.inner or finding.graph.constants:
         raise NotReplayable("its graph calls others, or holds tensors of its own")
-    writer = _GraphWriter(finding.graph)
+    try:
+        writer = _GraphWriter(finding.graph)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise NotReplayable(f"its graph is damaged: {error}"[:200]) from error
     is_dynamo = finding.graph.stage == "dynamo"
     direction = f"{finding.direction} of {finding.compilation}"
     text = _SCRIPT.format(
@@ -133,7 +137,7 @@ def write_repro(finding: StageFinding, folder: Path) -> Path:
         backend=backend,
     )
     ast.parse(text)  # a slip of ours shows here, not at the user's
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     torch.save(list(finding.inputs), folder / INPUTS)
     (folder / SCRIPT).write_text(text)
     return folder / SCRIPT

@@ -13,7 +13,7 @@ from tensorprobe.errors import BadArtefact
 from tensorprobe.report.chinese import sentences_in_chinese
 from tensorprobe.report.html import LARGEST_NBYTES, PAGE_FILE, json_block, page, write
 from tensorprobe.report.page_data import clean, shown
-from tensorprobe.tensors.opening import open_named, read_text
+from tensorprobe.tensors.opening import open_file, read_text
 
 _MOST_NBYTES = 256 << 20
 # What each is in, and the list in it.
@@ -36,7 +36,7 @@ def read_document(kind: str, folder: Path) -> dict[str, Any]:
     """The same, from the file in a folder."""
     path = folder / FILES[kind][0]
     try:
-        found = msgspec.json.decode(read_text(open_named(path), path, _MOST_NBYTES))
+        found = msgspec.json.decode(read_text(open_file(path), path, _MOST_NBYTES))
         rows = found[FILES[kind][1]]
         if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
             raise TypeError(f"'{FILES[kind][1]}' is no list of objects")
