@@ -182,7 +182,8 @@ def reading(capture: str, other: str | None = None, out: str = "out") -> list[St
         ["--offset", "3", "--step", "0", "--rank", "0"],
     )
     steps: list[Step] = [{"verb": ["show", capture, *options]} for options in shown]
-    steps += [{"verb": ["show", "--limit", "100000", "--", capture, "*"]}, {"load": capture}]
+    steps += [{"verb": ["show", "--limit", "100000", "--", capture, "*"]}]
+    steps += [{"load": capture}, {"view": capture}]
     steps += [
         {"verb": ["check", capture, "--all", "--peer-tables", "--jobs", "2", "-o", f"{out}/check"]}
     ]
@@ -193,8 +194,6 @@ def reading(capture: str, other: str | None = None, out: str = "out") -> list[St
         {"verb": ["compare", capture, other, "--at", "outputs", "-o", f"{out}/chosen"]},
         {"verb": ["ranks", capture, "--only", "nonfinite", "-o", f"{out}/ranks"]},
         {"verb": ["env", "compare", capture, other]},
-        {"verb": ["checkpoints", capture, other, "-o", f"{out}/weights"]},
-        {"view": capture},
     ]
     steps += converting(capture, out)
     return steps
