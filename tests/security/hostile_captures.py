@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import traps
+from hostile_files import make_others
 from victims import Sandbox
 
 import tensorprobe as tp
@@ -84,6 +85,7 @@ def record_all(folder: Path) -> None:
         for peer in ("msprobe", "ptdbg"):
             if (peer, level) != ("msprobe", "L2"):  # it has no place for operators of ATen
                 layout(peer).write(tp.load(folder / level), folder / f"{peer}-{level}")
+    make_others(folder)
 
 
 # Native captures

@@ -13,11 +13,28 @@ from typing import Any
 
 import attacks
 from hostile_captures import ANY_CONTENT, Attack, evil_files, planted
-from victims import Sandbox, Step
+from victims import (
+    Sandbox,
+    Step,
+    reading_facts,
+    reading_graphs,
+    reading_trends,
+    reading_weights,
+)
 
 LAYOUTS = ("L0", "L1", "mix", "L2")
 LAYOUTS += tuple(f"{peer}-{level}" for peer in ("msprobe", "ptdbg") for level in LAYOUTS[:3])
-_TEXT_FILES = (".json", ".jsonl", ".pkl")
+# What is no capture, and what reads it.
+OTHERS = {
+    "graphs": reading_graphs,
+    "trends": reading_trends,
+    "peer-trends": reading_trends,
+    "weights": reading_weights,
+    "facts": reading_facts,
+}
+LAYOUTS += tuple(OTHERS)
+_TEXT_FILES = (".json", ".jsonl", ".pkl", ".csv", ".yaml")
+_MAIN_FILES = ("calls.jsonl", "dump.json", "compiled.jsonl")
 _MAX_PLANTED = 3
 
 _GROUPS = (
@@ -92,6 +109,9 @@ class Mutation:
         draw = self._random
         twin = str(self._twin)
         name, out = self.name, f"out/{self.name}"
+        if self._base in OTHERS:
+            end = "/env.json" if self._base == "facts" else ""
+            return OTHERS[self._base](f"{name}{end}", f"{twin}{end}", out)
         pair = draw.choice(([name, twin], [twin, name], [name, name]))
         layout = draw.choice(("native", "msprobe", "ptdbg"))
         call = draw.choice(self._call_names() or ["Functional.relu.0.forward"])
@@ -101,12 +121,13 @@ class Mutation:
             [{"verb": ["check", name, "-o", f"{out}-check"]}],
             [{"verb": ["compare", *pair, "-o", f"{out}-compared"]}],
             [{"verb": ["convert", name, "--to", layout, "-o", f"{out}-converted"]}],
+            [{"view": name}, {"verb": ["ranks", name]}, {"verb": ["env", "compare", *pair]}],
             [
                 {"verb": ["repro", "-o", f"{out}-repro", "--", name, call]},
                 {"script": str(self._sandbox.folder / f"{out}-repro" / "repro.py")},
             ],
         ]
-        return draw.choices(choices, weights=(1, 1, 2, 2, 1, 3))[0]
+        return draw.choices(choices, weights=(1, 1, 2, 2, 1, 1, 3))[0]
 
     def _call_names(self) -> list[str]:
         """Names of calls, planted ones among them."""
@@ -136,7 +157,7 @@ class Mutation:
             self._spoil(self._random.choice(others))
         elif texts:
             # the file with the calls is where most of it is read from
-            weights = [8 if path.name in ("calls.jsonl", "dump.json") else 1 for path in texts]
+            weights = [8 if path.name in _MAIN_FILES else 1 for path in texts]
             self._edit(self._random.choices(texts, weights)[0])
 
     def _attack(self) -> None:
@@ -208,6 +229,12 @@ class Mutation:
         if draw.random() < 0.06:  # not even JSON
             at = self._place(len(text))
             text = text[:at] + draw.choice((self._text(), "", text[:at])) + text[at + 9 :]
+        elif path.suffix in (".csv", ".yaml"):
+            mark = "," if path.suffix == ".csv" else ":"
+            cells = text.split(mark)
+            at = draw.randrange(len(cells))
+            cells[at] = draw.choice((self._text(), str(draw.choice(VALUES[:13])), cells[at] * 9))
+            text = mark.join(cells)
         elif path.suffix == ".json":
             text = json.dumps(self._changed(_parsed(text)), indent=1)
         else:

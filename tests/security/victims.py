@@ -17,7 +17,7 @@ _HERE = Path(__file__).parent
 _SRC = _HERE.parent.parent / "src"
 STATUSES = (0, 1, 2, 3)
 _CPU_S = 10.0
-Step = dict[str, Any]  # {"verb": [...]}, {"script": path} or {"load": path}
+Step = dict[str, Any]  # {"verb": [...]}, {"script": path}, {"load": path} or {"view": path}
 
 
 class Outcome(NamedTuple):
@@ -182,7 +182,8 @@ def reading(capture: str, other: str | None = None, out: str = "out") -> list[St
         ["--offset", "3", "--step", "0", "--rank", "0"],
     )
     steps: list[Step] = [{"verb": ["show", capture, *options]} for options in shown]
-    steps += [{"verb": ["show", "--limit", "100000", "--", capture, "*"]}, {"load": capture}]
+    steps += [{"verb": ["show", "--limit", "100000", "--", capture, "*"]}]
+    steps += [{"load": capture}, {"view": capture}]
     steps += [
         {"verb": ["check", capture, "--all", "--peer-tables", "--jobs", "2", "-o", f"{out}/check"]}
     ]
@@ -196,6 +197,48 @@ def reading(capture: str, other: str | None = None, out: str = "out") -> list[St
     ]
     steps += converting(capture, out)
     return steps
+
+
+def reading_graphs(capture: str, other: str, out: str = "out") -> list[Step]:
+    """What reads the graphs of compiled parts, and the scripts that it writes."""
+    return [
+        {"verb": ["compiled", capture, "--list"]},
+        {"verb": ["compiled", capture, "--list", "--json"]},
+        {"verb": ["compiled", capture, "--code", "1"]},
+        {"verb": ["compiled", capture, "-o", f"{out}/stages"]},
+        {"verb": ["compiled", capture, "--json", "--against", other]},
+        *({"script": f"{out}/stages/repro{number}/repro.py"} for number in range(2)),
+    ]
+
+
+def reading_trends(folder: str, other: str, out: str = "out") -> list[Step]:
+    """What reads the files of a monitor."""
+    return [
+        {"verb": ["monitor", "show", folder]},
+        {"verb": ["monitor", "show", "--json", "--", folder, "*"]},
+        {"verb": ["monitor", "compare", folder, other, "-o", f"{out}/trends.json"]},
+        {"verb": ["monitor", "compare", other, folder, "--json"]},
+        *(
+            {"verb": ["monitor", "export", folder, "--to", target, "-o", f"{out}/{target}"]}
+            for target in ("csv", "tensorboard")
+        ),
+    ]
+
+
+def reading_weights(path: str, other: str, out: str = "out") -> list[Step]:
+    """What reads checkpoints."""
+    return [
+        {"verb": ["checkpoints", path, other, "-o", f"{out}/weights"]},
+        {"verb": ["checkpoints", other, path, "--only", "weights", "--json"]},
+    ]
+
+
+def reading_facts(path: str, other: str, out: str = "out") -> list[Step]:
+    """What reads the files of an environment."""
+    return [
+        {"verb": ["env", "compare", path, other, "-o", f"{out}/env.json"]},
+        {"verb": ["env", "compare", other, path, "--json"]},
+    ]
 
 
 def converting(capture: str, out: str = "out") -> list[Step]:

@@ -151,6 +151,8 @@ def _run_step(step: dict[str, Any]) -> int | None:
             return done.returncode
         if "load" in step:
             return _load(step["load"])
+        if "view" in step:
+            return _view(step["view"])
         from tensorprobe.cli.main import main
 
         return main(step["verb"])
@@ -177,6 +179,27 @@ def _load(path: str) -> int:
     except TensorprobeError as error:
         print(error)
         return 1
+    return 0
+
+
+def _view(path: str) -> int:
+    """What the server of `view` answers, without its socket."""
+    from tensorprobe.errors import TensorprobeError
+    from tensorprobe.report.serving import REFUSED, ServedPaths
+
+    try:
+        library = ServedPaths([Path(path)])
+    except TensorprobeError as error:
+        print(error)
+        return 1
+    for number in range(len(library.items[:20])):
+        for ask in (
+            lambda n: library.index(n),
+            *(lambda n, at=at: library.call(n, at) for at in range(4)),
+            *(lambda n, at=at: library.pictures(n, at) for at in range(4)),
+        ):
+            with contextlib.suppress(*REFUSED):
+                ask(number)
     return 0
 
 
@@ -227,10 +250,14 @@ def _import_all() -> None:
     import torch
     import torch.fx.experimental.symbolic_shapes
 
-    for room in ("checking", "cli", "comparing", "devices", "replay", "report", "tensors"):
+    for room in (
+        *("checking", "checkpoints", "cli", "comparing", "compiling", "devices", "environment"),
+        *("monitoring", "peers", "replay", "report", "store", "tensors"),
+    ):
         _import_room(f"tensorprobe.{room}")
-    _import_room("tensorprobe.store")
     torch.set_num_threads(1)
+    # A compiler makes code of text all the time, and starts others: scripts run uncompiled.
+    torch.compile = lambda model, **_: model  # type: ignore[assignment]
 
 
 def _import_room(name: str) -> None:

@@ -171,7 +171,8 @@ class _Folder:
         path = self.path / _TRACKER
         text = read_text(open_file(path), path, 100).decode(errors="replace").strip()
         name = text if text == "release" else f"iter_{int(text):07d}" if text.isdecimal() else ""
-        if not name or not (folder := _inside(self.path / name, self.path)).is_dir():
+        folder = _inside(self.path / name, self.path)
+        if not name or not folder.is_dir() or self.depth >= _MAX_DEPTH:
             raise BadArtefact(f"'{path}' names {text[:40]!r}, which is no folder here")
         return _Folder(folder, self.layout_file, self.depth + 1).read()
 

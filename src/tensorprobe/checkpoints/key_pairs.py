@@ -29,7 +29,6 @@ _GROUP = re.compile(
     r"^(?P<head>(?:.*\.)?)param_groups\.(?P<group>\d+)\.(?P<what>params|param_names)\.(?P<n>\d+)$"
 )
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-_EMBEDDING = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe|tok_\w+)(\.|$)")
 _MOST_PREFIXES = 4
 _MOST_DIGESTS = 20_000
 # What a word in a name says that a weight does; two words of one line are the same thing.
@@ -335,11 +334,10 @@ def _ordered(side: Checkpoint, keys: Iterable[str]) -> list[str]:
 
 
 def _natural(key: str) -> tuple[int, list[tuple[int, int, str]]]:
-    is_first = re.search(r"(^|\.)(\w*embed\w*|wte|wpe|tok_\w+)(\.|$)", key) and not _has_number(key)
-    words = [
-        (0, int(w), "") if w.isdecimal() and len(w) < 12 else (1, 0, w) for w in key.split(".")
-    ]
-    return 0 if is_first else 1, words
+    parts = key.split(".")
+    is_embedding = any("embed" in w or w in ("wte", "wpe") or w.startswith("tok_") for w in parts)
+    words = [(0, int(w), "") if w.isdecimal() and len(w) < 12 else (1, 0, w) for w in parts]
+    return 0 if is_embedding and not _has_number(key) else 1, words
 
 
 def _splits(key: str) -> list[tuple[str, str]]:

@@ -15,7 +15,8 @@ from tensorprobe.tensors.layouts import itemsize_of
 from tensorprobe.tensors.opening import open_file
 from tensorprobe.tensors.tensor_files import Stored
 
-_MAX_HEADER_NBYTES = 100_000_000  # as the library has it
+_MAX_HEADER_NBYTES = 32 << 20  # some 300,000 tensors
+_MAX_BRACKETS = 2_000_000
 _MOST_DIMENSIONS = 64
 _DTYPES = {
     **{name: dtype for dtype, (name, _) in SAFETENSORS_DTYPES.items()},
@@ -39,7 +40,10 @@ def read_safetensors(path: Path) -> dict[str, StoredWeight]:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(_MAX_HEADER_NBYTES, size - 8):
                 raise BadArtefact(f"'{path}' is no safetensors file: a header of {length} bytes")
-            header = json.loads(file.read(length), object_pairs_hook=_once)
+            text = file.read(length)
+            if text.count(b"[") + text.count(b"{") > _MAX_BRACKETS:
+                raise ValueError(f"more than {_MAX_BRACKETS} objects and lists")
+            header = json.loads(text, object_pairs_hook=_once)
     except FileNotFoundError as error:
         raise BadArtefact(f"'{path}' is missing") from error
     except (ValueError, RecursionError) as error:

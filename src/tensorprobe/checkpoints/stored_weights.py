@@ -15,6 +15,7 @@ from tensorprobe.tensors.dtypes import numpy_dtype, part_of
 from tensorprobe.tensors.layouts import MAX_DIMENSIONS, itemsize_of
 from tensorprobe.tensors.opening import open_file
 from tensorprobe.tensors.packing import read_into
+from tensorprobe.tensors.pickle_opcodes import outline
 from tensorprobe.tensors.tensor_files import Stored
 
 Array = np.ndarray[Any, Any]
@@ -81,7 +82,7 @@ def check(key: str, stored: Stored) -> None:
         raise BadArtefact(f"{where}: {len(stored.shape)} lengths and {len(stored.strides)} strides")
     for number in (stored.offset, *stored.shape, *stored.strides):
         if type(number) is not int or not 0 <= number <= _MAX_NUMBERS:
-            raise BadArtefact(f"{where}: {str(number)[:40]} is no length, stride or offset")
+            raise BadArtefact(f"{where}: {outline(number)} is no length, stride or offset")
     count = math.prod(stored.shape)
     if not count:
         return
@@ -105,6 +106,8 @@ def check(key: str, stored: Stored) -> None:
 def join(key: str, parts: list[WeightPart], shape: tuple[int, ...]) -> StoredWeight:
     """A tensor of several parts; BadArtefact where they leave a hole, or stick out."""
     first = parts[0].stored
+    if len(shape) > MAX_DIMENSIONS or not all(0 <= length <= _MAX_NUMBERS for length in shape):
+        raise BadArtefact(f"'{first.path}': {_short(key)}: {len(shape)} lengths that cannot be")
     for part in parts:
         check(key, part.stored)
         fits = len(part.begins) == len(shape) == len(part.stored.shape) and all(

@@ -6,19 +6,24 @@ placeholders, whose fields are read as data.
 
 from __future__ import annotations
 
-import hashlib
 import io
-import math
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from tensorprobe.checkpoints.pickled_texts import PickledTexts, Value, numbers
 from tensorprobe.checkpoints.stored_weights import StoredWeight, check, whole
 from tensorprobe.errors import BadArtefact
-from tensorprobe.tensors.layouts import ITEMSIZES, itemsize_of
+from tensorprobe.tensors.layouts import ITEMSIZES, MAX_DIMENSIONS, itemsize_of
 from tensorprobe.tensors.opening import open_file
-from tensorprobe.tensors.pickle_opcodes import GlobalName, PickledCall, StorageName, read_opcodes
+from tensorprobe.tensors.pickle_opcodes import (
+    GlobalName,
+    PickledCall,
+    StorageName,
+    outline,
+    read_opcodes,
+)
 from tensorprobe.tensors.tensor_files import (
     STORAGES,
     Stored,
@@ -27,15 +32,15 @@ from tensorprobe.tensors.tensor_files import (
     entry_start,
 )
 
-Value = str | int | float | bool | None
-
-_MAX_DIRECTORY_NBYTES = 64 << 20
+_MAX_DIRECTORY_NBYTES = 16 << 20  # 150,000 storages
 _MAX_PICKLE_NBYTES = 256 << 20
 _MAX_HEAD_NBYTES = 64 << 20  # of a file from before torch 1.6: all but its numbers
-_MAX_NODES = 1_000_000
+_MAX_NODES = 300_000
+_LEAST_NODES = 1000
+_MAX_NODES_A_BYTE = 4
 _MAX_DEPTH = 100
-_MAX_TEXT = 200
-_MAX_INTEGER = 1 << 256
+_LONG_NAME = 100  # what is longer counts for several
+_MAX_LIST_TEXT = 1 << 20  # characters of a list that is shown by its digest
 _OLD_MAGIC = 0x1950A86A20F9469CFC6C
 _KINDS = {
     **STORAGES,
@@ -123,10 +128,10 @@ def read_torch_file(path: Path, start: int = 0, nbytes: int | None = None) -> Fi
                 raise BadArtefact(f"'{path}' ends before what should be in it")
             region = io.BufferedReader(FileRegion(file, start, nbytes))
             if region.read(2) == b"PK":
-                tree, storage = _read_archive(path, start, region)
+                tree, size, storage = _read_archive(path, start, region)
             else:
-                tree, storage = _read_old(path, start, nbytes, region)
-            return _Walk(path, storage).content(tree)
+                tree, size, storage = _read_old(path, start, nbytes, region)
+            return _Walk(path, storage, size).content(tree)
     except BadArtefact:
         raise
     except FileNotFoundError as error:
@@ -143,8 +148,8 @@ def read_torch_file(path: Path, start: int = 0, nbytes: int | None = None) -> Fi
 _FindStorage = Callable[[Any], _Storage]
 
 
-def _read_archive(path: Path, start: int, file: BinaryIO) -> tuple[Any, _FindStorage]:
-    """A file of torch 1.6 and later, which is a zip archive."""
+def _read_archive(path: Path, start: int, file: BinaryIO) -> tuple[Any, int, _FindStorage]:
+    """A file of torch 1.6 and later, which is a zip archive: its tree, and the bytes of that."""
     check_directory(path, file, _MAX_DIRECTORY_NBYTES)
     with zipfile.ZipFile(file) as archive:
         entries = archive.infolist()
@@ -158,18 +163,22 @@ def _read_archive(path: Path, start: int, file: BinaryIO) -> tuple[Any, _FindSto
         order = f"{root}byteorder"
         if order in found and b"big" in archive_entry(archive, order, 16):
             raise BadArtefact(f"'{path}' was written in big-endian order")
+        if found[names[0]].compress_type != zipfile.ZIP_STORED:
+            raise BadArtefact(f"'{path}': its pickle is compressed, which torch never does")
         pickled = archive_entry(archive, names[0], _MAX_PICKLE_NBYTES)
     size = file.seek(0, 2)
     known: dict[str, _Storage] = {}
 
     def storage(description: Any) -> _Storage:
         _, kind, key, _, _ = description[:5]
+        if not isinstance(key, str):
+            raise BadArtefact(f"'{path}': {outline(key)} is no name of a storage")
         name = f"{root}data/{key}"
         dtype = _dtype_of(path, kind)
         if name not in known:
             info = found.get(name)
             if info is None:
-                raise BadArtefact(f"'{path}': its storage {str(key)[:40]!r} is not there")
+                raise BadArtefact(f"'{path}': its storage {key[:40]!r} is not there")
             if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
                 raise BadArtefact(f"'{path}': a storage is compressed or encrypted")
             begin = entry_start(file, info)
@@ -178,10 +187,10 @@ def _read_archive(path: Path, start: int, file: BinaryIO) -> tuple[Any, _FindSto
             known[name] = _Storage(path, start + begin, info.file_size, "")
         return known[name]._replace(dtype=dtype)
 
-    return read_opcodes(pickled), storage
+    return read_opcodes(pickled), len(pickled), storage
 
 
-def _read_old(path: Path, start: int, nbytes: int, file: BinaryIO) -> tuple[Any, _FindStorage]:
+def _read_old(path: Path, start: int, nbytes: int, file: BinaryIO) -> tuple[Any, int, _FindStorage]:
     """A file of earlier torch, or of `_use_new_zipfile_serialization=False`: pickles, then data."""
     file.seek(0)
     head = io.BytesIO(file.read(min(nbytes, _MAX_HEAD_NBYTES)))
@@ -203,10 +212,10 @@ def _read_old(path: Path, start: int, nbytes: int, file: BinaryIO) -> tuple[Any,
     for each in _storages_of(tree):
         if len(each) == 6 and each[5] is not None:
             raise BadArtefact(f"'{path}': views of storages, as torch 0.3 wrote them. Save it anew")
-        described[str(each[2])] = (_dtype_of(path, each[1]), int(each[4]))
+        described[outline(each[2])] = (_dtype_of(path, each[1]), int(each[4]))
     places: dict[str, _Storage] = {}
     at = head.tell()
-    for key in map(str, keys):
+    for key in map(outline, keys):
         dtype, count = described.get(key, ("", -1))
         file.seek(at)
         numel = int.from_bytes(file.read(8), "little")
@@ -221,12 +230,13 @@ def _read_old(path: Path, start: int, nbytes: int, file: BinaryIO) -> tuple[Any,
         at += 8 + size
 
     def storage(description: Any) -> _Storage:
-        found = places.get(str(description[2]))
+        key = outline(description[2])
+        found = places.get(key)
         if found is None:
-            raise BadArtefact(f"'{path}': its storage {str(description[2])[:40]!r} is not there")
+            raise BadArtefact(f"'{path}': its storage {key[:40]!r} is not there")
         return found
 
-    return tree, storage
+    return tree, head.tell(), storage
 
 
 def _storages_of(tree: Any) -> Iterator[Any]:
@@ -250,7 +260,7 @@ def _storages_of(tree: Any) -> Iterator[Any]:
 
 
 def _dtype_of(path: Path, kind: Any) -> str:
-    name = kind.name.rpartition(" ")[2] if isinstance(kind, GlobalName) else str(kind)
+    name = outline(kind).rpartition(" ")[2]
     dtype = _KINDS.get(name)
     if dtype is None:
         raise BadArtefact(f"'{path}': {name[:60]!r} is no storage of torch")
@@ -260,20 +270,24 @@ def _dtype_of(path: Path, kind: Any) -> str:
 class _Walk:
     """From what the pickle says to tensors and values, by their path."""
 
-    def __init__(self, path: Path, storage: _FindStorage) -> None:
+    def __init__(self, path: Path, storage: _FindStorage, nbytes: int) -> None:
         self._path = path
         self._storage = storage
+        # Parts that are referred to often may make more of a pickle than its bytes; not without end
+        self._most = min(_MAX_NODES, _LEAST_NODES + _MAX_NODES_A_BYTE * nbytes)
         self._found = FileContent({}, {}, [], {})
         self._nodes = 0
+        self._texts = PickledTexts()
+        self._numbers: dict[str, int] = {}  # how many have a name
 
     def content(self, tree: Any) -> FileContent:
         self._walk(tree, "", 0)
         return self._found
 
     def _walk(self, node: Any, key: str, depth: int) -> None:
-        self._nodes += 1
-        if self._nodes > _MAX_NODES:
-            raise BadArtefact(f"'{self._path}': more than {_MAX_NODES} values")
+        self._nodes += 1 + len(key) // _LONG_NAME
+        if self._nodes > self._most:
+            raise BadArtefact(f"'{self._path}': more than {self._most} values, or very long names")
         if depth > _MAX_DEPTH:
             raise BadArtefact(f"'{self._path}': {key[:80]}: nested deeper than {_MAX_DEPTH}")
         if isinstance(node, PickledCall):
@@ -286,19 +300,24 @@ class _Walk:
             if not node:
                 self._value(key, "{}")
             for word, child in node.items():
-                self._walk(child, _below(key, _word(word)), depth + 1)
+                self._walk(child, _below(key, self._texts.word(word)), depth + 1)
         elif isinstance(node, (list, tuple)) and not isinstance(node, GlobalName):
-            is_plain = len(node) > 8 and all(type(n) in (int, float, bool, str) for n in node)
-            if is_plain and key.rpartition(".")[2] not in _ORDERS:
-                self._nodes += len(node)
-                self._value(key, _digested(f"{len(node)} values", repr(node).encode()))
+            if len(node) > 8 and key.rpartition(".")[2] not in _ORDERS and self._is_plain(node):
+                self._value(key, self._texts.values(node))
                 return
             if not node:
                 self._value(key, "[]" if isinstance(node, list) else "()")
             for number, child in enumerate(node):
                 self._walk(child, _below(key, str(number)), depth + 1)
         else:
-            self._value(key, _plain(node))
+            self._value(key, self._texts.plain(node))
+
+    def _is_plain(self, node: list[Any] | tuple[Any, ...]) -> bool:
+        """Whether it has numbers and words only, and not so many that they would not end."""
+        self._nodes += len(node)
+        if self._nodes > self._most or not all(type(n) in (int, float, bool, str) for n in node):
+            return False
+        return sum(len(n) for n in node if type(n) is str) <= _MAX_LIST_TEXT
 
     def _made(self, node: PickledCall, key: str, depth: int) -> None:
         if self._tensor_like(node, key, depth):
@@ -307,7 +326,7 @@ class _Walk:
             if isinstance(node.function, GlobalName) and node.function.name in _MAPPINGS:
                 self._value(key, "{}")
                 return
-            if (text := _call_text(node)) is not None:
+            if (text := self._texts.call(node)) is not None:
                 self._value(key, text)
                 return
             self._walk(node.arguments, key, depth + 1)
@@ -320,7 +339,7 @@ class _Walk:
         is_mapping = isinstance(node.function, GlobalName) and node.function.name in _MAPPINGS
         if state is not None and not is_mapping:  # of a state_dict it is versions of modules
             if isinstance(node.function, GlobalName) and "_reconstruct" in node.function.name:
-                self._value(key, _array_text(state))
+                self._value(key, self._texts.array(state))
                 return
             if _is_tuple_of_fields(state):
                 for fields in state:
@@ -350,7 +369,7 @@ class _Walk:
             self._walk(arguments[4], _below(key, "quantizer"), depth + 1)
         elif function in ("_rebuild_sparse_tensor", "_rebuild_sparse_csr_tensor"):
             words = ("indices", "values", "size", "is_coalesced")
-            if "sparse_coo" not in (_call_text(arguments[0]) or ""):  # csr, csc, bsr, bsc
+            if "sparse_coo" not in (self._texts.call(arguments[0]) or ""):  # csr, csc, bsr, bsc
                 words = ("compressed", "plain", "values", "size")
             for word, part in zip(words, arguments[1], strict=False):
                 self._walk(part, _below(key, word), depth + 1)
@@ -407,19 +426,12 @@ class _Walk:
 
     def _unused(self, key: str) -> str:
         """The name, or one like it: {"a": {"b": 1}, "a.b": 2} has two of one name."""
-        unused, number = key, 2
+        unused, number = key, self._numbers.get(key, 1)
         while unused in self._found.tensors or unused in self._found.values:
-            unused, number = f"{key} ({number})", number + 1
+            number += 1
+            unused = f"{key} ({number})"
+        self._numbers[key] = number
         return unused
-
-
-def numbers(node: Any) -> tuple[int, ...]:
-    """A shape or strides, which some versions wrap in torch.Size."""
-    if isinstance(node, PickledCall):
-        node = node.arguments[0]
-    if not isinstance(node, tuple | list) or not all(type(n) is int for n in node):
-        raise BadArtefact(f"{str(node)[:60]} is no shape")
-    return tuple(node)
 
 
 def _shard(spec: PickledCall) -> ShardOf | None:
@@ -427,6 +439,8 @@ def _shard(spec: PickledCall) -> ShardOf | None:
     fields = spec.state if isinstance(spec.state, dict) else {}
     mesh, placements, meta = (fields.get(n) for n in ("mesh", "placements", "tensor_meta"))
     if not (isinstance(placements, tuple | list) and isinstance(meta, PickledCall)):
+        return None
+    if len(placements) > MAX_DIMENSIONS:
         return None
     cuts: list[int | None] = []
     for each in placements:
@@ -440,8 +454,8 @@ def _shard(spec: PickledCall) -> ShardOf | None:
     of_mesh = mesh.state if isinstance(mesh, PickledCall) and isinstance(mesh.state, dict) else {}
     coordinate = of_mesh.get("_coordinate_on_dim")
     at: tuple[int, ...] | None = None
-    if isinstance(coordinate, tuple | list) and all(type(n) is int for n in coordinate):
-        at = tuple(coordinate)
+    if isinstance(coordinate, tuple | list) and len(coordinate) == len(placements):
+        at = tuple(coordinate) if all(type(n) is int for n in coordinate) else None
     return ShardOf(numbers(meta.arguments[0]), tuple(cuts), at)
 
 
@@ -453,69 +467,3 @@ def _is_tuple_of_fields(state: Any) -> bool:
 
 def _below(key: str, word: str) -> str:
     return f"{key}.{word}" if key else word
-
-
-def _word(word: Any) -> str:
-    """A key of a dict, as text."""
-    if isinstance(word, str):
-        return word
-    if isinstance(word, bytes):
-        return word.decode(errors="backslashreplace")
-    if isinstance(word, GlobalName):
-        return word.name.replace(" ", ".")
-    if isinstance(word, PickledCall):
-        return _call_text(word) or "object"
-    if isinstance(word, int) and abs(word) > _MAX_INTEGER:
-        return f"a number of {word.bit_length()} bits"
-    return str(word) if not isinstance(word, tuple) else "(" + ", ".join(map(_word, word)) + ")"
-
-
-def _plain(node: Any) -> Value:
-    """A leaf, as what a document can hold; large ones by their digest."""
-    if isinstance(node, GlobalName):
-        return node.name.replace(" ", ".")
-    if isinstance(node, (bytes, bytearray)):
-        return _digested(f"{len(node)} bytes", bytes(node))
-    if isinstance(node, str):
-        text = node.encode(errors="surrogatepass")
-        return node if len(node) <= _MAX_TEXT else _digested(f"{len(node)} characters", text)
-    if isinstance(node, int) and abs(node) > _MAX_INTEGER:
-        width = node.bit_length() // 8 + 1
-        return _digested("a large number", node.to_bytes(width, "little", signed=True))
-    if node is None or isinstance(node, (bool, int, float)):
-        return node
-    return type(node).__name__
-
-
-def _digested(what: str, content: bytes) -> str:
-    return f"{what}, sha256 {hashlib.sha256(content).hexdigest()[:16]}"
-
-
-def _call_text(node: PickledCall) -> str | None:
-    """`torch.device('cuda', 0)`: a call of plain values; None where it holds more."""
-    if not isinstance(node.function, GlobalName):
-        return None
-    arguments = node.arguments
-    if len(arguments) == 1 and isinstance(arguments[0], tuple) and arguments[0]:
-        arguments = arguments[0]
-    shown = []
-    for each in arguments:
-        if isinstance(each, str) and node.function.name == "_codecs encode" and len(arguments) == 2:
-            return _plain(each.encode("latin-1", errors="backslashreplace"))  # type: ignore[return-value]
-        if not (each is None or isinstance(each, (str, int, float, bool, GlobalName, bytes))):
-            return None
-        shown.append(repr(_plain(each)))
-    return f"{node.function.name.replace(' ', '.')}({', '.join(shown)})"
-
-
-def _array_text(state: Any) -> str:
-    """An array of numpy: its shape, dtype and a digest of its bytes."""
-    _, shape, dtype, order, content = state[:5]
-    if isinstance(content, PickledCall):  # text in latin-1, as protocol 2 writes bytes
-        content = content.arguments[0].encode("latin-1")
-    if not isinstance(content, bytes | bytearray):
-        content = repr(_plain(content)).encode()
-    kind = str(dtype.arguments[0])[:40] if isinstance(dtype, PickledCall) else "?"
-    size = numbers(shape)
-    words = f"array {kind} {list(size)}{' by columns' if order is True and len(size) > 1 else ''}"
-    return _digested(words, bytes(content)) if math.prod(size) else words

@@ -39,6 +39,9 @@ def judge_compiled(
                 _judge_run(parts, run, judged)
         except (NotReplayable, UnreadableCapture) as error:
             judged.not_judged(str(error))
+        except Exception as error:  # noqa: BLE001 replaying one run
+            text = str(error).strip().partition("\n")[0][:160]
+            judged.not_judged(f"{type(error).__name__}: {text}")
     if not parts.runs:
         judged.not_judged(
             "no run was recorded: none came to its end, or keep='tensors' was not asked for"

@@ -9,7 +9,6 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -24,6 +23,8 @@ from tensorprobe.store.tree import decode
 
 CPU = torch.device("cpu")
 _MAX_DEPTH = 8  # of graphs that call graphs
+_LONGEST = 100_000
+_LARGEST = 1 << 512  # of whole numbers: seeds and products of sizes are far below
 # Python's own functions, on numbers (sizes) and on tensors.
 _PYTHON: dict[str, Callable[..., Any]] = {
     **{
@@ -96,12 +97,16 @@ class GraphReplay:
         self._grad = grad
         self.values: dict[str, Any] = {}
         self.outputs: list[Any] = []
+        self._autocasts: list[torch.autocast] = []  # that are on
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """The outputs of the graph, as one flat list."""
-        with ExitStack() as modes:
-            modes.enter_context(torch.set_grad_enabled(self._grad))
-            result = self._run(self._nodes, inputs, self.values, modes, 0)
+        with torch.set_grad_enabled(self._grad):
+            try:
+                result = self._run(self._nodes, inputs, self.values, 0)
+            finally:
+                while self._autocasts:
+                    self._autocasts.pop().__exit__(None, None, None)
         self.outputs = list(_flat(result))
         return self.outputs
 
@@ -117,7 +122,6 @@ class GraphReplay:
         nodes: Sequence[GraphNode],
         inputs: Sequence[Any],
         values: dict[str, Any],
-        modes: ExitStack,
         depth: int,
     ) -> Any:
         if depth > _MAX_DEPTH:
@@ -133,15 +137,13 @@ class GraphReplay:
             args, kwargs = self._arguments(node, values, as_recorded=draws)
             if node.kind == "output":
                 return args[0] if args else None
-            made = self._value(node, args, kwargs, modes, depth)
+            made = self._value(node, args, kwargs, depth)
             values[node.name] = _nested_map(self.cast, made) if draws else made
             if self._snapshots and isinstance(made, torch.Tensor):
                 self.seen[node.name] = made.detach().clone()
         return None
 
-    def _value(
-        self, node: GraphNode, args: Any, kwargs: dict[str, Any], modes: ExitStack, depth: int
-    ) -> Any:
+    def _value(self, node: GraphNode, args: Any, kwargs: dict[str, Any], depth: int) -> Any:
         given = self._given.get(node.name)
         try:
             if given is not None:
@@ -153,8 +155,8 @@ class GraphReplay:
                     raise NotReplayable("its content was not recorded")
                 return self.cast(self._constants[node.target])
             if node.target in _CALLS_GRAPH:
-                return self._call_graph(args, modes, depth)
-            return self._call(node, args, kwargs, modes)
+                return self._call_graph(args, depth)
+            return self._call(node, args, kwargs)
         except NotReplayable as error:
             raise NotReplayable(f"node {node.name}: {error}") from error
         except Exception as error:  # replaying one node
@@ -163,16 +165,16 @@ class GraphReplay:
                 f"node {node.name} ({node.target[:80]}): {type(error).__name__}: {text}"
             ) from error
 
-    def _call_graph(self, args: Any, modes: ExitStack, depth: int) -> Any:
+    def _call_graph(self, args: Any, depth: int) -> Any:
         at = next((i for i, arg in enumerate(args) if _is_graph(arg)), None)
         if at is None or args[at].text not in self._inner:
             raise NotReplayable("the graph that it calls was not recorded")
         rest = args[at + 1 :]
         if rest and isinstance(rest[0], str):  # invoke_subgraph has a name there
             rest = rest[1:]
-        return self._run(self._inner[args[at].text], rest, {}, modes, depth + 1)
+        return self._run(self._inner[args[at].text], rest, {}, depth + 1)
 
-    def _call(self, node: GraphNode, args: Any, kwargs: dict[str, Any], modes: ExitStack) -> Any:
+    def _call(self, node: GraphNode, args: Any, kwargs: dict[str, Any]) -> Any:
         target = node.target
         formula = FORMULAS.get(target)
         if formula is not None:
@@ -190,7 +192,7 @@ class GraphReplay:
                 torch.set_grad_enabled(bool(args[0]))
             return None
         if "_enter_autocast" in target or "_exit_autocast" in target:
-            return self._autocast(node, args, modes)
+            return self._autocast(node, args)
         if target.startswith("torch._assert") or "_check" in target or "assert_" in target:
             return None
         if target in SIZES:
@@ -204,10 +206,11 @@ class GraphReplay:
             return torch.reshape(*args, **kwargs)
         return _function(target)(*args, **kwargs)
 
-    def _autocast(self, node: GraphNode, args: Any, modes: ExitStack) -> Any:
+    def _autocast(self, node: GraphNode, args: Any) -> Any:
         """Autocast lowers float32; numbers in float64 stay as they are."""
         if "_exit" in node.target:
-            if args and hasattr(args[0], "__exit__"):
+            if args and any(args[0] is each for each in self._autocasts):
+                self._autocasts.remove(args[0])
                 args[0].__exit__(None, None, None)
             return None
         kind, dtype, enabled = args[0], args[1], bool(args[2]) if len(args) > 2 else True
@@ -216,6 +219,7 @@ class GraphReplay:
             return None
         mode = torch.autocast("cpu", dtype=wanted, enabled=enabled and bool(kind))
         mode.__enter__()
+        self._autocasts.append(mode)
         return mode
 
     def _arguments(
@@ -296,16 +300,24 @@ def _checked(target: str, python: Callable[..., Any], args: Any, kwargs: dict[st
     if kwargs:
         raise NotReplayable("named arguments of a Python operator")
     if target in _OF_LISTS:
-        return python(*args)
+        if any(isinstance(arg, list | tuple) and len(arg) > _LONGEST for arg in args):
+            raise NotReplayable("a list that is too long for sizes")
+        return _checked_size(python(*args))
     if not all(isinstance(arg, torch.Tensor | int | float | complex | str) for arg in args):
         raise NotReplayable("a Python operator on what is no number and no tensor")
     if any(isinstance(arg, str) for arg in args):
         raise NotReplayable("a Python operator on text")
     alone = not any(isinstance(arg, torch.Tensor) for arg in args)
-    grows = alone and target in ("operator.pow", "operator.lshift", "operator.mul")
-    if grows and any(abs(arg) > (1 << 40 if target == "operator.mul" else 64) for arg in args):
+    if alone and target in ("operator.pow", "operator.lshift") and abs(args[-1]) > 64:
         raise NotReplayable("numbers too large for a size")
-    return python(*args)
+    return _checked_size(python(*args))
+
+
+def _checked_size(value: Any) -> Any:
+    """Whole numbers of a graph are sizes; one that is squared again and again has no end."""
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        raise NotReplayable("numbers too large for a size")
+    return value
 
 
 def _lowered(value: Any, dtype: str) -> Any:

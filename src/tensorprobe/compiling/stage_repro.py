@@ -20,6 +20,7 @@ from tensorprobe.compiling.stage_findings import StageFinding
 from tensorprobe.errors import NotReplayable
 from tensorprobe.records import Special
 from tensorprobe.replay.allowed import dtype_named, format_named, function_named, is_word
+from tensorprobe.store.outputs import make_folder
 from tensorprobe.store.tree import decode
 
 SCRIPT, INPUTS = "repro.py", "inputs.pt"
@@ -135,7 +136,10 @@ def write_repro(finding: StageFinding, folder: Path) -> Path:
     draws = any(is_random(node) for node in finding.graph.nodes)
     if draws and (finding.about_random or finding.graph.stage != "dynamo"):
         raise NotReplayable("its graph draws random numbers, and eager torch draws other ones")
-    writer = _GraphWriter(finding.graph)
+    try:
+        writer = _GraphWriter(finding.graph)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise NotReplayable(f"its graph is damaged: {error}"[:200]) from error
     grad = finding.graph.stage == "dynamo" and finding.direction == "backward"
     direction = f"{finding.direction} of {finding.compilation}"
     text = _SCRIPT.format(
@@ -150,7 +154,7 @@ def write_repro(finding: StageFinding, folder: Path) -> Path:
         backend=backend,
     )
     ast.parse(text)  # a slip of ours shows here, not at the user's
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     torch.save(list(finding.inputs), folder / INPUTS)
     (folder / SCRIPT).write_text(text)
     return folder / SCRIPT

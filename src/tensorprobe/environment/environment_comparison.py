@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from tensorprobe.environment.effects import Effect, effect_of
 from tensorprobe.environment.environment_reading import read_environment
+from tensorprobe.errors import BadArtefact
 from tensorprobe.record.program_facts import plain_name
 from tensorprobe.records import count
 
@@ -21,6 +22,8 @@ _COMPLETE = (
 _SHOWN = 20
 _LONGEST = 100
 _FEW = 4  # weights, modules and batches that are named one by one
+_MAX_FACTS = 200_000
+_LONGEST_KEY = 300
 
 
 class EnvironmentDifference(NamedTuple):
@@ -62,7 +65,9 @@ def compare_environments(actual: Path, expected: Path) -> EnvironmentComparison:
     equal = 0
     if "batches" in ours and "batches" in theirs:
         rows += _compare_batches(ours.pop("batches"), theirs.pop("batches"))
-    for fact, a, e in _facts("", ours, theirs, alone):
+    for number, (fact, a, e) in enumerate(_facts("", ours, theirs, alone)):
+        if number > _MAX_FACTS:
+            raise BadArtefact(f"'{actual}' and '{expected}' have more than {_MAX_FACTS} facts")
         if a == e or (a != a and e != e):  # NaN
             equal += 1
         else:
@@ -124,7 +129,8 @@ def _facts(
 ) -> Iterator[tuple[str, Any, Any]]:
     is_complete = prefix.rstrip(".").startswith(_COMPLETE)
     for key in dict.fromkeys([*actual, *expected]):
-        name = f"{prefix}{key}"
+        is_long = len(str(key)) > _LONGEST_KEY
+        name = f"{prefix}{str(key)[:_LONGEST_KEY]}{'...' if is_long else ''}"
         if not is_complete and not (key in actual and key in expected):
             alone.append(f"{name} ({'actual' if key in actual else 'expected'} only)")
             continue

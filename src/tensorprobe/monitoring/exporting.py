@@ -12,7 +12,9 @@ from tensorprobe.monitoring.parquet_steps import pyarrow, write_parquet
 from tensorprobe.monitoring.scalar_writers import scalars_of
 from tensorprobe.monitoring.series import COLUMNS, UPDATE_COLUMNS
 from tensorprobe.monitoring.series_reading import rank_folders, read_steps
+from tensorprobe.store.outputs import make_folder
 
+_MOST_TOLD = 100
 TARGETS = ("csv", "parquet", "tensorboard")
 _NUMBERS = tuple(dict.fromkeys((*COLUMNS, *UPDATE_COLUMNS)))
 
@@ -25,10 +27,12 @@ def export(path: Path, target: str, output: Path, tell: Callable[[str], None]) -
     if target == "parquet":
         pyarrow()
     output.mkdir(parents=True, exist_ok=True)
+    tell = _some(tell)
     made = []
     for rank, folder in ranks:
         if target == "tensorboard":
             made.append(output / f"rank{rank}")
+            make_folder(made[-1])
             events = EventFile(made[-1])
             for step in read_steps(folder, tell):
                 events.write(step.step, scalars_of(step, whole=True), step.time)
@@ -54,6 +58,12 @@ def _write_csv(path: Path, folder: Path, tell: Callable[[str], None]) -> None:
                 for row, name in enumerate(table.names):
                     numbers = ["" if each is None else float(each[row]) for each in columns]
                     writer.writerow([step.step, step.time, kind, _plain(name), "", *numbers])
+
+
+def _some(tell: Callable[[str], None]) -> Callable[[str], None]:
+    """The first of what is damaged; a file may have millions of lines."""
+    left = iter([*[tell] * _MOST_TOLD, lambda text: tell("and more that is damaged")])
+    return lambda text: next(left, lambda text: None)(text)
 
 
 def _plain(name: str) -> str:

@@ -32,7 +32,8 @@ def lines(ranks: list[Trends], pattern: str | None, limit: int) -> list[str]:
         steps = rank.steps
         span = f"steps {steps[0]} to {steps[-1]}" if steps.size else "no steps"
         alarms = count(len(rank.alarms), "alarm") if rank.alarms else "no alarms"
-        kept = f" ({count(len(steps), 'step')} kept)" if steps.size <= _span(steps) else ""
+        is_thin = steps.size and steps.size <= _span(steps)
+        kept = f" ({count(len(steps), 'step')} kept)" if is_thin else ""
         made.append(f"rank {rank.rank}: {span}{kept}, {len(rank.trends)} trends, {alarms}")
         made += [f"  {line_of(alarm)}" for alarm in rank.alarms[:limit]]
         if rank.alarms[limit:]:
@@ -86,11 +87,11 @@ def _bars(values: Any) -> str:
         if not part.size:
             made.append("!")
             continue
-        at, bottom, top = float(part.mean()), low, high
+        at, bottom, top = float((part / part.size).sum()), low, high
         if is_wide:
             at, bottom, top = math.log(at), math.log(low), math.log(high)
-        share = 0.0 if top == bottom else (at - bottom) / (top - bottom)
-        made.append(_BARS[min(7, int(share * 8))])
+        share = 0.0 if top == bottom else (at / 2 - bottom / 2) / (top / 2 - bottom / 2)
+        made.append(_BARS[min(7, max(0, int(share * 8)))])
     return f"{''.join(made):{_WIDTH}}"
 
 

@@ -14,7 +14,9 @@ from tensorprobe.monitoring.series import COLUMNS, COUNTS, UPDATE_COLUMNS, StepT
 from tensorprobe.tensors.opening import open_file, split_lines
 
 FORMAT = 1
-MAX_LINE_NBYTES = 256 << 20
+MAX_LINE_NBYTES = 64 << 20
+_MAX_STEP = 1 << 53
+_DAMAGED = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError)
 _KNOWN_COLUMNS = frozenset((*COLUMNS, *UPDATE_COLUMNS))
 
 
@@ -81,7 +83,7 @@ def _read(file: BinaryIO, path: Path, tell: Any) -> Iterator[StepValues]:
         except _NoSteps as error:
             tell(f"{path.name}: {error}")
             return
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except _DAMAGED as error:
             tell(f"{place}: {type(error).__name__}: {error}"[:300])
 
 
@@ -100,7 +102,7 @@ class StepTail:
         for line in lines:
             try:
                 step = self._decoder.step(line)
-            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            except _DAMAGED:
                 continue
             if step is not None:
                 found.append(step)
@@ -148,10 +150,15 @@ def _step(line: dict[str, Any], names: dict[int, tuple[str, ...]]) -> StepValues
             for name, values in columns.items()
             if name in _KNOWN_COLUMNS
         }
+        if not held:  # each row has a number in its line; names alone would be rows for nothing
+            raise ValueError(f"a table of {str(kind)[:40]} without numbers")
         for name in COUNTS if "count" in held else ():
             held.setdefault(name, np.zeros(len(rows)))
         tables[str(kind)] = StepTable(rows, held)
-    return StepValues(int(line["step"]), float(line["time"]), scalars, tables)
+    step = int(line["step"])
+    if abs(step) > _MAX_STEP:
+        raise ValueError("a step beyond all numbers")
+    return StepValues(step, float(line["time"]), scalars, tables)
 
 
 def _column(values: Iterable[Any], length: int) -> Any:

@@ -315,14 +315,18 @@ _OPEN_BEFORE = {
 _LOOKS_SECRET = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[\w-]{16,}|gh[oprsu]_\w{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
     r"|xox[abeprs]-[\w-]{10,}|AKIA[0-9A-Z]{12,}|AIza[\w-]{20,}|npm_\w{20,}|pypi-[\w-]{20,}"
-    r"|eyJ[\w-]{8,}\.[\w-]+\.[\w-]+)|(?<=[Bb]earer )\S+|(?<=[?&]sig=)[^&\s\"']+"
+    r"|eyJ(?<![\w-]{203})[\w-]{8,}\.[\w-]+\.[\w-]+)|(?<=[Bb]earer )\S+|(?<=[?&]sig=)[^&\s\"']+"
 )
 _PRIVATE_KEY = re.compile(
     r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----.*?(?:-----END [A-Z0-9 ]*PRIVATE KEY-----|\Z)", re.DOTALL
 )
 # A password may have an @, and a slash; `host:80/path@v2` is none.
-_USER_IN_URL = re.compile(r"(?<=://)(?:[^/\s\"'?#]+(?=@)|[^\s/@:\"']+:(?!\d+/)[^\s\"'@]*(?=@))")
-_NAME = re.compile(r"([A-Za-z][\w.-]*)[\"']?\s*[=:]\s*([\"']?)")
+_USER_IN_URL = re.compile(
+    r"(?<=://)(?:[^/\s\"'?#]+(?=@)|[^\s/@:\"']+:(?!\d+/)[^\s\"'@]{0,200}(?=@))"
+)
+# Each run of letters is looked at once, as a text of megabytes without "=" must end as well.
+_NAME = re.compile(r"(?<![\w.-])([\w.-]+)[\"']?\s*[=:]\s*([\"']?)")
+_NO_LETTERS = re.compile(r"[^A-Za-z]+")
 _VALUE = re.compile(r"(?:(?:Basic|Bearer|Digest|Token) +)?[^\s\"'&,;}]*")
 _VALUES_IN_QUOTES = {
     quote: re.compile(rf"(?:\\.|[^{quote}\\])*", re.DOTALL) for quote in ('"', "'")
@@ -409,7 +413,9 @@ def _masked_flag(found: re.Match[str]) -> str:
 
 def _is_secret_name(name: str) -> bool:
     """Whether the last word of a name says secret: HF_TOKEN and --api-key do, --max-tokens not."""
-    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name)  # apiKey
+    begin = _NO_LETTERS.match(name)
+    plain = name[begin.end() :] if begin else name
+    spaced = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", plain)  # apiKey
     words = [word for word in re.split(r"[^a-z0-9]+", spaced.lower()) if word]
     if not words or words[-1] not in _PLAIN_SECRETS:
         return False

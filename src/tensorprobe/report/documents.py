@@ -20,7 +20,7 @@ from tensorprobe.report.sheets import (
     environments_sheet,
     ranks_sheet,
 )
-from tensorprobe.tensors.opening import open_named, read_text
+from tensorprobe.tensors.opening import open_file, read_text
 
 _MOST_NBYTES = 256 << 20
 # What each is in, and the list in it.
@@ -50,7 +50,7 @@ def read_document(kind: str, folder: Path) -> dict[str, Any]:
     """The same, from the file in a folder."""
     path = folder / (FILES if kind in FILES else SHEETS)[kind][0]
     try:
-        found = msgspec.json.decode(read_text(open_named(path), path, _MOST_NBYTES))
+        found = msgspec.json.decode(read_text(open_file(path), path, _MOST_NBYTES))
         if kind in SHEETS:
             return sheet_data(SHEETS[kind][1](found))
         rows = found[FILES[kind][1]]

@@ -50,13 +50,18 @@ from tensorprobe.report.page_data import (
 from tensorprobe.report.trend_curves import monitor_sheet
 from tensorprobe.store.loading import find, load
 from tensorprobe.tensors.json_files import read_json
-from tensorprobe.tensors.opening import open_named, read_text
+from tensorprobe.tensors.opening import open_file, read_text
 
 HOST = "127.0.0.1"
 _DEEPEST = 4  # folders below a path that are looked into
 _MOST_FOLDERS = 5000
 _MOST_PAGE_NBYTES = 64 << 20
 _VALUE = 2 * N_STATISTICS + N_METRICS
+# What a report that is damaged may raise.
+REFUSED = (
+    TensorprobeError, OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
+    RecursionError, MemoryError,
+)  # fmt: skip
 _DATA = re.compile(r"data/(\d{1,9})/(index|(?:call|pictures)/(\d{1,9}))")
 
 
@@ -131,7 +136,7 @@ def _outcome(path: Path) -> str:
 
 
 def _verdict(path: Path) -> dict[str, Any]:
-    found = read_json(open_named(path), path)
+    found = read_json(open_file(path), path)
     if not isinstance(found, dict):
         raise BadArtefact(f"'{path}' is no verdict: expected an object")
     return found
@@ -305,7 +310,7 @@ def _page_data(item: Item) -> PageData:
             f"'{folder}' has no {PAGE_FILE}: an older version compared it. To make it: "
             "tensorprobe compare ACTUAL EXPECTED -o OUT"
         )
-    text = read_text(open_named(path), path, _MOST_PAGE_NBYTES)
+    text = read_text(open_file(path), path, _MOST_PAGE_NBYTES)
     try:
         index, details = (_block(text, name) for name in (b"index", b"details"))
     except (ValueError, RecursionError) as error:
@@ -386,7 +391,7 @@ class Viewer:
             if data is None or int(data[1]) >= len(self.library.items):
                 return _send(request, 404, b"there is no such thing here\n")
             return _send(request, 200, self._data(int(data[1]), data[2], data[3]), _JSON)
-        except (TensorprobeError, OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        except REFUSED as error:
             text = f"{error}" if isinstance(error, TensorprobeError) else f"{error!r}"
             return _send(request, 500, shown(text).encode())
 

@@ -38,6 +38,14 @@ def check_output(folder: Path, *captures: Path) -> None:
             )
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder in an output; refuse a link, and links in it, as they lead out of that."""
+    if folder.is_symlink():
+        raise BadUsage(f"cannot write to '{folder}': it is a link; give another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    _check_entries(folder)
+
+
 def _check_entries(folder: Path) -> None:
     """Refuse links and FIFOs that lie where files will be written: a folder may come with the
     capture, and what is written would go where it points, or wait for ever."""

@@ -8,8 +8,9 @@ import struct
 from collections.abc import Iterable
 from typing import Any, BinaryIO, NamedTuple
 
-MOST_OPCODES = 20_000_000  # each may make an object of some 60 bytes
-_MAX_KEY_DEPTH = 3
+MOST_OPCODES = 5_000_000  # each may make an object of some 60 bytes, and takes a microsecond
+_MAX_KEY_PARTS = 64
+_MAX_OUTLINE = 80
 
 
 class GlobalName(NamedTuple):
@@ -39,6 +40,22 @@ class PickledCall:
     def calls(self, name: str) -> bool:
         """Whether it is a call of that global."""
         return isinstance(self.function, GlobalName) and self.function.name == name
+
+
+def outline(node: Any) -> str:
+    """A part of a tree in a few words, for an error. `str` would not end with tuples of tuples, of
+    which each is there twice."""
+    if isinstance(node, GlobalName):
+        return node.name[:_MAX_OUTLINE]
+    if isinstance(node, int):
+        return str(node) if node.bit_length() < 256 else f"a number of {node.bit_length()} bits"
+    if isinstance(node, str | float) or node is None:
+        return str(node)[:_MAX_OUTLINE]
+    if isinstance(node, tuple | list | dict | bytes) and not isinstance(node, StorageName):
+        return f"a {type(node).__name__} of {len(node)}"
+    if isinstance(node, PickledCall):
+        return f"a call of {outline(node.function)}"
+    return f"a {type(node).__name__}"
 
 
 class _Damaged(ValueError):
@@ -209,15 +226,20 @@ def _set_items(target: Any, items: list[Any]) -> None:
     if not isinstance(pairs, dict):
         raise _Damaged(f"its pickle sets items of a {type(target).__name__}")
     for key, value in zip(items[::2], items[1::2], strict=True):
-        _check_key(key, _MAX_KEY_DEPTH)
+        _check_key(key)
         pairs[key] = value
 
 
-def _check_key(key: Any, depth: int) -> None:
-    """Refuse what has no hash, and what is nested: Python has no limit to hashing tuples."""
-    if isinstance(key, (GlobalName, PickledCall, str, int, float, bytes)) or key is None:
-        return
-    if not isinstance(key, tuple) or isinstance(key, StorageName) or depth == 0:
-        raise _Damaged(f"its pickle has a {type(key).__name__} as a key")
-    for part in key:
-        _check_key(part, depth - 1)
+def _check_key(key: Any) -> None:
+    """Refuse what has no hash, and what has many parts: hashing tuples of tuples may not end."""
+    left, count = [key], 0
+    while left:
+        part = left.pop()
+        count += 1
+        if isinstance(part, (GlobalName, PickledCall, str, int, float, bytes)) or part is None:
+            continue
+        if not isinstance(part, tuple) or isinstance(part, StorageName):
+            raise _Damaged(f"its pickle has a {type(part).__name__} as a key")
+        if count + len(left) + len(part) > _MAX_KEY_PARTS:
+            raise _Damaged("its pickle has a tuple of many parts as a key")
+        left += part

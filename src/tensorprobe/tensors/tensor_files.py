@@ -20,7 +20,7 @@ from tensorprobe.errors import BadArtefact
 from tensorprobe.tensors.dtypes import numpy_dtype
 from tensorprobe.tensors.layouts import itemsize_of
 from tensorprobe.tensors.opening import open_file
-from tensorprobe.tensors.pickle_opcodes import PickledCall, read_opcodes
+from tensorprobe.tensors.pickle_opcodes import PickledCall, outline, read_opcodes
 
 _MAX_HEADER_NBYTES = 1 << 16  # of a .npy; torch's own are 118
 _MAX_PICKLE_NBYTES = 1 << 16  # of one tensor's; they are some 300
@@ -211,6 +211,9 @@ def check_directory(path: Path, file: BinaryIO, most: int) -> None:
 
 def archive_entry(archive: zipfile.ZipFile, name: str, limit: int) -> bytes:
     """A small part of an archive, unpacked; BadArtefact where it is larger than `limit`."""
+    method = archive.getinfo(name).compress_type
+    if method not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others take any memory
+        raise BadArtefact(f"{archive.filename}: {name} is compressed by method {method}")
     with archive.open(name) as entry:
         content = entry.read(limit + 1)
     if len(content) > limit:
@@ -246,21 +249,17 @@ def _description(
             storage, offset, shape, strides = made.arguments[:4]
             dtype = made.arguments[6].name.removeprefix("torch ")
         else:
-            raise BadArtefact(f"{path} holds {_outline(made)}, not one plain tensor")
+            raise BadArtefact(f"{path} holds {outline(made)}, not one plain tensor")
         _, kind, key, _, _ = storage.description
+        if not isinstance(key, str):
+            raise BadArtefact(f"{path}: {outline(key)} is no name of a storage")
         dtype = dtype or STORAGES[kind.name.removeprefix("torch ")]
         itemsize_of(dtype)
         numbers = (int(offset), tuple(map(int, shape)), tuple(map(int, strides)))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise BadArtefact(f"{path} holds no plain tensor: {error}"[:300]) from error
-    return str(key), dtype, *numbers
+    return key, dtype, *numbers
 
 
 def _calls(made: object, function: str) -> bool:
     return isinstance(made, PickledCall) and made.calls(function)
-
-
-def _outline(made: object) -> str:
-    if isinstance(made, PickledCall):
-        return f"a call of {str(getattr(made.function, 'name', made.function))[:80]}"
-    return f"a {type(made).__name__}"

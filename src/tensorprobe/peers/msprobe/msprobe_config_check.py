@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from tensorprobe.tensors.opening import open_named
 from tensorprobe.tensors.tensor_files import archive_entry, check_directory
 
 _MAX_DIRECTORY_NBYTES = 16 << 20
-_MAX_ENTRY_NBYTES = 32 << 20
-_MAX_NBYTES = 256 << 20
+_MAX_ENTRY_NBYTES = 16 << 20
+_MAX_NBYTES = 32 << 20  # of all; in memory they are ten times as large
+_MAX_BRACKETS = 1_000_000
 # It keeps the whole environment; these are compared: ours, and those of the vendors.
 _KNOWN = frozenset(ENVIRONMENT_VARIABLES.split())
 _FAMILY = re.compile(
@@ -47,17 +49,22 @@ def recognises(path: Path) -> bool:
 def read_facts(path: Path) -> dict[str, Any]:
     """Its environment variables, packages, hyperparameters, statistics of data and weights."""
     facts: dict[str, Any] = {}
-    total = 0
+    total = brackets = 0
     try:
         with open_named(path) as file, zipfile.ZipFile(file) as archive:
             for name in archive.namelist():
-                total += archive.getinfo(name).file_size
-                if total > _MAX_NBYTES:
-                    raise BadArtefact(f"'{path}' unpacks to more than {_MAX_NBYTES} bytes")
-                _add(facts, name, archive_entry(archive, name, _MAX_ENTRY_NBYTES))
+                content = archive_entry(archive, name, _MAX_ENTRY_NBYTES)
+                total += len(content)
+                brackets += content.count(b"[") + content.count(b"{")
+                if total > _MAX_NBYTES or brackets > _MAX_BRACKETS:
+                    raise BadArtefact(
+                        f"'{path}' unpacks to more than {_MAX_NBYTES} bytes, or {_MAX_BRACKETS} "
+                        "objects and lists"
+                    )
+                _add(facts, name, content)
     except (
         ValueError, TypeError, AttributeError, RuntimeError, NotImplementedError, EOFError,
-        RecursionError, zipfile.BadZipFile,
+        RecursionError, zipfile.BadZipFile, zlib.error,
     ) as error:  # fmt: skip
         raise BadArtefact(f"'{path}' is damaged: {type(error).__name__}: {error}"[:300]) from error
     return facts

@@ -42,6 +42,7 @@ _KINDS = {
 }
 _VALUES = ("norm", "mean", "max", "min")  # of the first that a file has
 _MAX_LINE_NBYTES = 1 << 20
+_MAX_STEP = 1 << 53
 _MAX_DEPTH = 3
 _Held = dict[TrendKey, dict[int, float]]
 
@@ -130,6 +131,8 @@ def _add(
             name = f"{row[at['vpp_stage']]}.{name}"  # stages number their modules from 0 each
         value = float(row[value_at] or "nan")
         step = int(row[at["step"]])
+        if abs(step) > _MAX_STEP:
+            raise ValueError("a step beyond all numbers")
     except (IndexError, ValueError) as error:
         tell(f"{place}: {error}"[:300])
         return
