@@ -21,6 +21,7 @@ from tensorprobe.comparing.rounding import (
     ROUNDING,
     SAME_SUM,
     distance,
+    is_moved,
     number_text,
     pair_roundoff,
     rms_size,
@@ -73,6 +74,7 @@ class Boundaries:
         self._stepped: set[str] = set()  # parameters that an optimizer has stepped
         self._largest = 0.0  # of all in `_before`
         self._step: int | None = None
+        self._given: Found = None  # what the model was given in other places, in this step
 
     def look_at(self, node: Node) -> Found:
         """The first input of a call that differs and that nothing explains, as a culprit."""
@@ -80,6 +82,7 @@ class Boundaries:
             self._step, self._forward, self._backward = node.call.step, 0.0, 0.0
             self._gradients = []
             self._sums.clear()
+            self._given = None
         if not node.is_paired:
             return None
         return next(filter(None, (self._explain(node, row) for row in node.inputs)), None)
@@ -90,7 +93,11 @@ class Boundaries:
             return self._missing(node, row)
         if same_bits(row) or not (d := self._distance(node, row)):
             return None
-        if not self._has_effect(node) or is_reduced(self._scene, node, row):
+        if not self._has_effect(node):
+            if self._given is None and is_moved(row) and self._is_data(node, row):
+                self._given = node.i, self._unexplained(node, row, d)
+            return None
+        if is_reduced(self._scene, node, row):
             return None
         ours, theirs = self._scene.flow.producers(node.i, row.name)
         if ours is not None and ours == theirs:
@@ -116,6 +123,8 @@ class Boundaries:
         is_guess = is_constant(a) or is_constant(e)  # many calls make the same constant
         if ours is not None and theirs is not None and not is_guess:
             return node.i, from_elsewhere(self._scene, node, row, d)
+        if self._given is not None and is_moved(row):
+            return self._given  # where statistics did not show what came of it
         return node.i, self._unexplained(node, row, d)
 
     def _distance(self, node: Node, row: TensorPair) -> float:
