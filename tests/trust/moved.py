@@ -176,8 +176,10 @@ CASES = [
     _fault(
         "rows-of-the-data",
         training({"data": _many}, data=_with_rows_in_another_order),
-        {"*": "Module.Mlp.forward.0|Functional.linear.0.*|Module.first.*|Functional.mse_loss.0.*",
-         "L0": "Module.*"},
+        {
+            "*": "Module.*.forward.0|Functional.linear.0.*|Functional.mse_loss.0.*",
+            "L0": "Module.*",
+        },
         "data|result|boundary",
         WITH_L0,
     ),

@@ -262,8 +262,8 @@ def settle_containers(scene: Scene) -> None:
 
 
 def _in_closure(scene: Scene, step: Node, inside: set[int]) -> list[int]:
-    """The culprits in an optimizer's closure that its settings explain: how often it calls that, and
-    with which weights from the second time on, where both sides begin with the same."""
+    """The culprits in an optimizer's closure that its settings explain: how often it calls that,
+    and with which weights from the second time on, where both sides begin with the same."""
     if any(row.role == "parameter" and same_bits(row) is False for row in step.inputs):
         return []
     return [
