@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trust.harness import Case
 from trust.kernels import other_kernels
-from trust.programs import sgd, training
+from trust.programs import sgd, square_loss, training
 
 FAMILY = "after the last call"
 WITH_L0 = ("tensors mix", "stats mix", "digest mix", "tensors L0", "stats L0")
@@ -26,12 +26,56 @@ def _clip(limit: float) -> Any:
     return lambda net, step: nn.utils.clip_grad_norm_(net.parameters(), limit)
 
 
+def _clip_by_numbers(limit: float) -> Any:
+    """The norm is read, and worked with as a number of Python's."""
+
+    def clip(net: nn.Module, step: int) -> None:
+        gradients = [p.grad for p in net.parameters()]
+        total = sum(g.norm().item() ** 2 for g in gradients) ** 0.5
+        for gradient in gradients:
+            gradient.mul_(min(1.0, limit / (total + 1e-6)))
+
+    return clip
+
+
+def _in_bfloat16(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return square_loss(net, x, y)
+
+
+def _lr_by_norm(factor: float) -> Any:
+    def after(net: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = factor * net.second.weight.norm().item()
+
+    return after
+
+
 def _clip_value(limit: float) -> Any:
     return lambda net, step: nn.utils.clip_grad_value_(net.parameters(), limit)
 
 
 def _weights_in_numpy(net: nn.Module, optimizer: Any, step: int) -> None:
     net.second.weight.detach().numpy()[...] *= 1.001
+
+
+def _at_the_end(net: nn.Module, optimizer: Any, step: int) -> None:
+    if step == 1:
+        with torch.no_grad():
+            net.second.weight.mul_(1.01)
+
+
+def _row_at_the_end(net: nn.Module, optimizer: Any, step: int) -> None:
+    if step == 1:
+        net.second.weight.data[1].add_(0.01)
+
+
+def _followed_at_the_end(net: nn.Module, optimizer: Any, step: int) -> None:
+    """A copy that nothing is made of."""
+    if step == 1:
+        copy = net.second.weight.detach().clone()
+        copy[1].mul_(0.5)
+        copy.add_(1)
 
 
 def _schedule(gamma: float) -> Any:
@@ -169,6 +213,17 @@ CASES = [
         quick=True,
     ),
     Case(
+        "clipped-by-numbers-to-another-norm",
+        FAMILY,
+        training(
+            {"before_step": _clip_by_numbers(0.1), "optimizer": sgd},
+            before_step=_clip_by_numbers(0.101),
+        ),
+        at="Tensor.mul_.0.*",
+        cause="argument",
+        culprits=6,
+    ),
+    Case(
         "clipped-or-not",
         FAMILY,
         training({"optimizer": sgd}, before_step=_clip(0.1)),
@@ -221,7 +276,30 @@ CASES = [
         cause="argument",
         step=1,
     ),
+    Case(
+        "weights-scaled-after-the-last-step",
+        FAMILY,
+        training(after_step=_at_the_end),
+        at="Tensor.mul_.*",
+        cause="structure",
+        step=1,
+        quick=True,
+    ),
+    Case(
+        "row-of-weights-moved-after-the-last-step",
+        FAMILY,
+        training({"optimizer": sgd}, after_step=_row_at_the_end),
+        at="Tensor.add_.*",
+        cause="structure",
+        step=1,
+    ),
     # healthy
+    Case(
+        "copy-changed-after-the-last-step",
+        FAMILY,
+        training({"optimizer": sgd}, after_step=_followed_at_the_end),
+        runs=WITH_L0,
+    ),
     Case("same-loop-twice", FAMILY, training(), runs=WITH_L0, quick=True),
     Case(
         "same-loop-other-kernels",
@@ -234,6 +312,31 @@ CASES = [
         "clipped-and-other-kernels",
         FAMILY,
         training({"before_step": _clip(0.1), "steps": 3}, inside=other_kernels),
+    ),
+    Case(
+        "clipped-by-numbers-and-other-kernels",
+        FAMILY,
+        training(
+            {"before_step": _clip_by_numbers(0.1), "optimizer": sgd, "steps": 3},
+            inside=other_kernels,
+        ),
+        runs=WITH_L0,
+    ),
+    Case(
+        "clipped-by-numbers-and-autocast",
+        FAMILY,
+        training(
+            {"before_step": _clip_by_numbers(0.1), "optimizer": sgd, "steps": 2},
+            loss=_in_bfloat16,
+        ),
+    ),
+    Case(
+        "learning-rate-by-a-norm-and-autocast",
+        FAMILY,
+        training(
+            {"after_step": _lr_by_norm(0.1), "optimizer": sgd, "steps": 3},
+            loss=_in_bfloat16,
+        ),
     ),
     Case("clip-that-clips-nothing", FAMILY, training({"optimizer": sgd}, before_step=_clip(1e6))),
     Case("loss-times-one", FAMILY, training(edit_loss=lambda loss: loss * 1.0), runs=WITH_L0),

@@ -61,8 +61,8 @@ def _closing(both: dict[str, Any] | None = None, **changes: Any) -> Program:
     )
 
 
-def _lbfgs(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
+def _lbfgs(parameters: Any, max_iter: int = 3) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, lr=0.1, max_iter=max_iter)
 
 
 def _next(step: int) -> tuple[Tensor, Tensor]:
@@ -156,6 +156,30 @@ CLOSURE_CASES = [
         at=IN_MODEL,
         cause="result|boundary",
         step=0,
+    ),
+    Case(
+        "closure-called-more-often-by-lbfgs",
+        CLOSURES,
+        _closing(
+            {"optimizer": _lbfgs, "steps": 2}, optimizer=functools.partial(_lbfgs, max_iter=4)
+        ),
+        at="Optimizer.LBFGS.step.0",
+        cause="argument",
+        step=0,
+        runs=WITH_L0,
+    ),
+    Case(
+        "closure-of-lbfgs-and-other-loss",
+        CLOSURES,
+        _closing(
+            {"optimizer": _lbfgs, "steps": 2},
+            optimizer=functools.partial(_lbfgs, max_iter=4),
+            factor=1.5,
+        ),
+        at="Tensor.mul.0.forward",
+        cause="structure",
+        step=0,
+        culprits=2,
     ),
     # healthy
     Case(

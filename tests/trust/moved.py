@@ -88,6 +88,15 @@ def _with_channels_swapped(step: int) -> Batch:
     return x.flip(1), y
 
 
+def _many(step: int) -> Batch:
+    return numbers(500, 12, seed=step), numbers(500, 4, seed=step + 50)
+
+
+def _with_rows_in_another_order(step: int) -> Batch:
+    x, y = _many(step)
+    return x[torch.randperm(500, generator=torch.Generator().manual_seed(5))], y
+
+
 def _hooked(net: nn.Module, *_: Any) -> None:
     net.second.weight.register_hook(lambda gradient: gradient.flip(0))
 
@@ -164,6 +173,16 @@ CASES = [
         "data",
         WITH_L0,
     ),
+    _fault(
+        "rows-of-the-data",
+        training({"data": _many}, data=_with_rows_in_another_order),
+        {
+            "*": "Module.*.forward.0|Functional.linear.0.*|Functional.mse_loss.0.*",
+            "L0": "Module.*",
+        },
+        "data|result|boundary",
+        WITH_L0,
+    ),
     _fault("gradient-by-a-hook", training(prepare=_hooked), "Tensor.flip.0.*", "structure"),
     _fault(
         "result-by-a-hook",
@@ -211,6 +230,17 @@ CASES = [
         _moving(lambda net, x: x.roll(3, 1).roll(-3, 1), lambda net, x: x.roll(5, 1).roll(-5, 1)),
         runs=BOTH,
         quick=True,
+    ),
+    Case(
+        "moved-and-back-in-large-tensors",
+        FAMILY,
+        _moving(
+            lambda net, x: x.roll(3, 1).roll(-3, 1),
+            lambda net, x: x.roll(5, 1).roll(-5, 1),
+            data=_many,
+            steps=4,
+        ),
+        runs=BOTH,
     ),
     Case(
         "moved-by-negative-dimensions",

@@ -11,7 +11,16 @@ from torch import nn
 
 from trust.harness import Case
 from trust.kernels import other_kernels
-from trust.programs import adamw, sgd, square_loss, training, vectors
+from trust.programs import (
+    Attention,
+    adamw,
+    sgd,
+    square_loss,
+    token_loss,
+    tokens,
+    training,
+    vectors,
+)
 
 FAMILY = "optimizer"
 STEP = "Optimizer.*.step.0"
@@ -69,6 +78,29 @@ def _other(name: str, quick: bool = False, **options: Any) -> Case:
     )
 
 
+def _forget_all(net: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    if step == 1:
+        optimizer.state.clear()
+
+
+def _all_but_the_norm(parameters: Any) -> torch.optim.Optimizer:
+    return _adam()([p for p in parameters if p.shape != (24,)])
+
+
+def _groups(decay: float, norms: float) -> Any:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        every = list(parameters)
+        return torch.optim.AdamW(
+            [
+                {"params": [p for p in every if p.ndim > 1], "weight_decay": decay},
+                {"params": [p for p in every if p.ndim < 2], "weight_decay": norms},
+            ],
+            lr=1e-2,
+        )
+
+    return make
+
+
 RESUMED = {"prepare": _resumed(True), "steps": 2}
 
 CASES = [
@@ -114,6 +146,39 @@ CASES = [
         training(RESUMED, prepare=_resumed(False), inside=other_kernels),
         "weights|boundary|structure",
         at=LOST,
+    ),
+    _fault(
+        "state-lost-in-between",
+        training({"steps": 4}, after_step=_forget_all),
+        "weights|boundary|structure|argument",
+        step=2,
+        quick=True,
+    ),
+    _fault(
+        "state-lost-in-between-foreach",
+        training({"steps": 4, "optimizer": _adam(foreach=True)}, after_step=_forget_all),
+        "weights|boundary|structure|argument",
+        step=2,
+    ),
+    _fault(
+        "state-lost-in-between-fused",
+        training({"steps": 4, "optimizer": _adam(fused=True)}, after_step=_forget_all),
+        "weights|boundary|structure|argument|result",
+        step=2,
+        runs=WITH_L0,
+    ),
+    _fault(
+        "not-given-all-weights",
+        training(optimizer=_all_but_the_norm),
+        "structure",
+        at=STEP,
+        runs=WITH_L0,
+    ),
+    _fault(
+        "decay-in-the-wrong-group",
+        training({"optimizer": _groups(0.1, 0.0)}, optimizer=_groups(0.0, 0.1)),
+        "argument",
+        runs=WITH_L0,
     ),
     _other("learning-rate", lr=1.1e-2, quick=True),
     _other("betas", betas=(0.9, 0.99)),
@@ -193,6 +258,21 @@ CASES = [
             {"steps": 3, "optimizer": functools.partial(sgd, foreach=False)},
             optimizer=functools.partial(sgd, fused=True),
         ),
+    ),
+    Case(
+        "nadam-foreach-loop",
+        FAMILY,
+        training(
+            {
+                "steps": 3,
+                "net": Attention,
+                "data": tokens,
+                "loss": token_loss,
+                "optimizer": functools.partial(torch.optim.NAdam, lr=1e-3, foreach=False),
+            },
+            optimizer=functools.partial(torch.optim.NAdam, lr=1e-3, foreach=True),
+        ),
+        runs=WITH_L0,
     ),
     Case("resumed-and-other-kernels", FAMILY, training(RESUMED, inside=other_kernels)),
     Case(

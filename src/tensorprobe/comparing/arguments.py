@@ -21,6 +21,7 @@ _MADE_AS = "made as "
 _SETTING = re.compile(r"(\w+)=([^,()]+|\([^()]*\))")
 # A number that was read off a tensor carries its rounding.
 _RELATIVE = 1e-6
+_DIGITS, _MANY = re.compile(r"^-?0?\.?0*|\."), 10
 # About when, where and by whom, not about numbers.
 _SILENT_FACTS = {
     "run", "created", "time", "host", "folder", "command", "ranks", "unfinished", "build", "tool",
@@ -69,6 +70,41 @@ def settings(actual: Call, expected: Call) -> Iterator[str]:
 def _made_as(call: Call) -> dict[str, str]:
     note = next((note for note in call.notes if note.startswith(_MADE_AS)), "")
     return dict(_SETTING.findall(note))
+
+
+def computed_differences(actual: Call, expected: Call) -> list[float] | None:
+    """How far apart arguments are, relative to their size, if all that differ are numbers with so
+    many digits that a program computes and nobody writes; else None."""
+    found: list[float] = []
+    sides = [(call.args, call.kwargs) for call in (actual, expected)]
+    return found if _are_computed(*sides, found) else None
+
+
+def _are_computed(a: Any, e: Any, found: list[float]) -> bool:
+    if isinstance(a, Fields) and isinstance(e, Fields):
+        a, e = a.fields, e.fields
+    if isinstance(a, TensorRecord) and isinstance(e, TensorRecord):
+        return True
+    if isinstance(a, dict) and isinstance(e, dict):
+        return all(
+            _are_computed(a.get(key, _ABSENT), e.get(key, _ABSENT), found)
+            for key in {**a, **e}
+            if key not in _WAYS
+        )
+    if isinstance(a, list | tuple) and isinstance(e, list | tuple):
+        return len(a) == len(e) and all(
+            _are_computed(x, y, found) for x, y in zip(a, e, strict=True)
+        )
+    if _same(a, e):
+        return True
+    if not (isinstance(a, float) and isinstance(e, float) and _has_digits(a) and _has_digits(e)):
+        return False
+    found.append(abs(a - e) / max(abs(a), abs(e)))
+    return True
+
+
+def _has_digits(value: float) -> bool:
+    return math.isfinite(value) and len(_DIGITS.sub("", repr(value).partition("e")[0])) >= _MANY
 
 
 class _Missing:

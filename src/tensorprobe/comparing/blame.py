@@ -19,7 +19,7 @@ from tensorprobe.comparing.evidence import Replayer
 from tensorprobe.comparing.heard import RankHears
 from tensorprobe.comparing.measure import CallPair
 from tensorprobe.comparing.reach import Reach, reach_of
-from tensorprobe.comparing.rounding import ROUNDING, distance
+from tensorprobe.comparing.rounding import ROUNDING, distance, same_bits
 from tensorprobe.comparing.scene import (
     AMPLIFIES,
     Node,
@@ -31,11 +31,13 @@ from tensorprobe.comparing.scene import (
 from tensorprobe.comparing.suspects import Replays, hunt, hunt_all
 from tensorprobe.comparing.verdict import Culprit
 from tensorprobe.comparing.walk import Taint, Walk
+from tensorprobe.records import Call
 
 _MUCH = 0.1  # of a result's size
 _MUCH_UNSEEN = 1e-3  # the same where no replay could tell
 # What other settings can be behind; a wrong result inside is that call's own.
 _BY_SETTINGS = ("argument", "structure", "boundary")
+_BY_CLOSURES = ("parameter", "structure", "boundary")
 # What a program does on one side, and not a kernel.
 _HABITS = ("argument", "structure")
 _GRADIENTS = ".parameters_grad."
@@ -240,6 +242,7 @@ def settle_containers(scene: Scene) -> None:
         inside = {node.i, *scene.inside(node)}
         ours = [n for n, (at, c) in enumerate(scene.culprits) if at in inside]
         explained = [n for n in ours if scene.culprits[n][1].kind in _BY_SETTINGS or is_optimizer]
+        explained += _in_closure(scene, node, inside) if is_optimizer else []
         if not explained:
             before = any(at <= max(inside) for at, _ in scene.culprits)
             changed = is_optimizer and node.same_in and not node.same_out
@@ -256,6 +259,36 @@ def settle_containers(scene: Scene) -> None:
                 del scene.culprits[n]
         else:
             scene.culprits.append((node.i, culprit))
+
+
+def _in_closure(scene: Scene, step: Node, inside: set[int]) -> list[int]:
+    """The culprits in an optimizer's closure that its settings explain: how often it calls that,
+    and with which weights from the second time on, where both sides begin with the same."""
+    if any(row.role == "parameter" and same_bits(row) is False for row in step.inputs):
+        return []
+    return [
+        n
+        for n, (at, culprit) in enumerate(scene.culprits)
+        if culprit.kind in _BY_CLOSURES
+        and at not in inside
+        and scene.is_inside(scene.nodes[at], step)
+        and _is_called_again(scene, scene.nodes[at])
+    ]
+
+
+def _is_called_again(scene: Scene, node: Node) -> bool:
+    """Whether a call runs, on a side, after that side has gone backward in this step."""
+    forward = _forward(scene, node)
+    for side in (0, 1):
+        call = forward.pair.pair[side]
+        if isinstance(call, Call) and any(
+            isinstance(other := earlier.pair.pair[side], Call)
+            and (other.step, other.direction) == (call.step, "backward")
+            and other.index < call.index
+            for earlier in scene.nodes
+        ):
+            return True
+    return False
 
 
 def blame_module(scene: Scene) -> None:

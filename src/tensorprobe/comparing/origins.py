@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 
 from tensorprobe.comparing.align import content, is_constant
 from tensorprobe.comparing.communicated import is_reduced
@@ -21,6 +21,7 @@ from tensorprobe.comparing.rounding import (
     ROUNDING,
     SAME_SUM,
     distance,
+    is_moved,
     number_text,
     pair_roundoff,
     rms_size,
@@ -32,6 +33,7 @@ from tensorprobe.comparing.scene import (
     CANCELS,
     Node,
     Scene,
+    is_written,
     label_of,
     nonfinite_differs,
     relative,
@@ -42,11 +44,13 @@ from tensorprobe.comparing.suspects import Replays, score, worst
 from tensorprobe.comparing.verdict import Culprit, CulpritKind, Side, name_some
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import TensorRecord
+from tensorprobe.replay.kinds import api_of
 
 _STATES = ("parameter", "buffer", "state")
 # Of the numbers: a view that leaves fewer of them alone is taken for another tensor.
 _LEFT_ALONE = 0.05
 _LOOK_BACK = 200
+_COPIES = ("clone", "contiguous", "copy", "to", "cpu", "cuda", "npu", "repeat", "cat", "stack")
 
 
 class Boundaries:
@@ -71,8 +75,10 @@ class Boundaries:
         self._sums: dict[str, float] = {}  # the size that a gradient's terms add up to
         self._of_module: dict[tuple[int, str], list[int]] = {}  # backward calls so far
         self._stepped: set[str] = set()  # parameters that an optimizer has stepped
-        self._largest = 0.0  # of all in `_before`
+        self._largest = 0.0  # of all in `_before` that optimizers were given
+        self._left = 0.0  # the same of what the last one has left
         self._step: int | None = None
+        self._given: Found = None  # what the model was given in other places, in this step
 
     def look_at(self, node: Node) -> Found:
         """The first input of a call that differs and that nothing explains, as a culprit."""
@@ -80,6 +86,7 @@ class Boundaries:
             self._step, self._forward, self._backward = node.call.step, 0.0, 0.0
             self._gradients = []
             self._sums.clear()
+            self._given = None
         if not node.is_paired:
             return None
         return next(filter(None, (self._explain(node, row) for row in node.inputs)), None)
@@ -90,7 +97,11 @@ class Boundaries:
             return self._missing(node, row)
         if same_bits(row) or not (d := self._distance(node, row)):
             return None
-        if not self._has_effect(node) or is_reduced(self._scene, node, row):
+        if not self._has_effect(node):
+            if self._given is None and is_moved(row) and self._is_data(node, row):
+                self._given = node.i, self._unexplained(node, row, d)
+            return None
+        if is_reduced(self._scene, node, row):
             return None
         ours, theirs = self._scene.flow.producers(node.i, row.name)
         if ours is not None and ours == theirs:
@@ -116,6 +127,8 @@ class Boundaries:
         is_guess = is_constant(a) or is_constant(e)  # many calls make the same constant
         if ours is not None and theirs is not None and not is_guess:
             return node.i, from_elsewhere(self._scene, node, row, d)
+        if self._given is not None and is_moved(row):
+            return self._given  # where statistics did not show what came of it
         return node.i, self._unexplained(node, row, d)
 
     def _distance(self, node: Node, row: TensorPair) -> float:
@@ -264,6 +277,7 @@ class Boundaries:
     def leave(self, node: Node) -> None:
         """Go on from a call: what comes later may be made of its results."""
         if node.call.name.startswith("Optimizer."):
+            self._largest, self._left = max(self._largest, self._left), 0.0
             given = (row for row in node.inputs if row.role == "parameter")
             self._stepped.update(label_of(node.call, row) for row in given)
         for row in (*node.inputs, *node.outputs):
@@ -278,8 +292,10 @@ class Boundaries:
                     if node.call.direction == "backward" and row.expected.summary is not None:
                         self._gradients.append((row.expected.summary.norm or 0.0, r))
                 self._before[key] = max(self._before.get(key, 0.0), r)
-                if row.role != "output":  # of an optimizer: what it makes is no source of its own
+                if not is_written(row):  # what it makes is no source of its own
                     self._largest = max(self._largest, r)
+                elif row.role == "state":
+                    self._left = max(self._left, r)
         if node.call.direction == "backward":
             self._of_module.setdefault((node.call.step, node.call.module), []).append(node.i)
         if node.container or not node.is_paired or not math.isfinite(node.r_out):
@@ -598,6 +614,65 @@ def written_by_one_side(scene: Scene, node: Node, row: TensorPair) -> Found:
         d = scene.distance(node, row)
         return writer.i, accuse(writer, "structure", reason, d, row=row, inherited=0.0)
     return None
+
+
+def written_at_the_end(scene: Scene) -> Found:
+    """A call by which only one side writes into weights that an optimizer has stepped, after the
+    last call of the model: nobody reads them any more, and they are what the run has come to."""
+    stepped: tuple[set[Hashable], set[Hashable]] = (set(), set())
+    last = -1
+    for node in scene.nodes:
+        if node.call.name.startswith("Optimizer."):
+            for row in node.outputs:
+                if row.role == "output":
+                    for side, record in enumerate((row.actual, row.expected)):
+                        if record is not None:
+                            stepped[side].add(content(record))
+        if node.call.name.startswith(("Module.", "Optimizer.")) and node.is_paired:
+            last = max(node.i, *scene.inside(node), -1)
+    for node in scene.nodes[last + 1 :]:
+        if api_of(node.call.op) in _COPIES:  # the copy may be what is written to
+            for row in node.outputs:
+                for side in (0, 1):
+                    if (record := _side(row, side)) is not None:
+                        stepped[side].discard(content(record))
+        if node.is_paired or not _writes_in_place(node) or node.i in scene.in_optimizer:
+            continue
+        side = 0 if node.pair.pair.actual is not None else 1
+        made = {content(r) for r in (_side(row, side) for row in node.outputs) if r}
+        for row in node.pair.tensors:
+            record = _side(row, side)
+            if row.role != "input" or record is None or content(record) in made:
+                continue
+            if _is_stepped(scene, node.i, row, side, stepped[side] - {None}):
+                where = "actual" if side == 0 else "expected"
+                reason = (
+                    f"only {where} makes this call: it writes into a weight after the last call of "
+                    "the model"
+                )
+                return node.i, accuse(node, "structure", reason, math.inf, row=row, inherited=0.0)
+    return None
+
+
+def _writes_in_place(node: Node) -> bool:
+    name = node.call.op.rpartition(".")[2]
+    is_named_so = name.endswith("_") and not name.endswith("__")
+    return node.call.direction == "forward" and (is_named_so or name == "__setitem__")
+
+
+def _is_stepped(
+    scene: Scene, at: int, row: TensorPair, side: int, stepped: Collection[Hashable]
+) -> bool:
+    """Whether an input is a weight as an optimizer has left it, or a view of one."""
+    record = _side(row, side)
+    maker = scene.flow.producer.get((side, at, row.name))
+    if maker is None or maker in scene.in_optimizer:
+        return record is not None and content(record) in stepped
+    node = scene.nodes[maker]
+    if node.op_kind != "exact" or api_of(node.call.op) in _COPIES or node.container:
+        return False
+    given = next((each for each in node.pair.tensors if each.role == "input"), None)
+    return given is not None and _is_stepped(scene, maker, given, side, stepped)
 
 
 def _writing(

@@ -53,6 +53,8 @@ _ILL = {
     *("slogdet", "logdet", "svd", "svdvals", "eig", "eigh", "eigvals", "eigvalsh", "qr"),
     *("cholesky", "cholesky_solve", "cholesky_inverse", "lu", "lu_factor", "lu_solve", "ldl_solve"),
 }
+_READS = ("item", "tolist", "numpy", "__float__")
+_IN_OPTIMIZER = 0.01  # by how much arguments may differ there that were read off tensors
 _OPERATORS = ("Functional.", "Torch.", "Tensor.")
 
 
@@ -541,6 +543,37 @@ class Scene:
             if node.call.name.startswith("Optimizer.")
             for at in (node.i, *self.inside(node))
         }
+        self._explain_numbers()
+
+    def _explain_numbers(self) -> None:
+        """Numbers that a program reads off tensors differ by what those do: an argument that is
+        made of them is no other argument. It is one more input that differs.
+
+        Within an optimizer that has the same settings, arguments come from nowhere else; a line
+        search divides what is left of numbers that cancel.
+        """
+        set_otherwise = {
+            node.call.step
+            for node in self.nodes
+            if node.differences and node.call.name.startswith("Optimizer.")
+        }
+        read = 0.0
+        for node in self.nodes:
+            actual, expected, _ = node.pair.pair
+            if actual is None or expected is None:
+                continue
+            if api_of(node.call.op) in _READS and node.r_in < APART:
+                read = max(read, node.r_in)
+            if not (read and node.differences):
+                continue
+            found = arguments.computed_differences(actual, expected)
+            is_inside = node.i in self.in_optimizer and node.call.step not in set_otherwise
+            if found and max(found) <= (_IN_OPTIMIZER if is_inside else AMPLIFIES * read):
+                node.differences = []
+                node.same_in = False
+                node.r_in = max(node.r_in, *found)
+                if node.unit_out:
+                    node.d_in = max(node.d_in, max(found) / node.unit_out)
 
     def _leave_out_workspaces(self, node: Node) -> None:
         """Of an ATen operator with several results, those that change nothing.
@@ -798,6 +831,18 @@ class Scene:
             return self._inside_optimizer(node)
         return self._descendants(node)
 
+    def is_inside(self, node: Node, around: Node) -> bool:
+        """Whether a call ran while another did; of a backward call, its forward one."""
+        call = (self.forward_of(node) or node).call
+        while call.parent and call.step == around.call.step:
+            if call.parent == around.call.name:
+                return True
+            at = self.named(call.step, call.parent)
+            if at is None:
+                return False
+            call = self.nodes[at].call
+        return False
+
     def _descendants(self, node: Node) -> set[int]:
         found: set[int] = set()
         todo = [node]
@@ -810,18 +855,23 @@ class Scene:
         return found
 
     def _inside_optimizer(self, node: Node) -> set[int]:
-        """Its own calls: those after the closure, where it was given one."""
+        """Its own calls: those after the closure, where it was given one, and what torch's line
+        searches make between two calls of that."""
         children = self._children.get((node.call.step, node.call.name))
         if children:
             closure = max((at for at in range(node.i + 1, children[-1]) if self._is_models(at)),
                           default=node.i)  # fmt: skip
-            return {at for at in children if at > closure}
+            return {at for at in children if at > closure or self._is_of_torch(at)}
         found = set()  # other tools, and older captures, do not say what is inside of what
         for at in range(node.i + 1, len(self.nodes)):
             if self.nodes[at].call.name.startswith(("Module.", "Optimizer.")):
                 break
             found.add(at)
         return found
+
+    def _is_of_torch(self, at: int) -> bool:
+        stack = self.nodes[at].call.stack
+        return bool(stack) and "/torch/optim/" in stack[0].replace("\\", "/")
 
     def _is_models(self, at: int) -> bool:
         call = self.nodes[at].call

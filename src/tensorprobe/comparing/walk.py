@@ -26,6 +26,7 @@ from tensorprobe.comparing.origins import (
     gathered,
     reordered,
     wired_otherwise,
+    written_at_the_end,
     written_by_one_side,
     written_through_view,
 )
@@ -106,7 +107,7 @@ class Walk:
             self.taint.leave(node)
             self._boundaries.leave(node)
             self._moves.leave(node)
-        if not scene.culprits and (found := self._moves.unhealed()):
+        if not scene.culprits and (found := self._moves.unhealed() or written_at_the_end(scene)):
             scene.culprits.append(found)
             self.taint.add(found[0])
 
