@@ -52,6 +52,7 @@ class Findings(msgspec.Struct):
     n_replayed: int = 0
     n_left: int = 0  # suspects that the time did not suffice for
     first_bits: str | None = None  # the first call whose bits differ, where that is all
+    objects: str | None = None  # the first call on an object, sent to other ranks, that differs
     grown: str | None = None  # the first call whose results are far apart, with nobody to blame
     reach: Reach | None = None  # between communications and culprits
     is_cut: bool = False  # the model works on other pieces, and optimizers agree all the same
@@ -133,6 +134,7 @@ def _findings(scene: Scene, replays: Replays) -> Findings:
         replays.n_replayed,
         replays.n_left,
         first.call.name if first else None,
+        scene.objects,
         _grown(scene),
     )
 

@@ -701,6 +701,11 @@ def _notes(
                 "how kernels round on these machines is not known: errors below a few roundings "
                 "were not looked for (docs/calibrating.md)"
             )
+    if objects := next((found.objects for found in findings if found.objects), None):
+        notes.append(
+            f"ranks send each other Python objects that are not the same (from {objects} on): "
+            "these were not compared"
+        )
     if any(found.is_cut for found in findings):
         notes.append(
             "the model works on other pieces (micro-batches), or in another order: the gradients "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Literal
 
 import msgspec
@@ -60,19 +60,23 @@ def look_inside(capture: Capture) -> InsideRun:
     size = world_size(capture) or len(ranks)
     everyone = list(range(size)) if size >= len(ranks) and ranks[-1:] < [size] else ranks
     found = InsideRun()
+    dead = {death.stop.rank: death for death in deaths(capture, calls, everyone)}
     for each in waiting(capture, calls, everyone):
+        absent = {stop.rank for stop in each.absent}
+        if absent and absent <= dead.keys() and not each.unrecorded:
+            continue  # what they wait for is told as a death
         gone = tuple(stop.rank for stop in each.absent) + each.unrecorded
         stack = next((c.stack for c in calls[each.waiting[0]] if c.name == each.name), ())
         found.findings.append(
             RankFinding("hang", gone or each.waiting, each.reason, each.step, each.name, stack)
         )
     hung = {rank for finding in found.findings for rank in finding.ranks}
-    for death in deaths(capture, calls, everyone):
+    for death in dead.values():
         last, rank = death.stop.call, death.stop.rank
         if rank not in hung and last is not None:
             place = last.step, last.name, last.stack
             found.findings.append(RankFinding("death", (rank,), death.reason, *place))
-    _look_at_communications(calls, everyone, found)
+    _look_at_communications(calls, everyone, hung | dead.keys(), found)
     replicas = Replicas()
     for rank, mine in calls.items():
         replicas.add(rank, mine)
@@ -112,7 +116,10 @@ def _look_at_replicas(
 
 
 def _look_at_communications(
-    calls: Mapping[int, Sequence[Call]], ranks: Sequence[int], found: InsideRun
+    calls: Mapping[int, Sequence[Call]],
+    ranks: Sequence[int],
+    stopped: Set[int],
+    found: InsideRun,
 ) -> None:
     members: dict[Key, dict[int, Call]] = defaultdict(dict)
     unlinked = 0
@@ -125,7 +132,7 @@ def _look_at_communications(
     if unlinked:
         found.notes.append(f"{unlinked} communications: it is not known who spoke to whom")
     found.counts["communications"] = len(members)
-    crossed = _crossed(members, calls, ranks)
+    crossed = _crossed(members, calls, ranks, stopped)
     found.findings += crossed
     n_judged = 0
     for key, here in sorted(members.items()):
@@ -145,6 +152,7 @@ def _crossed(
     members: Mapping[Key, Mapping[int, Call]],
     calls: Mapping[int, Sequence[Call]],
     ranks: Sequence[int],
+    stopped: Set[int],
 ) -> list[RankFinding]:
     """The first communication of each group at which its members do not all do the same."""
     by_place: dict[tuple[str, str, int, int], dict[str, dict[int, Call]]] = defaultdict(dict)
@@ -181,6 +189,8 @@ def _crossed(
             )
             continue
         lacking = [rank for rank in wanted if rank not in here]
+        if stopped & set(lacking):
+            continue  # it is told that they hang or died
         if lacking and len(lacking) < len(wanted) and not _are_cut_short(calls, lacking, here):
             call = here[min(here)]
             text = (

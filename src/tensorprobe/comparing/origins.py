@@ -16,6 +16,7 @@ from tensorprobe.comparing.culprit import (
     percent,
     proof_of,
 )
+from tensorprobe.comparing.flat_weights import FlatWeights
 from tensorprobe.comparing.measure import TensorPair
 from tensorprobe.comparing.rounding import (
     ROUNDING,
@@ -62,9 +63,10 @@ class Boundaries:
     differed by before, other inputs by the results so far.
     """
 
-    def __init__(self, scene: Scene, replays: Replays) -> None:
+    def __init__(self, scene: Scene, replays: Replays, flat: FlatWeights) -> None:
         self._scene = scene
         self._replays = replays
+        self._flat = flat
         self._uses = _uses(scene)
         self._backwards: dict[int, list[int]] = {}  # a forward call -> its backward calls
         for backward, forward in scene.flow.forward.items():
@@ -124,6 +126,11 @@ class Boundaries:
         is_given = row.role == "input" and node.call.direction == "forward"
         if is_given and (found := written_by_one_side(self._scene, node, row)):
             return found
+        if ours is None and theirs is None and row.role in ("input", "parameter"):
+            is_later = node.call.step != self._scene.first_step
+            if is_later and (origin := self._flat.behind(node, row)):
+                node.taint |= origin.taint
+                return None
         is_guess = is_constant(a) or is_constant(e)  # many calls make the same constant
         if ours is not None and theirs is not None and not is_guess:
             return node.i, from_elsewhere(self._scene, node, row, d)

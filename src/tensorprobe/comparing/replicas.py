@@ -43,6 +43,7 @@ class Replicas:
         self._seen: dict[tuple[int, str, str], dict[int, _Seen]] = defaultdict(dict)
         self._in_ddp: set[int] = set()
         self._random: dict[tuple[int, str], dict[int, Hashable]] = defaultdict(dict)
+        self._drawn: dict[tuple[int, str], dict[int, tuple[Hashable, Hashable]]] = defaultdict(dict)
 
     def add(self, rank: int, calls: Iterable[Call]) -> None:
         """Take the calls of one rank."""
@@ -55,8 +56,22 @@ class Replicas:
                     self._note(rank, call, record, "parameter")
                 elif record.role == "parameter_grad" and is_step:
                     self._note(rank, call, record, "gradient")
-                elif record.name.endswith(_STATE) and record.digest and kind_of(call) == "dropout":
+            if call.direction == "forward" and kind_of(call) == "dropout":
+                self._note_random(rank, call)
+
+    def _note_random(self, rank: int, call: Call) -> None:
+        """The state a call draws from; with statistics only, what it makes of what."""
+        given: list[Hashable] = []
+        made: list[Hashable] = []
+        for record in call.tensors:
+            if record.name.endswith(_STATE):
+                if record.digest:
                     self._random[call.step, call.name].setdefault(rank, record.digest)
+                    return
+            elif record.role in ("input", "output"):
+                (given if record.role == "input" else made).append(content(record))
+        if made and None not in (*given, *made):
+            self._drawn[call.step, call.name].setdefault(rank, (tuple(given), tuple(made)))
 
     def _note(self, rank: int, call: Call, record: TensorRecord, what: str) -> None:
         key = content(record)
@@ -126,7 +141,18 @@ class Replicas:
         what is to be said of the others."""
         odd: list[Odd] = []
         notes: list[str] = []
-        for (step, name), states in sorted(self._random.items()):
+        states_of = {**self._random}
+        for place, drawn in self._drawn.items():
+            if place in states_of or len(drawn) < 2:
+                continue
+            if len({given for given, _ in drawn.values()}) == 1:
+                states_of[place] = {rank: made for rank, (_, made) in drawn.items()}
+            elif not notes:
+                notes.append(
+                    f"{place[1]} (step {place[0]}) is given other data on each rank, and its "
+                    'random state was not recorded (keep="tensors" has it): seeds were not compared'
+                )
+        for (step, name), states in sorted(states_of.items()):
             if len(states) < 2:
                 continue
             counts = Counter(states.values())
@@ -176,10 +202,11 @@ def in_words(found: Sequence[Odd]) -> str:
         f"the gradient of {first.label} that the optimizer was given"
     )  # fmt: skip
     if first.what == "random state":
-        what = f"the random state at {first.label}"
+        what = f"random state at {first.label}"
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
     if is_majority(first):
         verb = "has" if len(first.odd) == 1 else "have"
+        what = what.removeprefix("the ")
         return f"{listed(first.odd)} {verb} another {what}{more} than {listed(first.others)}"
     if len(first.others) == 1 and len(first.odd) > 1:
         everyone = listed(sorted((*first.odd, *first.others)))

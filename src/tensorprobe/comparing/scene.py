@@ -25,7 +25,7 @@ from tensorprobe.comparing.rounding import (
     rms_size,
     same_bits,
 )
-from tensorprobe.comparing.unwritten import calls_on_unwritten
+from tensorprobe.comparing.unwritten import calls_on_unwritten, is_of_objects
 from tensorprobe.comparing.verdict import Culprit
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.records import IN_MEMORY, Call, TensorRecord, digests_tell
@@ -510,6 +510,10 @@ class Scene:
             node = self.nodes[at]
             node.inputs = [row for row in node.inputs if row.role == "parameter"]
             node.outputs = []
+        self.objects: str | None = None  # the first call on a pickled object that differs
+        for node in self.nodes:
+            if is_of_objects(node.call):
+                self._leave_out_objects(node)
         for node in self.nodes:
             self._leave_out_workspaces(node)
         self._settle_places()
@@ -574,6 +578,13 @@ class Scene:
                 node.r_in = max(node.r_in, *found)
                 if node.unit_out:
                     node.d_in = max(node.d_in, max(found) / node.unit_out)
+
+    def _leave_out_objects(self, node: Node) -> None:
+        # other calls are on memory that is got for them
+        if self.objects is None and node.call.name.startswith("Distributed."):
+            differ = (same_bits(row) is False or distance(row) > 0 for row in node.outputs)
+            self.objects = node.call.name if any(differ) else None
+        node.inputs, node.outputs, node.differences = [], [], []
 
     def _leave_out_workspaces(self, node: Node) -> None:
         """Of an ATen operator with several results, those that change nothing.

@@ -1,11 +1,14 @@
-"""Calls on memory that nobody has written to, as a pipeline makes them to learn shapes. No torch.
+"""Calls on what is no number of the model: memory that nobody has written to, as a pipeline makes
+them to learn shapes, and objects that ranks send each other. No torch.
 
-What they give is arbitrary, on healthy sides too. Only calls are meant that are given such memory,
-weights, and nothing else; what an optimizer is given is compared all the same.
+What calls on unwritten memory give is arbitrary, on healthy sides too. Only calls are meant that
+are given such memory, weights, and nothing else; what an optimizer is given is compared all the
+same.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,12 +19,18 @@ from tensorprobe.replay.kinds import api_of
 if TYPE_CHECKING:
     from tensorprobe.comparing.measure import TensorPair
     from tensorprobe.comparing.scene import Node
+    from tensorprobe.records import Call
 
 # Of these, one arbitrary input is enough: nothing can be masked out by another.
 _SPOILT_BY_ONE = {
     *("add", "sub", "subtract", "rsub", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"),
     *("cross_entropy", "nll_loss", "kl_div", "binary_cross_entropy_with_logits"),
 }
+# Inside these torch.distributed sends the bytes of a pickled object: times, names of hosts.
+_OF_OBJECTS = re.compile(
+    r"distributed_c10d\.py:\d+ in "
+    r"(\w+_object|\w+_object_list|_object_to_tensor|_tensor_to_object)\b"
+)
 _Content = tuple[int, Hashable]  # a side, and what it has
 
 
@@ -43,6 +52,11 @@ def calls_on_unwritten(nodes: Sequence[Node], forward: dict[int, int]) -> set[in
             arbitrary |= outputs
         seen |= {key for row in node.pair.tensors for key in _of(row)} - arbitrary
     return found
+
+
+def is_of_objects(call: Call) -> bool:
+    """Whether a call is on an object that is sent to other ranks."""
+    return any(map(_OF_OBJECTS.search, call.stack))
 
 
 def _is_made_of(node: Node, arbitrary: set[_Content], weights: set[_Content]) -> bool:

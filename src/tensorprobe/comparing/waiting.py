@@ -82,7 +82,7 @@ class Death(NamedTuple):
     def reason(self) -> str:
         """One sentence."""
         rank, where = self.stop.rank, self.stop.where
-        text = f"the recording of rank {rank} has no end, it is {where}"
+        text = f"rank {rank} was killed, or stopped while it hung: its recording ends {where}"
         if self.stop.ended:
             text = f"rank {rank} ended {where}"
         if self.raised:

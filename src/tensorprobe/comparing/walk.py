@@ -19,6 +19,7 @@ from tensorprobe.comparing.culprit import (
     magnitude,
     proof_of,
 )
+from tensorprobe.comparing.flat_weights import FlatWeights
 from tensorprobe.comparing.measure import TensorPair
 from tensorprobe.comparing.moves import Moves
 from tensorprobe.comparing.origins import (
@@ -74,7 +75,8 @@ class Walk:
         self.scene = scene
         self.replays = replays
         self.taint = taint
-        self._boundaries = Boundaries(scene, replays)
+        self._flat = FlatWeights(scene)
+        self._boundaries = Boundaries(scene, replays, self._flat)
         self.hazards: list[tuple[int, Culprit]] = []  # where NaN is born, though computed right
         self.cuts: list[tuple[int, Culprit]] = []  # where work is cut into other pieces
         self._moves = Moves(scene, replays)
@@ -105,6 +107,7 @@ class Walk:
                     self.taint.add(found[0])
                     node.taint |= scene.nodes[found[0]].taint
             self.taint.leave(node)
+            self._flat.leave(node)
             self._boundaries.leave(node)
             self._moves.leave(node)
         if not scene.culprits and (found := self._moves.unhealed() or written_at_the_end(scene)):
@@ -168,6 +171,9 @@ class Walk:
                 continue
             if row.role == "input" and (written := written_by_one_side(scene, node, row)):
                 return written
+            if is_later and (origin := self._flat.behind(node, row)):
+                node.taint |= origin.taint
+                continue
             found = node.i, self._leaf_culprit(node, row)
             if heals(scene, found):
                 continue
@@ -361,9 +367,13 @@ class Walk:
             scores = [score(node, worst(node, found)) for found in node.evidence]
             if min(scores) <= ROUNDING:
                 return None  # acquitted
-        elif self.replays.enabled and node.evidence is None and _is_replayable(node):
-            if node.i not in self.replays.left:
-                return None  # it was no suspect, or is acquitted
+        elif (
+            self.replays.enabled
+            and node.evidence is None
+            and node.i not in self.replays.left
+            and _is_replayable(node)
+        ):
+            return None  # it was no suspect, or was acquitted
         if any("the inputs are not visible" in note for note in node.call.notes):
             return None
         row = self.scene.furthest(node)
