@@ -31,11 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("name", metavar="NAME", nargs="?", help="trends of this name: '*attn*'")
     show.add_argument("--limit", type=int, metavar="N", default=20, help="at most N of each (20)")
     show.add_argument("--json", action="store_true", help="print it as JSON, with all values")
+    show.add_argument("--html", metavar="FILE", help="write a page with the curves and alarms")
     compare = verbs.add_parser("compare", help="where two trainings part")
     compare.add_argument("actual", metavar="ACTUAL", help="a monitor's folder, msprobe's output")
     compare.add_argument("expected", metavar="EXPECTED", help="the one that is trusted")
     compare.add_argument("-o", "--output", metavar="FILE", help="write trends.json")
     compare.add_argument("--json", action="store_true", help="print trends.json, not lines")
+    compare.add_argument("--html", metavar="FILE", help="write a page with the curves of both")
     export = verbs.add_parser("export", help="as CSV, Parquet or TensorBoard's files")
     export.add_argument("path", metavar="DIR", help="the folder of a monitor")
     export.add_argument("--to", required=True, choices=("csv", "parquet", "tensorboard"))
@@ -57,11 +59,19 @@ def _show(args: argparse.Namespace) -> int:
 
     if args.limit < 1:
         raise BadUsage(f"--limit {args.limit}: expected a number from 1")
+    page = None if args.html is None else Path(args.html)
+    if page is not None:
+        from tensorprobe.monitoring.curves_page import check_page, write_trends
+
+        check_page(page)
     ranks = read_trends(Path(args.path))
     if args.json:
         say(*json_text(ranks, args.name).split("\n"))
     else:
         say(*lines(ranks, args.name, args.limit))
+    if page is not None:
+        write_trends(page, ranks, args.name)
+        _say_written(page, args.json)
     return 3 if any(rank.alarms for rank in ranks) else 0
 
 
@@ -71,16 +81,28 @@ def _compare(args: argparse.Namespace) -> int:
     output = None if args.output is None else Path(args.output)
     if output is not None and output.is_dir():
         raise BadUsage(f"'{output}' is a folder; expected the name of a file")
+    page = None if args.html is None else Path(args.html)
+    if page is not None:
+        from tensorprobe.monitoring.curves_page import check_page, write_comparison
+
+        check_page(page)
     found = compare_trends(Path(args.actual), Path(args.expected))
     text = json_text(found)
     say(*(text.split("\n") if args.json else lines(found)))
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
-        if not args.json:
-            say("", f"written: {output}")
+        _say_written(output, args.json)
+    if page is not None:
+        write_comparison(page, found)
+        _say_written(page, args.json)
     sys.stdout.flush()
     return 3 if found.verdict == "parted" else 0
+
+
+def _say_written(path: Path, is_json: bool) -> None:
+    if not is_json:
+        say("", f"written: {path}")
 
 
 def _export(args: argparse.Namespace) -> int:

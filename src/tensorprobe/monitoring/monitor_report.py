@@ -39,7 +39,7 @@ def lines(ranks: list[Trends], pattern: str | None, limit: int) -> list[str]:
             made.append(f"  and {len(rank.alarms) - limit} more alarms")
         made += [f"  recorded: {a.recording}" for a in rank.alarms if a.recording][:LISTED]
         made += [f"  gap: {gap}" for gap in rank.gaps[:LISTED]]
-        chosen = _chosen(rank, pattern)
+        chosen = chosen_trends(rank, pattern)
         made += [f"  {_curve(key, rank.trends[key])}" for key in chosen[:limit]]
         if chosen[limit:]:
             made.append(f"  and {len(chosen) - limit} more trends; --limit shows them")
@@ -55,7 +55,8 @@ def _span(steps: Any) -> int:
     return int(steps[-1] - steps[0])
 
 
-def _chosen(rank: Trends, pattern: str | None) -> list[TrendKey]:
+def chosen_trends(rank: Trends, pattern: str | None) -> list[TrendKey]:
+    """The trends whose names match; without a pattern the loss and the other scalars."""
     if pattern is None:
         rates = [key for key in rank.trends if key.kind == SCALAR and key.name.startswith("lr.")]
         own = [key for key in rank.trends if key.kind == SCALAR and key not in (*_FIRST, *rates)]
@@ -111,7 +112,7 @@ def json_text(ranks: list[Trends], pattern: str | None) -> str:
                         "steps": rank.trends[key].steps.tolist(),
                         "values": rank.trends[key].values.tolist(),
                     }
-                    for key in _chosen(rank, pattern)
+                    for key in chosen_trends(rank, pattern)
                 ],
             }
             for rank in ranks
