@@ -61,6 +61,38 @@ class Momentum(Training):
         return torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
 
 
+class Normed(Training):
+    """A BatchNorm takes the bias before it away, whose gradient is rounding errors. The model is
+    called by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Conv1d(1, 8, 3), nn.BatchNorm1d(8), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3)
+        )
+
+        class Model(nn.Module):
+            def __init__(self, inner: nn.Module) -> None:
+                super().__init__()
+                self.inner = inner
+
+            def forward(self, values: torch.Tensor) -> torch.Tensor:
+                return self.inner(values[:, None])  # type: ignore[no-any-return]
+
+        self.named = Model(self.inner)
+        self.optimizer = torch.optim.SGD(
+            [{"params": [*self.inner[:2].parameters()]}, {"params": [*self.inner[4].parameters()]}],
+            lr=0.05,
+            momentum=0.9,
+        )
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        x, y = self.batch()
+        F.cross_entropy(self.named(values=x), y).backward()
+        self.optimizer.step()
+
+
 class Half(Training):
     """float16 by autocast, with a scaler."""
 
@@ -85,6 +117,11 @@ def freeze(training: Training) -> None:
 def drop_from_optimizer(training: Training) -> None:
     group = training.optimizer.param_groups[1]
     group["params"] = [each for each in group["params"] if each.ndim > 1]
+
+
+def stop_gradients(training: Training) -> None:
+    """A gradient of zeros: momentum still moves the parameter."""
+    training.model[2].weight.register_hook(torch.zeros_like)
 
 
 def double_rate(training: Training) -> None:
@@ -157,6 +194,8 @@ def collapse(training: Training) -> None:
 
 FAULTS: dict[str, tuple[type[Training], Callable[[Any], None], str, str]] = {
     "a frozen layer": (Training, freeze, "frozen", "2.weight"),
+    "a layer without gradients": (Momentum, stop_gradients, "frozen", "2.weight"),
+    "a batch by keyword": (Normed, spoil_batch, "batch", "model.values"),
     "a parameter left out": (Training, drop_from_optimizer, "frozen", "4.bias"),
     "a doubled rate": (Training, double_rate, "rates", "of group 1"),
     "doubled updates": (Training, double_updates, "updates", "of group 1"),
@@ -197,6 +236,62 @@ def test_a_fault_is_named(name: str, tmp_path: Path) -> None:
     assert place in [alarm.name for alarm in found] or not place, found
 
 
-@pytest.mark.parametrize("kind", [Training, Momentum, Half])
+@pytest.mark.parametrize("kind", [Training, Momentum, Normed, Half])
 def test_without_a_fault_all_is_silent(kind: type[Training], tmp_path: Path) -> None:
     assert watch(kind(), tmp_path, None).alarms == ()
+
+
+def kill_units(training: Training) -> None:
+    with torch.no_grad():
+        training.model[0].bias.fill_(-1e3)
+
+
+def test_dead_units_are_named(tmp_path: Path) -> None:
+    monitor = watch(Training(), tmp_path, kill_units)
+    (found,) = [alarm for alarm in monitor.alarms if alarm.rule == "dead" and alarm.name == "1"]
+    assert AT <= found.since <= AT + 1
+    assert found.step <= LATEST
+
+
+class Between(nn.Module):
+    """Makes what comes forward alike, and multiplies what comes backward."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = x / x.detach().norm(dim=1, keepdim=True)
+        made.register_hook(lambda grad: grad * self.factor)
+        return made
+
+
+@pytest.mark.parametrize(("factor", "word"), [(0.2, "vanish"), (5.0, "explode"), (1.0, "")])
+def test_gradients_that_vanish_or_explode_with_depth(
+    factor: float, word: str, tmp_path: Path
+) -> None:
+    training = Training()
+    layers = [each for _ in range(10) for each in (nn.Linear(8, 8), Between(factor))]
+    for layer in layers[::2]:
+        nn.init.orthogonal_(layer.weight)
+    training.model = nn.Sequential(*layers, nn.Linear(8, 3))
+    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=1e-6)
+    with tp.Monitor(tmp_path, rules="depth", log=lambda text: None) as monitor:
+        for _ in range(20):
+            training.step()
+    assert [f"gradients {word}" in each.reason for each in monitor.alarms] == [True] * bool(word)
+
+
+def test_a_layer_that_drifts_alone(tmp_path: Path) -> None:
+    training = Training()
+    training.model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), nn.Linear(8, 3))
+    training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=1e-4)
+    with tp.Monitor(tmp_path, rules="drift", log=lambda text: None) as monitor:
+        for number in range(161):
+            if number == 140:
+                assert monitor.alarms == ()
+                training.model[2].weight.register_hook(lambda grad: grad * 50)
+            training.step()
+    (found,) = monitor.alarms
+    assert (found.kind, found.name) == ("gradient", "2.weight")
+    assert 140 <= found.since <= found.step <= 160

@@ -16,6 +16,7 @@ from tensorprobe.trouble import OnTrouble
 
 WINDOW = 64  # steps that say what is usual
 WARM_UP = 24  # before that nothing is unusual
+FEW = 64  # elements of an input that may all be 0
 QUIET_STEPS = 100  # a condition that was over for so long may raise an alarm again
 _SIGMA = 1.4826  # of a normal distribution, in median absolute deviations
 _NUMBER = "{:.4g}".format
@@ -175,10 +176,11 @@ class Batch:
         table = step.tables.get("input")
         if table is None:
             return
-        for name, rms in zip(table.names, table.rms().tolist(), strict=True):
+        counts = table.column("count").tolist()
+        for name, rms, numel in zip(table.names, table.rms().tolist(), counts, strict=True):
             window = self._windows.setdefault(name, RecentValues())
             if not (rms > 0 and math.isfinite(rms)):
-                if window.is_warm and rms == 0:
+                if window.is_warm and rms == 0 and numel >= FEW:  # a few labels may all be 0
                     yield Suspicion("input", name, step.step, "all its elements are 0", 0.0)
                 continue
             value = math.log(rms)
@@ -201,6 +203,7 @@ class Frozen:
         self._steps, self._samples = steps, samples
         self._rows = RowState(norm=math.nan, mean=math.nan, min=math.nan, max=math.nan, same=0.0,
                           since=0.0, stepped=0.0, changed=0.0)  # fmt: skip
+        self._gradients = RowState(some=0.0, none=0.0)  # steps with a gradient, then with zeros
         self._stepped = 0  # steps of an optimizer with a learning rate
         self._rates: dict[int, int] = {}  # of each group, such steps
 
@@ -211,6 +214,7 @@ class Frozen:
             for name, rate in rates.items():
                 group = int(name.removeprefix("lr."))
                 self._rates[group] = self._rates.get(group, 0) + (rate != 0)
+            yield from self._look_at_zeros(step, facts)
         table = step.tables.get("parameter")
         if table is None:
             return
@@ -225,7 +229,7 @@ class Frozen:
         for name, value in now.items():
             held[name] = value
         still = (held["same"] >= self._samples - 1) & (known - held["stepped"] >= self._steps)
-        without_effect = self._without_effect(step) if still.any() else set()
+        without_effect = _without_effect(step, 1e-5) if still.any() else set()
         for row in np.flatnonzero(still):
             name = table.names[row]
             if name in without_effect:
@@ -235,14 +239,25 @@ class Frozen:
                     "parameter", name, int(held["since"][row]) + 1, self._why(name, step, facts)
                 )
 
-    def _without_effect(self, step: StepValues) -> set[str]:
-        """Parameters whose gradients are rounding errors: a bias that a BatchNorm takes away."""
-        table = step.tables.get("gradient") or step.tables.get("gradient.backward")
+    def _look_at_zeros(self, step: StepValues, facts: PendingStep) -> Iterator[Suspicion]:
+        """A gradient that has become 0: an optimizer with momentum still moves the parameter."""
+        table = step.tables.get("gradient.backward") or step.tables.get("gradient")
         if table is None:
-            return set()
-        rms = table.rms()
-        tiny = (rms > 0) & (rms < 1e-5 * _middle(rms))
-        return {table.names[row] for row in np.flatnonzero(tiny)}
+            return
+        held = self._gradients.fit(table.names)
+        norm = table.column("norm")
+        is_zero = norm == 0
+        held["none"] = np.where(is_zero, held["none"] + 1, 0)
+        held["some"] += norm > 0
+        gone = (held["none"] >= self._steps) & (held["some"] >= WARM_UP)
+        if gone.sum() > len(norm) / 2:  # all of a loss is 0: nothing is left to learn
+            return
+        for row in np.flatnonzero(gone):
+            name = table.names[row]
+            if name in facts.trained or not facts.trained:
+                since = step.step - int(held["none"][row]) + 1
+                text = f"its gradient is 0 in {int(held['none'][row])} steps, and was not before"
+                yield Suspicion("parameter", name, since, text, 0.0)
 
     def _steps_of(self, name: str, facts: PendingStep) -> int:
         group = facts.groups.get(name)
@@ -402,6 +417,9 @@ class Updates:
         high = large & ((norm > 8 * usual) | (large.sum() > len(norm) / 2))
         held["usual"] = np.where(high, usual, 0.98 * usual + 0.02 * norm)
         low = moving & is_old & (ratio < self._least * middle)
+        if low.any():  # a small gradient makes a small update
+            without_effect = _without_effect(step, 1e-3)
+            low &= [name not in without_effect for name in table.names]
         held["high"] = np.where(high, held["high"] + 1, 0)
         held["low"] = np.where(low, held["low"] + 1, 0)
         for field, times, word in (("high", 3, "large"), ("low", 10, "small")):
@@ -712,6 +730,17 @@ class Judge:
 def _middle(values: Array) -> float:
     fine = values[~np.isnan(values)]
     return float(np.median(fine)) if fine.size else math.nan
+
+
+def _without_effect(step: StepValues, share: float) -> set[str]:
+    """Parameters whose gradients are as small as rounding errors, against the others': a bias that
+    a BatchNorm takes away."""
+    table = step.tables.get("gradient") or step.tables.get("gradient.backward")
+    if table is None:
+        return set()
+    rms = table.rms()
+    tiny = (rms > 0) & (rms < share * _middle(rms))
+    return {table.names[row] for row in np.flatnonzero(tiny)}
 
 
 def _and_more(names: tuple[str, ...], rows: Array) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 import threading
 import time
 import weakref
@@ -30,6 +31,7 @@ MAX_OUTPUTS = 4  # of one module
 WHOLE = 1 << 14  # parameters up to so many elements are compared whole, of others a part
 SAMPLE = 1 << 12
 NAMES_EVERY = 100  # steps: modules that were hung in meanwhile
+NO_DATA = re.compile(r"label|target|mask|type|position|past|cache|bias|weight", re.IGNORECASE)
 Named = list[tuple[str, Any]]
 
 
@@ -175,7 +177,10 @@ class MonitorObserver(Observer):
             with OnTrouble(self._gap, "input"):
                 self._on_root(self.step)
                 if self._takes["inputs"]:
-                    self._add("input", self._floats(args, entry.path or "model"))
+                    path = entry.path or "model"
+                    self._add("input", self._floats(args, path))
+                    for key, value in _data_by_keyword(entry.frame):
+                        self._add("input", self._floats(value, f"{path}.{key}"))
         return thread.depth
 
     def leave(self, entry: ModuleCall, call: Any, result: Any, error: BaseException | None) -> None:
@@ -421,6 +426,15 @@ class MonitorObserver(Observer):
             if id(parameter) not in seen and self._wanted(name):
                 seen.add(id(parameter))
                 yield name, parameter
+
+
+def _data_by_keyword(frame: FrameType) -> list[tuple[str, Any]]:
+    """What a model is called with by keyword, as those of Hugging Face are: the data, and not what
+    says how to read it, which may be nearly all 0 at times."""
+    given = frame.f_locals.get("kwargs")
+    if not isinstance(given, dict):
+        return []
+    return [(key, value) for key, value in given.items() if NO_DATA.search(key) is None]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
