@@ -37,10 +37,11 @@ VERBS: dict[str, str] = {
     "env": "the environment of a run, and what two of them differ by",
     "doctor": "what makes recording quick here, what is missing, and why",
     "ascend": "Ascend artefacts: dumps, graphs, AI Core errors, OpUT cases",
+    "completion": "a script by which bash, zsh or fish complete what you type",
 }
 
 
-class _Parser(argparse.ArgumentParser):
+class _AdvisingParser(argparse.ArgumentParser):
     """One whose errors say what to type next."""
 
     def error(self, message: str) -> NoReturn:
@@ -59,7 +60,7 @@ class _Version(argparse.Action):
 
 
 def build_parser(verb: str | None) -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = _AdvisingParser(
         prog="tensorprobe",
         description="A precision debugger for PyTorch: which call did it, on which line, and a "
         "script that shows it alone.",
@@ -81,9 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb = next((word for word in words if not word.startswith("-")), None)
     parser = build_parser(verb)
     args, rest = parser.parse_known_args(words)
-    late = getattr(args, "late", None)  # an argument that may stand behind options
-    if rest and late and getattr(args, late) is None and not rest[0].startswith("-"):
-        setattr(args, late, rest.pop(0))
+    if args.verb == "show" and args.call is None and rest and not rest[0].startswith("-"):
+        args.call = rest.pop(0)  # behind options, where argparse does not look for it
     if rest:
         command = " ".join(filter(None, ("tensorprobe", args.verb)))
         warn(f"{command}: unrecognized arguments: {' '.join(rest)}. All options: {command} --help")

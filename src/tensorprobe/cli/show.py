@@ -7,6 +7,7 @@ import difflib
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from tensorprobe.cli.options import add_json, say_json
@@ -48,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--offset", type=int, default=0, metavar="N", help="skip the first N")
     parser.add_argument("--gaps", action="store_true", help="what is missing, and why")
     add_json(parser, "them, of one call with its tensors,")
-    parser.set_defaults(late="call")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -123,8 +123,16 @@ def _as_json(
 
 def _call_json(call: Call, is_whole: bool) -> dict[str, Any]:
     """A row of the table; `is_whole`: also its stack, its arguments and its tensors."""
-    names = ("index", "step", "rank", "name", "module", "op", "direction", "status")
-    found: dict[str, Any] = {name: getattr(call, name) for name in names}
+    found: dict[str, Any] = {
+        "index": call.index,
+        "step": call.step,
+        "rank": call.rank,
+        "name": call.name,
+        "module": call.module,
+        "op": call.op,
+        "direction": call.direction,
+        "status": call.status,
+    }
     if not is_whole:
         return found
     found |= {"error": call.error, "parent": call.parent, "thread": call.thread}
@@ -137,13 +145,10 @@ def _call_json(call: Call, is_whole: bool) -> dict[str, Any]:
 
 
 def _tensor_json(call: Call, record: TensorRecord) -> dict[str, Any]:
-    summary = record.summary
-    numbers = _TENSOR_COLUMNS[3:10]
-    fields = ("min", "max", "mean", "norm", "nan_count", "inf_count", "zero_count")
-    values = {
-        number.removeprefix(">"): getattr(summary, name) if summary else None
-        for number, name in zip(numbers, fields, strict=True)
-    }
+    s = record.summary
+    numbers = (s.min, s.max, s.mean, s.norm, s.nan_count, s.inf_count, s.zero_count) if s else ()
+    names = ("min", "max", "mean", "norm", "nan", "inf", "zero")
+    values = dict(zip_longest(names, numbers))
     return {
         "name": record.name.removeprefix(call.name + "."),
         "role": record.role,
