@@ -185,6 +185,16 @@ def test_the_stages_of_a_compiler_have_a_page(tmp_path: Path, opened: Opened) ->
     assert "no kernel" in page.locator("main").inner_text()
 
 
+@pytest.mark.parametrize(("judged", "words"), [(2, "others could not be"), (0, "no run")])
+def test_what_was_not_judged_is_no_match(tmp_path: Path, judged: int, words: str) -> None:
+    rank = {**STAGES["ranks"][0], "judged": judged, "findings": []}
+    found = {**STAGES, "verdict": "incomparable", "ranks": [rank]}
+    (tmp_path / "stages.json").write_text(json.dumps(found))
+    shown = read_document("compiled", tmp_path)
+    assert shown["outcome"] == "incomparable"
+    assert words in shown["answer"]
+
+
 ATTACK = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 
 

@@ -194,6 +194,7 @@ export class Timeline {
         free = at + wide;
       }
     }
+    this.ranks(u);
     const y = u.valToPos(Math.log10(16), "y", true); // more than rounding explains
     ctx.strokeStyle = colour("--ink-3");
     ctx.setLineDash([4, 4]);
@@ -202,6 +203,34 @@ export class Timeline {
     ctx.lineTo(bbox.left + bbox.width, y);
     ctx.stroke();
     ctx.restore();
+  }
+
+  /** Of several ranks, which stand one after the other: where each begins. */
+  private ranks(u: uPlot): void {
+    const { ctx, bbox } = u;
+    const starts = this.stretches.filter((each, at) => at === 0 || each.rank !== this.stretches[at - 1].rank);
+    if (starts.length < 2) return;
+    ctx.strokeStyle = ctx.fillStyle = colour("--ink-3");
+    ctx.font = `bold ${11 * devicePixelRatio}px system-ui, sans-serif`;
+    ctx.textBaseline = "middle"; // where no points are: between "equal" and one rounding
+    ctx.lineWidth = devicePixelRatio;
+    let free = -Infinity;
+    for (const each of starts) {
+      const left = u.valToPos(each.from - 0.5, "x", true);
+      if (left > bbox.left + bbox.width) break;
+      ctx.beginPath();
+      ctx.moveTo(left, bbox.top);
+      ctx.lineTo(left, bbox.top + bbox.height);
+      ctx.stroke();
+      const next = starts[starts.indexOf(each) + 1];
+      const right = next ? u.valToPos(next.from - 0.5, "x", true) : bbox.left + bbox.width;
+      const text = `${t("rank")} ${each.rank}`, at = Math.max(left, bbox.left) + 4 * devicePixelRatio;
+      const end = at + ctx.measureText(text).width;
+      if (at < free || end > right) continue;
+      ctx.fillText(text, at, u.valToPos(FLOOR / 2, "y", true));
+      free = end;
+    }
+    ctx.textBaseline = "top";
   }
 
   private placeWords(each: Stretch): string {

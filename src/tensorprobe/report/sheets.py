@@ -23,7 +23,7 @@ Row = Sequence[Any]
 Outcome = Literal["match", "diverged", "incomparable"]
 
 
-class Part(msgspec.Struct, omit_defaults=True):
+class SheetPart(msgspec.Struct, omit_defaults=True):
     """A table, lines of source or curves, under a title."""
 
     title: str
@@ -45,7 +45,7 @@ class Sheet(msgspec.Struct):
     about: list[str] = []
     facts: list[str] = []
     commands: list[str] = []
-    parts: list[Part] = []
+    parts: list[SheetPart] = []
     notes: list[str] = []
 
 
@@ -54,13 +54,15 @@ def sentence(text: str) -> dict[str, str]:
     return {"text": text}
 
 
-def table(title: str, head: list[str], rows: Iterable[Row], right: list[int] | None = None) -> Part:
+def table(
+    title: str, head: list[str], rows: Iterable[Row], right: list[int] | None = None
+) -> SheetPart:
     """A table of the first rows, and how many there are more."""
     every = list(rows)
-    return Part(title, head, right or [], every[:_MOST_ROWS], max(0, len(every) - _MOST_ROWS))
+    return SheetPart(title, head, right or [], every[:_MOST_ROWS], max(0, len(every) - _MOST_ROWS))
 
 
-def _filled(parts: Iterable[Part]) -> list[Part]:
+def _filled(parts: Iterable[SheetPart]) -> list[SheetPart]:
     return [part for part in parts if part.rows or part.source or part.curves]
 
 
@@ -158,12 +160,12 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown
 
 
-def _source_part(found: Sequence[Mapping[str, Any]]) -> Part:
+def _source_part(found: Sequence[Mapping[str, Any]]) -> SheetPart:
     """The lines around the one that a finding names."""
     stack = found[0]["stack"] if found else ()
     line = users_line(stack)
     frame = next((each for each in stack if line and each.endswith(line)), "")
-    return Part("Source", source=source_of(frame) if frame else None)
+    return SheetPart("Source", source=source_of(frame) if frame else None)
 
 
 _OUTCOMES: dict[str, tuple[Outcome, str]] = {
@@ -304,6 +306,9 @@ def compiled_sheet(found: Mapping[str, Any]) -> Sheet:
     sheet = Sheet(*_STAGES[found["verdict"]])
     runs, judged = (sum(rank[name] for rank in ranks) for name in ("runs", "judged"))
     dynamo = sum(rank["judged_from_dynamo"] for rank in ranks)
+    if judged and found["verdict"] == "incomparable":
+        sheet.badge = "Not all is judged"
+        sheet.answer = "the graphs that were judged give what they say; others could not be"
     sheet.facts = [
         f"{judged} of {count(runs, 'run')} of compiled graphs judged, {dynamo} of them against "
         "dynamo's graph"

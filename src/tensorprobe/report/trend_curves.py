@@ -16,7 +16,7 @@ from tensorprobe.monitoring.series import Array
 from tensorprobe.monitoring.series_reading import Trend, TrendKey, Trends, read_trends
 from tensorprobe.monitoring.trend_comparison import Parting, TrendComparison, common, record_command
 from tensorprobe.records import count
-from tensorprobe.report.sheets import Part, Sheet, sentence, table
+from tensorprobe.report.sheets import Sheet, SheetPart, sentence, table
 
 _MOST_CURVES = 40
 _MOST_POINTS = 4000  # of a curve; of more the smallest and largest of each stretch
@@ -83,7 +83,7 @@ def _place(alarm: Alarm) -> str:
     return " ".join(filter(None, (alarm.kind, alarm.name)))
 
 
-def _curves_of(rank: Trends, pattern: str | None, several: bool) -> list[Part]:
+def _curves_of(rank: Trends, pattern: str | None, several: bool) -> list[SheetPart]:
     keys = list(chosen_trends(rank, pattern))
     if pattern is None:
         keys += [TrendKey(alarm.kind, alarm.name) for alarm in rank.alarms]
@@ -96,7 +96,7 @@ def _curves_of(rank: Trends, pattern: str | None, several: bool) -> list[Part]:
         curve(str(key), [rank.trends[key]], marks.get(key, [])) for key in known[:_MOST_CURVES]
     ]
     title = f"Curves of rank {rank.rank}" if several else "Curves"
-    return [Part(title, curves=curves, more=max(0, len(known) - _MOST_CURVES))]
+    return [SheetPart(title, curves=curves, more=max(0, len(known) - _MOST_CURVES))]
 
 
 def trends_sheet(found: TrendComparison) -> Sheet:
@@ -123,7 +123,7 @@ def trends_sheet(found: TrendComparison) -> Sheet:
             ],
             [1, 2, 3, 4, 5],
         ),
-        Part("Curves", curves=_both(found), sides=["actual", "expected"]),
+        SheetPart("Curves", curves=_both(found), sides=["actual", "expected"]),
     ]  # fmt: skip
     sheet.parts = [part for part in sheet.parts if part.rows or part.curves]
     sheet.notes = [f"not compared: {each}" for each in found.not_compared]

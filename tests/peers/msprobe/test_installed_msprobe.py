@@ -9,6 +9,7 @@ import csv
 import json
 import math
 import os
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -102,6 +103,9 @@ def data(dump: Path) -> dict[str, object]:
     return json.loads(path.read_text())["data"]
 
 
+IN_PLACE = re.compile(r"[a-z]_\.\d+\.forward\.input\.0$")
+
+
 # Where we differ on purpose: gradients that calls send to their inputs, and arguments that torch
 # fills in with their defaults before it tells anybody.
 def differs_on_purpose(name: str) -> bool:
@@ -132,7 +136,13 @@ def test_both_ways(tmp_path: Path, level: str, task: str, more: dict[str, object
         r for r in rows if r["Bench Name"] != "N/A" and not differs_on_purpose(r["NPU Name"])
     ]
     assert len(compared) > 12
+    results = {row["NPU Name"]: row.get("BENCH MD5") for row in compared}
     for row in compared:
+        name = row["NPU Name"]
+        if "NPU MD5" in row and IN_PLACE.search(name) and row["NPU MD5"] != row["BENCH MD5"]:
+            # msprobe has taken the checksum of what a call writes to after the call, or meanwhile
+            assert row["NPU MD5"] != results[name.replace("input.0", "output.0")], row
+            continue
         # ours are statistics of float64, theirs of float32: their rules take that for growth
         assert row["Result"] in ("pass", "warning" if "Max diff" in row else "pass"), row
         if "NPU MD5" in row:
