@@ -142,7 +142,7 @@ class GraphReplay:
     def _value(
         self, node: GraphNode, args: Any, kwargs: dict[str, Any], modes: ExitStack, depth: int
     ) -> Any:
-        given = self._given.get(node.name)
+        given = None if depth else self._given.get(node.name)  # names of the outermost graph
         try:
             if given is not None:
                 return given(args)
