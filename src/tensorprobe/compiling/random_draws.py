@@ -42,7 +42,7 @@ def drawn_by_later(
 ) -> Drawn:
     """Values for random nodes of `graph` that inductor has replaced by its own in `later`."""
     mine, theirs = _draws(graph), _draws(later)
-    same = {node.name for node in mine} & {node.name for node in theirs}
+    same = {node.name for node in mine} & {node.name for node in later.nodes}
     gone = [node for node in mine if node.name not in same]
     if not gone:
         return Drawn({}, [])
