@@ -219,6 +219,10 @@ class CompileWatch:
                 module = self._watch_kernels(compiled, kernels)
         try:
             result = call()
+        except BaseException as error:
+            what = "a run" if graph is None else f"a run of graph {graph.id}"
+            self._trouble(what, error)
+            raise
         finally:
             if module is not None:
                 self._kernels.end(module)

@@ -51,7 +51,7 @@ SIZES = frozenset(("torch.ops.aten.sym_size.int", "torch.ops.aten.sym_stride.int
 _CALLS_GRAPH = frozenset(
     f"higher_order.{name}"
     for name in ("tag_activation_checkpoint", "wrap", "invoke_subgraph", "checkpoint",
-                 "wrap_activation_checkpoint", "wrap_with_set_grad_enabled")
+                 "wrap_activation_checkpoint", "wrap_with_set_grad_enabled", "control_deps")
 )  # fmt: skip
 _RANDOM = ("dropout", "bernoulli", "rand", "normal", "multinomial", "uniform", "exponential")
 _ATTRIBUTES = {
@@ -144,7 +144,7 @@ class GraphReplay:
         return None
 
     def _value(self, node: GraphNode, args: Any, kwargs: dict[str, Any], depth: int) -> Any:
-        given = self._given.get(node.name)
+        given = None if depth else self._given.get(node.name)  # names of the outermost graph
         try:
             if given is not None:
                 return given(args)
@@ -202,6 +202,8 @@ class GraphReplay:
             return args[0].dim() if target.endswith("dim") else args[0].size(*args[1:])
         if target in _WITHOUT_EFFECT:
             return None
+        if "_attention" in target:  # kernels that read other layouts than eager's wrongly
+            args = tuple(each.contiguous() if _is_strided(each) else each for each in args)
         if target == "torch.ops.aten.view.default":  # other kernels lay their results out otherwise
             return torch.reshape(*args, **kwargs)
         return _function(target)(*args, **kwargs)
@@ -274,6 +276,8 @@ class GraphReplay:
 
 def is_random(node: GraphNode) -> bool:
     """Whether a node draws random numbers."""
+    if node.kind not in ("call", "method"):
+        return False
     last = node.target.removesuffix(".default").rpartition("aten.")[2]
     name = last.rpartition(".")[2] if "torch.ops" not in node.target else last
     return node.target in RANDOM or any(word in name and "backward" not in name for word in _RANDOM)
@@ -332,6 +336,10 @@ def _nested_map(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_nested_map(function, item) for item in value]
     return function(value)
+
+
+def _is_strided(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def _is_graph(value: Any) -> bool:

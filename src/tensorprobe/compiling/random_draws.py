@@ -42,17 +42,12 @@ def drawn_by_later(
 ) -> Drawn:
     """Values for random nodes of `graph` that inductor has replaced by its own in `later`."""
     mine, theirs = _draws(graph), _draws(later)
-    same = {node.name for node in mine} & {node.name for node in theirs}
+    same = {node.name for node in mine} & {node.name for node in later.nodes}
     gone = [node for node in mine if node.name not in same]
     if not gone:
         return Drawn({}, [])
-    new = [node for node in theirs if node.name not in same]
-    if len(new) != len(gone) or any(
-        a.shape != b.shape for a, b in zip(gone, new, strict=True) if a.shape and b.shape
-    ):
-        raise NotReplayable("which random numbers of inductor's stand for whose cannot be told")
-    made_by = {node.name: node.name for node in mine if node.name in same}
-    made_by |= {a.name: b.name for a, b in zip(gone, new, strict=True)}
+    made_by = {name: name for name in same}
+    made_by |= _stand_ins(gone, [node for node in theirs if node.name not in same])
     known = values()
     found = Drawn({}, [])
     for node in mine:
@@ -75,14 +70,18 @@ def drawn_by_aot(dynamo: RecordedGraph, aot: RecordedGraph, values: Mapping[str,
     opaque = ""
     drawn = {each.origin for each in aot.nodes if is_random(each) and each.origin}
     for node in dynamo.nodes:
-        if node.kind not in ("call", "method", "graph"):
+        if node.kind not in ("call", "method"):
             continue
+        if _draws_inside(dynamo, node):
+            raise NotReplayable(
+                f"dynamo's stage: {node.name} draws random numbers in a graph that it calls"
+            )
         if not is_random(node) and node.name not in drawn:
             continue
         made = [values.get(each.name) for each in aot.nodes if each.origin == node.name]
         tensors = [value for value in made if isinstance(value, torch.Tensor)]
         if not _DROPOUT.search(node.target):
-            value = _taken_over(dynamo, node, tensors)
+            value = _taken_over(node, tensors)
             text = broken_law(node, value)
             if text:
                 broken.append((node, text))
@@ -104,13 +103,40 @@ def drawn_by_aot(dynamo: RecordedGraph, aot: RecordedGraph, values: Mapping[str,
     return Drawn(given, broken, opaque)
 
 
+def _stand_ins(gone: list[GraphNode], new: list[GraphNode]) -> dict[str, str]:
+    """Which of the new nodes stands for which: that made for the same node of dynamo's graph."""
+    found = {}
+    for node in gone:
+        alike = [each for each in new if len(new) == 1 or each.origin == node.origin]
+        twins = [each for each in gone if each.origin == node.origin]
+        is_known = len(alike) == 1 == len(twins) or len(new) == len(gone) == 1
+        if not is_known or (node.shape and alike[0].shape and node.shape != alike[0].shape):
+            raise NotReplayable("which random numbers of inductor's stand for whose is not known")
+        found[node.name] = alike[0].name
+    return found
+
+
+def _draws_inside(graph: RecordedGraph, node: GraphNode) -> bool:
+    """Whether a graph that a node calls draws numbers: its nodes have no names of their own."""
+    todo, seen = list(graphs_called(graph, node)), set()
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen.add(name)
+            nodes = graph.inner.get(name, ())
+            todo += [each.target for each in nodes if each.kind == "graph"]
+            if any(is_random(each) for each in nodes):
+                return True
+    return False
+
+
 def _draws(graph: RecordedGraph) -> list[GraphNode]:
     return [node for node in graph.nodes if is_random(node) and "seed" not in node.target]
 
 
-def _taken_over(dynamo: RecordedGraph, node: GraphNode, made: list[torch.Tensor]) -> torch.Tensor:
+def _taken_over(node: GraphNode, made: list[torch.Tensor]) -> torch.Tensor:
     alike = [each for each in made if str(list(each.shape)) == node.shape]
-    if not alike or any(name in dynamo.inner for name in graphs_called(dynamo, node)):
+    if not alike:
         raise NotReplayable(
             f"dynamo's stage: {node.name} draws random numbers, other ones than eager"
         )

@@ -66,8 +66,13 @@ def wide(value):
     return value
 
 
+def same(a, b):
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
 def run(function, inputs):
-    """The results, what the inputs are afterwards, and the gradients of LEAVES."""
+    """The results, inputs that are written to, and the gradients of LEAVES."""
+    given = inputs
     inputs = [x.clone().detach() if isinstance(x, torch.Tensor) else x for x in inputs]
     leaves = {{i: inputs[i].requires_grad_() for i in LEAVES}}
     torch.manual_seed(0)
@@ -77,7 +82,7 @@ def run(function, inputs):
         if isinstance(r, torch.Tensor):
             found[f"result {{i}}"] = r.detach()
     for i, x in enumerate(inputs):
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, torch.Tensor) and not same(x, given[i]):
             found[f"input {{i}} afterwards"] = x.detach()
     wanted = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
     if leaves and wanted:
@@ -95,11 +100,15 @@ inputs = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in inputs]
 eager = run(graph, inputs)
 compiled = run(torch.compile(graph, backend="{backend}"), inputs)
 failed = False
-for name, expected in eager.items():
-    actual = compiled.get(name)
-    if actual is None or (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
-        what = "nothing" if actual is None else f"{{actual.dtype}} {{list(actual.shape)}}"
-        print(f"{{name}}: {{what}}, eager {{expected.dtype}} {{list(expected.shape)}}")
+for name in {{**eager, **compiled}}:
+    actual, expected = compiled.get(name), eager.get(name)
+    if actual is None or expected is None:
+        print(f"{{name}}: only {{'eager' if actual is None else 'compiled'}} has it")
+        failed = True
+        continue
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+        print(f"{{name}}: {{actual.dtype}} {{list(actual.shape)}}, "
+              f"eager {{expected.dtype}} {{list(expected.shape)}}")
         failed = True
         continue
     if not expected.is_floating_point():
@@ -183,7 +192,7 @@ class _GraphWriter:
 
     def _name(self, node: GraphNode) -> str:
         wanted = node.name if is_word(node.name) and len(node.name) < 60 else "value"
-        if wanted in ("torch", "os", "sys", "graph", "wide", "run", "inputs", "DEVICE"):
+        if wanted in ("torch", "os", "sys", "graph", "wide", "run", "same", "inputs", "DEVICE"):
             wanted = f"{wanted}_"
         name, taken, number = wanted, set(self._names.values()), 2
         while name in taken:

@@ -25,14 +25,33 @@ NOTE = "compiled: the calls inside are not visible, nor what it returns"
 
 def unseen(function: _Function) -> _Function:
     """Keep dynamo from looking at a function of ours, and at whatever that calls."""
+    if traced_only(function):
+        return function
+    # torch's own way in all versions, which costs each run some 3 us
+    hidden: _Function = torch._compile._disable_dynamo(function)  # type: ignore[assignment]
+    return hidden
+
+
+def traced_only(function: Any) -> bool:
+    """Keep dynamo from compiling a function of ours, and what it calls, where the program calls it.
+
+    Dynamo may still trace through it in what it compiles of the program. False where this torch
+    cannot be told.
+    """
     frames = torch._C._dynamo.eval_frame
     try:
         skip = frames._FrameAction.SKIP
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-    except AttributeError:  # torch's own way in all versions, which costs each run some 3 us
-        hidden: _Function = torch._compile._disable_dynamo(function)  # type: ignore[assignment]
-        return hidden
-    return function
+    except AttributeError:
+        return False
+    return True
+
+
+def left_alone(function: Any) -> None:
+    """Have dynamo break its graph where a function of ours is called, as `torch.compiler.disable`
+    does, but without dynamo being loaded for it."""
+    function._torchdynamo_disable = True
+    traced_only(function)
 
 
 class Run(NamedTuple):

@@ -256,3 +256,7 @@ class WriteMode(InBackward, TorchFunctionMode):
         if "out" in kwargs and self._observer.on:
             self._observer.wrote(self._namer(func), args, kwargs)
         return result
+
+
+# A compiled part that is left for a moment, by a graph break, calls torch with dynamo still on.
+compiled.traced_only(CallMode.__torch_function__)

@@ -15,6 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from tensorprobe.follow.compiled import left_alone
 from tensorprobe.follow.observer import Observer
 
 
@@ -116,3 +117,8 @@ def _stepping(frame: FrameType | None) -> set[int]:
             found |= {id(arg) for arg in frame.f_locals["args"][:1] if isinstance(arg, Optimizer)}
         frame = frame.f_back
     return found
+
+
+# Where the program compiles `step`, dynamo leaves its code for them instead of compiling them too.
+left_alone(OptimizerHooks._before)
+left_alone(OptimizerHooks._after)
