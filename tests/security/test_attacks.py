@@ -24,6 +24,7 @@ GROUPS = {
 }
 # Packages that are imported late where there is no attack: of Python, of torch, and for tables.
 IMPORTED = {*sys.stdlib_module_names, "tensorprobe", "torch", "torchgen", "numpy", "xlsxwriter"}
+IMPORTED |= {"yaml"}  # for layout.yaml
 
 
 def assert_harmless(outcome: Outcome, tried: Sequence[Attack] = ()) -> None:

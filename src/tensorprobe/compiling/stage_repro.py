@@ -31,6 +31,9 @@ _OPERATORS = {
     "operator.ge": ">=", "operator.le": "<=", "operator.gt": ">", "operator.lt": "<",
     "operator.iadd": "+", "operator.isub": "-", "operator.imul": "*",
 }  # fmt: skip
+_TAKEN = (
+    "torch", "os", "sys", "graph", "wide", "run", "inputs", "DEVICE", "float", "slice", "complex",
+)  # fmt: skip
 _BACKENDS = {
     "aot_autograd": "aot_eager_decomp_partition",
     "inductor's joint-graph passes": "inductor",
@@ -192,8 +195,8 @@ class _GraphWriter:
 
     def _name(self, node: GraphNode) -> str:
         wanted = node.name if is_word(node.name) and len(node.name) < 60 else "value"
-        if wanted in ("torch", "os", "sys", "graph", "wide", "run", "same", "inputs", "DEVICE"):
-            wanted = f"{wanted}_"
+        if wanted in _TAKEN or wanted.startswith("__"):
+            wanted = f"{wanted.strip('_')}_"
         name, taken, number = wanted, set(self._names.values()), 2
         while name in taken:
             name, number = f"{wanted}_{number}", number + 1
@@ -244,7 +247,9 @@ class _GraphWriter:
             return (
                 f'float("{value}")' if value != value or abs(value) == float("inf") else repr(value)
             )
-        if value is None or isinstance(value, bool | int | complex):
+        if isinstance(value, complex):
+            return f"complex({self._value(value.real)}, {self._value(value.imag)})"
+        if value is None or isinstance(value, bool | int):
             return repr(value)
         if isinstance(value, str) and (is_word(value) or not value):
             return repr(value)
