@@ -605,3 +605,17 @@ def test_json_is_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_without_a_verb_it_says_how_to_begin(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "to begin: tensorprobe demo" in capsys.readouterr().out
+
+
+def test_where_two_runs_part_is_said_if_they_start_alike(tmp_path: Path) -> None:
+    def program(folder: Path, n: int) -> Path:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), *(torch.nn.Tanh() for _ in range(n)))
+        with tp.Recorder(folder, log=lambda text: None):
+            net(torch.ones(2, 4)) if n > 1 else net(torch.ones(2, 4)).sum().backward()
+        return folder
+
+    a, e = program(tmp_path / "a", 9), program(tmp_path / "e", 1)
+    verdict = tp.compare(a, e, jobs=1).verdict
+    assert verdict.verdict == "incomparable"
+    assert re.search(r"\d+ of \d+ calls align; after \S+ only expected makes \S+\. ", str(verdict))

@@ -195,6 +195,7 @@ CASES = [
         at="Optimizer.SGD.step.0|Module.*parameters_grad.0|Functional.linear.0.backward|Tensor.clone.0.*",
         cause="boundary",
         step=0,
+        runs=WITH_L0,
     ),
     Case(
         "gradient-halved-in-a-hook",

@@ -42,6 +42,7 @@ from tensorprobe.comparing.rank_streams import (
 from tensorprobe.comparing.rank_survey import (
     CallsSeen,
     RankSurvey,
+    aligned_of_model,
     are_one_program,
     calls_seen,
 )
@@ -58,7 +59,15 @@ from tensorprobe.comparing.rank_work import (
 from tensorprobe.comparing.received import NOTHING_GIVEN, Exchanges
 from tensorprobe.comparing.rounding import Mode, distance, dtype_notes, switch_notes
 from tensorprobe.comparing.scene import place
-from tensorprobe.comparing.units import Lacking, Size, is_beside, is_narrow, lacking, lacking_told
+from tensorprobe.comparing.units import (
+    Lacking,
+    Size,
+    is_beside,
+    is_narrow,
+    is_outside,
+    lacking,
+    lacking_told,
+)
 from tensorprobe.comparing.verdict import Side, Verdict, in_short
 from tensorprobe.errors import BadUsage, UnreadableCapture
 from tensorprobe.garbage import no_garbage
@@ -451,7 +460,7 @@ class _Judging:
         narrow = is_narrow(actual), is_narrow(expected)
         if not are_one_program(surveys, narrow):
             verdict.verdict = "incomparable"
-            verdict.reason = _why_incomparable(actual, expected, verdict.counts)
+            verdict.reason = _why_incomparable(actual, expected, surveys, pairs)
             return Compared(actual, expected, pairs, verdict)
         verdict.notes += switch_notes(_added(each.switches for each in surveys))
         verdict.notes += dtype_notes(_added(each.dtypes for each in surveys))
@@ -651,12 +660,19 @@ def _mode(surveys: Sequence[RankSurvey]) -> Mode:
     return max(counts, key=lambda mode: counts[mode])
 
 
-def _why_incomparable(actual: Capture, expected: Capture, counts: Mapping[str, int]) -> str:
-    total = max(counts["calls_actual"], counts["calls_expected"])
+def _why_incomparable(
+    actual: Capture,
+    expected: Capture,
+    surveys: Sequence[RankSurvey],
+    pairs: Sequence[CallPair],
+) -> str:
+    aligned, total = aligned_of_model(surveys)
     starts = [_seen(capture).first_name for capture in (actual, expected)]
-    text = f"{counts['aligned']} of {total} calls align"
-    if all(starts):
+    text = f"{aligned} of {total} calls align"
+    if all(starts) and starts[0] != starts[1]:
         text += f"; actual starts {starts[0]}, expected starts {starts[1]}"
+    elif (parting := _first_alone(pairs)) is not None:
+        text += parting
     levels = [_level(capture) for capture in (actual, expected)]
     if levels[0] and levels[1] and levels[0] != levels[1]:
         text += (
@@ -666,6 +682,18 @@ def _why_incomparable(actual: Capture, expected: Capture, counts: Mapping[str, i
     else:
         text += ". Compare runs of one program, or say what is the same: `mapping=FILE`"
     return text
+
+
+def _first_alone(pairs: Sequence[CallPair]) -> str | None:
+    """The first call of a model's that only one side makes, and what it comes after."""
+    before = "the start"
+    for pair in pairs:
+        if pair.is_paired:
+            before = pair.call.name
+        elif not is_outside(pair.call):
+            side = "actual" if pair.pair.actual is not None else "expected"
+            return f"; after {before} only {side} makes {pair.call.name}"
+    return None
 
 
 def _seen(capture: Capture) -> CallsSeen:

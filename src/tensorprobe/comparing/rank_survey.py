@@ -212,19 +212,35 @@ def are_one_program(surveys: Sequence[RankSurvey], narrow: tuple[bool, bool]) ->
     only one side shows inside of a module. Where one side was told to record some calls only, or
     makes more calls than the other with the same effects, those of the other are what could align.
     """
-    units = [(each.rank, unit) for each in surveys for unit in each.units]
-    if not any(unit.of_all[2] for _, unit in units):
+    if not any(unit.of_all[2] for each in surveys for unit in each.units):
         return False
-    counts = [(rank, unit, unit.of_model) for rank, unit in units if any(unit.of_model)]
-    if not counts:
-        counts = [(rank, unit, unit.of_all) for rank, unit in units]
-    common = [each for each in counts if each[2][0] and each[2][1]] or counts
+    common = _common_units(surveys)
     ours, theirs, aligned = (sum(count[n] for *_, count in common) for n in range(3))
     if aligned * 2 >= max(ours, theirs):
         return True
     shorter = 0 if ours < theirs else 1
     mine = [(rank, unit) for rank, unit, _ in common]
     return aligned * 2 >= min(ours, theirs) and (any(narrow) or _effects_align(mine, shorter))
+
+
+def aligned_of_model(surveys: Sequence[RankSurvey]) -> tuple[int, int]:
+    """How many of the model's calls align, of how many that one side makes at least."""
+    counts = [count for *_, count in _common_units(surveys)]
+    if not any(count[2] for count in counts):
+        counts = [unit.of_all for each in surveys for unit in each.units]
+    ours, theirs, aligned = (sum(count[n] for count in counts) for n in range(3))
+    return aligned, max(ours, theirs)
+
+
+def _common_units(
+    surveys: Sequence[RankSurvey],
+) -> list[tuple[int, UnitSurvey, tuple[int, int, int]]]:
+    """What counts as the model's calls, by rank and step: those that both sides have."""
+    units = [(each.rank, unit) for each in surveys for unit in each.units]
+    counts = [(rank, unit, unit.of_model) for rank, unit in units if any(unit.of_model)]
+    if not counts:
+        counts = [(rank, unit, unit.of_all) for rank, unit in units]
+    return [each for each in counts if each[2][0] and each[2][1]] or counts
 
 
 def _effects_align(units: Sequence[tuple[int, UnitSurvey]], shorter: int) -> bool:
