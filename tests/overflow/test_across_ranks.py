@@ -339,3 +339,42 @@ def test_real_ranks(tmp_path: Path) -> None:
     assert found.first[0].step == 1
     (received,) = found.received
     assert (received.rank, received.name) == (0, "Distributed.all_reduce.0.forward")
+
+
+class _Dirty(torch.utils._python_dispatch.TorchDispatchMode):
+    """Within it `empty` gives memory with NaN in it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.__name__.startswith("empty"):
+            result.copy_(torch.arange(float(result.numel())).reshape(result.shape))[0, 0] = NAN
+        return result
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_memory_that_nobody_has_written_to_is_no_origin_until_it_is_used(
+    tmp_path: Path, is_used: bool
+) -> None:
+    """A pipeline learns shapes on it, forward and backward."""
+
+    def program() -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with _Dirty():
+            memory = torch.empty(3, 4)
+        made = model(memory)
+        if is_used:
+            made.sum().backward()
+        else:
+            torch.autograd.grad(made, list(model.parameters()), torch.rand(3, 2))
+            model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+
+    found = first_of(tmp_path, program, level="mix")
+    if is_used:
+        assert [origin.name for origin in found.first][:1] == ["Functional.layer_norm.0.forward"]
+    else:
+        assert found.first == []
+        assert len(found.notes) == 1
+        assert "memory that nobody had written to" in found.notes[0]

@@ -45,3 +45,20 @@ def test_what_statistics_do_not_tell_is_a_note(tmp_path: Path) -> None:
         "Functional.dropout.0.forward (step 0) is given other data on each rank, and its random "
         'state was not recorded (keep="tensors" has it): seeds were not compared'
     ]
+
+
+def test_the_gradients_of_shards_are_not_held_against_each_other(tmp_path: Path) -> None:
+    """Modules have whole weights, as FSDP gathers them; each optimizer steps a piece of them."""
+    found = Replicas()
+    for rank in range(2):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(4, 4)
+        piece = torch.nn.Parameter(layer.weight.detach()[2 * rank : 2 * rank + 2].clone())
+        optimizer = torch.optim.SGD([piece], lr=0.1)
+        with tp.Recorder(tmp_path / str(rank), keep="stats", level="mix", log=lambda text: None):
+            layer(torch.ones(2, 4)).sum().backward()
+            piece.grad = torch.full_like(piece, float(rank + 1))
+            optimizer.step()
+        found.add(rank, tp.load(tmp_path / str(rank)).calls)
+    assert found.sets() == [(0, 1)]
+    assert found.odd_ones() == []

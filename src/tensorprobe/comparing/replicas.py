@@ -53,7 +53,7 @@ class Replicas:
             is_step = call.name.startswith("Optimizer.")
             for record in call.tensors:
                 if record.role == "parameter" and call.direction == "forward":
-                    self._note(rank, call, record, "parameter")
+                    self._note(rank, call, record, "stepped" if is_step else "parameter")
                 elif record.role == "parameter_grad" and is_step:
                     self._note(rank, call, record, "gradient")
             if call.direction == "forward" and kind_of(call) == "dropout":
@@ -83,12 +83,15 @@ class Replicas:
             told = None if is_constant(record) else key  # of one number: they say nothing
             seen[rank] = _Seen(told or key, record.shape, record.numel, call.name)
 
-    def sets(self) -> list[tuple[int, ...]]:
+    def sets(self, wanted: str = "parameter") -> list[tuple[int, ...]]:
         """The ranks that are replicas of each other: those in DDP, and those that have most of
-        their parameters in common, or all of which most ranks have in common."""
+        their parameters in common, or all of which most ranks have in common.
+
+        What optimizers step ("stepped") is not what modules have where each rank has a shard.
+        """
         common: dict[int, dict[str, _Seen]] = defaultdict(dict)
         for (_, what, label), seen in sorted(self._seen.items(), key=lambda each: each[0][:2]):
-            if what == "parameter":
+            if what == wanted:
                 for rank, each in seen.items():
                     common[rank].setdefault(label, each)
         ranks = sorted(common)
@@ -122,11 +125,12 @@ class Replicas:
         """Where replicas do not agree, the earliest first; of each label once."""
         found: list[Odd] = []
         told: set[tuple[str, str]] = set()
-        groups = self.sets()
+        stepped = self.sets("stepped")
+        groups = {"parameter": self.sets(), "gradient": stepped, "stepped": stepped}
         for (step, what, label), seen in sorted(
             self._seen.items(), key=lambda each: (each[0][0], each[0][1] != "parameter")
         ):
-            for group in groups:
+            for group in groups[what]:
                 mine = {rank: seen[rank] for rank in group if rank in seen}
                 odd = _odd(mine)
                 if odd is None or (what, label) in told:
@@ -198,7 +202,7 @@ def is_majority(each: Odd) -> bool:
 def in_words(found: Sequence[Odd]) -> str:
     """Of tensors that are odd on the same ranks: what differs, and who is odd."""
     first = found[0]
-    what = f"{first.what} {first.label}" if first.what != "gradient" else (
+    what = f"parameter {first.label}" if first.what != "gradient" else (
         f"the gradient of {first.label} that the optimizer was given"
     )  # fmt: skip
     if first.what == "random state":

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from tensorprobe.collectives.links import Key, hears, linked, speaks
+from tensorprobe.collectives.links import Key, hears, linked, listed, speaks
 from tensorprobe.errors import UnreadableCapture
 from tensorprobe.overflow.call_kinds import Kind
 from tensorprobe.overflow.recorded_calls import BadCall, RankReader, What, api_of, kind_of, words
@@ -49,11 +49,20 @@ def find_first(capture: Capture) -> FirstNonfinite:
     units = by_rank_and_step(capture.calls)
     notes = _unseen(capture)
     events: dict[int, dict[int, list[BadCall]]] = defaultdict(dict)
+    unwritten: list[Call] = []
     for rank in capture.ranks:
         reader = RankReader()
         for step in capture.steps:
             if found := list(reader.events(units.get((rank, step), []))):
                 events[step][rank] = found
+        if reader.on_unwritten is not None:
+            unwritten.append(reader.on_unwritten.call)
+    if unwritten:
+        call = unwritten[0]
+        notes.append(
+            f"{call.name} (step {call.step}, {listed([c.rank for c in unwritten])}) has NaN "
+            "or infinity from memory that nobody had written to; no parameter was given it"
+        )
     origins = {step: _origins(ranks) for step, ranks in events.items()}
     begins = min((step for step, found in origins.items() if found), default=None)
     if begins is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -114,6 +114,12 @@ class RankReader:
 
     def __init__(self) -> None:
         self._spoilt = False
+        self._unwritten = _Unwritten()
+
+    @property
+    def on_unwritten(self) -> BadCall | None:
+        """The first that was made of memory which nobody had written to, and came to nothing."""
+        return self._unwritten.first
 
     def events(self, calls: Sequence[Call]) -> Iterator[BadCall]:
         """Of the calls of one step, in execution order; a module is judged when it has ended."""
@@ -121,7 +127,9 @@ class RankReader:
         parents = _parents(calls)
         blamed: set[str] = set()  # the calls around those that were told
         for call in _in_order_of_end(calls, parents):
-            event = self._event(call, forward.get(call.name.replace(".backward", ".forward", 1)))
+            its_forward = forward.get(call.name.replace(".backward", ".forward", 1))
+            event = self._event(call, its_forward)
+            event = self._unwritten.judged(call, its_forward, event)
             if call.direction == "forward":
                 forward[call.name] = call
             if event is None or (event.what is What.MAKES and call.name in blamed):
@@ -159,6 +167,49 @@ class RankReader:
             return None
         worst = next(record for record in outputs if bits_of(record) & made)
         return BadCall(What.MAKES, call, made, worst, inputs)
+
+
+class _Unwritten:
+    """Knows contents that come from `empty`: pipelines learn shapes on it, and FSDP and DDP cut it
+    before they write to it. NaN there is no finding, unless a parameter is given it."""
+
+    def __init__(self) -> None:
+        self.first: BadCall | None = None
+        self._seen: set[Hashable] = set()
+        self._arbitrary: set[Hashable] = set()
+
+    def judged(self, call: Call, forward: Call | None, event: BadCall | None) -> BadCall | None:
+        """The event of a call, or that of an earlier one which has come to something after all."""
+        inputs, outputs = _sides(call)
+        made = {key for record in outputs if (key := _content(record)) is not None}
+        is_step = call.name.startswith("Optimizer.") and _bits(inputs) & NAN
+        if self.first and (is_step or (event is not None and event.what is What.APPEARS)):
+            event, self.first = self.first, None
+        elif _is_uninitialised(call):
+            self._arbitrary |= made - self._seen  # else what was there before, which may be in use
+        elif kind_of(call) is not Kind.COMMUNICATES and self._is_given_arbitrary(
+            (*inputs, *(_sides(forward)[0] if forward is not None else ()))
+        ):
+            self._arbitrary |= made - self._seen
+            self.first, event = self.first or event, None
+        self._seen.update(made)
+        return event
+
+    def _is_given_arbitrary(self, records: Iterable[TensorRecord]) -> bool:
+        return any(_content(record) in self._arbitrary for record in records)
+
+
+def _is_uninitialised(call: Call) -> bool:
+    prefix, api = _split(call)
+    return plan_for(ApiName(prefix, api, call.op)).uninitialised
+
+
+def _content(record: TensorRecord) -> Hashable | None:
+    """What tells one content from another; None for one number throughout."""
+    s = record.summary
+    if s is None or (s.min == s.max and not s.nan_count):
+        return None
+    return record.digest or (s.min, s.max, s.mean, s.norm, s.nan_count, record.numel, record.dtype)
 
 
 def _made(
