@@ -380,6 +380,18 @@ class _Batch:
     def landed(self) -> bool:
         return self.event is None or bool(captures.ask(self.device, self.event.query))
 
+    @property
+    def finish(self) -> Callable[[], None] | None:
+        """Waits for the whole device, and raises what has gone wrong there.
+
+        An event of torch_npu would be waited for for ever. CUDA's say themselves what went wrong,
+        and a wait could spoil a graph that the program captures.
+        """
+        if captures.may_capture(self.device):
+            return None
+        module = torch_ops.device_module(self.device)
+        return getattr(module, "synchronize", None)
+
     def deliver(self) -> None:
         floats, ints, mixed = (
             [] if numbers is None else numbers.tolist()
@@ -475,7 +487,9 @@ class TorchBackend:
             batches = list(self._batches)
         for batch in batches:
             try:
-                await_arrival(batch.landed)  # without the lock, which the program takes
+                await_arrival(
+                    batch.landed, batch.finish
+                )  # without the lock, which the program takes
             except RuntimeError:  # lost, and not in the way of those that follow
                 with self._lock:
                     self._batches = [other for other in self._batches if other is not batch]

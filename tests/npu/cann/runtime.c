@@ -173,6 +173,13 @@ int aclrtResetOverflowStatus(void* stream) { overflowed = 0; return OK; }
 int aclrtSetStreamOverflowSwitch(void* stream, uint32_t on) { return OK; }
 int aclrtGetStreamOverflowSwitch(void* stream, uint32_t* on) { *on = saturates; return OK; }
 
+// ---- dump -----------------------------------------------------------------------------------------
+
+int (*cann_set_dump)(const char* path) = 0;  // dump.cpp
+int aclmdlInitDump(void) { return OK; }
+int aclmdlSetDump(const char* path) { return cann_set_dump ? cann_set_dump(path) : OK; }
+int aclmdlFinalizeDump(void) { return cann_set_dump ? cann_set_dump(0) : OK; }
+
 // ---- what is asked for and has nothing to do ------------------------------------------------------
 
 size_t aclGetCompileoptSize(int option) { return 16; }
