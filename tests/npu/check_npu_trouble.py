@@ -137,11 +137,11 @@ def test_overflow_where_the_chip_saturates(tmp_path: Path) -> None:
         "    print(y.cpu().tolist())\n"
         "print([finding.name for finding in guard.findings])\n"
     )
-    for mode, values, found in (("1", "[inf, ", True), ("0", "[65504.0, ", True)):
-        done = run(tmp_path, "-c", program, INF_NAN_MODE_ENABLE=mode)
+    for disabled, values in (("0", "[inf, "), ("1", "[65504.0, ")):
+        done = run(tmp_path, "-c", program, INF_NAN_MODE_FORCE_DISABLE=disabled)
         assert done.returncode == 0, done.stderr[-3000:]
         assert values in done.stdout, done.stdout
-        assert ("['Tensor.exp.0.forward']" in done.stdout) == found, done.stdout
+        assert "['Tensor.exp.0.forward']" in done.stdout, done.stdout
 
 
 # ---- dumps, doors, bisect ------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_an_acl_dump_has_what_the_operators_read_and_wrote(tmp_path: Path) -> No
     x.neg()
     files = sorted((tmp_path / "out").rglob("*.*.*.*.*"), key=lambda f: int(f.name.split(".")[2]))
     kinds = [file.name.split(".")[0] for file in files]
-    assert kinds == ["Cast", "Adds"], kinds
+    assert kinds == ["Copy", "Adds"], kinds
     added = read_dump(files[1])
     (before,), (after,) = added.role("input"), added.role("output")
     assert before.shape == after.shape == (2, 3)
@@ -214,7 +214,6 @@ def test_the_doors_dump_on_an_npu(tmp_path: Path) -> None:
 
 def test_bisect_names_the_operator_that_is_wrong(tmp_path: Path) -> None:
     right = run(tmp_path, "train.py").stdout.splitlines()[-1]
-    check = f'{sys.executable} -c "import sys; sys.exit({right!r} not in sys.stdin.read())"'
     done = tensorprobe(
         tmp_path, "bisect", "--check", f"grep -q {right}", "--apis", "gelu,square", "-o", "out",
         "--", "train.py", CANN_FAULTS="Gelu=scale:1.5",
