@@ -15,7 +15,16 @@ from tensorprobe import native
 from tensorprobe.tensors import cuda_graphs as captures
 from tensorprobe.tensors import digest, host, memory, tally, torch_ops
 from tensorprobe.tensors import tally_rows as rows
-from tensorprobe.tensors.readback import MAX_AGE_S, ROWS, SLOTS, Bank, Port, Queue, await_arrival
+from tensorprobe.tensors.readback import (
+    MAX_AGE_S,
+    ROWS,
+    SLOTS,
+    Bank,
+    Port,
+    Queue,
+    await_arrival,
+    finishing,
+)
 from tensorprobe.tensors.result import Result
 from tensorprobe.tensors.tally import Reader
 from tensorprobe.torch_versions import key_bits
@@ -380,18 +389,6 @@ class _Batch:
     def landed(self) -> bool:
         return self.event is None or bool(captures.ask(self.device, self.event.query))
 
-    @property
-    def finish(self) -> Callable[[], None] | None:
-        """Waits for the whole device, and raises what has gone wrong there.
-
-        An event of torch_npu would be waited for for ever. CUDA's say themselves what went wrong,
-        and a wait could spoil a graph that the program captures.
-        """
-        if captures.may_capture(self.device):
-            return None
-        module = torch_ops.device_module(self.device)
-        return getattr(module, "synchronize", None)
-
     def deliver(self) -> None:
         floats, ints, mixed = (
             [] if numbers is None else numbers.tolist()
@@ -487,9 +484,8 @@ class TorchBackend:
             batches = list(self._batches)
         for batch in batches:
             try:
-                await_arrival(
-                    batch.landed, batch.finish
-                )  # without the lock, which the program takes
+                # without the lock, which the program takes
+                await_arrival(batch.landed, finishing(batch.device))
             except RuntimeError:  # lost, and not in the way of those that follow
                 with self._lock:
                     self._batches = [other for other in self._batches if other is not batch]

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tensorprobe.tensors import cuda_graphs as captures
 from tensorprobe.tensors import tally_rows as rows
 from tensorprobe.tensors.memory import Array
 from tensorprobe.tensors.tally_rows import Ticket
@@ -27,7 +28,11 @@ MAX_AGE_S = 0.5
 PATIENCE_S = 3.0
 
 
-def await_arrival(has_come: Callable[[], bool], finish: Callable[[], None] | None = None) -> None:
+def await_arrival(
+    has_come: Callable[[], bool],
+    finish: Callable[[], None] | None = None,
+    patience_s: float = PATIENCE_S,
+) -> None:
     """Wait for a device by asking it again and again; RuntimeError if it has failed.
 
     While one thread waits inside of CUDA's driver, others take longer to start kernels: a recorded
@@ -38,10 +43,30 @@ def await_arrival(has_come: Callable[[], bool], finish: Callable[[], None] | Non
     while not has_come():
         time.sleep(pause)
         pause = min(2 * pause, 0.005)
-        if finish is not None and time.monotonic() - begun > PATIENCE_S:
+        if finish is not None and time.monotonic() - begun > patience_s:
             finish()
             if not has_come():
                 raise RuntimeError("the device has finished, and what it was to send has not come")
+
+
+def finishing(device: torch.device) -> Callable[[], None] | None:
+    """What waits for a whole device, and raises what went wrong there; for `await_arrival`.
+
+    None for CUDA: its events say themselves what went wrong, and such a wait could spoil a graph
+    that the program captures.
+    """
+    if captures.may_capture(device):
+        return None
+    return getattr(getattr(torch, device.type, None), "synchronize", None)
+
+
+def await_event(event: Any, device: torch.device, patience_s: float = PATIENCE_S) -> None:
+    """Wait for an event of a device; RuntimeError if it has failed."""
+    finish = finishing(device)
+    if finish is None:
+        captures.ask(device, event.synchronize)
+    else:
+        await_arrival(event.query, finish, patience_s)
 
 
 class Arrival(Protocol):
