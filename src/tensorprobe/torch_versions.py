@@ -170,8 +170,8 @@ else:
 
 def dispatch_modes_off() -> AbstractContextManager[Any]:
     """Inside, this thread's dispatch modes do not see what is run."""
-    # Some versions, 2.4 and 2.7 among them, free a mode that nothing but the stack holds while they
-    # take it off, and crash.
+    # Some versions, 2.2, 2.4 and 2.7 among them, free a mode that nothing but the stack holds while
+    # they take it off, and crash.
     off: AbstractContextManager[Any] = _disable_current_modes()
     vars(off)["held"] = _get_current_dispatch_mode_stack()
     return off

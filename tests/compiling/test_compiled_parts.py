@@ -21,6 +21,7 @@ from tensorprobe.compiling.kernel_calls import kernel_calls
 from tensorprobe.compiling.stage_findings import StageFinding
 from tensorprobe.compiling.stage_repro import write_repro
 from tensorprobe.errors import BadArtefact, NotReplayable, UnreadableCapture
+from tensorprobe.torch_versions import can_see_compiling
 
 PROGRAMS = Path(__file__).with_name("compile_programs.py")
 
@@ -196,6 +197,7 @@ def test_damaged_lines_are_gaps(tmp_path: Path, text: bytes) -> None:
 # Compiled by inductor
 
 
+@pytest.mark.skipif(not can_see_compiling(), reason="this torch does not show its graphs")
 def test_a_healthy_program_matches_and_is_not_disturbed(tmp_path: Path) -> None:
     """Kernels recorded, dropout drawn again to the bit; the bare run prints the same."""
     bare = program(tmp_path, "healthy", COUNTERS="1")

@@ -283,6 +283,8 @@ def test_check_environment() -> None:
     assert asd.endswith("export NPU_ASD_ENABLE=0")
     (mode,) = check_environment("npu", {"INF_NAN_MODE_ENABLE": "0"})
     assert mode.endswith("export INF_NAN_MODE_ENABLE=1")
+    (mode,) = check_environment("npu", {"INF_NAN_MODE_FORCE_DISABLE": "1"})
+    assert mode.endswith("unset INF_NAN_MODE_FORCE_DISABLE")
 
 
 def test_check_kernel_dump() -> None:

@@ -27,14 +27,17 @@ class Net(nn.Module):
 
 
 def train(
-    device: str, recorder: Any = None, dtype: torch.dtype | None = None
+    device: str,
+    recorder: Any = None,
+    dtype: torch.dtype | None = None,
+    foreach: bool | None = True,
 ) -> list[torch.Tensor]:
-    """Two steps with the default AdamW, foreach on the NPU; the losses, gradients and weights."""
+    """Two steps with AdamW, foreach as by default on the NPU; losses, gradients and weights."""
     torch.manual_seed(0)
     net = Net()
     x, y = torch.randn(5, 8), torch.tensor([0, 1, 2, 3, 0])
     net, x, y = net.to(device), x.to(device), y.to(device)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=True)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=foreach)
     results = []
     for _ in range(2):
         with torch.autocast(device, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
@@ -79,6 +82,16 @@ def test_a_healthy_npu_matches_the_cpu(level: str, keep: str, tmp_path: Path) ->
     expected = recorded(tmp_path / "cpu", "cpu", level, keep)
     comparison = tp.compare(actual, expected)
     assert comparison.verdict.verdict == "match", comparison.verdict
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_each_device_may_have_its_own_default_adamw(level: str, tmp_path: Path) -> None:
+    """Foreach on the NPU and a loop on the CPU; of LayerNorm's backward other detaches at L2."""
+    for device in ("npu", "cpu"):
+        with tp.Recorder(tmp_path / device, level=level, keep="tensors") as recorder:
+            train(device, recorder, foreach=None)
+    verdict = tp.compare(tmp_path / "npu", tmp_path / "cpu").verdict
+    assert verdict.verdict == "match", verdict
 
 
 def test_what_an_in_place_foreach_wrote_is_read_again(tmp_path: Path) -> None:

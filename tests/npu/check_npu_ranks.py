@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import tensorprobe as tp
-from npu.rank_programs import Net
+from npu.hccl_programs import Net
 
-PROGRAM = Path(__file__).with_name("rank_programs.py")
+PROGRAM = Path(__file__).with_name("hccl_programs.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
 
 

@@ -26,9 +26,6 @@ from typing import Any
 from torch_names import VERSIONS, links, minor
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "npu" / "cann"))
-import without_cuda  # noqa: E402: it is found from here on
-
 SET = Path(__file__).with_name("compatibility.txt")
 RESULTS = ROOT / "src" / "tensorprobe" / "tried_versions.json"
 TEMPLATE, PAGE = Path(__file__).with_name("page.md"), ROOT / "docs" / "versions.md"
@@ -43,6 +40,7 @@ WARNINGS = (
     "ignore:You are using `torch.load` with:FutureWarning",
     "ignore:`torch.cpu.amp.autocast(args...)` is deprecated:FutureWarning",
 )
+SHORT = "Only the first test of each file of the set"
 # What torch needs, but for CUDA's packages.
 WITHOUT_CUDA = """
 import re, subprocess, sys
@@ -113,7 +111,7 @@ def run(command: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **more)
 
 
-def try_version(version: str, python: str, home: Path, has_cuda: bool) -> Row:
+def try_version(version: str, python: str, home: Path, args: argparse.Namespace) -> Row:
     """Make an environment, and run the compatibility set in it."""
     row: Row = {"torch": version, "python": python}
     place = home / f"{version}-{python}"
@@ -125,7 +123,7 @@ def try_version(version: str, python: str, home: Path, has_cuda: bool) -> Row:
             [program, "-m", "pip", "install", "-q", "--upgrade", "pip"],
         ]
         torch = [program, "-m", "pip", "install", "-q", f"torch=={version}"]
-        if has_cuda:
+        if not args.without_cuda:
             steps.append([*torch, numpy, "setuptools"])
         else:
             steps += [[*torch, "--no-deps"], [program, "-c", WITHOUT_CUDA, numpy, "setuptools"]]
@@ -133,9 +131,12 @@ def try_version(version: str, python: str, home: Path, has_cuda: bool) -> Row:
             done = run(step, env={**os.environ, "PIP_CACHE_DIR": str(home / "cache")})
             if done.returncode:
                 return row | {"note": f"cannot be installed: {last_line(done.stderr)}"}
-        if not has_cuda:
+        if args.without_cuda:
             where = "import sysconfig; print(sysconfig.get_paths()['platlib'])"
             packages = Path(run([program, "-c", where]).stdout.strip())
+            sys.path.insert(0, str(ROOT / "tests" / "npu" / "cann"))
+            import without_cuda
+
             without_cuda.build(packages / "torch", place / "without_cuda")
         (place / "ready").touch()
     before_us = installed(program)
@@ -149,17 +150,19 @@ def try_version(version: str, python: str, home: Path, has_cuda: bool) -> Row:
     made = re.match(r"built: (.*)", built.stdout)
     row["native"] = "built" if made else last_line(built.stderr)
     try:
-        row |= tested(program, place)
+        row |= tested(program, place, args.short)
     finally:
         if made:
             Path(made[1]).unlink(missing_ok=True)
     return row
 
 
-def tested(program: str, place: Path) -> Row:
+def tested(program: str, place: Path, short: bool) -> Row:
     report = place / "report.xml"
     report.unlink(missing_ok=True)
     tests = SET.read_text().split("\n")
+    if short:
+        tests = list({test.partition("::")[0]: test for test in reversed(tests)}.values())[::-1]
     command = [program, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command.append("--continue-on-collection-errors")
     command += [part for warning in WARNINGS for part in ("-W", warning)]
@@ -170,7 +173,7 @@ def tested(program: str, place: Path) -> Row:
         return {"note": f"the tests took more than {LIMIT_S} s"}
     if not report.exists():
         return {"note": f"the tests ended early: {last_line(done.stderr or done.stdout)}"}
-    return counted(report)
+    return counted(report) | ({"note": SHORT} if short else {})
 
 
 def counted(report: Path) -> Row:
@@ -272,6 +275,9 @@ def main() -> int:
     parser.add_argument(
         "--without-cuda", action="store_true", help="with empty libraries in the place of CUDA's"
     )
+    parser.add_argument(
+        "--short", action="store_true", help="only the first test of each file of the set"
+    )
     parser.add_argument("--page", action="store_true", help="only write the page again")
     args = parser.parse_args()
     if args.page:
@@ -286,7 +292,7 @@ def main() -> int:
         home = args.keep or Path(tempfile.mkdtemp(prefix="tensorprobe-versions-"))
         try:
             for version, python in environments:
-                row = try_version(version, python, home, not args.without_cuda)
+                row = try_version(version, python, home, args)
                 remember(row)
                 sys.stdout.write(
                     f"torch {version}, Python {python}: {'; '.join(results_of(row))}\n"

@@ -137,6 +137,11 @@ def _check_row(row: Device, variables: Mapping[str, str]) -> list[str]:
             "INF_NAN_MODE_ENABLE=0: overflows are clamped, and leave no inf or NaN to find. Where "
             "the chip allows it: export INF_NAN_MODE_ENABLE=1"
         )
+    if row.overflow_flag is not None and variables.get("INF_NAN_MODE_FORCE_DISABLE") == "1":
+        findings.append(
+            "INF_NAN_MODE_FORCE_DISABLE=1: overflows are clamped, and leave no inf or NaN to find. "
+            "unset INF_NAN_MODE_FORCE_DISABLE"
+        )
     return findings
 
 

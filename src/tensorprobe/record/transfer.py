@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from tensorprobe.devices import device_layer
-from tensorprobe.tensors import cuda_graphs as captures
 from tensorprobe.tensors.memory import is_plain, settle
+from tensorprobe.tensors.readback import PATIENCE_S, await_event
 from tensorprobe.torch_versions import key_bits
 
 _LARGE_NBYTES = 128 << 10  # from here on memory is new from the system, and given back to it
@@ -53,6 +53,7 @@ class Transfer:
     def __init__(self, *, pinned: bool = True, spare_nbytes: int = 0) -> None:
         # pinned memory cannot even be given back once its device has failed: the process aborts
         self._pinned = pinned
+        self._failed: set[torch.device] = set()
         self._pins: dict[torch.device, bool] = {}
         self._spare = _Spare(spare_nbytes) if spare_nbytes else None
 
@@ -76,7 +77,15 @@ class Transfer:
         host.copy_(source, non_blocking=True)
         done.record(layer.current_stream(device))
         # the writer waits, not the program
-        return HostCopy(host, functools.partial(captures.ask, device, done.synchronize))
+        return HostCopy(host, functools.partial(self._await, done, device))
+
+    def _await(self, event: Any, device: torch.device) -> None:
+        # Once a device has failed, the copies that are still to come are asked for at once.
+        try:
+            await_event(event, device, 0.0 if device in self._failed else PATIENCE_S)
+        except RuntimeError:
+            self._failed.add(device)
+            raise
 
     def _copied(self, source: torch.Tensor) -> torch.Tensor:
         nbytes = source.numel() * source.element_size()

@@ -31,7 +31,18 @@ def vendor_op_formula(op: str, kwargs: Mapping[str, Any]) -> Formula | None:
         return None
     kept = kwargs.get("keep_prob", 1 if "keep_prob=1" in known.schema else 0)
     draws = known.is_random and kept != 1  # other numbers than the device drew
-    return None if draws else known.body
+    if draws:
+        return None
+    return _with_its_old_name(known.body) if "self" in kwargs else known.body
+
+
+def _with_its_old_name(body: Formula) -> Formula:
+    """torch_npu 2.1 calls the first argument of most ops `self`, and 2.7 `input`."""
+
+    def called(*, self: Any, **others: Any) -> Any:
+        return body(self, **others)
+
+    return called
 
 
 def is_vendor_op(op: str) -> bool:

@@ -62,9 +62,9 @@ def npu_iou(bboxes: Tensor, gtboxes: Tensor, mode: int = 0) -> Tensor:
 
 @OPS.op(grad=True)
 def npu_giou(
-    self: Tensor, gtboxes: Tensor, trans: bool = False, is_cross: bool = False, mode: int = 0
+    input: Tensor, gtboxes: Tensor, trans: bool = False, is_cross: bool = False, mode: int = 0
 ) -> Tensor:
-    a, b = _crossed(self, gtboxes, is_cross)
+    a, b = _crossed(input, gtboxes, is_cross)
     ratio, union, around_w, around_h = _overlap(a, b, trans, mode)
     around = around_w * around_h
     return _shaped(ratio - (around - union) / (around + _TINY), is_cross)
@@ -72,9 +72,9 @@ def npu_giou(
 
 @OPS.op(grad=True, backward_name="_npu_diou_backward")
 def npu_diou(
-    self: Tensor, gtboxes: Tensor, trans: bool = False, is_cross: bool = False, mode: int = 0
+    input: Tensor, gtboxes: Tensor, trans: bool = False, is_cross: bool = False, mode: int = 0
 ) -> Tensor:
-    a, b = _crossed(self, gtboxes, is_cross)
+    a, b = _crossed(input, gtboxes, is_cross)
     ratio, _, around_w, around_h = _overlap(a, b, trans, mode)
     diagonal = around_w**2 + around_h**2 + _TINY
     return _shaped(ratio - _centre_distance(a, b, trans) / diagonal, is_cross)
@@ -96,14 +96,14 @@ def npu_diou_backward(
 
 @OPS.op(grad=True, backward_name="_npu_ciou_backward")
 def npu_ciou(
-    self: Tensor,
+    input: Tensor,
     gtboxes: Tensor,
     trans: bool = False,
     is_cross: bool = True,
     mode: int = 0,
     atan_sub_flag: bool = False,
 ) -> Tensor:
-    a, b = _crossed(self, gtboxes, is_cross)
+    a, b = _crossed(input, gtboxes, is_cross)
     ratio, _, around_w, around_h = _overlap(a, b, trans, mode)
     diagonal = around_w**2 + around_h**2 + _TINY
     ax1, ay1, ax2, ay2 = _corners(a, trans)
@@ -144,11 +144,11 @@ def _suppress(boxes: Tensor, scores: Tensor, threshold: float, limit: int) -> li
 
 
 @OPS.op(
-    "npu_nms_v4(Tensor self, Tensor scores, Scalar max_output_size, Tensor iou_threshold, "
+    "npu_nms_v4(Tensor input, Tensor scores, Scalar max_output_size, Tensor iou_threshold, "
     "Tensor scores_threshold, bool pad_to_max_output_size=False) -> (Tensor, Tensor)"
 )
 def npu_nms_v4(
-    self: Tensor,
+    input: Tensor,
     scores: Tensor,
     max_output_size: int,
     iou_threshold: Tensor,
@@ -156,7 +156,7 @@ def npu_nms_v4(
     pad_to_max_output_size: bool = False,
 ) -> tuple[Tensor, Tensor]:
     good = (scores > scores_threshold).nonzero().flatten()
-    kept = _suppress(self[good], scores[good], float(iou_threshold), int(max_output_size))
+    kept = _suppress(input[good], scores[good], float(iou_threshold), int(max_output_size))
     selected = good[kept].to(torch.int32)
     count = torch.tensor(len(kept), dtype=torch.int32)
     if pad_to_max_output_size:
@@ -174,7 +174,7 @@ def npu_nms_with_mask(input: Tensor, iou_threshold: float) -> tuple[Tensor, Tens
 
 @OPS.op()
 def npu_batch_nms(
-    self: Tensor,
+    input: Tensor,
     scores: Tensor,
     score_threshold: float,
     iou_threshold: float,
@@ -184,14 +184,14 @@ def npu_batch_nms(
     transpose_box: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch, _, classes = scores.shape
-    boxes_out = self.new_zeros(batch, max_total_size, 4)
+    boxes_out = input.new_zeros(batch, max_total_size, 4)
     scores_out = scores.new_zeros(batch, max_total_size)
     classes_out = scores.new_zeros(batch, max_total_size)
     counts = torch.zeros(batch, dtype=torch.int32)
     for image in range(batch):
         found: list[tuple[float, int, Tensor]] = []
         for kind in range(classes):
-            boxes = self[image, :, min(kind, self.shape[2] - 1)]
+            boxes = input[image, :, min(kind, input.shape[2] - 1)]
             good = (scores[image, :, kind] > score_threshold).nonzero().flatten()
             kept = _suppress(boxes[good], scores[image, good, kind], iou_threshold,
                              max_size_per_class)  # fmt: skip
@@ -250,7 +250,7 @@ def _centred(boxes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @OPS.op(grad=True)
 def npu_roi_align(
-    self: Tensor,
+    input: Tensor,
     rois: Tensor,
     spatial_scale: float,
     pooled_height: int,
@@ -266,7 +266,7 @@ def npu_roi_align(
         across, down = pooled_width * points, pooled_height * points
         x = left + (torch.arange(across) + 0.5) * (right - left).clamp(min=1) / across
         y = top + (torch.arange(down) + 0.5) * (bottom - top).clamp(min=1) / down
-        image = self[int(roi[0])]
+        image = input[int(roi[0])]
         pooled.append(F.avg_pool2d(_sample(image, y[:, None], x[None, :]), points))
     return torch.stack(pooled)
 
@@ -281,13 +281,13 @@ def _sample(image: Tensor, y: Tensor, x: Tensor) -> Tensor:
 
 @OPS.op()
 def npu_ps_roi_pooling(
-    self: Tensor, rois: Tensor, spatial_scale: float, group_size: int, output_dim: int
+    input: Tensor, rois: Tensor, spatial_scale: float, group_size: int, output_dim: int
 ) -> Tensor:
     """Each cell of a region is averaged over a channel of its own; `rois` is (batch, 5, count)."""
-    height, width = self.shape[-2:]
-    out = self.new_zeros(rois.shape[0] * rois.shape[2], output_dim, group_size, group_size)
+    height, width = input.shape[-2:]
+    out = input.new_zeros(rois.shape[0] * rois.shape[2], output_dim, group_size, group_size)
     for number, roi in enumerate(rois.transpose(1, 2).reshape(-1, 5).tolist()):
-        channels = self[int(roi[0])].view(output_dim, group_size, group_size, height, width)
+        channels = input[int(roi[0])].view(output_dim, group_size, group_size, height, width)
         left, top = round(roi[1]) * spatial_scale, round(roi[2]) * spatial_scale
         cell_w = max((round(roi[3]) + 1) * spatial_scale - left, 0.1) / group_size
         cell_h = max((round(roi[4]) + 1) * spatial_scale - top, 0.1) / group_size
@@ -308,7 +308,7 @@ def _span(start: float, length: float, limit: int) -> tuple[int, int]:
 
 @OPS.op(
     "npu_deformable_conv2d(Tensor input, Tensor weight, Tensor offset, Tensor? bias, "
-    "int[2] kernel_size, int[] stride, int[] padding, int[] dilation=[1,1,1,1], int groups=1, "
+    "int[2] kernel_size, int[] stride, int[] padding, int[4] dilation=1, int groups=1, "
     "int deformable_groups=1, bool modulated=True) -> (Tensor, Tensor)",
     grad=True,
 )
@@ -348,27 +348,27 @@ def npu_deformable_conv2d(
 
 
 @OPS.op()
-def npu_sub_sample(self: Tensor, per_images: int, positive_fraction: float) -> Tensor:
+def npu_sub_sample(input: Tensor, per_images: int, positive_fraction: float) -> Tensor:
     """Labels with all but a balanced sample of positives (> 0) and negatives (0) set to -1."""
-    positives = (self > 0).nonzero().flatten()[: int(per_images * positive_fraction)]
-    negatives = (self == 0).nonzero().flatten()[: per_images - len(positives)]
-    chosen = torch.full_like(self, -1)
+    positives = (input > 0).nonzero().flatten()[: int(per_images * positive_fraction)]
+    negatives = (input == 0).nonzero().flatten()[: per_images - len(positives)]
+    chosen = torch.full_like(input, -1)
     for kept in (positives, negatives):
-        chosen[kept] = self[kept]
+        chosen[kept] = input[kept]
     return chosen
 
 
 @OPS.op(
-    "npu_anchor_response_flags(Tensor self, int[2] featmap_size, int[2] stride, "
+    "npu_anchor_response_flags(Tensor input, int[2] featmap_size, int[2] stride, "
     "int num_base_anchors) -> Tensor"
 )
 def npu_anchor_response_flags(
-    self: Tensor, featmap_size: list[int], stride: list[int], num_base_anchors: int
+    input: Tensor, featmap_size: list[int], stride: list[int], num_base_anchors: int
 ) -> Tensor:
     """1 for every anchor of a cell that holds the centre of a box."""
     height, width = featmap_size
-    column = ((self[:, 0] + self[:, 2]) / 2 / stride[0]).floor().long().clamp(0, width - 1)
-    row = ((self[:, 1] + self[:, 3]) / 2 / stride[1]).floor().long().clamp(0, height - 1)
+    column = ((input[:, 0] + input[:, 2]) / 2 / stride[0]).floor().long().clamp(0, width - 1)
+    row = ((input[:, 1] + input[:, 3]) / 2 / stride[1]).floor().long().clamp(0, height - 1)
     flags = torch.zeros(height * width, dtype=torch.uint8)
     flags[row * width + column] = 1
     return flags[:, None].expand(-1, num_base_anchors).reshape(-1)
@@ -376,9 +376,9 @@ def npu_anchor_response_flags(
 
 @OPS.op()
 def npu_yolo_boxes_encode(
-    self: Tensor, gt_bboxes: Tensor, stride: Tensor, performance_mode: bool = False
+    input: Tensor, gt_bboxes: Tensor, stride: Tensor, performance_mode: bool = False
 ) -> Tensor:
-    ax1, ay1, ax2, ay2 = self.unbind(-1)
+    ax1, ay1, ax2, ay2 = input.unbind(-1)
     bx1, by1, bx2, by2 = gt_bboxes.unbind(-1)
     x = ((bx1 + bx2 - ax1 - ax2) / 2 / stride + 0.5).clamp(1e-6, 1 - 1e-6)
     y = ((by1 + by2 - ay1 - ay2) / 2 / stride + 0.5).clamp(1e-6, 1 - 1e-6)
@@ -389,7 +389,7 @@ def npu_yolo_boxes_encode(
 
 @OPS.op()
 def npu_grid_assign_positive(
-    self: Tensor,
+    input: Tensor,
     overlaps: Tensor,
     box_responsible_flags: Tensor,
     max_overlaps: Tensor,
@@ -402,7 +402,7 @@ def npu_grid_assign_positive(
     gt_max_assign_all: bool,
 ) -> Tensor:
     """Number (from 1) of the box each anchor answers for, where it overlaps enough."""
-    assigned = self.clone()
+    assigned = input.clone()
     responsible = box_responsible_flags.bool()
     positive = (max_overlaps > pos_iou_thr) & responsible
     assigned[positive] = (argmax_overlaps[positive] + 1).to(assigned.dtype)

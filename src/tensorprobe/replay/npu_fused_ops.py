@@ -19,13 +19,22 @@ def npu_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 
 @OPS.op(grad=True)
-def npu_dtype_cast(self: Tensor, dtype: torch.dtype) -> Tensor:
-    return self.to(dtype, copy=True)
+def npu_dtype_cast(input: Tensor, dtype: torch.dtype, input_dtype: int | None = None) -> Tensor:
+    return input.to(dtype, copy=True)
 
 
-@OPS.op(grad=True)
-def npu_format_cast(self: Tensor, acl_format: int) -> Tensor:
-    return self.clone()  # the inner layout is the chip's affair: values and shape stay
+@OPS.op(
+    "npu_format_cast(Tensor input, int acl_format, *, int? customize_dtype=None, "
+    "int? input_dtype=None) -> Tensor",
+    grad=True,
+)
+def npu_format_cast(
+    input: Tensor,
+    acl_format: int,
+    customize_dtype: int | None = None,
+    input_dtype: int | None = None,
+) -> Tensor:
+    return input.clone()  # the inner layout is the chip's affair: values and shape stay
 
 
 @OPS.op(
@@ -43,50 +52,58 @@ def npu_scaled_masked_softmax(
 
 
 @OPS.op(grad=True)
-def fast_gelu(self: Tensor) -> Tensor:
-    x = self.float()
+def fast_gelu(input: Tensor) -> Tensor:
+    x = input.float()
     size = x.abs()
-    return (x / (1 + torch.exp(-1.702 * size)) * torch.exp(0.851 * (x - size))).to(self.dtype)
+    return (x / (1 + torch.exp(-1.702 * size)) * torch.exp(0.851 * (x - size))).to(input.dtype)
 
 
 @OPS.op(grad=True)
-def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
     dims = tuple(range(-gamma.dim(), 0))
-    x = self.float()
+    x = input.float()
     rstd = torch.rsqrt(x.pow(2).mean(dims, keepdim=True) + epsilon)
-    return (x * rstd * gamma.float()).to(self.dtype), rstd
+    return (x * rstd * gamma.float()).to(input.dtype), rstd
 
 
 @OPS.op(grad=True)
-def npu_rotary_mul(self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
+def npu_rotary_mul(
+    input: Tensor,
+    r1: Tensor,
+    r2: Tensor,
+    rotary_mode: str = "half",
+    rotate: Tensor | None = None,
+) -> Tensor:
+    if rotate is not None:
+        raise NotImplementedError("npu_rotary_mul: rotate is not simulated")
     if rotary_mode == "half":
-        first, second = self.chunk(2, -1)
+        first, second = input.chunk(2, -1)
         turned = torch.cat([-second, first], -1)
     elif rotary_mode == "interleave":
-        turned = torch.stack([-self[..., 1::2], self[..., ::2]], -1).flatten(-2)
+        turned = torch.stack([-input[..., 1::2], input[..., ::2]], -1).flatten(-2)
     else:
         raise NotImplementedError(f"npu_rotary_mul: rotary_mode '{rotary_mode}' is not simulated")
-    return self * r1 + turned * r2
+    return input * r1 + turned * r2
 
 
 @OPS.op(grad=True)
-def npu_swiglu(self: Tensor, dim: int = -1) -> Tensor:
-    gate, value = self.chunk(2, dim)
+def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
+    gate, value = input.chunk(2, dim)
     return F.silu(gate) * value
 
 
 @OPS.op(grad=True)
 def npu_confusion_transpose(
-    self: Tensor, perm: list[int], shape: list[int], transpose_first: bool
+    input: Tensor, perm: list[int], shape: list[int], transpose_first: bool
 ) -> Tensor:
     if transpose_first:
-        return self.permute(perm).contiguous().view(shape)
-    return self.reshape(shape).permute(perm).contiguous()
+        return input.permute(perm).contiguous().view(shape)
+    return input.reshape(shape).permute(perm).contiguous()
 
 
-@OPS.op("npu_bmmV2(Tensor self, Tensor mat2, int[] output_sizes) -> Tensor", grad=True)
-def npu_bmm_v2(self: Tensor, mat2: Tensor, output_sizes: list[int]) -> Tensor:
-    product = torch.matmul(self, mat2)
+@OPS.op("npu_bmmV2(Tensor input, Tensor mat2, int[] output_sizes) -> Tensor", grad=True)
+def npu_bmm_v2(input: Tensor, mat2: Tensor, output_sizes: list[int]) -> Tensor:
+    product = torch.matmul(input, mat2)
     return product.reshape(output_sizes) if output_sizes else product
 
 
@@ -102,15 +119,15 @@ def npu_layer_norm_eval(
 
 
 @OPS.op(grad=True)
-def npu_mish(self: Tensor) -> Tensor:
-    return F.mish(self)
+def npu_mish(input: Tensor) -> Tensor:
+    return F.mish(input)
 
 
-@OPS.op("_npu_dropout(Tensor self, float p) -> (Tensor, Tensor)", grad=True, random=True, drawn=1)
-def npu_dropout(self: Tensor, p: float, drawn: Tensor | None = None) -> tuple[Tensor, Tensor]:
+@OPS.op("_npu_dropout(Tensor input, float p) -> (Tensor, Tensor)", grad=True, random=True, drawn=1)
+def npu_dropout(input: Tensor, p: float, drawn: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`drawn` is the mask of the forward pass, for backward."""
-    kept = torch.rand(self.shape) < 1 - p if drawn is None else drawn.bool()
-    return self * kept / (1 - p), kept.to(torch.uint8)
+    kept = torch.rand(input.shape) < 1 - p if drawn is None else drawn.bool()
+    return input * kept / (1 - p), kept.to(torch.uint8)
 
 
 @OPS.op(grad=True, random=True, drawn=4)
@@ -134,6 +151,11 @@ def npu_fusion_attention(
     sparse_mode: int = 0,
     gen_mask_parallel: bool = True,
     sync: bool = False,
+    softmax_layout: str = "",
+    sink: Tensor | None = None,
+    dropout_mask: Tensor | None = None,
+    seed: int = 0,
+    offset: int = 0,
     drawn: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
     """Attention as the fused kernel does it; a mask is true where nothing may be seen.
@@ -141,7 +163,9 @@ def npu_fusion_attention(
     `drawn` is the seed of the forward pass's dropout, for backward.
     """
     absent = {"prefix": prefix, "actual_seq_qlen": actual_seq_qlen,
-              "actual_seq_kvlen": actual_seq_kvlen, "padding_mask": padding_mask}  # fmt: skip
+              "actual_seq_kvlen": actual_seq_kvlen, "padding_mask": padding_mask,
+              "softmax_layout": softmax_layout or None, "sink": sink,
+              "dropout_mask": dropout_mask}  # fmt: skip
     for name, argument in absent.items():
         if argument is not None:
             raise NotImplementedError(f"npu_fusion_attention: {name} is not simulated")
@@ -156,9 +180,8 @@ def npu_fusion_attention(
     top = scores.amax(-1, keepdim=True)
     total = torch.exp(scores - top).sum(-1, keepdim=True)
     weights = scores.softmax(-1)
-    seed = 0
     if keep_prob < 1:
-        seed = drawn or int(torch.randint(1, 2**31, ()))
+        seed = drawn or seed or int(torch.randint(1, 2**31, ()))
         kept = torch.rand(weights.shape, generator=torch.Generator().manual_seed(seed)) < keep_prob
         weights = weights * kept / keep_prob
     out = torch.matmul(weights, v.float()).to(query.dtype)
@@ -222,20 +245,20 @@ def _outside_band(queries: int, keys: int, before: int, after: int, shift: int) 
     return (column < row - before) | (column > row + after)
 
 
-@OPS.op("one_(Tensor(a!) self) -> Tensor(a!)")
-def one_(self: Tensor) -> Tensor:
-    return self.fill_(1)
+@OPS.op("one_(Tensor(a!) input) -> Tensor(a!)")
+def one_(input: Tensor) -> Tensor:
+    return input.fill_(1)
 
 
 @OPS.op(
-    "npu_one_hot(Tensor self, int num_classes=-1, int depth=1, Scalar on_value=1, "
+    "npu_one_hot(Tensor input, int num_classes=-1, int depth=1, Scalar on_value=1, "
     "Scalar off_value=0) -> Tensor"
 )
 def npu_one_hot(
-    self: Tensor, num_classes: int = -1, depth: int = 1, on_value: float = 1, off_value: float = 0
+    input: Tensor, num_classes: int = -1, depth: int = 1, on_value: float = 1, off_value: float = 0
 ) -> Tensor:
     """`num_classes` is the axis the classes go to; a class outside `depth` is off everywhere."""
-    hot = (self.unsqueeze(-1) == torch.arange(depth)).movedim(-1, num_classes)
+    hot = (input.unsqueeze(-1) == torch.arange(depth)).movedim(-1, num_classes)
     return torch.where(hot, float(on_value), float(off_value))
 
 
@@ -248,25 +271,26 @@ def empty_with_format(
     device: torch.device | None = None,
     pin_memory: bool | None = None,
     acl_format: int = 2,
+    base_addr_aligned_kb: int | None = None,
 ) -> Tensor:
     return torch.empty(size, dtype=dtype)
 
 
 @OPS.op()
-def npu_alloc_float_status(self: Tensor) -> Tensor:
+def npu_alloc_float_status(input: Tensor) -> Tensor:
     return torch.zeros(8)
 
 
 @OPS.op()
-def npu_get_float_status(self: Tensor) -> Tensor:
+def npu_get_float_status(input: Tensor, mode: int = 0) -> Tensor:
     """No overflow: what a chip says that has done nothing else."""
-    self[0] = 0.0
-    return self.clone()
+    input[0] = 0.0
+    return input.clone()
 
 
 @OPS.op()
-def npu_clear_float_status(self: Tensor) -> Tensor:
-    return torch.zeros_like(self)
+def npu_clear_float_status(input: Tensor, mode: int = 0) -> Tensor:
+    return torch.zeros_like(input)
 
 
 @OPS.op(

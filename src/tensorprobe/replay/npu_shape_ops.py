@@ -15,18 +15,18 @@ Tensor = torch.Tensor
 
 
 @OPS.op(grad=True)
-def npu_sort_v2(self: Tensor, dim: int = -1, descending: bool = False) -> Tensor:
-    return self.sort(dim, descending).values
+def npu_sort_v2(input: Tensor, dim: int = -1, descending: bool = False) -> Tensor:
+    return input.sort(dim, descending).values
 
 
 @OPS.op(grad=True)
-def npu_transpose(self: Tensor, perm: list[int], require_contiguous: bool = True) -> Tensor:
-    return self.permute(perm).clone(memory_format=torch.contiguous_format)
+def npu_transpose(input: Tensor, perm: list[int], require_contiguous: bool = True) -> Tensor:
+    return input.permute(perm).clone(memory_format=torch.contiguous_format)
 
 
 @OPS.op(grad=True)
-def npu_broadcast(self: Tensor, size: list[int]) -> Tensor:
-    return self.expand(size).clone(memory_format=torch.contiguous_format)
+def npu_broadcast(input: Tensor, size: list[int]) -> Tensor:
+    return input.expand(size).clone(memory_format=torch.contiguous_format)
 
 
 @OPS.op(grad=True)
@@ -36,14 +36,14 @@ def npu_pad(input: Tensor, paddings: list[int]) -> Tensor:
 
 
 @OPS.op(grad=True)
-def npu_slice(self: Tensor, offsets: list[int], size: list[int]) -> Tensor:
+def npu_slice(input: Tensor, offsets: list[int], size: list[int]) -> Tensor:
     cut = tuple(slice(start, start + length) for start, length in zip(offsets, size, strict=True))
-    return self[cut].clone()
+    return input[cut].clone()
 
 
 @OPS.op(grad=True)
 def npu_indexing(
-    self: Tensor,
+    input: Tensor,
     begin: list[int],
     end: list[int],
     strides: list[int],
@@ -65,40 +65,40 @@ def npu_indexing(
         else:
             start = None if begin_mask >> i & 1 else first
             index.append(slice(start, None if end_mask >> i & 1 else last, step))
-    return self[tuple(index)].clone()
+    return input[tuple(index)].clone()
 
 
-@OPS.op("npu_max.dim(Tensor self, int dim, bool keepdim=False) -> (Tensor values, Tensor indices)",
+@OPS.op("npu_max.dim(Tensor input, int dim, bool keepdim=False) -> (Tensor values, Tensor indices)",
         grad=True)  # fmt: skip
-def npu_max(self: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    values, indices = self.max(dim, keepdim)
+def npu_max(input: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    values, indices = input.max(dim, keepdim)
     return values, indices.to(torch.int32)
 
 
 @OPS.op(grad=True)
-def npu_scatter(self: Tensor, indices: Tensor, updates: Tensor, dim: int) -> Tensor:
+def npu_scatter(input: Tensor, indices: Tensor, updates: Tensor, dim: int) -> Tensor:
     at, new = indices.long(), updates
-    if at.dim() < self.dim():
+    if at.dim() < input.dim():
         at, new = at.unsqueeze(dim), new.unsqueeze(dim)
-    return self.scatter(dim, at, new)
+    return input.scatter(dim, at, new)
 
 
 @OPS.op(
-    "npu_stride_add(Tensor self, Tensor other, Scalar offset1, Scalar offset2, Scalar c1_len)"
+    "npu_stride_add(Tensor input, Tensor other, Scalar offset1, Scalar offset2, Scalar c1_len)"
     " -> Tensor",
     grad=True,
 )
-def npu_stride_add(self: Tensor, other: Tensor, offset1: int, offset2: int, c1_len: int) -> Tensor:
+def npu_stride_add(input: Tensor, other: Tensor, offset1: int, offset2: int, c1_len: int) -> Tensor:
     length = int(c1_len)
-    return self.narrow(1, int(offset1), length) + other.narrow(1, int(offset2), length)
+    return input.narrow(1, int(offset1), length) + other.narrow(1, int(offset2), length)
 
 
 @OPS.op()
 def npu_masked_fill_range(
-    self: Tensor, start: Tensor, end: Tensor, value: Tensor, axis: int = -1
+    input: Tensor, start: Tensor, end: Tensor, value: Tensor, axis: int = -1
 ) -> Tensor:
     """Row r of `start` and `end` holds, for each slice of the first dimension, range number r."""
-    filled = self.clone().movedim(axis, -1)
+    filled = input.clone().movedim(axis, -1)
     position = torch.arange(filled.shape[-1])
     for first, last, number in zip(start, end, value, strict=True):
         inside = (position >= first[:, None]) & (position < last[:, None])
@@ -109,10 +109,10 @@ def npu_masked_fill_range(
 
 
 @OPS.op()
-def npu_normalize_batch(self: Tensor, seq_len: Tensor, normalize_type: int = 0) -> Tensor:
+def npu_normalize_batch(input: Tensor, seq_len: Tensor, normalize_type: int = 0) -> Tensor:
     """Zero mean and unit variance over the valid length: by feature (0) or over all (1)."""
-    normal = torch.zeros_like(self)
-    for row, (length, batch) in enumerate(zip(seq_len.tolist(), self, strict=True)):
+    normal = torch.zeros_like(input)
+    for row, (length, batch) in enumerate(zip(seq_len.tolist(), input, strict=True)):
         valid = batch[:, :length]
         dims = [1] if normalize_type == 0 else [0, 1]
         spread, mean = torch.std_mean(valid, dims, keepdim=True)
@@ -121,9 +121,9 @@ def npu_normalize_batch(self: Tensor, seq_len: Tensor, normalize_type: int = 0) 
 
 
 @OPS.op()
-def npu_sign_bits_pack(self: Tensor, size: int) -> Tensor:
+def npu_sign_bits_pack(input: Tensor, size: int) -> Tensor:
     """One bit a number, eight to a byte, lowest first: 1 where it is not negative."""
-    bits = F.pad((self >= 0).to(torch.uint8), [0, -self.numel() % 8]).view(-1, 8)
+    bits = F.pad((input >= 0).to(torch.uint8), [0, -input.numel() % 8]).view(-1, 8)
     packed = (bits << torch.arange(8, dtype=torch.uint8)).sum(1).to(torch.uint8)
     return F.pad(packed, [0, -packed.numel() % size]).view(size, -1)
 

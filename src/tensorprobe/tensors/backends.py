@@ -15,7 +15,16 @@ from tensorprobe import native
 from tensorprobe.tensors import cuda_graphs as captures
 from tensorprobe.tensors import digest, host, memory, tally, torch_ops
 from tensorprobe.tensors import tally_rows as rows
-from tensorprobe.tensors.readback import MAX_AGE_S, ROWS, SLOTS, Bank, Port, Queue, await_arrival
+from tensorprobe.tensors.readback import (
+    MAX_AGE_S,
+    ROWS,
+    SLOTS,
+    Bank,
+    Port,
+    Queue,
+    await_arrival,
+    finishing,
+)
 from tensorprobe.tensors.result import Result
 from tensorprobe.tensors.tally import Reader
 from tensorprobe.torch_versions import key_bits
@@ -475,7 +484,8 @@ class TorchBackend:
             batches = list(self._batches)
         for batch in batches:
             try:
-                await_arrival(batch.landed)  # without the lock, which the program takes
+                # without the lock, which the program takes
+                await_arrival(batch.landed, finishing(batch.device))
             except RuntimeError:  # lost, and not in the way of those that follow
                 with self._lock:
                     self._batches = [other for other in self._batches if other is not batch]

@@ -33,6 +33,11 @@ def _cuda_exchange() -> Callable[[Any], int] | None:
 _EXCHANGES = {"cuda": _cuda_exchange}
 
 
+def may_capture(device: torch.device) -> bool:
+    """Whether a program may be capturing a graph on such a device."""
+    return device.type in _EXCHANGES
+
+
 def ask(device: torch.device, question: Callable[[], _Answer]) -> _Answer:
     """The answer to a question about work of ours on a device, which no capture is to notice."""
     find = _EXCHANGES.get(device.type)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tensorprobe.tensors import cuda_graphs as captures
 from tensorprobe.tensors import tally_rows as rows
 from tensorprobe.tensors.memory import Array
 from tensorprobe.tensors.tally_rows import Ticket
@@ -24,18 +25,48 @@ from tensorprobe.tensors.tally_rows import Ticket
 SLOTS = 2048
 ROWS = 1 << 19  # of 96 bytes; the tallies of a large tensor take 528
 MAX_AGE_S = 0.5
+PATIENCE_S = 3.0
 
 
-def await_arrival(has_come: Callable[[], bool]) -> None:
-    """Wait for a device by asking it again and again.
+def await_arrival(
+    has_come: Callable[[], bool],
+    finish: Callable[[], None] | None = None,
+    patience_s: float = PATIENCE_S,
+) -> None:
+    """Wait for a device by asking it again and again; RuntimeError if it has failed.
 
     While one thread waits inside of CUDA's driver, others take longer to start kernels: a recorded
-    call took 89 us instead of 66 (H200).
+    call took 89 us instead of 66 (H200). But an NPU whose queue has failed answers "not yet" for
+    ever, and tells the error only to who waits. So after a while `finish` does that.
     """
-    pause = 0.0005
+    pause, begun = 0.0005, time.monotonic()
     while not has_come():
         time.sleep(pause)
         pause = min(2 * pause, 0.005)
+        if finish is not None and time.monotonic() - begun > patience_s:
+            finish()
+            if not has_come():
+                raise RuntimeError("the device has finished, and what it was to send has not come")
+
+
+def finishing(device: torch.device) -> Callable[[], None] | None:
+    """What waits for a whole device, and raises what went wrong there; for `await_arrival`.
+
+    None for CUDA: its events say themselves what went wrong, and such a wait could spoil a graph
+    that the program captures.
+    """
+    if captures.may_capture(device):
+        return None
+    return getattr(getattr(torch, device.type, None), "synchronize", None)
+
+
+def await_event(event: Any, device: torch.device, patience_s: float = PATIENCE_S) -> None:
+    """Wait for an event of a device; RuntimeError if it has failed."""
+    finish = finishing(device)
+    if finish is None:
+        captures.ask(device, event.synchronize)
+    else:
+        await_arrival(event.query, finish, patience_s)
 
 
 class Arrival(Protocol):

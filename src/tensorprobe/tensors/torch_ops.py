@@ -220,6 +220,9 @@ def distinct(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     return tensor, repeat
 
 
+_FINAL_SHIFT = 33  # of the digest's last mixing
+
+
 def digests_agree(device: torch.device) -> bool:
     """Whether this device, whose 64-bit integers may be made of others, digests as the host."""
     if device.type in ("cpu", "cuda"):  # they do, and to ask one would wait for it
@@ -234,28 +237,42 @@ def digests_agree(device: torch.device) -> bool:
 
 
 class Digests:
-    """Digests tensors of one device; keeps the weights of words and chunks there."""
+    """Digests tensors of one device; keeps the weights of words and chunks there.
+
+    The widths of shifts are kept there too: torch_npu copies a number that a tensor is shifted by
+    to the device each time, with a warning, and such a copy ends the program if the device failed.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._chunks = BLOCK // CHUNK_WORDS  # at a time
         positions = np.arange(1, self._chunks + 1, dtype=np.uint64) * np.uint64(GOLD)
         # Kept: a copy that does not block may still be reading its source.
-        self._sources = [torch.from_numpy(a.view(np.int64).copy()) for a in (WEIGHTS, positions)]
-        self._weights, self._positions = (s.to(device, non_blocking=True) for s in self._sources)
+        self._sources = [
+            *(torch.from_numpy(a.view(np.int64).copy()) for a in (WEIGHTS, positions)),
+            *(torch.tensor([bits]) for bits in (MIX_SHIFT, _FINAL_SHIFT)),
+        ]
+        self._weights, self._positions, self._mix_shift, self._final_shift = (
+            source.to(device, non_blocking=True) for source in self._sources
+        )
 
     def mixed_sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """What `digest.finish` wants of a tensor, as an int64 of the device."""
         words = _words(tensor)
         total: torch.Tensor | None = None
         for index, block in enumerate(words.split(self._chunks)):
-            m = block ^ _shift_right(block, MIX_SHIFT)
+            m = block ^ _shift_right(block, MIX_SHIFT, self._mix_shift)
             sums = (m * self._weights).sum(1) + self._positions[: len(block)]
             if index:
                 sums = sums + _signed(index * self._chunks * GOLD & MASK)
-            mixed = _fmix(sums).sum()
+            mixed = self._fmix(sums).sum()
             total = mixed if total is None else total + mixed
         assert total is not None  # words has at least one chunk: empty tensors do not come here
         return total
+
+    def _fmix(self, value: torch.Tensor) -> torch.Tensor:
+        for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+            value = (value ^ _shift_right(value, _FINAL_SHIFT, self._final_shift)) * _signed(factor)
+        return value ^ _shift_right(value, _FINAL_SHIFT, self._final_shift)
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
@@ -274,15 +291,9 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def _shift_right(value: torch.Tensor, bits: int) -> torch.Tensor:
+def _shift_right(value: torch.Tensor, bits: int, on_device: torch.Tensor) -> torch.Tensor:
     # The shift of a signed number brings in copies of the sign; those go out again.
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _fmix(value: torch.Tensor) -> torch.Tensor:
-    value = (value ^ _shift_right(value, 33)) * _signed(0xFF51AFD7ED558CCD)
-    value = (value ^ _shift_right(value, 33)) * _signed(0xC4CEB9FE1A85EC53)
-    return value ^ _shift_right(value, 33)
+    return (value >> on_device) & ((1 << (64 - bits)) - 1)
 
 
 def stack_and_copy(values: list[torch.Tensor]) -> torch.Tensor:

@@ -183,7 +183,7 @@ def build(torch: Path, torch_npu: Path, out: Path) -> None:
         for name in missing
     ]
     write_if_new(out / "absent_operators.cpp", "int absent(const char*);\n" + "".join(pairs))
-    sources = [HERE / "machinery.cpp", out / "absent_operators.cpp"]
+    sources = [HERE / "machinery.cpp", HERE / "dump.cpp", out / "absent_operators.cpp"]
     sources += [out / f"operators{part}.cpp" for part in range(PARTS)]
     headers = [f"-I{HERE}", "-isystem", torch / "include"]
     headers += ["-isystem", torch / "include" / "torch" / "csrc" / "api" / "include"]

@@ -77,4 +77,7 @@ inline void add_to(std::vector<const aclTensor*>& all, const Tensors* list) {
 int plan(const char* name, std::vector<const aclTensor*> reads, std::vector<const aclTensor*> writes,
          std::function<void()> work, uint64_t* workspace, aclOpExecutor** executor);
 int run(aclOpExecutor* executor);
+std::vector<std::string> dump_before(const std::vector<const aclTensor*>& reads);  // dump.cpp
+void dump_after(const char* name, const std::vector<const aclTensor*>& reads, const std::vector<std::string>& read,
+                const std::vector<const aclTensor*>& writes);
 int absent(const char* name);

@@ -173,6 +173,13 @@ int aclrtResetOverflowStatus(void* stream) { overflowed = 0; return OK; }
 int aclrtSetStreamOverflowSwitch(void* stream, uint32_t on) { return OK; }
 int aclrtGetStreamOverflowSwitch(void* stream, uint32_t* on) { *on = saturates; return OK; }
 
+// ---- dump -----------------------------------------------------------------------------------------
+
+int (*cann_set_dump)(const char* path) = 0;  // dump.cpp
+int aclmdlInitDump(void) { return OK; }
+int aclmdlSetDump(const char* path) { return cann_set_dump ? cann_set_dump(path) : OK; }
+int aclmdlFinalizeDump(void) { return cann_set_dump ? cann_set_dump(0) : OK; }
+
 // ---- what is asked for and has nothing to do ------------------------------------------------------
 
 size_t aclGetCompileoptSize(int option) { return 16; }
@@ -196,12 +203,18 @@ int32_t MsprofReportAdditionalInfo(uint32_t aging, const void* data, uint32_t si
 
 // ---- operators of the older interface (aclop) -----------------------------------------------------
 
-// None is there: what torch_npu prepares for one is let go, and the launch fails with the name.
+// Those of the overflow flag are there. Of others, what torch_npu prepares is let go, and the launch
+// fails with the name.
+typedef struct { void* data; size_t size; } Buffer;
 static char description[64];
 void* aclCreateTensorDesc(int type, int n, const int64_t* dims, int format) { return description; }
 void aclDestroyTensorDesc(const void* d) {}
-void* aclCreateDataBuffer(void* data, size_t size) { return description; }
-int aclDestroyDataBuffer(const void* b) { return OK; }
+void* aclCreateDataBuffer(void* data, size_t size) {
+  Buffer* made = malloc(sizeof *made);
+  *made = (Buffer){data, size};
+  return made;
+}
+int aclDestroyDataBuffer(const void* b) { free((void*)b); return OK; }
 void aclSetTensorDescName(void* d, const char* name) {}
 int aclSetTensorFormat(void* d, int format) { return OK; }
 int aclSetTensorShape(void* d, int n, const int64_t* dims) { return OK; }
@@ -217,7 +230,18 @@ int aclopSetAttrListBool(void* a, const char* name, int n, const uint8_t* v) { r
 int aclopSetAttrListInt(void* a, const char* name, int n, const int64_t* v) { return OK; }
 int aclopSetAttrListFloat(void* a, const char* name, int n, const float* v) { return OK; }
 int aclopSetAttrListListInt(void* a, const char* name, int n, const int* each, const int64_t* const v[]) { return OK; }
-int aclopCompileAndExecute(const char* name, ...) {
+int aclopCompileAndExecute(const char* name, int n_in, const void* const in_types[], const void* const in[], int n_out,
+                           const void* const out_types[], void* const out[], const void* attributes, int engine, int flag,
+                           const char* path, void* stream) {
+  if (!strcmp(name, "NPUGetFloatStatus") || !strcmp(name, "NPUGetFloatStatusV2")) {
+    Buffer* result = n_out ? out[0] : 0;
+    if (result && result->data) {
+      memset(result->data, 0, result->size);
+      *(float*)result->data = overflowed;  // 1, of which an int32 is not zero either
+    }
+    return OK;
+  }
+  if (!strcmp(name, "NPUClearFloatStatus") || !strcmp(name, "NPUClearFloatStatusV2")) { overflowed = 0; return OK; }
   char text[256];
   snprintf(text, sizeof text, "the stand-in for CANN has no operator %s of the older interface (aclop)", name);
   cann_say(text);

@@ -17,13 +17,13 @@ from tensorprobe.devices.sim_npu.dispatch import KERNELS, execute
 from tensorprobe.replay.npu_op_table import Body, NpuOp, differentiate
 
 
-def _get_float_status(status: torch.Tensor) -> torch.Tensor:
+def _get_float_status(status: torch.Tensor, mode: int = 0) -> torch.Tensor:
     # Scripts read the flag from the result or from the argument; the kernel writes to both.
     status[0] = float(CHIP.status.raised)
     return status.clone()
 
 
-def _clear_float_status(status: torch.Tensor) -> torch.Tensor:
+def _clear_float_status(status: torch.Tensor, mode: int = 0) -> torch.Tensor:
     CHIP.status.raised = False
     return torch.zeros_like(status)
 
@@ -75,8 +75,12 @@ def _register_backward(library: Any, op: NpuOp, forward: Any) -> None:
     backward = _overload(op.backward_name)
     KERNELS[backward] = _differentiated(op)
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: Any, keyword_only_inputs: Any = None
+    ) -> None:
         ctx.set_materialize_grads(False)
+        ctx.n_positional = len(inputs)
+        inputs = (*inputs, *(keyword_only_inputs or {}).values())
         ctx.save_for_backward(*(value for value in inputs if isinstance(value, torch.Tensor)))
         ctx.others = [None if isinstance(value, torch.Tensor) else (value,) for value in inputs]
         ctx.drawn = None if op.drawn is None else output[op.drawn]
@@ -90,7 +94,7 @@ def _register_backward(library: Any, op: NpuOp, forward: Any) -> None:
         with torch._C.DisableTorchFunction():  # a real NPU's autograd is no Python either
             tensors = [g if isinstance(g, torch.Tensor) else None for g in grads]
             found = iter(backward(tensors, wanted, *inputs, drawn=ctx.drawn))
-        return tuple(next(found) if want else None for want in wanted)
+        return tuple(next(found) if want else None for want in wanted[: ctx.n_positional])
 
     torch.library.register_autograd(
         f"npu::{op.name}", run_backward, setup_context=setup_context, lib=library

@@ -1,4 +1,4 @@
-"""What check_npu_ranks.py runs on two ranks of HCCL: rank_programs.py NAME FOLDER."""
+"""What check_npu_ranks.py runs on two ranks of HCCL: hccl_programs.py NAME FOLDER."""
 
 from __future__ import annotations
 
@@ -32,6 +32,14 @@ def numbers(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return (x > 0 if dtype == torch.bool else x.to(dtype)).npu()
 
 
+def joined(op: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if a.dtype == torch.bool:
+        return a & b if op == dist.ReduceOp.MIN else a | b
+    if op == dist.ReduceOp.SUM:
+        return (a.float() + b.float()).to(a.dtype)
+    return torch.maximum(a, b) if op == dist.ReduceOp.MAX else torch.minimum(a, b)
+
+
 def collectives(folder: Path) -> None:
     """Every collective, in every kind of number, against what it should give."""
     rank, world = start()
@@ -45,15 +53,10 @@ def collectives(folder: Path) -> None:
         all_of = [numbers(r, dtype, 6, 5).cpu() for r in range(world)]
         x = numbers(rank, dtype, 6, 5)
         is_bool = dtype == torch.bool
-        for op, join in {
-            dist.ReduceOp.SUM: lambda a, b: a | b if is_bool else (a.float() + b.float()),
-            dist.ReduceOp.MAX: lambda a, b: a | b if is_bool else torch.maximum(a, b),
-            dist.ReduceOp.MIN: lambda a, b: a & b if is_bool else torch.minimum(a, b),
-        }.items():
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN):
             y = x.clone()
             dist.all_reduce(y, op=op)
-            expected = join(*all_of) if world == 2 else y
-            same(f"all_reduce {op} {dtype}", y, expected.to(dtype))
+            same(f"all_reduce {op} {dtype}", y, joined(op, *all_of))
         y = x.clone()
         dist.broadcast(y, 1)
         same(f"broadcast {dtype}", y, all_of[1])
