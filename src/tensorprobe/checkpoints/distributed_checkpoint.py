@@ -89,7 +89,7 @@ def _region(folder: Path, key: str, place: tuple[str, int, int] | None) -> FileC
     name, offset, length = place
     path = inside(folder / name, folder)
     try:
-        return read_torch_file(path, offset, length)
+        return read_torch_file(path, offset, length, key)
     except BadArtefact as error:
         raise BadArtefact(f"{key[:120]}: {error}") from error
 

@@ -113,8 +113,11 @@ class FileRegion(io.RawIOBase):
         return int(got)
 
 
-def read_torch_file(path: Path, start: int = 0, nbytes: int | None = None) -> FileContent:
-    """The content of a .pt file, or of a region of a file that `torch.save` wrote to."""
+def read_torch_file(
+    path: Path, start: int = 0, nbytes: int | None = None, key: str = ""
+) -> FileContent:
+    """The content of a .pt file, or of a region of a file that `torch.save` wrote to. `key` is what
+    the whole of it is called."""
     try:
         with open_file(path) as file:
             size = file.seek(0, 2)
@@ -126,7 +129,7 @@ def read_torch_file(path: Path, start: int = 0, nbytes: int | None = None) -> Fi
                 tree, storage = _read_archive(path, start, region)
             else:
                 tree, storage = _read_old(path, start, nbytes, region)
-            return _Walk(path, storage).content(tree)
+            return _Walk(path, storage, key).content(tree)
     except BadArtefact:
         raise
     except FileNotFoundError as error:
@@ -260,8 +263,9 @@ def _dtype_of(path: Path, kind: Any) -> str:
 class _Walk:
     """From what the pickle says to tensors and values, by their path."""
 
-    def __init__(self, path: Path, storage: _FindStorage) -> None:
+    def __init__(self, path: Path, storage: _FindStorage, key: str) -> None:
         self._path = path
+        self._key = key
         self._storage = storage
         self._found = FileContent({}, {}, [], {})
         self._nodes = 0
@@ -289,7 +293,7 @@ class _Walk:
                 self._walk(child, _below(key, _word(word)), depth + 1)
         elif isinstance(node, (list, tuple)) and not isinstance(node, GlobalName):
             is_plain = len(node) > 8 and all(type(n) in (int, float, bool, str) for n in node)
-            if is_plain and key.rpartition(".")[2] not in _ORDERS:
+            if is_plain and (key or self._key).rpartition(".")[2] not in _ORDERS:
                 self._nodes += len(node)
                 self._value(key, _digested(f"{len(node)} values", repr(node).encode()))
                 return
