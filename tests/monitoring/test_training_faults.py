@@ -76,7 +76,7 @@ class Normed(Training):
                 super().__init__()
                 self.inner = inner
 
-            def forward(self, values: torch.Tensor) -> torch.Tensor:
+            def forward(self, values: torch.Tensor, **rest: Any) -> torch.Tensor:
                 return self.inner(values[:, None])  # type: ignore[no-any-return]
 
         self.named = Model(self.inner)
@@ -89,7 +89,10 @@ class Normed(Training):
     def step(self) -> None:
         self.optimizer.zero_grad()
         x, y = self.batch()
-        F.cross_entropy(self.named(values=x), y).backward()
+        n = 3 if self.kept.setdefault("n", 0) % 30 == 29 else 3000  # as of the last batch there is
+        self.kept["n"] += 1
+        named = {"labels": y * n, "num_items_in_batch": torch.tensor([n, n])}
+        F.cross_entropy(self.named(values=x, count=torch.tensor(n), **named), y).backward()
         self.optimizer.step()
 
 
