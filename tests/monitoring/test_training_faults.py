@@ -244,6 +244,19 @@ def test_without_a_fault_all_is_silent(kind: type[Training], tmp_path: Path) -> 
     assert watch(kind(), tmp_path, None).alarms == ()
 
 
+def test_steps_that_are_rounded_away_freeze_nothing(tmp_path: Path) -> None:
+    """As at the end of a schedule that goes to 0: a weight of 1 stays as it is."""
+    training = Training()
+    training.model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    norm = training.model[1].weight
+    training.optimizer = torch.optim.AdamW(training.model.parameters(), 1e-8, weight_decay=0)
+    with tp.Monitor(tmp_path, rules="frozen", log=lambda text: None) as monitor:
+        for _ in range(25):
+            training.step()
+    assert (norm == 1).all()
+    assert monitor.alarms == ()
+
+
 def kill_units(training: Training) -> None:
     with torch.no_grad():
         training.model[0].bias.fill_(-1e3)
