@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint
 from safetensors.torch import save_file
 from torch import nn
 
@@ -239,6 +240,11 @@ def test_tied_weights(tmp_path: Path) -> None:
     w = torch.randn(3, 4)
     found = compared(tmp_path, {"embed": w, "head": w}, {"embed": w, "head": w.clone()})
     assert (found.verdict, found.notes) == ("match", ["tied in actual only: embed, head"])
+    found = compared(tmp_path, {"embed": w}, {"embed": w, "head": w})  # as Hugging Face writes it
+    note = "head is embed in expected, tied; actual holds it once"
+    assert (found.verdict, found.notes) == ("match", [note])
+    found = compared(tmp_path, {"embed": w}, {"embed": w, "head": w.clone()})
+    assert found.verdict == "differ"
 
 
 # Which go together
@@ -439,6 +445,16 @@ def test_distributed_checkpoints(sharded: Path, tmp_path: Path) -> None:
         (damaged / name).write_bytes((sharded / "dcp" / name).read_bytes())
     with pytest.raises(BadArtefact, match=r"model\.\w+: '.*__1_0.distcp' is missing"):
         compare_checkpoints(damaged, sharded / "whole.pt")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_order_of_an_optimizer_in_a_distributed_checkpoint(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(6)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.distributed.checkpoint.save(tree, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    torch.save(tree, tmp_path / "e.pt")
+    assert compare_checkpoints(tmp_path / "dcp", tmp_path / "e.pt").verdict == "match"
 
 
 def test_files_of_fsdp(sharded: Path, tmp_path: Path) -> None:

@@ -170,6 +170,14 @@ def test_the_first_batches(tmp_path: Path) -> None:
     assert found.differences[0].why == "other data from batch 1"
 
 
+def test_batches_that_one_side_lacks_are_said(tmp_path: Path) -> None:
+    batches = [{"batch": f"float32 [2] {n}"} for n in range(4)]
+    one = written(tmp_path / "a.json", batches=batches[:2])
+    other = written(tmp_path / "b.json", batches=batches)
+    found = compare_environments(one, other)
+    assert (found.verdict, found.not_compared) == ("match", ["batches from 2 on (expected only)"])
+
+
 _SCRIPT = """
 import argparse
 parser = argparse.ArgumentParser()

@@ -76,7 +76,7 @@ class Normed(Training):
                 super().__init__()
                 self.inner = inner
 
-            def forward(self, values: torch.Tensor) -> torch.Tensor:
+            def forward(self, values: torch.Tensor, **rest: Any) -> torch.Tensor:
                 return self.inner(values[:, None])  # type: ignore[no-any-return]
 
         self.named = Model(self.inner)
@@ -89,7 +89,10 @@ class Normed(Training):
     def step(self) -> None:
         self.optimizer.zero_grad()
         x, y = self.batch()
-        F.cross_entropy(self.named(values=x), y).backward()
+        n = 3 if self.kept.setdefault("n", 0) % 30 == 29 else 3000  # as of the last batch there is
+        self.kept["n"] += 1
+        named = {"labels": y * n, "num_items_in_batch": torch.tensor([n, n])}
+        F.cross_entropy(self.named(values=x, count=torch.tensor(n), **named), y).backward()
         self.optimizer.step()
 
 
@@ -239,6 +242,19 @@ def test_a_fault_is_named(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [Training, Momentum, Normed, Half])
 def test_without_a_fault_all_is_silent(kind: type[Training], tmp_path: Path) -> None:
     assert watch(kind(), tmp_path, None).alarms == ()
+
+
+def test_steps_that_are_rounded_away_freeze_nothing(tmp_path: Path) -> None:
+    """As at the end of a schedule that goes to 0: a weight of 1 stays as it is."""
+    training = Training()
+    training.model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    norm = training.model[1].weight
+    training.optimizer = torch.optim.AdamW(training.model.parameters(), 1e-8, weight_decay=0)
+    with tp.Monitor(tmp_path, rules="frozen", log=lambda text: None) as monitor:
+        for _ in range(25):
+            training.step()
+    assert (norm == 1).all()
+    assert monitor.alarms == ()
 
 
 def kill_units(training: Training) -> None:

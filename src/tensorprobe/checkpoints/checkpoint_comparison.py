@@ -141,6 +141,10 @@ def _compare_values(
         number = len(mine or its)
         notes = [f"{count(number, 'value')} of {side} not compared: the other side holds none"]
         return [], 0, notes if number else []
+    if "DCP" in (ours.form, theirs.form):  # which writes no empty mappings
+        for side, other in ((mine, its), (its, mine)):
+            for key in [key for key, value in side.items() if value == "{}" and key not in other]:
+                del side[key]
     differ = [
         (key, mine.get(key), its.get(key))
         for key in dict.fromkeys([*mine, *its])

@@ -118,7 +118,7 @@ class _PartsReader:
         name, offset, length = place
         path = inside(self._folder / name, self._folder)
         try:
-            found = self._regions[place] = read_torch_file(path, offset, length)
+            found = self._regions[place] = read_torch_file(path, offset, length, key)
             self._nbytes[name] += length
             if self._nbytes[name] > path.stat().st_size:
                 raise BadArtefact(f"'{path}': {METADATA_FILE} names more bytes than it has")

@@ -114,6 +114,7 @@ class _KeyPairing:
             self._by_content()
             self._by_joining()
             self._by_shape()
+        self._note_ties()
         self.pairs.sort(key=lambda pair: self.order.get(pair.actual.key, len(self.order)))
         renamed = [(*key, number) for key, number in self.renamed.items()]
         return Pairs(self.pairs, [*self.left.values()], [*self.right.values()], renamed, self.notes)
@@ -286,6 +287,20 @@ class _KeyPairing:
             if len(patterns) == len(others) == 1 and not _roles_differ(patterns[0], others[0]):
                 for key, other in zip(ours[patterns[0]], theirs[others[0]], strict=True):
                     self._add(key, other, "shape")
+
+    def _note_ties(self) -> None:
+        """A weight that is another one's memory, where the other side holds that one only, is not
+        lost: Hugging Face writes tied weights once."""
+        for side, other, alone, paired in (
+            ("actual", "expected", self.left, [pair.actual for pair in self.pairs]),
+            ("expected", "actual", self.right, [pair.expected for pair in self.pairs]),
+        ):
+            held = {weight.identity: weight.key for weight in paired if weight.numel > 1}
+            for key, weight in [*alone.items()]:
+                if weight.identity in held:
+                    del alone[key]
+                    tied = held[weight.identity]
+                    self.notes.append(f"{key} is {tied} in {side}, tied; {other} holds it once")
 
 
 def _named_states(side: Checkpoint) -> dict[str, str]:

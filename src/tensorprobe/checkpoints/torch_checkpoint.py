@@ -118,8 +118,11 @@ class FileRegion(io.RawIOBase):
         return int(got)
 
 
-def read_torch_file(path: Path, start: int = 0, nbytes: int | None = None) -> FileContent:
-    """The content of a .pt file, or of a region of a file that `torch.save` wrote to."""
+def read_torch_file(
+    path: Path, start: int = 0, nbytes: int | None = None, key: str = ""
+) -> FileContent:
+    """The content of a .pt file, or of a region of a file that `torch.save` wrote to. `key` is what
+    the whole of it is called."""
     try:
         with open_file(path) as file:
             size = file.seek(0, 2)
@@ -130,8 +133,13 @@ def read_torch_file(path: Path, start: int = 0, nbytes: int | None = None) -> Fi
             if region.read(2) == b"PK":
                 tree, size, storage = _read_archive(path, start, region)
             else:
+<<<<<<< HEAD
                 tree, size, storage = _read_old(path, start, nbytes, region)
             return _Walk(path, storage, size).content(tree)
+=======
+                tree, storage = _read_old(path, start, nbytes, region)
+            return _Walk(path, storage, key).content(tree)
+>>>>>>> h-monitor
     except BadArtefact:
         raise
     except FileNotFoundError as error:
@@ -270,8 +278,13 @@ def _dtype_of(path: Path, kind: Any) -> str:
 class _Walk:
     """From what the pickle says to tensors and values, by their path."""
 
+<<<<<<< HEAD
     def __init__(self, path: Path, storage: _FindStorage, nbytes: int) -> None:
+=======
+    def __init__(self, path: Path, storage: _FindStorage, key: str) -> None:
+>>>>>>> h-monitor
         self._path = path
+        self._key = key
         self._storage = storage
         # Parts that are referred to often may make more of a pickle than its bytes; not without end
         self._most = min(_MAX_NODES, _LEAST_NODES + _MAX_NODES_A_BYTE * nbytes)
@@ -302,8 +315,15 @@ class _Walk:
             for word, child in node.items():
                 self._walk(child, _below(key, self._texts.word(word)), depth + 1)
         elif isinstance(node, (list, tuple)) and not isinstance(node, GlobalName):
+<<<<<<< HEAD
             if len(node) > 8 and key.rpartition(".")[2] not in _ORDERS and self._is_plain(node):
                 self._value(key, self._texts.values(node))
+=======
+            is_plain = len(node) > 8 and all(type(n) in (int, float, bool, str) for n in node)
+            if is_plain and (key or self._key).rpartition(".")[2] not in _ORDERS:
+                self._nodes += len(node)
+                self._value(key, _digested(f"{len(node)} values", repr(node).encode()))
+>>>>>>> h-monitor
                 return
             if not node:
                 self._value(key, "[]" if isinstance(node, list) else "()")

@@ -63,11 +63,22 @@ def compare_environments(actual: Path, expected: Path) -> EnvironmentComparison:
     alone: list[str] = []
     rows: list[EnvironmentDifference] = []
     equal = 0
+<<<<<<< HEAD
     if "batches" in ours and "batches" in theirs:
         rows += _compare_batches(ours.pop("batches"), theirs.pop("batches"))
     for number, (fact, a, e) in enumerate(_facts("", ours, theirs, alone)):
         if number > _MAX_FACTS:
             raise BadArtefact(f"'{actual}' and '{expected}' have more than {_MAX_FACTS} facts")
+=======
+    if isinstance(ours.get("batches"), list) and isinstance(theirs.get("batches"), list):
+        mine, its = ours.pop("batches"), theirs.pop("batches")
+        rows += _compare_batches(mine, its)
+        both = min(len(mine), len(its))
+        if len(mine) != len(its):
+            side = "actual" if len(mine) > both else "expected"
+            alone.append(f"batches from {both} on ({side} only)")
+    for fact, a, e in _facts("", ours, theirs, alone):
+>>>>>>> h-monitor
         if a == e or (a != a and e != e):  # NaN
             equal += 1
         else:
@@ -142,10 +153,8 @@ def _facts(
             yield name, a, e
 
 
-def _compare_batches(actual: Any, expected: Any) -> Iterator[EnvironmentDifference]:
+def _compare_batches(actual: list[Any], expected: list[Any]) -> Iterator[EnvironmentDifference]:
     """The first batch that differs, and whether it is one that comes at another time there."""
-    if not (isinstance(actual, list) and isinstance(expected, list)):
-        return
     for number, (a, e) in enumerate(zip(actual, expected, strict=False)):
         if a != e:
             why = "other data"

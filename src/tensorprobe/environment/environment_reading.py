@@ -71,5 +71,5 @@ def _masked_value(name: str, value: Any) -> Any:
         held = name if hides_all(name) else ""
         return [_masked_value(held, each) for each in mask_items(value)]
     if type(value) in (int, float):
-        return MASK if mask_value(name, "x") == MASK else value
+        return MASK if hides_all(name) else value
     return mask_value(name, value) if isinstance(value, str) else value

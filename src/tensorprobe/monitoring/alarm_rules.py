@@ -18,6 +18,8 @@ WINDOW = 64  # steps that say what is usual
 WARM_UP = 24  # before that nothing is unusual
 FEW = 64  # elements of an input that may all be 0
 QUIET_STEPS = 100  # a condition that was over for so long may raise an alarm again
+# Moments of optimizers that divide by them.
+ADAPTIVE = ("moment.exp_avg_sq", "moment.square_avg", "moment.sum", "moment.exp_inf")
 _SIGMA = 1.4826  # of a normal distribution, in median absolute deviations
 _NUMBER = "{:.4g}".format
 
@@ -232,7 +234,7 @@ class Frozen:
         without_effect = _without_effect(step, 1e-5) if still.any() else set()
         for row in np.flatnonzero(still):
             name = table.names[row]
-            if name in without_effect:
+            if name in without_effect or self._is_rounded_away(name, step, facts):
                 continue
             if name in facts.trained or held["changed"][row]:
                 yield Suspicion(
@@ -258,6 +260,19 @@ class Frozen:
                 since = step.step - int(held["none"][row]) + 1
                 text = f"its gradient is 0 in {int(held['none'][row])} steps, and was not before"
                 yield Suspicion("parameter", name, since, text, 0.0)
+
+    def _is_rounded_away(self, name: str, step: StepValues, facts: PendingStep) -> bool:
+        """Whether a step is too small to change it, as at the end of a schedule that goes to 0."""
+        rate = step.scalars.get(f"lr.{facts.groups.get(name)}")
+        gradient = step.tables.get("gradient") or step.tables.get("gradient.backward")
+        if rate is None or gradient is None or name not in gradient.names:
+            return False
+        pace = _largest(gradient, name)
+        if not pace:
+            return False
+        if any(kind in step.tables for kind in ADAPTIVE):
+            pace = 1.0  # it divides by how large gradients are
+        return rate * pace < 1e-5 * _largest(step.tables["parameter"], name)
 
     def _steps_of(self, name: str, facts: PendingStep) -> int:
         group = facts.groups.get(name)
@@ -730,6 +745,12 @@ class Judge:
 def _middle(values: Array) -> float:
     fine = values[~np.isnan(values)]
     return float(np.median(fine)) if fine.size else math.nan
+
+
+def _largest(table: StepTable, name: str) -> float:
+    """The largest absolute value in a row."""
+    row = table.names.index(name)
+    return float(max(abs(table.column("min")[row]), abs(table.column("max")[row])))
 
 
 def _without_effect(step: StepValues, share: float) -> set[str]:

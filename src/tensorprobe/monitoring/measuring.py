@@ -31,7 +31,10 @@ MAX_OUTPUTS = 4  # of one module
 WHOLE = 1 << 14  # parameters up to so many elements are compared whole, of others a part
 SAMPLE = 1 << 12
 NAMES_EVERY = 100  # steps: modules that were hung in meanwhile
-NO_DATA = re.compile(r"label|target|mask|type|position|past|cache|bias|weight", re.IGNORECASE)
+NO_DATA = re.compile(
+    r"label|target|mask|type|position|past|cache|bias|weight|len|grid|index|indices|idx|^num_|^n_",
+    re.IGNORECASE,
+)
 Named = list[tuple[str, Any]]
 
 
@@ -180,7 +183,7 @@ class MonitorObserver(Observer):
                     path = entry.path or "model"
                     self._add("input", self._floats(args, path))
                     for key, value in _data_by_keyword(entry.frame):
-                        self._add("input", self._floats(value, f"{path}.{key}"))
+                        self._add("input", self._floats(value, f"{path}.{key}"), least=2)
         return thread.depth
 
     def leave(self, entry: ModuleCall, call: Any, result: Any, error: BaseException | None) -> None:
@@ -200,12 +203,12 @@ class MonitorObserver(Observer):
                 found += 1
                 yield (name if found == 1 else f"{name}.{number}"), leaf
 
-    def _add(self, kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Measure tensors; of a name that comes twice in a step, the first."""
+    def _add(self, kind: str, named: Iterable[tuple[str, torch.Tensor]], least: int = 1) -> None:
+        """Measure tensors of so many elements; of a name that comes twice in a step, the first."""
         entries = self._now.entries.setdefault(kind, {})
         with Quiet():
             for name, tensor in named:
-                if name not in entries and tensor.numel():
+                if name not in entries and tensor.numel() >= least:
                     if tensor.is_floating_point() or kind == "input":
                         entries[name] = self._summarizer.submit(tensor.detach()), tensor.numel()
                     if tensor.dtype is torch.float16:
