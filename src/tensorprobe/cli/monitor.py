@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tensorprobe.errors import BadUsage
-from tensorprobe.terminal import say, warn
+from tensorprobe.terminal import busy, say, warn
 
 _EPILOG = """\
 examples:
@@ -57,7 +57,8 @@ def _show(args: argparse.Namespace) -> int:
 
     if args.limit < 1:
         raise BadUsage(f"--limit {args.limit}: expected a number from 1")
-    ranks = read_trends(Path(args.path))
+    with busy(f"reading {args.path}"):
+        ranks = read_trends(Path(args.path))
     if args.json:
         say(*json_text(ranks, args.name).split("\n"))
     else:
@@ -71,7 +72,8 @@ def _compare(args: argparse.Namespace) -> int:
     output = None if args.output is None else Path(args.output)
     if output is not None and output.is_dir():
         raise BadUsage(f"'{output}' is a folder; expected the name of a file")
-    found = compare_trends(Path(args.actual), Path(args.expected))
+    with busy("comparing trends"):
+        found = compare_trends(Path(args.actual), Path(args.expected))
     text = json_text(found)
     say(*(text.split("\n") if args.json else lines(found)))
     if output is not None:
