@@ -8,7 +8,7 @@ JOBS   ?= 2
 IN_PYTHON := tests/follow tests/record tests/tensors/test_starting.py tests/tensors/test_summarizer.py \
 	tests/overflow/test_short_way.py tests/overflow/test_later.py tests/overflow/test_masks.py tests/overflow/test_overflow.py
 
-.PHONY: help setup demo test test-all test-versions test-npu test-ray test-s3 torch-names check wheel web screenshots clean
+.PHONY: help setup demo test test-all test-versions test-npu test-ray test-s3 docs torch-names check wheel web screenshots clean
 
 help:
 	@echo "make demo      the whole story on built-in data"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-npu VERSION=2.7.1  the NPU story on the real torch_npu, without an NPU"
 	@echo "make test-ray, make test-s3   compare --engine ray; captures at s3://, of a server of moto's"
 	@echo "make check     ruff, mypy --strict, import directions"
+	@echo "make docs      build/site, the pages as a site; in an environment of its own"
 	@echo "make web       src/tensorprobe/report/page, built from web/ (Node 20)"
 	@echo "make screenshots  docs/pictures, made anew (Chromium)"
 	@echo "make wheel     dist/tensorprobe-*.whl, with the C library in it"
@@ -83,6 +84,14 @@ wheel: setup
 	$(BIN)/python -m hatchling build -t wheel -d dist
 	@case "$$(ls dist/*.whl)" in *-none-any.whl) \
 		echo "the wheel has no C library: it takes a C compiler (CC, or cc)" >&2; exit 1;; esac
+
+# Strict: a link that leads nowhere, or a page that is in no list, ends it.
+docs: setup
+	test -x .venv-docs/bin/mkdocs || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet -r web/site/requirements.txt
+	$(BIN)/python web/site/pages.py build/docs
+	.venv-docs/bin/mkdocs build --quiet --strict -f web/site/mkdocs.yml
+	@echo "build/site/index.html"
 
 web:
 	cd web && npm ci && npm run build

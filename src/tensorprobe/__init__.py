@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tensorprobe.guarding.guard import Guard
     from tensorprobe.monitoring.alarms import Alarm
     from tensorprobe.monitoring.monitor import Monitor
+    from tensorprobe.monitoring.publishing import publish
     from tensorprobe.record.recorder import Recorder
     from tensorprobe.record.seeding import seed_all
     from tensorprobe.records import (
@@ -98,6 +99,7 @@ __all__ = [
     "compare",
     "env",
     "load",
+    "publish",
     "reference",
     "repro",
     "reroute",
@@ -145,6 +147,7 @@ _HOMES = {
     "compare": "tensorprobe.report.saving",
     "env": "tensorprobe.environment.collecting",
     "load": "tensorprobe.store.loading",
+    "publish": "tensorprobe.monitoring.publishing",
     "reference": "tensorprobe.replay.references",
     "repro": "tensorprobe.replay.repro",
     "reroute": "tensorprobe.rerouting.reroute",

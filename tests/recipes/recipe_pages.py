@@ -1,6 +1,7 @@
 """The pages of docs/recipes: their files, their commands, and what these print.
 
-Renew what the pages show after a change that is meant:  python tests/recipes/recipe_pages.py
+Renew what the pages show after a change that is meant:
+python tests/recipes/recipe_pages.py [PAGE ...]
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
-FILES = re.compile(r"^`([\w.]+)`:\n\n```python\n(.*?)```", re.MULTILINE | re.DOTALL)
+PAGES = [ROOT / "docs" / "start.md", *sorted((ROOT / "docs" / "recipes").glob("*.md"))]
+FILES = re.compile(r"^`([\w.]+)`:\n\n```(?:python|yaml)\n(.*?)```", re.MULTILINE | re.DOTALL)
 CONSOLE = re.compile(r"(```console\n)(.*?)(```)", re.DOTALL)
 
 
@@ -36,27 +37,40 @@ def commands(page: str) -> list[tuple[str, str]]:
 
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A command of a page, as its reader types it."""
+    """A command of a page, as its reader types it; `2>&1` has what it says beside its result."""
     words = shlex.split(command)
-    start = [sys.executable] if words[0] == "python" else [sys.executable, "-m", words[0]]
+    beside = subprocess.STDOUT if words[-1] == "2>&1" else subprocess.PIPE
+    words = [word for word in words if word != "2>&1"]
+    starts = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
+    start = starts.get(words[0], ["-m", words[0]])
     return subprocess.run(
-        [*start, *words[1:]], cwd=folder, capture_output=True, text=True, check=False,
+        [sys.executable, *start, *words[1:]],
+        cwd=folder, stdout=subprocess.PIPE, stderr=beside, text=True, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1",
              "TENSORPROBE_BUILD": "0"},
     )  # fmt: skip
 
 
+def printed_by(done: subprocess.CompletedProcess[str], folder: Path) -> str:
+    """What a page shows of a command: paths as its reader has them, and a status other than 0."""
+    text = re.sub(r"[^\s\"']*/site-packages/", "", done.stdout.strip())
+    text = text.replace(f"{folder}/", "").replace(str(Path.home()), "~")
+    is_found = done.returncode == 3 and text.startswith(("diverged", "fault"))
+    if done.returncode and not is_found:
+        text += f"\n[exit status {done.returncode}]"
+    return text.strip()
+
+
 def renewed(page: str) -> str:
     """The page with what its commands print now."""
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+        folder = Path(place).resolve()
         write_files(page, folder)
 
         def again(found: re.Match[str]) -> str:
             lines = []
             for command, _ in commands(found[0]):
-                printed = run(command, folder).stdout.strip()
-                text = re.sub(r"\S*/site-packages/", "", printed)
+                text = printed_by(run(command, folder), folder)
                 lines.append(f"$ {command}\n" + (f"{text}\n" if text else ""))
             return found[1] + "".join(lines) + found[3]
 
@@ -64,5 +78,5 @@ def renewed(page: str) -> str:
 
 
 if __name__ == "__main__":
-    for path in PAGES:
+    for path in [Path(name) for name in sys.argv[1:]] or PAGES:
         path.write_text(renewed(path.read_text()))

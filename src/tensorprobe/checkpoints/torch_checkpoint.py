@@ -133,13 +133,8 @@ def read_torch_file(
             if region.read(2) == b"PK":
                 tree, size, storage = _read_archive(path, start, region)
             else:
-<<<<<<< HEAD
                 tree, size, storage = _read_old(path, start, nbytes, region)
-            return _Walk(path, storage, size).content(tree)
-=======
-                tree, storage = _read_old(path, start, nbytes, region)
-            return _Walk(path, storage, key).content(tree)
->>>>>>> h-monitor
+            return _Walk(path, storage, size, key).content(tree)
     except BadArtefact:
         raise
     except FileNotFoundError as error:
@@ -278,11 +273,7 @@ def _dtype_of(path: Path, kind: Any) -> str:
 class _Walk:
     """From what the pickle says to tensors and values, by their path."""
 
-<<<<<<< HEAD
-    def __init__(self, path: Path, storage: _FindStorage, nbytes: int) -> None:
-=======
-    def __init__(self, path: Path, storage: _FindStorage, key: str) -> None:
->>>>>>> h-monitor
+    def __init__(self, path: Path, storage: _FindStorage, nbytes: int, key: str) -> None:
         self._path = path
         self._key = key
         self._storage = storage
@@ -315,15 +306,9 @@ class _Walk:
             for word, child in node.items():
                 self._walk(child, _below(key, self._texts.word(word)), depth + 1)
         elif isinstance(node, (list, tuple)) and not isinstance(node, GlobalName):
-<<<<<<< HEAD
-            if len(node) > 8 and key.rpartition(".")[2] not in _ORDERS and self._is_plain(node):
+            is_order = (key or self._key).rpartition(".")[2] in _ORDERS
+            if len(node) > 8 and not is_order and self._is_plain(node):
                 self._value(key, self._texts.values(node))
-=======
-            is_plain = len(node) > 8 and all(type(n) in (int, float, bool, str) for n in node)
-            if is_plain and (key or self._key).rpartition(".")[2] not in _ORDERS:
-                self._nodes += len(node)
-                self._value(key, _digested(f"{len(node)} values", repr(node).encode()))
->>>>>>> h-monitor
                 return
             if not node:
                 self._value(key, "[]" if isinstance(node, list) else "()")

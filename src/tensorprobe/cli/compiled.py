@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tensorprobe.errors import NotReplayable
 from tensorprobe.records import count
 from tensorprobe.store.frames import users_line
-from tensorprobe.terminal import say, warn
+from tensorprobe.terminal import busy, say, warn
 
 if TYPE_CHECKING:
     from tensorprobe.compiling.compile_records import CompiledParts
@@ -106,7 +106,8 @@ def _judge(args: argparse.Namespace) -> int:
     from tensorprobe.report.documents import write_document
 
     ranks = read_compiled(Path(args.capture))
-    judged = [judge_compiled(parts) for parts in ranks]
+    with busy("judging compiled parts"):
+        judged = [judge_compiled(parts) for parts in ranks]
     against = ""
     if args.against is not None:
         against = judge_guards(Path(args.capture), Path(args.against), ranks, judged)

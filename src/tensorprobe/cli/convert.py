@@ -10,7 +10,7 @@ from tensorprobe.cli.options import add_json, say_json
 from tensorprobe.errors import BadUsage
 from tensorprobe.store.loading import LAYOUTS
 from tensorprobe.store.outputs import check_output
-from tensorprobe.terminal import say
+from tensorprobe.terminal import busy, say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,12 +32,14 @@ def run(args: argparse.Namespace) -> int:
         raise BadUsage(f"--compress needs --to native: tools for {args.to} could not read it")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise BadUsage(f"'{output}' is there already: -o takes a new folder, or an empty one")
-    capture = load(args.capture)
+    with busy(f"reading {args.capture}"):
+        capture = load(args.capture)
     check_output(output, capture.path)
-    if args.compress:
-        lost = native.write(capture, output, compress=True)
-    else:
-        lost = layout(args.to).write(capture, output)
+    with busy(f"writing {len(capture.calls)} calls to {output}"):
+        if args.compress:
+            lost = native.write(capture, output, compress=True)
+        else:
+            lost = layout(args.to).write(capture, output)
     if args.json:
         found = {"format": 1, "output": str(output), "layout": args.to, "from": capture.layout}
         counts = {"calls": len(capture.calls), "gaps": len(capture.gaps)}

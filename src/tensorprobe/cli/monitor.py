@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tensorprobe.errors import BadUsage
-from tensorprobe.terminal import say, warn
+from tensorprobe.terminal import busy, say, warn
 
 _EPILOG = """\
 examples:
@@ -64,7 +64,8 @@ def _show(args: argparse.Namespace) -> int:
         raise BadUsage(f"--limit {args.limit}: expected a number from 1")
     if args.output is not None:  # before the work, not after it
         check_output(Path(args.output), Path(args.path))
-    ranks = read_trends(Path(args.path))
+    with busy(f"reading {args.path}"):
+        ranks = read_trends(Path(args.path))
     if args.json:
         say(*json_text(ranks, args.name).split("\n"))
     else:
@@ -88,7 +89,8 @@ def _compare(args: argparse.Namespace) -> int:
     from tensorprobe.report.documents import write_sheet
     from tensorprobe.report.trend_curves import trends_sheet
 
-    found = compare_trends(Path(args.actual), Path(args.expected))
+    with busy("comparing trends"):
+        found = compare_trends(Path(args.actual), Path(args.expected))
     text = json_text(found)
     say(*(text.split("\n") if args.json else lines(found)))
     if output is not None:

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from tensorprobe.terminal import say
+from tensorprobe.terminal import busy, say
 
 _EPILOG = """\
 example:
@@ -41,13 +41,14 @@ def run(args: argparse.Namespace) -> int:
 
     if args.output is not None:  # before the work, not after it
         check_output(Path(args.output), Path(args.capture))
-    capture = load(args.capture)
-    several = len(capture.ranks) > 1
-    inside = look_inside(capture) if several and args.only is None else None
-    if inside is not None and not has_statistics(capture):
-        found = FirstNonfinite(notes=["no statistics were kept: NaN is not seen"])
-    else:
-        found = find_first(capture)
+    with busy(f"reading {args.capture}"):
+        capture = load(args.capture)
+        several = len(capture.ranks) > 1
+        inside = look_inside(capture) if several and args.only is None else None
+        if inside is not None and not has_statistics(capture):
+            found = FirstNonfinite(notes=["no statistics were kept: NaN is not seen"])
+        else:
+            found = find_first(capture)
     if args.json:
         say(*json.dumps(as_json(found, capture, inside), indent=1, allow_nan=False).split("\n"))
     else:

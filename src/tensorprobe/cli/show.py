@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tensorprobe.cli.options import add_json, say_json
 from tensorprobe.nests import leaves_of
 from tensorprobe.store.claim import processes_in
-from tensorprobe.terminal import printable, say
+from tensorprobe.terminal import busy, printable, say
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,17 +57,18 @@ def run(args: argparse.Namespace) -> int:
 
     if args.limit < 1 or args.offset < 0:
         raise BadUsage("--limit must be at least 1 and --offset at least 0")
-    capture = open_picker(args.capture)
     page = _Page(args)
     gaps: list[Gap] = []
-    if args.gaps:
-        picked, tally = capture.pick(page.wants, on_gap=gaps.append)
-    elif page.is_narrowed:
-        picked, tally = capture.pick(page.wants)
-    else:
-        tally = capture.count()
-        picked, _ = capture.pick(page.wants, most=args.limit)
-        page.found = tally.calls
+    with busy(f"reading {args.capture}"):
+        capture = open_picker(args.capture)
+        if args.gaps:
+            picked, tally = capture.pick(page.wants, on_gap=gaps.append)
+        elif page.is_narrowed:
+            picked, tally = capture.pick(page.wants)
+        else:
+            tally = capture.count()
+            picked, _ = capture.pick(page.wants, most=args.limit)
+            page.found = tally.calls
     if args.call is not None and not page.found:
         raise UnreadableCapture(no_such_call(capture, page, args.call))
     if args.json:

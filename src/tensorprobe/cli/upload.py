@@ -7,7 +7,7 @@ import json
 import shlex
 from pathlib import Path
 
-from tensorprobe.terminal import say
+from tensorprobe.terminal import busy, say
 
 _EPILOG = """\
 example:
@@ -31,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
 
     folder = Path(args.folder)
     check_folder_and_url(folder, args.url)
-    sent = upload(folder, args.url)
+    with busy(f"sending {folder} to {args.url}"):
+        sent = upload(folder, args.url)
     if args.json:
         say(json.dumps({"format": 1, "url": args.url, **sent._asdict()}))
     else:

@@ -19,7 +19,8 @@ class EffectRule(NamedTuple):
 # The first that matches counts; within one effect earlier rules are named first.
 RULES = (
     EffectRule(
-        r"(tool|tensorprobe|kind|format|time|created|host|run|process|name|is_rank|folder|command.*|path|converted_from)",
+        r"(tool|tensorprobe|kind|format|time|created|host|run|process|name|is_rank|folder|path"
+        r"|command.*|converted_from)",
         "none",
         "where and when it ran",
     ),

@@ -63,13 +63,6 @@ def compare_environments(actual: Path, expected: Path) -> EnvironmentComparison:
     alone: list[str] = []
     rows: list[EnvironmentDifference] = []
     equal = 0
-<<<<<<< HEAD
-    if "batches" in ours and "batches" in theirs:
-        rows += _compare_batches(ours.pop("batches"), theirs.pop("batches"))
-    for number, (fact, a, e) in enumerate(_facts("", ours, theirs, alone)):
-        if number > _MAX_FACTS:
-            raise BadArtefact(f"'{actual}' and '{expected}' have more than {_MAX_FACTS} facts")
-=======
     if isinstance(ours.get("batches"), list) and isinstance(theirs.get("batches"), list):
         mine, its = ours.pop("batches"), theirs.pop("batches")
         rows += _compare_batches(mine, its)
@@ -77,8 +70,9 @@ def compare_environments(actual: Path, expected: Path) -> EnvironmentComparison:
         if len(mine) != len(its):
             side = "actual" if len(mine) > both else "expected"
             alone.append(f"batches from {both} on ({side} only)")
-    for fact, a, e in _facts("", ours, theirs, alone):
->>>>>>> h-monitor
+    for number, (fact, a, e) in enumerate(_facts("", ours, theirs, alone)):
+        if number > _MAX_FACTS:
+            raise BadArtefact(f"'{actual}' and '{expected}' have more than {_MAX_FACTS} facts")
         if a == e or (a != a and e != e):  # NaN
             equal += 1
         else:

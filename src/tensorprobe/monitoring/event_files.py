@@ -12,9 +12,10 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+_STRING = 7  # of TensorFlow's dtypes
 _POLYNOMIAL = 0x82F63B78  # Castagnoli, reflected
 
 
@@ -45,6 +46,14 @@ class EventFile:
         values = b"".join(_value(tag, number) for tag, number in scalars.items())
         when = time.time() if at is None else at
         self._write(_double(1, when) + _varint(2 << 3) + _varint(step) + _bytes(5, values))
+
+    def keep(self, name: str, files: Sequence[Path], text: str) -> bool:
+        """Add the line of a report: TensorBoard has no place for files."""
+        content = _varint(1 << 3) + _varint(_STRING) + _bytes(8, text.encode())
+        plugin = _bytes(1, _bytes(1, _text(1, "text")))
+        value = _bytes(1, _text(1, f"tensorprobe/{name}") + _bytes(8, content) + _bytes(9, plugin))
+        self._write(_double(1, time.time()) + _varint(2 << 3) + _varint(0) + _bytes(5, value))
+        return True
 
     def close(self) -> None:
         self._file.close()

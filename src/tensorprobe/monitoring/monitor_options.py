@@ -39,6 +39,19 @@ class MonitorOptions(msgspec.Struct, frozen=True, kw_only=True):
     writers: tuple[str, ...]
 
 
+def check_writers(writers: Names) -> tuple[str, ...]:
+    """The names of writers, whose packages are there."""
+    chosen = parse_names("writers", writers)
+    for name in chosen:
+        if name not in WRITERS:
+            raise BadUsage(
+                f"writers={name!r}: expected {', '.join(WRITERS)}{did_you_mean(name, WRITERS)}"
+            )
+        if name != "tensorboard" and importlib.util.find_spec(name) is None:
+            raise MissingDependency(name, f"writers={name!r}")
+    return chosen
+
+
 def check_options(
     *,
     every: int | str | Mapping[str, int],
@@ -51,14 +64,7 @@ def check_options(
     """The options in normal form; BadUsage names the one that is wrong."""
     if format not in FORMATS:
         raise BadUsage(f"format={format!r}: expected {' or '.join(FORMATS)}")
-    chosen = parse_names("writers", writers)
-    for name in chosen:
-        if name not in WRITERS:
-            raise BadUsage(
-                f"writers={name!r}: expected {', '.join(WRITERS)}{did_you_mean(name, WRITERS)}"
-            )
-        if name != "tensorboard" and importlib.util.find_spec(name) is None:
-            raise MissingDependency(name, f"writers={name!r}")
+    chosen = check_writers(writers)
     if format == "parquet" and importlib.util.find_spec("pyarrow") is None:
         raise MissingDependency("pyarrow", "format='parquet'", "monitor")
     nbytes = parse_size("max_disk", max_disk)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,13 +13,18 @@ from tensorprobe.monitoring.event_files import EventFile
 from tensorprobe.monitoring.series import StepValues
 
 PREFIX = "tensorprobe"
+_MOST_OF_A_TAG = 500  # characters, in MLflow
 EVERY = 10  # steps: of each tensor; scalars and totals of every step
 
 
 class ScalarWriter(Protocol):
-    """Takes the numbers of a step by name. What it raises is told once, and it is left out then."""
+    """Takes the numbers of a step by name. What it raises is told once, and it is left out then.
+
+    `keep` takes the files of a report, and what it says in a line; it says whether it could.
+    """
 
     def write(self, step: int, scalars: Mapping[str, float], at: float | None = None) -> None: ...
+    def keep(self, name: str, files: Sequence[Path], text: str) -> bool: ...
     def close(self) -> None: ...
 
 
@@ -44,6 +49,19 @@ class WandbWriter:
         named = {f"{PREFIX}/{name}": number for name, number in scalars.items()}
         run.log({f"{PREFIX}/step": step, **named}, commit=False)
 
+    def keep(self, name: str, files: Sequence[Path], text: str) -> bool:
+        wandb: Any = sys.modules.get("wandb")
+        run = wandb.run if wandb is not None else None
+        if run is None:
+            return False
+        plain = "".join(char if char.isalnum() or char in "_-." else "-" for char in name)
+        artifact = wandb.Artifact(f"{PREFIX}-{plain}", type=PREFIX, description=text)
+        for path in files:
+            artifact.add_file(str(path))
+        run.log_artifact(artifact)
+        run.summary[f"{PREFIX}/{plain}"] = text
+        return True
+
     def close(self) -> None:
         """The run is the program's."""
 
@@ -58,6 +76,15 @@ class MlflowWriter:
             return
         named = {f"{PREFIX}/{_allowed(name)}": number for name, number in scalars.items()}
         mlflow.log_metrics(named, step=step)
+
+    def keep(self, name: str, files: Sequence[Path], text: str) -> bool:
+        mlflow = sys.modules.get("mlflow")
+        if mlflow is None or mlflow.active_run() is None:
+            return False
+        for path in files:
+            mlflow.log_artifact(str(path), artifact_path=f"{PREFIX}/{_allowed(name)}")
+        mlflow.set_tag(f"{PREFIX}.{_allowed(name)}", text[:_MOST_OF_A_TAG])
+        return True
 
     def close(self) -> None:
         """The run is the program's."""

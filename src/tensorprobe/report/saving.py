@@ -12,7 +12,9 @@ from tensorprobe.comparing.comparison import Compared, Source, compare_captures
 from tensorprobe.comparing.measure import Progress
 from tensorprobe.comparing.rank_streams import PairsOfRanks
 from tensorprobe.comparing.verdict import Verdict
+from tensorprobe.config import Names
 from tensorprobe.keywords import keywords
+from tensorprobe.monitoring.publishing import publish
 from tensorprobe.report.along import plot
 from tensorprobe.report.columns import table
 from tensorprobe.report.csv import write_csv
@@ -47,12 +49,17 @@ class Comparison(Compared):
         columns: str = "native",
         xlsx: bool = False,
         model_explorer: bool = False,
+        writers: Names = (),
     ) -> list[Path]:
         """Write verdict.json, comparison.csv and report.html into a folder.
 
         With `xlsx` a workbook too, with `model_explorer` files for Google's Model Explorer.
+        `writers` are those of tp.publish: wandb, mlflow, tensorboard.
         """
-        return save(self, Path(path), columns=columns, xlsx=xlsx, model_explorer=model_explorer)
+        paths = save(self, Path(path), columns=columns, xlsx=xlsx, model_explorer=model_explorer)
+        if writers:
+            publish(path, writers)
+        return paths
 
     def plot(self) -> Figure:
         """The error along the run as a matplotlib figure (`pip install 'tensorprobe[plot]'`)."""

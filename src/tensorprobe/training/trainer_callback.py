@@ -16,6 +16,7 @@ from typing import Any, get_args
 from tensorprobe.config import Names, Numbers, RecordConfig, parse_choice
 from tensorprobe.errors import BadUsage, GuardStopped, TensorprobeError
 from tensorprobe.guarding.guard_options import check_watches
+from tensorprobe.monitoring.monitor_options import check_writers
 from tensorprobe.terminal import warn
 from tensorprobe.training.watched_phase import Companion, PhaseName, WatchedPhase
 from tensorprobe.trouble import OnTrouble, text_of
@@ -50,7 +51,8 @@ class TensorProbeCallback:
     (`phases` says which of "train", "eval", "predict", "test"). A step is one of the trainer, with
     all batches that it accumulates; in the other phases it is a batch. `guard` is "overflow",
     "errors" or both: what is found is in PATH/guard. What else has `start`, `stop`, `step` and
-    `__exit__`, such as a tp.Guard with options of its own, watches training as one of `also`.
+    `__exit__`, such as a tp.Guard with options of its own, watches training as one of `also`. With
+    `writers` the findings go to tp.publish: wandb, mlflow, tensorboard.
     All other arguments are those of tp.Recorder. With None for a path nothing is done.
 
     Trouble of ours is said, is in `failed`, and does not end a training, unless `strict=True`.
@@ -64,6 +66,7 @@ class TensorProbeCallback:
         phases: Names = ("train", "eval", "predict", "test"),
         guard: str | Iterable[str] | None = None,
         also: Iterable[Companion] = (),
+        writers: Names = (),
         log: Callable[[str], None] | None = None,
         **recording: Any,
     ) -> None:
@@ -74,6 +77,7 @@ class TensorProbeCallback:
         self._also = tuple(also)
         wanted = _phases(phases)
         watches = () if guard is None else check_watches(guard)
+        known = check_writers(writers)
         self._phases: dict[str, WatchedPhase] = {}
         if self.path is not None:
             self._phases = {
@@ -84,6 +88,7 @@ class TensorProbeCallback:
                     guard=watches,
                     companions=self._also if name == "train" else (),
                     log=log,
+                    writers=known,
                 )
                 for name in wanted
             }

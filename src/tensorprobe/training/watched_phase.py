@@ -40,6 +40,7 @@ class WatchedPhase:
         guard: Sequence[str] = (),
         companions: Sequence[Companion] = (),
         log: Callable[[str], None] | None = None,
+        writers: Sequence[str] = (),
     ) -> None:
         self.path = path / name
         self.name = name
@@ -50,6 +51,7 @@ class WatchedPhase:
         self._recording = recording
         self._watches = tuple(guard)
         self._companions = companions
+        self._writers = tuple(writers)
         self._log: dict[str, Any] = {} if log is None else {"log": log}
         self._recorder: Recorder | None = None
         self._guard: Guard | None = None
@@ -98,12 +100,22 @@ class WatchedPhase:
         self.is_on = False
         ended = None if error is None else type(error), error, None
         closing = contextlib.ExitStack()  # each of them, also where another raises
+        if self._writers and self._guard is not None:
+            closing.callback(self._publish)  # last: when the guard has written all
         for each in (self._recorder, self._guard):
             if each is not None:
                 closing.callback(each.__exit__, *ended)
         self._recorder = self._guard = None
         self.number = 0
         closing.close()
+
+    def _publish(self) -> None:
+        """Add what the guard has found to the runs that the program has open."""
+        from tensorprobe.monitoring.publishing import publish
+
+        for folder in (self._findings, *self._findings.glob("rank*")):
+            if (folder / "findings.json").is_file():
+                publish(folder, self._writers, name=f"guard-{self.name}")
 
     def _beside(self) -> list[Companion]:
         return [*self._companions, *([] if self._guard is None else [self._guard])]
