@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tensorprobe as tp
-from conftest import Made
+from conftest import PROGRAM, Made
 from recorded import record
 from tensorprobe.comparing.rounding import number_text
 from tensorprobe.records import Call, Capture, Gap, Special, TensorRecord
@@ -179,6 +179,11 @@ def test_links_languages_and_colours_survive(made: Make, opened: Open) -> None:
     assert page.locator("#call h2").inner_text() == "Functional.linear.3.forward"
     assert "step 1" in page.locator("#call").inner_text()
     page.locator("#call").press("Escape")
+    verdict = page.locator("#verdict")
+    assert "hyperparameters.args.wrong: silu here, not set there" in verdict.inner_text()
+    assert "The actual side is wrong: actual" in verdict.inner_text()
+    commands = verdict.locator("code").all_inner_texts()
+    assert any(each.endswith(f"=cpu {PROGRAM} llama --wrong silu") for each in commands)
     page.locator("#language").click()
     assert "出现偏差" in page.locator("#answer").inner_text()
     assert page.evaluate("document.documentElement.lang") == "zh-CN"

@@ -43,7 +43,7 @@ export interface Index {
   format: number; kind: string; tool: string; verdict?: Verdict; text?: string[]; path?: string; culprits?: MoreOfCulprit[];
   structure?: string[]; environments: string[][]; gaps: { total: number; rows: [string, string, string, number, number][] };
   kept: string[]; calls: Record<string, string>; n: number; strings: string[]; edges: Record<string, string>;
-  program?: string; links?: Links; chinese?: Record<string, string>; pictures: Record<string, Picture[]>; lacks?: boolean; of?: number; out?: string;
+  moves?: { fact: string; actual: string; expected: string; can: boolean; why: string }[]; program?: string; links?: Links; chinese?: Record<string, string>; pictures: Record<string, Picture[]>; lacks?: boolean; of?: number; out?: string;
 }
 
 export interface Details {

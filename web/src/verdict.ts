@@ -65,7 +65,7 @@ function culpritCard(report: Report, culprit: Culprit, more: MoreOfCulprit | nul
     fact(size(culprit.inherited_error), `${t("inheritedError")} (${t("roundings")})`),
     fact(whole(culprit.affected), t("affected")));
   const left = h("div", { class: "card-left" },
-    h("p", { class: `fault ${culprit.side ?? "none"}` }, t(`sideWrong_${culprit.side ?? "none"}` as Word), culprit.side ? " " : null, culprit.side ? name(sideOf(report, culprit)) : null, " · ",
+    h("p", { class: `fault ${culprit.side ?? "none"}` }, t(`sideWrong_${culprit.side ?? "none"}` as Word), culprit.side ? ": " : null, culprit.side ? name(sideOf(report, culprit)) : null, " · ",
       h("span", { class: "sub" }, tOf("proof_", culprit.proof), culprit.weak ? ` · ${t("weak")}` : "")),
     h("p", { class: "where" }, `${t("inModule")} `, culprit.module ? name(culprit.module) : t("theProgram"), ", ", name(culprit.op),
       ` · ${t("step")} ${culprit.step}, ${t("rank")} ${culprit.rank}`),
@@ -126,6 +126,10 @@ function beside(report: Report): HTMLElement {
   };
   list(t("notes"), verdict.notes, "warn");
   list(t("facts"), verdict.facts, "warn");
+  const moves = (index.moves ?? []).filter((each) => each.can);
+  if (moves.length) found.append(h("div", { class: "note warn" }, h("strong", {}, t("moves")), h("ul", {},
+    ...moves.slice(0, 6).map((each) => h("li", {}, name(each.fact), ": ", t("hereThere", { a: each.actual.slice(0, 80), b: each.expected.slice(0, 80) }), " (", said(each.why), ")"))),
+    moves.length > 6 ? h("p", { class: "sub" }, t("andMore", { n: moves.length - 6 })) : null));
   list(t("structure"), index.structure ?? [], "plain");
   if (index.gaps.total) {
     const rows = index.gaps.rows.map(([side, what, why, step, rank]) => [side, name(what), said(why), `${step}`, `${rank}`]);
@@ -142,6 +146,7 @@ export function environmentsSection(report: Report): HTMLElement {
   const rows = index.environments.map(([key, ours, theirs]) => (two
     ? [key, name(ours, { class: "text" }), name(theirs, { class: ours === theirs ? "text" : "text other" })]
     : [key, name(ours, { class: "text" })]));
+  rows.push(...(index.moves ?? []).map((each) => [name(each.fact), name(each.actual, { class: "text" }), name(each.expected, { class: "text other" })]));
   return h("details", { class: "environments", id: "environments" }, h("summary", {}, h("h2", {}, t(two ? "environments" : "run"))),
     plainTable(two ? ["", t("actual"), t("expected")] : ["", ""], [...paths, ...rows], [], t("environments")));
 }

@@ -49,6 +49,8 @@ const WORDS = {
   limitWord: ["limit", "限值"],
   notes: ["Notes", "说明"],
   facts: ["The runs also differ in", "两次运行还有以下不同"],
+  moves: ["What else differs, and can change numbers", "其他会改变数值的不同"],
+  hereThere: ["{a} here, {b} there", "此处 {a}，对方 {b}"],
   gaps: ["Gaps", "缺口"],
   gapsLong: ["{n} things could not be recorded", "有 {n} 项未能记录"],
   noGaps: ["Nothing is missing from the recordings.", "记录没有缺失。"],

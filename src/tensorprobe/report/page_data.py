@@ -26,6 +26,8 @@ from tensorprobe.comparing.rank_streams import PairsOfRanks
 from tensorprobe.comparing.rounding import distance
 from tensorprobe.comparing.scene import find_containers, is_written
 from tensorprobe.comparing.verdict import Culprit, Verdict, describe, next_command
+from tensorprobe.environment.environment_comparison import compare_environments
+from tensorprobe.errors import TensorprobeError
 from tensorprobe.records import Call, Capture, Fields, Special, TensorRecord, TensorSummary
 from tensorprobe.replay.kinds import kind_of
 from tensorprobe.report.chinese import sentences_in_chinese
@@ -42,6 +44,7 @@ FORMAT = 1
 _CODES = {"phase": "B", "side": "B", "flags": "H", "error_in": "f", "error_out": "f"}
 _LONGEST = 2000  # characters of a text
 _GAPS = 500
+_MOVES = 50
 _MOST_CALLS = 20_000  # of many ranks
 _NEIGHBOURS = 20
 _AROUND = 4  # lines of source before and after the one that is named
@@ -160,6 +163,7 @@ def comparison_data(comparison: Compared, *, pictures: bool = True) -> PageData:
         ],
         "structure": clean(comparison.structure[:_GAPS]),
         "environments": clean(_environments(comparison.actual, comparison.expected)),
+        "moves": clean(_moves(comparison)),
         "gaps": _gaps((comparison.actual, comparison.expected)),
         "kept": [_keep(comparison.actual), _keep(comparison.expected)],
         "calls": rows.calls.to_json(),
@@ -588,6 +592,30 @@ def _environments(actual: Capture, expected: Capture | None) -> list[list[str]]:
     sides = (actual.facts, expected.facts if expected is not None else {})
     found = [[key, *(_fact(facts.get(key)) for facts in sides)] for key in _FACTS]
     return [row for row in found if any(row[1:])]
+
+
+def _moves(comparison: Compared) -> list[dict[str, Any]]:
+    """What else differs between the environments and can or may change numbers: the arguments of
+    the programs, seeds, the data; besides the versions and switches that the verdict has."""
+    paths = comparison.actual.path, comparison.expected.path
+    if any(capture.layout != "native" for capture in (comparison.actual, comparison.expected)):
+        return []
+    try:
+        rows = compare_environments(*paths).differences
+    except (TensorprobeError, OSError):  # a capture that is not on disk
+        return []
+    told = {fact.partition(": ")[0] for fact in comparison.verdict.facts}
+    return [
+        {
+            "fact": row.fact,
+            "actual": "not set" if row.actual is None else str(row.actual),
+            "expected": "not set" if row.expected is None else str(row.expected),
+            "can": row.effect == "numbers",
+            "why": row.why,
+        }
+        for row in rows
+        if row.effect != "none" and row.fact not in told
+    ][:_MOVES]
 
 
 def _fact(value: Any) -> str:
