@@ -28,7 +28,7 @@ from tensorprobe.replay.reference import ROUNDOFF
 _Values = dict[str, Value]  # by the name of the node
 
 
-class _Gradients(NamedTuple):
+class _DynamosGradients(NamedTuple):
     """Gradients of dynamo's graph: of its inputs by number, and of the nodes in between."""
 
     inputs: dict[int, torch.Tensor | None]
@@ -104,7 +104,7 @@ def _gradients(
     incoming: Sequence[torch.Tensor],
     found: Sequence[Any],
     given: Given,
-) -> _Gradients:
+) -> _DynamosGradients:
     right = GraphReplay(
         dynamo.nodes, dynamo.inner, before.constants(dynamo), dtype=torch.float64, given=given,
         grad=True,
@@ -143,7 +143,7 @@ def _gradients(
             [t.reshape(r.shape) for t, r in zip(incoming, results, strict=True)],
             allow_unused=True,
         )  # fmt: skip
-    return _Gradients(
+    return _DynamosGradients(
         dict(zip(leaves, gradients, strict=False)),
         dict(zip(between, gradients[len(leaves) :], strict=True)),
     )
@@ -153,7 +153,7 @@ def _hold(
     one: RecordedRun,
     before: RecordedRun,
     dynamo: RecordedGraph,
-    right: _Gradients,
+    right: _DynamosGradients,
     backward: GraphReplay,
     replays: RoundedReplays,
     incoming: Sequence[torch.Tensor],

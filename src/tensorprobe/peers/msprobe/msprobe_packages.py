@@ -20,7 +20,7 @@ NOT_HERE = {
     "pytorch.aclgraph_dump": _OPERATORS,
     "pytorch.aclgraph_dumper": _OPERATORS,
     "pytorch.api_accuracy_checker": "tensorprobe check DUMP --device D -o OUT",
-    "pytorch.compile_accuracy_checker": "PrecisionChecker: tensorprobe compiled RUN --against RUN: the stage",
+    "pytorch.compile_accuracy_checker": "tensorprobe compiled RUN --against RUN: the stage",
     "pytorch.config_checking": _CONFIG_CHECK,
     "pytorch.free_benchmark": "tensorprobe check DUMP --device D -o OUT",
     "pytorch.grad_probe": _MONITOR,
