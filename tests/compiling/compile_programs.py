@@ -9,7 +9,7 @@ from torch import nn
 
 KINDS = (
     "healthy", "decomposition", "backward", "dropout", "seed", "passes", "lowering", "alias",
-    "shape", "guard", "branch",
+    "shape", "guard", "branch", "no copy", "lost write", "uniform", "kernel numbers", "gradient",
 )  # fmt: skip
 
 
@@ -66,6 +66,35 @@ def plant(kind: str) -> None:
         lowerings[aten.erf.default] = lambda a: lowering.mul(good(a), 1.01)
     elif kind == "alias":
         decompose(aten.select_scatter.default, lambda a, source, dim, index: a.clone())
+    elif kind == "no copy":  # inductor forgets what is written to an input
+        import torch._inductor.config as config
+        from torch._inductor.custom_graph_pass import CustomGraphPass
+
+        class NoCopy(CustomGraphPass):
+            def __call__(self, graph):
+                for node in list(graph.nodes):
+                    if node.target is aten.copy_.default:
+                        graph.erase_node(node)
+
+            def uuid(self):
+                return "no copy"
+
+        config.post_grad_custom_post_pass = NoCopy()
+    elif kind == "lost write":  # functionalisation forgets it
+        from torch._functorch._aot_autograd import collect_metadata_analysis
+
+        collect_metadata_analysis.has_data_mutation = lambda tensor: False
+    elif kind == "uniform":
+        decompose(aten.rand_like.default, lambda x, **options: torch.rand(x.shape) * 2)
+    elif kind == "kernel numbers":
+        op = torch.ops.prims.inductor_random.default
+        good = lowerings[op]
+        lowerings[op] = lambda *args, offset=0: good(*args, offset=offset + 1)
+    elif kind == "gradient":  # of the second of two blocks, in a sum that one index is in twice
+        decompose(
+            aten.embedding_dense_backward.default,
+            lambda g, i, n, *_: g.new_zeros((n, g.shape[-1])).index_put((i,), g),
+        )
     elif kind == "shape":
         lowerings[aten.mean.dim] = lambda a, axis, keepdim=False, dtype=None: lowering.div(
             lowering.sum_(a, axis, keepdim), 4
@@ -100,20 +129,57 @@ class Rows(nn.Module):
         return torch.sin(x) * (2 if x.shape[0] > 5 else 1)
 
 
+class Statistics(nn.Module):
+    """Writes to a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return x - self.mean
+
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return F.dropout(F.dropout(x + torch.rand_like(x), 0.5), 0.2)
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.norm, self.head = nn.Embedding(9, 16), nn.LayerNorm(16), nn.Linear(16, 9)
+
+    def forward(self, x):
+        ids = torch.arange(x.numel(), device=x.device).reshape(x.shape) % 7
+        return self.head(F.silu(self.norm(self.words(ids) + x.mean())))
+
+
+MODELS = {
+    "no copy": Statistics, "lost write": Statistics, "uniform": Noise, "kernel numbers": Noise,
+    "gradient": Words,
+}  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--clean", action="store_true", help="the same without the fault")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--inside", default="graphs")
     parser.add_argument("-o", "--output")
     args = parser.parse_args()
-    plant(args.kind)
+    plant("healthy" if args.clean else args.kind)
     from tensorprobe import Recorder
 
     torch.manual_seed(0)
     kind = args.kind
-    rows = kind in ("alias", "shape", "branch")
-    model = Rows(kind) if rows else Mlp(0.3 if kind in ("dropout", "seed", "healthy") else 0.0)
+    rows = kind in ("alias", "shape", "branch", *MODELS) and kind != "gradient"
+    if kind in MODELS:
+        model = MODELS[kind]()
+    else:
+        model = Rows(kind) if rows else Mlp(0.3 if kind in ("dropout", "seed", "healthy") else 0.0)
     options = {}
     if kind in ("guard", "branch"):
         options = {"options": {"guard_filter_fn": lambda guards: [False] * len(guards)}}
@@ -130,7 +196,8 @@ def main() -> None:
         if not rows:
             F.mse_loss(result, torch.zeros_like(result)).backward()
             print(step, [float(p.grad.double().sum()) for p in model.parameters()])
-            model.scale = 1.0 + step + (kind == "guard")
+            if isinstance(model, Mlp):
+                model.scale = 1.0 + step + (kind == "guard")
         print(step, result.detach().double().sum().item(), result.detach().flatten()[:3].tolist())
         if recorder is not None:
             recorder.step()

@@ -8,16 +8,25 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from recorded import SRC
-from tensorprobe.compiling.compile_records import GraphNode, RecordedGraph, read_compiled
+from tensorprobe.compiling.compile_records import (
+    CompiledParts,
+    GraphNode,
+    GraphRun,
+    RecordedGraph,
+    read_compiled,
+)
 from tensorprobe.compiling.compile_stages import judge_compiled
 from tensorprobe.compiling.graph_encoding import GraphEncoder
 from tensorprobe.compiling.graph_replay import GraphReplay
 from tensorprobe.compiling.inductor_operators import inductor_random
 from tensorprobe.compiling.kernel_calls import kernel_calls
+from tensorprobe.compiling.kernel_watch import KernelWatch
+from tensorprobe.compiling.random_draws import broken_law
 from tensorprobe.compiling.stage_findings import StageFinding
 from tensorprobe.compiling.stage_repro import write_repro
 from tensorprobe.errors import BadArtefact, NotReplayable, UnreadableCapture
@@ -194,6 +203,67 @@ def test_damaged_lines_are_gaps(tmp_path: Path, text: bytes) -> None:
     assert judge_compiled(parts).n_judged == 0
 
 
+def test_numbers_are_held_to_their_law() -> None:
+    torch.manual_seed(0)
+    uniform = node("r", "torch.ops.aten.rand.default")
+    normal = node("n", "torch.randn_like")
+    assert not broken_law(uniform, torch.rand(64, 64))
+    assert not broken_law(normal, torch.randn(64, 64))
+    assert "from 0 to 1" in broken_law(uniform, torch.rand(64, 64) * 1.5)
+    assert "of the mean" in broken_law(uniform, torch.rand(64, 64) * 0.9)
+    assert "variance" in broken_law(normal, torch.randn(64, 64) * 1.5)
+    assert not broken_law(node("d", "torch.ops.aten.add.Tensor"), torch.full((9,), 7.0))
+
+
+def test_names_that_come_again_after_a_reset_are_other_compilations() -> None:
+    def graph(number: int, stage: str) -> RecordedGraph:
+        return RecordedGraph(id=number, stage=stage, compilation="0/0", nodes=(X,))
+
+    stages = ["dynamo", "inference", "inductor", "dynamo", "inference", "inductor"]
+    graphs = [graph(number, stage) for number, stage in enumerate(stages)]
+    parts = CompiledParts(Path(), list(graphs))
+    assert [each.id for each in parts.of(graphs[5], "dynamo")] == [3]
+    assert [each.id for each in parts.of(graphs[2], "dynamo")] == [0]
+    assert parts.before_inductor(graphs[2]) is graphs[1]
+
+
+def test_a_part_of_which_not_all_could_be_judged_is_no_match(tmp_path: Path) -> None:
+    """One run is right, the other was compiled before recording began."""
+    nodes = (X, node("a", "torch.ops.aten.sin.default", of("x")),
+             node("output", "", {"tuple": [of("a")]}, kind="output"))  # fmt: skip
+    folder = tmp_path / "rank0" / "compiled"
+    folder.mkdir(parents=True)
+    lines = [
+        RecordedGraph(id=0, stage="inference", compilation="0/0", nodes=nodes, inductor=0),
+        RecordedGraph(id=1, stage="inductor", compilation="0/0", nodes=nodes, inductor=0),
+        GraphRun(id=0, step=0, graph=1, inputs=(1.0,), outputs=(None,)),
+        GraphRun(id=1, step=0, graph=-1, inputs=(), outputs=()),
+    ]
+    (folder / "compiled.jsonl").write_bytes(
+        b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+    )
+    done = compiled(tmp_path, ".")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "match" not in done.stdout
+    assert "compiled before recording began" in done.stdout
+
+
+def test_kernels_are_put_back_when_the_last_of_two_runs_ends() -> None:
+    def kernel(*args: object) -> None:
+        pass
+
+    names = {"extern_kernels": torch, "assert_size_stride": None, "cpp_fused_add_0": kernel}
+    exec("def call(x): cpp_fused_add_0(x); return extern_kernels.sin(x)", names)
+    watch, seen = KernelWatch(), []
+    runs = [watch.begin(names["call"], lambda *kernel: seen.append(kernel[0])) for _ in range(2)]
+    names["call"](torch.ones(1))
+    assert seen == ["cpp_fused_add_0", "extern_kernels.sin"]
+    for run in runs:
+        assert names["extern_kernels"] is not torch
+        watch.end(run)
+    assert (names["extern_kernels"], names["cpp_fused_add_0"]) == (torch, kernel)
+
+
 # Compiled by inductor
 
 
@@ -230,6 +300,11 @@ def test_a_healthy_program_matches_and_is_not_disturbed(tmp_path: Path) -> None:
         ("lowering", "kernel", "mul_4"),
         ("seed", "kernel", None),
         ("shape", "kernel", "mean"),
+        ("no copy", "inductor's graph passes", "add"),
+        ("lost write", "aot_autograd", "add_"),
+        ("uniform", "aot_autograd", "rand_like"),
+        ("kernel numbers", "kernel", None),
+        ("gradient", "aot_autograd", "embedding"),
     ],
 )
 def test_a_planted_fault_is_found(tmp_path: Path, kind: str, stage: str, node: str | None) -> None:
@@ -250,6 +325,91 @@ def test_a_planted_fault_is_found(tmp_path: Path, kind: str, stage: str, node: s
         )
         assert python(tmp_path, "-c", code.format("plant('lowering')")).returncode == 1
         assert python(tmp_path, "-c", code.format("pass")).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["no copy", "uniform", "gradient"])
+def test_the_same_program_without_a_fault_matches(tmp_path: Path, kind: str) -> None:
+    """Writes to buffers, random numbers where nothing needs a gradient, an embedding."""
+    bare = program(tmp_path, kind, "--clean", COUNTERS="1")
+    assert program(tmp_path, kind, "--clean", "-o", "run", COUNTERS="1") == bare
+    done = compiled(tmp_path, "run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("match: ")
+
+
+ODD = """\
+import os, sys, torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+torch.manual_seed(3)
+kind = sys.argv[1]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, k):
+        y = self.a(x)
+        if kind == "breaks":
+            if y.sum() > 0:
+                y = y * 2
+            torch._dynamo.graph_break()
+        z = self.b(y.sin()) * k
+        if kind == "breaks":
+            print("mean", float(z.detach().mean()) > 5)
+        return z.cos()
+
+
+model = Block()
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+run = model if kind == "optimizer" else torch.compile(model)
+step = torch.compile(optimizer.step) if kind == "optimizer" else optimizer.step
+for number, rows in enumerate((4, 4, 7)):
+    if kind == "reset":
+        torch._dynamo.reset()
+    result = run(torch.randn(rows, 8), 1.5 + number)
+    result.sum().backward()
+    step()
+    print(repr(result.double().sum().item()), repr(model.a.weight.double().sum().item()))
+print(counters["stats"]["unique_graphs"], dict(counters["inductor"]).get("extern_calls"))
+cache = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+names = [name for _, _, files in os.walk(cache) for name in files]
+print(sorted(name for name in names if name.endswith((".cpp", ".py"))))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["breaks", "optimizer", "reset"])
+def test_recording_changes_nothing_that_is_compiled(tmp_path: Path, kind: str) -> None:
+    """The same results, graphs and generated files, whatever runs between the compiled parts."""
+    (tmp_path / "odd.py").write_text(ODD)
+    bare = python(tmp_path, "odd.py", kind, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "bare"))
+    words = ["run", "--compiled", "kernels", "--keep", "tensors", "-o", "run", "odd.py", kind]
+    done = python(tmp_path, "-m", "tensorprobe", *words,
+                  TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "recorded"))  # fmt: skip
+    assert bare.returncode == 0, bare.stderr
+    assert done.stdout == bare.stdout
+    judged = compiled(tmp_path, "run")
+    assert judged.returncode == 0, judged.stdout + judged.stderr
+
+
+@pytest.mark.slow
+def test_what_is_in_torchs_caches_is_recorded_all_the_same(tmp_path: Path) -> None:
+    settings = {
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "0",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    program(tmp_path, "no copy", "--clean", **settings)
+    assert list((tmp_path / "cache" / "aotautograd").iterdir())
+    program(tmp_path, "no copy", "--clean", "-o", "run", **settings)
+    done = compiled(tmp_path, "run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (parts,) = read_compiled(tmp_path / "run")
+    assert {"dynamo", "inference", "inductor"} <= {each.stage for each in parts.graphs.values()}
 
 
 @pytest.mark.slow

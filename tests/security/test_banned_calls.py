@@ -59,10 +59,10 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ),
     ("comparing/suspects.py", "getattr"): (1, "fields of our own records"),
     ("comparing/suspects.py", "importlib.util"): (1, "whether torch is there"),
-    ("compiling/compile_watch.py", "getattr"): (1, "functions of inductor's, in the program"),
     ("compiling/graph_encoding.py", "getattr"): (1, "tensors of a live graph, by its own names"),
     ("compiling/graph_replay.py", "attrgetter"): (1, "attributes of a tensor, from a closed list"),
     ("compiling/graph_replay.py", "getattr"): (2, "Python's operators, from our closed list"),
+    ("compiling/kernel_watch.py", "getattr"): (1, "functions of inductor's, in the program"),
     ("demo/train_npu.py", "runpy"): (1, "the demo's own script"),
     ("demo/train_npu.py", "runpy.run_path"): (1, "the same"),
     ("devices/ascend_runtime.py", "getattr"): (

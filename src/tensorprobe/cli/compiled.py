@@ -100,7 +100,6 @@ def _judge_apart(args: argparse.Namespace) -> int:
 
 
 def _judge(args: argparse.Namespace) -> int:
-    from tensorprobe.comparing.stale_guards import judge_guards
     from tensorprobe.compiling.compile_records import read_compiled
     from tensorprobe.compiling.compile_stages import judge_compiled
     from tensorprobe.report.documents import write_document
@@ -110,6 +109,8 @@ def _judge(args: argparse.Namespace) -> int:
         judged = [judge_compiled(parts) for parts in ranks]
     against = ""
     if args.against is not None:
+        from tensorprobe.comparing.stale_guards import judge_guards
+
         against = judge_guards(Path(args.capture), Path(args.against), ranks, judged)
     findings = [finding for each in judged for finding in each.findings]
     scripts = _write_scripts(findings, Path(args.output)) if args.output is not None else {}

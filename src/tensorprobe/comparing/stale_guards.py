@@ -8,12 +8,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tensorprobe.comparing.align import align
 from tensorprobe.comparing.comparison import compare_captures
+from tensorprobe.comparing.measure import pair_tensors
 from tensorprobe.comparing.verdict import Culprit
 from tensorprobe.compiling.compile_records import CompiledParts, GraphRun, StoredTensor
+from tensorprobe.compiling.graph_lookup import output_names
 from tensorprobe.compiling.inductor_operators import RANDOM
+from tensorprobe.compiling.inductor_stages import judge_inductor
+from tensorprobe.compiling.recorded_run import RecordedRun
+from tensorprobe.compiling.stage_errors import LIMIT
 from tensorprobe.compiling.stage_findings import StageFinding, StagesJudged
-from tensorprobe.records import Call
+from tensorprobe.records import Call, Capture, TensorRecord
 from tensorprobe.store.loading import load
 
 if TYPE_CHECKING:
@@ -34,7 +40,8 @@ def judge_guards(
     verdict = compared.verdict
     if verdict.verdict != "diverged":
         return f"against eager: {verdict.verdict}"
-    calls = {(call.rank, call.step, call.name): call for call in load(actual).calls}
+    ours = load(actual)
+    calls = {(call.rank, call.step, call.name): call for call in ours.calls}
     culprit = verdict.culprits[0] if verdict.culprits else None
     call = calls.get((culprit.rank, culprit.step, culprit.name)) if culprit is not None else None
     if culprit is None or not _is_compiled(culprit, call):
@@ -53,7 +60,14 @@ def judge_guards(
                 "with torch._inductor.config.fallback_random = True"
             )
             continue
-        each.findings.append(_finding(parts, culprit, runs))
+        pairs = _tensors_of_both(ours, load(expected), culprit)
+        if _is_other(parts, runs, pairs):
+            each.findings.append(_finding(parts, culprit, runs))
+        else:
+            each.not_judged(
+                f"dynamo's stage of {culprit.name}: its results agree with the uncompiled ones "
+                "within what rounding makes of its graph, so what differs may be rounding too"
+            )
     return f"against eager: diverged, first at {culprit.name}"
 
 
@@ -78,6 +92,49 @@ def _runs_of(parts: CompiledParts, culprit: Culprit, call: Call | None) -> list[
     contents = [each.load() for each in tensors if each.blob is not None]
     found = [run for run in in_step if any(_has(parts, run, content) for content in contents)]
     return found or in_step
+
+
+def _tensors_of_both(
+    actual: Capture, expected: Capture, culprit: Culprit
+) -> list[tuple[TensorRecord, TensorRecord]]:
+    """The tensors that the two runs have at the same places, in the culprit's step and rank."""
+    ours, theirs = (
+        [call for call in side.calls if (call.step, call.rank) == (culprit.step, culprit.rank)]
+        for side in (actual, expected)
+    )
+    return [
+        (each.actual, each.expected)
+        for pair in align(ours, theirs)
+        if pair.actual is not None and pair.expected is not None
+        for each in pair_tensors(pair).tensors
+        if each.actual is not None and each.expected is not None
+        and each.actual.blob is not None and each.expected.blob is not None
+        and each.actual.shape == each.expected.shape and each.actual.numel > 1
+    ]  # fmt: skip
+
+
+def _is_other(
+    parts: CompiledParts,
+    runs: Sequence[GraphRun],
+    pairs: Sequence[tuple[TensorRecord, TensorRecord]],
+) -> bool:
+    """Whether the uncompiled run has other results than the graph, beyond rounding of the graph."""
+    for run in runs:
+        one = RecordedRun(parts, run, StagesJudged())
+        replays = judge_inductor(one)
+        names = output_names(one.source)
+        for i, value in enumerate(run.outputs):
+            if not isinstance(value, StoredTensor):
+                continue
+            mine = one.load(value, f"output {i}")
+            for ours, theirs in pairs:
+                if ours.shape != value.shape or ours.dtype != value.dtype:
+                    continue
+                if not ours.load().equal(mine):
+                    continue
+                if not replays.error(theirs.load(), names[i], replays.output(i)) <= LIMIT:
+                    return True
+    return False
 
 
 def _has(parts: CompiledParts, run: GraphRun, content: torch.Tensor) -> bool:

@@ -105,7 +105,8 @@ class RecordedGraph(msgspec.Struct, frozen=True, tag="graph"):
         for node in self.nodes:
             if node.target.endswith("copy_.default") and isinstance(node.args, dict):
                 args = node.args.get("tuple")
-                names = [node_name(each) for each in args[:2]] if isinstance(args, list) else []
+                pair = args[:2] if isinstance(args, list) else []
+                names = [node_name(each) for each in pair]
                 if len(names) == 2 and names[0] in numbers:
                     found[numbers[names[0]]] = names[1]
         return found
@@ -114,8 +115,9 @@ class RecordedGraph(msgspec.Struct, frozen=True, tag="graph"):
 def node_name(tree: Any) -> str:
     """The node that an argument is; nothing where it is none."""
     special = tree.get("special") if isinstance(tree, dict) else None
-    is_node = isinstance(special, list) and len(special) == 2 and special[0] == "node"
-    return str(special[1]) if is_node else ""
+    if isinstance(special, list) and len(special) == 2 and special[0] == "node":
+        return str(special[1])
+    return ""
 
 
 class GeneratedCode(msgspec.Struct, frozen=True, tag="code"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,17 +15,20 @@ from tensorprobe.compiling.compile_records import (
     StoredTensor,
     Value,
 )
-from tensorprobe.compiling.graph_lookup import ancestors, output_names
+from tensorprobe.compiling.graph_lookup import ancestors, node_named, output_names
 from tensorprobe.compiling.graph_replay import GraphReplay, nodes_read
-from tensorprobe.compiling.random_draws import drawn_by_aot
+from tensorprobe.compiling.random_draws import drawn_by_aot, drawn_by_later
 from tensorprobe.compiling.recorded_run import RecordedRun
 from tensorprobe.compiling.rounded_replays import Given, RoundedReplays, Three
 from tensorprobe.compiling.stage_errors import LIMIT, far, shifted, value_error
+from tensorprobe.compiling.stage_findings import FaultStage
 from tensorprobe.errors import NotReplayable
 from tensorprobe.replay.reference import ROUNDOFF
 
+_Values = dict[str, Value]  # by the name of the node
 
-class _Gradients(NamedTuple):
+
+class _DynamosGradients(NamedTuple):
     """Gradients of dynamo's graph: of its inputs by number, and of the nodes in between."""
 
     inputs: dict[int, torch.Tensor | None]
@@ -43,7 +47,8 @@ def judge_backward(one: RecordedRun, replays: RoundedReplays) -> None:
     dynamo = one.dynamo_graph()
     run = _forward_run(one)
     if run is None:
-        raise NotReplayable("the forward run of a backward one was not recorded")
+        _judge_saved(one, dynamo)
+        return
     before = RecordedRun(one.parts, run, one.judged)
     aot_forward = one.forward_graph()
     forward, _ = before.replay(aot_forward, before.inputs)
@@ -55,7 +60,29 @@ def judge_backward(one: RecordedRun, replays: RoundedReplays) -> None:
         )
     right = _gradients(before, dynamo, incoming, backward.outputs, drawn.given)
     one.judged.from_dynamo.add(one.run.id)
-    _hold(one, before, dynamo, right, backward, replays)
+    _hold(one, before, dynamo, right, backward, replays, incoming)
+
+
+def _judge_saved(one: RecordedRun, dynamo: RecordedGraph) -> None:
+    """A backward run that no forward run saved what it was given for: the partitioner mixed it up,
+    or the forward run was not recorded."""
+    for run, saved, mine in _forward_runs(one):
+        wrong = [name for name in saved if not _is_same(one, mine[name], saved[name])]
+        taken = {
+            name: next((n for n in saved if n != name and _is_same(one, mine[name], saved[n])), "")
+            for name in wrong
+        }
+        if len(wrong) < len(saved) and all(taken.values()):
+            name = wrong[0]
+            before = RecordedRun(one.parts, run, one.judged)
+            one.find(
+                "aot_autograd", node_named(one.forward_graph(), name), math.inf,
+                f"backward gets {taken[name]} of forward where its graph reads {name}: the "
+                "partitioner mixed up what forward saves",
+                graph=dynamo, of=before,
+            )  # fmt: skip
+            return
+    raise NotReplayable("no recorded forward run saved what a backward one was given")
 
 
 def _aot_backward(
@@ -77,7 +104,7 @@ def _gradients(
     incoming: Sequence[torch.Tensor],
     found: Sequence[Any],
     given: Given,
-) -> _Gradients:
+) -> _DynamosGradients:
     right = GraphReplay(
         dynamo.nodes, dynamo.inner, before.constants(dynamo), dtype=torch.float64, given=given,
         grad=True,
@@ -116,7 +143,7 @@ def _gradients(
             [t.reshape(r.shape) for t, r in zip(incoming, results, strict=True)],
             allow_unused=True,
         )  # fmt: skip
-    return _Gradients(
+    return _DynamosGradients(
         dict(zip(leaves, gradients, strict=False)),
         dict(zip(between, gradients[len(leaves) :], strict=True)),
     )
@@ -126,23 +153,52 @@ def _hold(
     one: RecordedRun,
     before: RecordedRun,
     dynamo: RecordedGraph,
-    right: _Gradients,
+    right: _DynamosGradients,
     backward: GraphReplay,
     replays: RoundedReplays,
+    incoming: Sequence[torch.Tensor],
 ) -> None:
     assert one.aot is not None
     u = max((ROUNDOFF.get(node.dtype, 0.0) for node in one.aot.nodes), default=0.0)
-    worst = (0.0, 0)
-    for i, expected in right.inputs.items():
-        noise = replays.output(i)
-        worst = max(worst, (_gradient_error(backward.outputs[i], expected, noise, u), i))
-    if worst[0] > LIMIT:
-        one.find(
-            "aot_autograd", _first_other(dynamo, right.between, backward.values, u), worst[0],
-            f"the gradient of {dynamo.inputs[worst[1]].name} is {far(worst[0])} that of "
-            "dynamo's graph, both in float64",
-            graph=dynamo, of=before,
-        )  # fmt: skip
+
+    def error(actual: Any, i: int) -> float:
+        return _gradient_error(actual, right.inputs[i], replays.output(i), u)
+
+    worst, i = max(((error(backward.outputs[i], i), i) for i in right.inputs), default=(0.0, 0))
+    if worst <= LIMIT:
+        return
+    stage: FaultStage = "aot_autograd"
+    try:
+        joint = _joint_gradients(before, one.forward_graph(), incoming)
+        if error(joint[i], i) <= LIMIT:
+            stage = "inductor's joint-graph passes"
+    except NotReplayable as reason:
+        one.judged.not_judged(f"the joint graph: {reason}")
+    one.find(
+        stage, _first_other(dynamo, right.between, backward.values, u), worst,
+        f"the gradient of {dynamo.inputs[i].name} is {far(worst)} that of dynamo's graph, both in "
+        "float64",
+        graph=dynamo, of=before,
+    )  # fmt: skip
+
+
+def _joint_gradients(
+    before: RecordedRun, aot_forward: RecordedGraph, incoming: Sequence[torch.Tensor]
+) -> list[Any]:
+    """What the joint graph, before inductor's passes and the partitioner, gives as gradients."""
+    found = before.parts.of(aot_forward, "joint")
+    if len(found) != 1:
+        raise NotReplayable(f"there are {len(found)} of one compilation")
+
+    def values() -> dict[str, Any]:
+        return before.replay(aot_forward, before.inputs, dtype=None)[0].values
+
+    drawn = drawn_by_later(found[0], aot_forward, values)
+    replay, _ = before.replay(found[0], [*before.inputs, *incoming], given=drawn.given)
+    gradients = replay.outputs[len(aot_forward.mutated) + aot_forward.n_results :]
+    if len(gradients) < len(before.inputs):
+        raise NotReplayable(f"it has {len(gradients)} gradients for {len(before.inputs)} inputs")
+    return gradients
 
 
 def _gradient_error(actual: Any, expected: torch.Tensor | None, noise: Three, u: float) -> float:
@@ -190,6 +246,16 @@ def _first_other(
 
 def _forward_run(one: RecordedRun) -> GraphRun | None:
     """The run whose saved tensors this backward one was given."""
+    for run, saved, mine in _forward_runs(one):
+        if all(_is_same(one, mine[name], saved[name]) for name in saved):
+            return run
+    return None
+
+
+def _forward_runs(
+    one: RecordedRun,
+) -> Iterator[tuple[GraphRun, dict[str, Value], dict[str, Value]]]:
+    """Earlier runs of the forward graph, each with what it saved and what this one was given."""
     names = [node.name for node in one.source.inputs]
     mine = dict(zip(names, one.run.inputs, strict=False))
     for run in reversed(one.parts.runs):
@@ -199,12 +265,9 @@ def _forward_run(one: RecordedRun) -> GraphRun | None:
         if (graph.inductor, graph.compilation) != (one.graph.inductor, one.graph.compilation):
             continue
         source = one.parts.before_inductor(graph)
-        if source is None:
-            continue
-        saved = dict(zip(output_names(source), run.outputs, strict=False))
-        if all(_is_same(one, value, saved[name]) for name, value in mine.items() if name in saved):
-            return run
-    return None
+        if source is not None:
+            outputs = zip(output_names(source), run.outputs, strict=False)
+            yield run, {name: value for name, value in outputs if name in mine}, mine
 
 
 def _is_same(one: RecordedRun, a: Value, b: Value) -> bool:
