@@ -82,13 +82,12 @@ def _show(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     from tensorprobe.monitoring.trend_comparison import compare_trends, json_text, lines
+    from tensorprobe.report.documents import write_sheet
+    from tensorprobe.report.trend_curves import trends_sheet
 
     output = None if args.output is None else Path(args.output)
     if output is not None and output.is_dir():
         raise BadUsage(f"'{output}' is a folder; expected the name of a file")
-    from tensorprobe.report.documents import write_sheet
-    from tensorprobe.report.trend_curves import trends_sheet
-
     with busy("comparing trends"):
         found = compare_trends(Path(args.actual), Path(args.expected))
     text = json_text(found)
