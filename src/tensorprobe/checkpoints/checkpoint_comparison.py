@@ -20,9 +20,9 @@ from tensorprobe.checkpoints.key_pairs import (
     pair_keys,
     values_by_name,
 )
+from tensorprobe.checkpoints.pickled_texts import Value
 from tensorprobe.checkpoints.same_bytes import digest_of
 from tensorprobe.checkpoints.stored_weights import StoredWeight
-from tensorprobe.checkpoints.torch_checkpoint import Value
 from tensorprobe.checkpoints.weight_differences import WeightDifference, compare_weights
 from tensorprobe.comparing.mapping import NO_MAPPING, plain_path, read_mapping
 from tensorprobe.errors import BadArtefact
@@ -142,9 +142,9 @@ def _compare_values(
         notes = [f"{count(number, 'value')} of {side} not compared: the other side holds none"]
         return [], 0, notes if number else []
     if "DCP" in (ours.form, theirs.form):  # which writes no empty mappings
-        for side, other in ((mine, its), (its, mine)):
-            for key in [key for key, value in side.items() if value == "{}" and key not in other]:
-                del side[key]
+        for here, there in ((mine, its), (its, mine)):
+            for key in [key for key, value in here.items() if value == "{}" and key not in there]:
+                del here[key]
     differ = [
         (key, mine.get(key), its.get(key))
         for key in dict.fromkeys([*mine, *its])

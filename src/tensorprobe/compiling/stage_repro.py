@@ -32,7 +32,8 @@ _OPERATORS = {
     "operator.iadd": "+", "operator.isub": "-", "operator.imul": "*",
 }  # fmt: skip
 _TAKEN = (
-    "torch", "os", "sys", "graph", "wide", "run", "same", "inputs", "DEVICE", "float", "slice", "complex",
+    "torch", "os", "sys", "graph", "wide", "run", "same", "inputs", "DEVICE", "float", "slice",
+    "complex",
 )  # fmt: skip
 _BACKENDS = {
     "aot_autograd": "aot_eager_decomp_partition",

@@ -62,8 +62,15 @@ def _write_csv(path: Path, folder: Path, tell: Callable[[str], None]) -> None:
 
 def _some(tell: Callable[[str], None]) -> Callable[[str], None]:
     """The first of what is damaged; a file may have millions of lines."""
-    left = iter([*[tell] * _MOST_TOLD, lambda text: tell("and more that is damaged")])
-    return lambda text: next(left, lambda text: None)(text)
+    left = _MOST_TOLD
+
+    def told(text: str) -> None:
+        nonlocal left
+        left -= 1
+        if left >= -1:
+            tell(text if left >= 0 else "and more that is damaged")
+
+    return told
 
 
 def _plain(name: str) -> str:
