@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
-from trust.harness import Start
-from trust.kernels import gain, other_kernels, wrong_kernel
-from trust.programs import Attention, adamw, token_loss, tokens, train
 
 import tensorprobe as tp
 from tensorprobe.cli.main import main
+from trust.harness import Start
+from trust.kernels import gain, other_kernels, wrong_kernel
+from trust.programs import Attention, adamw, token_loss, tokens, train
 
 
 def _dumped(folder: Path, name: str, inside: object, keep: str) -> Path:
