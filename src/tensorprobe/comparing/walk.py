@@ -65,6 +65,8 @@ from tensorprobe.comparing.verdict import Culprit, CulpritKind
 from tensorprobe.records import Call, digests_tell
 from tensorprobe.replay.kinds import api_of, kind_of
 
+# By which optimizers step, where other tools' dumps do not say what is inside of one.
+_STEPS = ("_fused_adam_", "_fused_adamw_", "_fused_adagrad_", "_foreach_addcdiv_", "addcdiv_")
 _CUTS = ("chunk", "split", "tensor_split", "split_with_sizes", "unbind")
 
 
@@ -409,7 +411,8 @@ class Walk:
         if self._is_part(node, row):
             return False
         # Adam divides noise by noise: only a replay can tell
-        return not (node.i in self.scene.in_optimizer and not node.same_in)
+        is_step = node.i in self.scene.in_optimizer or api_of(node.call.op) in _STEPS
+        return not (is_step and (not node.same_in or node.d_in))
 
     def _is_part(self, node: Node, row: TensorPair) -> bool:
         """Whether the difference is one that what was given has as a whole: a small piece of it,

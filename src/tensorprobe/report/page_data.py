@@ -174,9 +174,9 @@ def comparison_data(comparison: Compared, *, pictures: bool = True) -> PageData:
         "links": _links(comparison.pairs),
         "pictures": {},
     }
-    if pictures and verdict.mode == "tensors":
-        index["pictures"] = _pictures(comparison, rows)
     index["chinese"] = sentences_in_chinese(index)
+    if pictures and verdict.mode == "tensors":  # they have no sentences, but many numbers
+        index["pictures"] = _pictures(comparison, rows)
     return PageData(index, rows.details())
 
 
