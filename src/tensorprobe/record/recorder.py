@@ -811,6 +811,7 @@ class Recorder:
         left = self.config.keep_last
         kept = f", the last {left} kept" if self._keep_last and left and steps > left else ""
         gaps = f", {count(writer.n_gaps, 'gap')}" if writer.n_gaps else ""
+        gaps += f", {writer.missing}" if writer.missing else ""
         several = os.environ.get("WORLD_SIZE", "1") != "1"
         where = writer.folder if several else self.path
         waited = f", waited {writer.waited_s:.1f} s for the disk" if writer.waited_s >= 1 else ""
