@@ -108,6 +108,7 @@ def test_a_recording_ends_though_the_device_has_failed(keep: str, tmp_path: Path
     assert {call.step for call in capture.calls} >= {0, 1}
     if keep == "stats":
         lost = [call for call in capture.calls if call.step == 1 and call.tensors]
+        assert "values did not come back from the device (RuntimeError: " in done.stderr
         assert any("507015" in (t.gap or "") for call in lost for t in call.tensors)
 
 

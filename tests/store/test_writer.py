@@ -252,6 +252,9 @@ def test_a_device_that_fails_leaves_gaps_and_the_rest(tmp_path: Path) -> None:
     capture = tensorprobe.load(tmp_path / "a")
     first, second = capture.calls[0].tensors
     assert first.gap == "RuntimeError: device-side assert"
+    assert out.missing == (
+        "1 value did not come back from the device (RuntimeError: device-side assert)"
+    )
     assert second.summary == SUMMARY
     third = capture.calls[1].tensors[0]
     assert (third.summary, third.gap) == (SUMMARY, "its copy failed: RuntimeError: copy lost")

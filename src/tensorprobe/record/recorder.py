@@ -816,6 +816,7 @@ class Recorder:
         left = self.config.keep_last
         kept = f", the last {left} kept" if self._keep_last and left and steps > left else ""
         gaps = f", {count(writer.n_gaps, 'gap')}" if writer.n_gaps else ""
+        gaps += f", {writer.missing}" if writer.missing else ""
         several = os.environ.get("WORLD_SIZE", "1") != "1"
         beside = writer.is_beside_ranks
         where = writer.folder if several else writer.folder.parent if beside else self.path

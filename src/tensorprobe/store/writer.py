@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 import numpy as np
 
-from tensorprobe.records import TensorSummary
+from tensorprobe.records import TensorSummary, count
 from tensorprobe.store.beside import Beside
 from tensorprobe.store.claim import Identity, claim, move_to_rank
 from tensorprobe.store.ending import Ending, write_ending
@@ -132,12 +132,12 @@ class _Step:
         """The calls in the file, also those of before the step was gone on with."""
         if self.is_deleted():
             return 0
-        count, before, offset = 0, b"\n", 0
+        found, before, offset = 0, b"\n", 0
         while text := os.pread(self.log_fd, _READ_NBYTES, offset):
-            count += (before + text).count(_CALL_BEGINS)
+            found += (before + text).count(_CALL_BEGINS)
             before = (before + text)[1 - len(_CALL_BEGINS) :]
             offset += len(text)
-        return count
+        return found
 
     def close(self) -> None:
         self.closed = True
@@ -263,11 +263,20 @@ class CaptureWriter:
         self._stopping = False
         self._waiting: deque[_Value] = deque()  # in the order of their coming
         self._result_error: str | None = None
+        self._missing: set[tuple[int, int]] = set()  # step and number of values that never came
         self._beside: Beside[Bytes, str] = Beside()
         threads = max(1, min(_PACKING_THREADS, len(os.sched_getaffinity(0)) // 2))
         self._packing: Packing | None = Beside(threads) if compress else None
         self.log: Any = None  # where `write_by` has it
         self._thread: threading.Thread | None = None
+
+    @property
+    def missing(self) -> str:
+        """What did not come back from the device, and why; empty where all did."""
+        if not self._missing:
+            return ""
+        why = f" ({self._result_error.splitlines()[0][:200]})" if self._result_error else ""
+        return f"{count(len(self._missing), 'value')} did not come back from the device{why}"
 
     @property
     def n_calls(self) -> int:
@@ -284,7 +293,7 @@ class CaptureWriter:
     @property
     def n_lost_steps(self) -> int:
         """Steps of which no call is in the files."""
-        return sum(count == self._seen[number] for number, count in self.lost.items())
+        return sum(calls == self._seen[number] for number, calls in self.lost.items())
 
     # -- what the recorder calls ---------------------------------------------------------------
 
@@ -851,6 +860,7 @@ class CaptureWriter:
         if result.ready:
             return self._value_line(value.id, result)
         problem = self._result_error or "its summary did not come back from the device"
+        self._missing.add((value.step.number, value.id))
         return ValueLine(id=value.id, gap=problem)
 
     def _value_line(self, id: int, result: PendingSummary) -> ValueLine:
