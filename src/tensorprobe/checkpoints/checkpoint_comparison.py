@@ -142,9 +142,9 @@ def _compare_values(
         notes = [f"{count(number, 'value')} of {side} not compared: the other side holds none"]
         return [], 0, notes if number else []
     if "DCP" in (ours.form, theirs.form):  # which writes no empty mappings
-        for here, there in ((mine, its), (its, mine)):
-            for key in [key for key, value in here.items() if value == "{}" and key not in there]:
-                del here[key]
+        for held, other in ((mine, its), (its, mine)):
+            for key in [key for key, value in held.items() if value == "{}" and key not in other]:
+                del held[key]
     differ = [
         (key, mine.get(key), its.get(key))
         for key in dict.fromkeys([*mine, *its])
