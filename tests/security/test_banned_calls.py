@@ -34,7 +34,6 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("cli/doors.py", "importlib.machinery"): (1, "the same: a finder for those names"),
     ("cli/env.py", "importlib"): (1, "torch and torch_npu, by these names"),
     ("cli/main.py", "importlib"): (1, "verbs, from our table"),
-    ("record/child_processes.py", "importlib.util"): (1, "the sitecustomize that ours stands for"),
     ("cli/run.py", "getattr"): (2, "options of our own parser"),
     ("comparing/align.py", "getattr"): (2, "fields of our own records"),
     ("comparing/comparison.py", "importlib.util"): (1, "whether torch is there"),
@@ -127,6 +126,7 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
     ("peers/ptdbg/ptdbg_acl.py", "importlib.util"): (1, "whether torch_npu is there"),
     ("peers/ptdbg/ptdbg_columns.py", "assert"): (1, "about its own state, for the type checker"),
     ("peers/ptdbg/ptdbg_layout.py", "assert"): (1, "about its own state, for the type checker"),
+    ("record/child_processes.py", "importlib.util"): (1, "the sitecustomize that ours stands for"),
     ("record/encode.py", "getattr"): (1, "fields of a live dataclass of the program"),
     ("record/facts.py", "getattr"): (1, "paths into torch that this file has as a table"),
     ("record/facts.py", "importlib.metadata"): (1, "versions of installed packages"),
@@ -166,6 +166,7 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
         2,
         "dispatch keys and dtypes of torch, from the tables of that file",
     ),
+    ("tensors/readback.py", "getattr"): (1, "the module of a device's own type"),
     ("tensors/stored_pairs.py", "pickle.load"): (
         1,
         "what `compare` sends to its worker, on its socket",

@@ -6,11 +6,13 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tensorprobe.errors import BadUsage
 from tensorprobe.monitoring.event_files import EventFile
-from tensorprobe.monitoring.series import StepValues
+
+if TYPE_CHECKING:
+    from tensorprobe.monitoring.series import StepValues
 
 PREFIX = "tensorprobe"
 _MOST_OF_A_TAG = 500  # characters, in MLflow
