@@ -61,6 +61,7 @@ def test_a_guard(tmp_path: Path, opened: Callable[..., Any]) -> None:
     for text in (found["name"], found["reason"], found["next"], *found["travelled"]):
         assert text in shown
     assert f"it reached {found['reached']}" in shown
+    assert "square().mean().backward()" in page.locator(".source .at").inner_text()
 
 
 def test_in_python_too_they_write_a_page(tmp_path: Path, opened: Callable[..., Any]) -> None:

@@ -3,6 +3,7 @@
 import { command } from "./commands";
 import { h, name, number, said, whole } from "./dom";
 import { plainTable, VirtualTable } from "./table";
+import { sourceLines } from "./verdict";
 import { sentence, t, tOf, Word } from "./words";
 
 type Row = Record<string, any>;
@@ -111,6 +112,7 @@ function finding(each: Row, isFirst: boolean): HTMLElement {
     h(isFirst ? "h1" : "h2", {}, h("span", { class: "badge" }, h("span", { "aria-hidden": "true" }, "✗ "), each.kind === "error" ? t("fail") : "NaN / Inf"), " ", before, name(each.name, { class: "name culprit-name" }), after),
     h("p", { class: "reason" }, text(each.reason)),
     h("p", { class: "where" }, `${t("inModule")} `, each.module ? name(each.module) : t("theProgram"), ", ", name(each.op), ` · ${t("step")} ${each.step}, ${t("rank")} ${each.rank}`));
+  if (each.source) section.append(sourceLines(each.source));
   if (each.next) section.append(h("div", { class: "next" }, h(isFirst ? "h2" : "h3", {}, t("next")), command(each.next)));
   if (each.repro) section.append(command(`python ${each.repro}/repro.py`, t("shownAlone")));
   if (each.inputs) section.append(h("p", {}, t("savedInputs"), ": ", name(each.inputs)));

@@ -19,10 +19,12 @@ from tensorprobe.report.sheets import (
     compiled_sheet,
     environments_sheet,
     ranks_sheet,
+    users_source,
 )
 from tensorprobe.tensors.opening import open_file, read_text
 
 _MOST_NBYTES = 256 << 20
+_SOURCES = 20  # findings whose lines of source are shown
 # What each is in, and the list in it.
 FILES = {
     "check": ("check.json", "calls"),
@@ -43,6 +45,9 @@ def document(kind: str, found: Mapping[str, Any]) -> dict[str, Any]:
     lines = {"check": _check, "guard": _guard, "incident": _incident}[kind](found)
     text = [shown(line) for line in lines]
     shows = {**clean(found), "kind": kind, "tool": __version__, "text": text}
+    if kind == "guard":
+        for each, finding in zip(shows["findings"][:_SOURCES], found["findings"], strict=False):
+            each["source"] = users_source(finding.get("stack") or ())
     return {**shows, "chinese": sentences_in_chinese(shows)}
 
 

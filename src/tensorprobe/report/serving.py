@@ -95,7 +95,7 @@ def _items(path: Path, depth: int, seen: list[int]) -> Iterator[Item]:
         return
     kinds = list(_kinds(path)) if path.is_dir() else []
     yield from kinds
-    if not kinds:
+    if all(each.kind == "monitor" for each in kinds):  # which may stand beside a recording
         try:
             layout, _ = find(path)
             yield Item(path, "capture", layout)

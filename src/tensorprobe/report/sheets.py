@@ -162,10 +162,14 @@ def _listed(ranks: Sequence[int]) -> str:
 
 def _source_part(found: Sequence[Mapping[str, Any]]) -> SheetPart:
     """The lines around the one that a finding names."""
-    stack = found[0]["stack"] if found else ()
+    return SheetPart("Source", source=users_source(found[0]["stack"] if found else ()))
+
+
+def users_source(stack: Sequence[str]) -> dict[str, Any] | None:
+    """The lines around the user's own line of a stack, where this machine has them."""
     line = users_line(stack)
     frame = next((each for each in stack if line and each.endswith(line)), "")
-    return SheetPart("Source", source=source_of(frame) if frame else None)
+    return source_of(frame) if frame else None
 
 
 _OUTCOMES: dict[str, tuple[Outcome, str]] = {
