@@ -22,10 +22,7 @@ def plain(text: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=() if page.stem in FAST else SLOW, id=page.stem)
-        for page in PAGES
-    ],
+    [pytest.param(page, marks=() if page.stem in FAST else SLOW, id=page.stem) for page in PAGES],
 )
 def test_a_recipe(tmp_path: Path, page: Path) -> None:
     text = page.read_text()
