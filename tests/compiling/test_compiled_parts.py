@@ -383,6 +383,7 @@ print(sorted(name for name in names if name.endswith((".cpp", ".py"))))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["breaks", "optimizer", "reset"])
 def test_recording_changes_nothing_that_is_compiled(tmp_path: Path, kind: str) -> None:
     """The same results, graphs and generated files, whatever runs between the compiled parts."""
@@ -467,5 +468,5 @@ def test_other_random_numbers_are_not_dynamos_fault(tmp_path: Path) -> None:
     program(tmp_path, "healthy", "-o", "run")
     program(tmp_path, "healthy", "--eager", "-o", "eager")
     done = compiled(tmp_path, "run", "--against", "eager")
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 1, done.stdout + done.stderr
     assert "inductor draws other random numbers than eager torch" in done.stdout

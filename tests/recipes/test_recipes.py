@@ -9,6 +9,7 @@ import pytest
 
 from recipes.recipe_pages import PAGES, commands, printed_by, run, write_files
 
+SLOW = (pytest.mark.slow, pytest.mark.timeout(900))
 FAST = {"upgrade", "half", "quantised", "rollout"}
 
 
@@ -21,10 +22,7 @@ def plain(text: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=() if page.stem in FAST else pytest.mark.slow, id=page.stem)
-        for page in PAGES
-    ],
+    [pytest.param(page, marks=() if page.stem in FAST else SLOW, id=page.stem) for page in PAGES],
 )
 def test_a_recipe(tmp_path: Path, page: Path) -> None:
     text = page.read_text()

@@ -27,7 +27,8 @@ examples:
   tensorprobe compiled runs/a -o report         stages.json, and a script for each fault
 
 The run was recorded with --compiled graphs (or kernels) --keep tensors. Exit status 3: a stage
-is at fault; 0: what came out of each run was judged, and none is; 1: not all could be judged.
+is at fault; 0: what came out of each run was judged, and none is; 1: not all could be judged,
+or the uncompiled run differs and no stage is why.
 """
 _SHOWN = 20
 
@@ -115,6 +116,7 @@ def _judge(args: argparse.Namespace) -> int:
     findings = [finding for each in judged for finding in each.findings]
     scripts = _write_scripts(findings, Path(args.output)) if args.output is not None else {}
     is_all = all(each.n_judged == each.n_runs > 0 for each in judged)
+    is_all = is_all and against in ("", "against eager: match")
     verdict = "fault" if findings else ("match" if is_all else "incomparable")
     result = {
         "verdict": verdict,
