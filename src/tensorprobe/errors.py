@@ -35,7 +35,9 @@ class MissingDependency(TensorprobeError):
 
     def __init__(self, package: str, needed_for: str, extra: str | None = None) -> None:
         if extra is not None:
-            how = f"the build your vendor gives you, or: pip install 'tensorprobe[{extra}]'"
+            how = f"it: pip install 'tensorprobe[{extra}]'"
+            if package == "torch":
+                how = f"the build your vendor gives you, or: pip install 'tensorprobe[{extra}]'"
         elif package.partition(".")[0] == "tensorprobe":  # a part of our own was left out
             how = "all of it: pip install --force-reinstall tensorprobe"
         else:

@@ -1,5 +1,6 @@
 """Calls on memory that nobody has written to are not judged; all others are."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorprobe as tp
+from tensorprobe.comparing.measure import TensorPair
+from tensorprobe.comparing.moments import _spread
+from tensorprobe.records import TensorRecord, TensorSummary
 
 
 class Dirty(TorchDispatchMode):
@@ -45,3 +49,16 @@ def test_arbitrary_numbers_are_no_difference(tmp_path: Path) -> None:
     assert verdict.verdict == "match", str(verdict)
     verdict = tp.compare(record(tmp_path / "bad", 3.0, 1.01), tmp_path / "3.0").verdict
     assert [culprit.name for culprit in verdict.culprits] == ["Tensor.mul.0.forward"]
+
+
+def test_garbage_beyond_any_norm_is_no_error(tmp_path: Path) -> None:
+    """Its squares are infinite, and so is the largest number of some."""
+    row = TensorPair("output.0", _garbage(), _garbage())
+    assert _spread(row) == math.inf
+
+
+def _garbage() -> TensorRecord:
+    summary = TensorSummary(
+        min=-math.inf, max=1.0, mean=0.0, norm=1.0, nan_count=0, inf_count=1, zero_count=0
+    )
+    return TensorRecord("x.output.0", "output", "float32", (4096,), summary=summary)

@@ -82,7 +82,8 @@ def _spread(row: TensorPair) -> float:
     if row.expected.numel < _FEWEST or t is None or not t.norm or t.min is None or t.max is None:
         return math.inf
     peak = max(abs(float(t.min)), abs(float(t.max)))
-    return math.sqrt(max(1.0, _ENOUGH / (t.norm / peak) ** 2))
+    share = (t.norm / peak) ** 2  # 0: garbage, of numbers whose squares no norm can hold
+    return math.sqrt(max(1.0, _ENOUGH / share)) if share > 0 else math.inf
 
 
 def tells(node: Node, row: TensorPair) -> bool:
