@@ -8,7 +8,7 @@ JOBS   ?= 2
 IN_PYTHON := tests/follow tests/record tests/tensors/test_starting.py tests/tensors/test_summarizer.py \
 	tests/overflow/test_short_way.py tests/overflow/test_later.py tests/overflow/test_masks.py tests/overflow/test_overflow.py
 
-.PHONY: help setup demo test test-all test-versions test-npu test-ray test-s3 docs torch-names check wheel web screenshots clean
+.PHONY: help setup demo test test-all test-versions test-npu test-ray test-s3 test-timm docs torch-names check wheel web screenshots clean
 
 help:
 	@echo "make demo      the whole story on built-in data"
@@ -18,6 +18,7 @@ help:
 	@echo "make test-npu VERSION=2.7.1  the NPU story on the real torch_npu, without an NPU"
 	@echo "make test-ray, make test-s3   compare --engine ray; captures at s3://, of a server of moto's"
 	@echo "make check     ruff, mypy --strict, import directions"
+	@echo "make test-timm  a model of timm recorded, in an environment of its own"
 	@echo "make docs      build/site, the pages as a site; in an environment of its own"
 	@echo "make web       src/tensorprobe/report/page, built from web/ (Node 20)"
 	@echo "make screenshots  docs/pictures, made anew (Chromium)"
@@ -68,6 +69,13 @@ test-s3:
 	$(PYTHON) -m venv .venv-s3
 	.venv-s3/bin/python -m pip install --quiet -e ".[s3]" "moto[server]" pytest pytest-timeout
 	.venv-s3/bin/python $(EXTRA_TEST) tests/extras/test_object_storage.py
+
+# torchvision of PyPI is built for a torch with CUDA; without its C library timm works as well.
+test-timm:
+	$(PYTHON) -m venv .venv-timm
+	.venv-timm/bin/python -m pip install --quiet -e ".[torch]" -c constraints.txt timm==1.0.31 \
+		pytest pytest-timeout
+	.venv-timm/bin/python $(EXTRA_TEST) tests/extras/test_timm.py
 
 # Which versions of torch have the names that src touches, from the wheels on the index.
 torch-names: setup

@@ -54,7 +54,7 @@ def test_tensorboard_reads_it(report: Path) -> None:
     tp.publish(report, "tensorboard")
     events = loading.EventAccumulator(str(report / "tensorboard"))
     events.Reload()
-    (found,) = events.Tensors("tensorprobe/report/text_summary")
+    (found,) = events.Tensors("tensorprobe/report")
     assert found.tensor_proto.string_val[0].decode().startswith(LINE)
 
 

@@ -16,7 +16,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / "start.md", *sorted((ROOT / "docs" / "recipes").glob("*.md"))]
-FILES = re.compile(r"^`([\w.]+)`:\n\n```(?:python|yaml)\n(.*?)```", re.MULTILINE | re.DOTALL)
+FILES = re.compile(
+    r"^`([\w.]+)`(?::|\uff1a)\n\n```(?:python|yaml)\n(.*?)```", re.MULTILINE | re.DOTALL
+)
 CONSOLE = re.compile(r"(```console\n)(.*?)(```)", re.DOTALL)
 
 

@@ -6,11 +6,14 @@ from tensorprobe.comparing.measure import TensorPair
 from tensorprobe.comparing.rounding import (
     ENOUGH,
     ROUNDING,
+    distance,
     is_moved,
+    pair_roundoff,
     roundoff,
+    same_bits,
     summary_distance,
 )
-from tensorprobe.comparing.scene import FAINT, Node, Scene
+from tensorprobe.comparing.scene import AMPLIFIES, FAINT, Node, Scene, relative
 from tensorprobe.records import TensorRecord, digests_tell
 
 _MAX_CALLS = 2000  # that are looked at before a difference counts as one that stays
@@ -37,6 +40,8 @@ def converge(
     is_other_way = any(map(scene.flow.is_one_sided, _makers(scene, start) | inside))
     while todo:
         node = scene.nodes[todo.pop()]
+        if _writes_others(node):
+            return False
         if _agrees(node, is_moved_on):
             agrees = True
             is_other_way |= any(map(scene.flow.is_one_sided, _makers(scene, node)))
@@ -54,6 +59,16 @@ def converge(
         if len(seen) > _MAX_CALLS:
             return False
     return (agrees or at_end) and (is_other_way or (same_calls and not at_end))
+
+
+def _writes_others(node: Node) -> bool:
+    """Whether a call leaves other running statistics, which are an effect whatever it gives."""
+    for row in node.outputs:
+        if row.role != "buffer" or same_bits(row):
+            continue
+        if relative(row, distance(row, 0.0)) > ROUNDING * AMPLIFIES * pair_roundoff(row):
+            return True
+    return False
 
 
 def _agrees(node: Node, is_moved_on: bool, *, anywhere: bool = False) -> bool:
