@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from tensorprobe.errors import BadUsage
 from tensorprobe.record.facts import environment_facts
 from tensorprobe.record.program_facts import plain, program_facts
+from tensorprobe.terminal import warn
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,6 +30,7 @@ class Environment:
     def __init__(self, path: Path | None, facts: dict[str, Any]) -> None:
         self.path = path
         self.facts = facts
+        self._failed = False
 
     def batches(self, loader: Iterable[Batch], first: int = FIRST_BATCHES) -> Iterator[Batch]:
         """The batches of a loader as they are; digests of the first ones are added to the file.
@@ -46,8 +48,13 @@ class Environment:
         return f"Environment({str(self.path)!r})"
 
     def _write(self) -> None:
-        if self.path is not None:
+        if self.path is None or self._failed:
+            return
+        try:
             write_facts(self.path, self.facts)
+        except OSError as error:  # it is not the program's trouble
+            self._failed = True
+            warn(f"tensorprobe: no environment in '{self.path}': {error}. The program goes on")
 
 
 def env(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import re
@@ -95,6 +96,8 @@ class SeriesFiles:
         os.close(self._file)
         self._file, path = -1, self._path
         self._encoder = None
+        if path is not None and not path.exists():
+            raise FileNotFoundError(errno.ENOENT, "deleted while it was written", str(path))
         return path
 
     def _wait(self) -> None:

@@ -120,7 +120,11 @@ class Uploader:
         child, self._child = self._child, None
         if child is None or os.getpid() != self._owner:
             return
-        said, _ = child.communicate("\n")
+        try:
+            said, _ = child.communicate("\n")
+        except OSError:  # it was killed, and what it was told is still on its way
+            said = ""
+            child.wait()
         if said.strip() != "sent":
             why = said.strip() or f"the process that uploads ended with {child.returncode}"
             raise RemoteFailed(
