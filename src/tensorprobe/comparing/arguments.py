@@ -75,8 +75,8 @@ def computed_differences(actual: Call, expected: Call) -> list[float] | None:
     """How far apart arguments are, relative to their size, if all that differ are numbers with so
     many digits that a program computes and nobody writes; else None."""
     found: list[float] = []
-    sides = [(call.args, call.kwargs) for call in (actual, expected)]
-    return found if _are_computed(*sides, found) else None
+    ours, theirs = (actual.args, actual.kwargs), (expected.args, expected.kwargs)
+    return found if _are_computed(ours, theirs, found) else None
 
 
 def _are_computed(a: Any, e: Any, found: list[float]) -> bool:
