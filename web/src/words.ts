@@ -56,7 +56,7 @@ const WORDS = {
   noGaps: ["Nothing is missing from the recordings.", "记录没有缺失。"],
   environments: ["The two runs", "两次运行"],
   run: ["The run", "运行"],
-  structure: ["Differences that changed no values", "未改变数值的差异"],
+  structure: ["Differences in calls that are not blamed", "未被归咎的调用中的差异"],
   timeline: ["Error along the run", "误差随运行的变化"],
   timelineHelp: [
     "Each point is a call, in execution order. Drag to zoom and filter the table; wheel or + − to zoom, Shift+drag or ← → to pan, double click or 0 for all.",

@@ -66,7 +66,7 @@ from tensorprobe.records import Call, digests_tell
 from tensorprobe.replay.kinds import api_of, kind_of
 
 # By which optimizers step, where other tools' dumps do not say what is inside of one.
-_STEPS = ("_fused_adam_", "_fused_adamw_", "_fused_adagrad_", "_foreach_addcdiv_", "addcdiv_")
+_STEPS = ("_fused_adam", "_fused_adamw", "_fused_adagrad", "addcdiv")
 _CUTS = ("chunk", "split", "tensor_split", "split_with_sizes", "unbind")
 
 
