@@ -19,6 +19,7 @@ import torch
 
 from tensorprobe.tensors import cuda_graphs as captures
 from tensorprobe.tensors import tally_rows as rows
+from tensorprobe.tensors import torch_ops
 from tensorprobe.tensors.memory import Array
 from tensorprobe.tensors.tally_rows import Ticket
 
@@ -57,7 +58,8 @@ def finishing(device: torch.device) -> Callable[[], None] | None:
     """
     if captures.may_capture(device):
         return None
-    return getattr(getattr(torch, device.type, None), "synchronize", None)
+    module = torch_ops.device_module(device)
+    return module.synchronize if hasattr(module, "synchronize") else None
 
 
 def await_event(event: Any, device: torch.device, patience_s: float = PATIENCE_S) -> None:

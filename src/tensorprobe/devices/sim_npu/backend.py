@@ -128,7 +128,7 @@ def get_device_capability(device: Any = None) -> None:
     """NPUs have none; torch_npu returns None too."""
 
 
-def is_bf16_supported() -> bool:
+def is_bf16_supported(including_emulation: bool = False) -> bool:
     return True
 
 
