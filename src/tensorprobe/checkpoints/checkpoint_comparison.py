@@ -20,9 +20,9 @@ from tensorprobe.checkpoints.key_pairs import (
     pair_keys,
     values_by_name,
 )
+from tensorprobe.checkpoints.pickled_texts import Value
 from tensorprobe.checkpoints.same_bytes import digest_of
 from tensorprobe.checkpoints.stored_weights import StoredWeight
-from tensorprobe.checkpoints.torch_checkpoint import Value
 from tensorprobe.checkpoints.weight_differences import WeightDifference, compare_weights
 from tensorprobe.comparing.mapping import NO_MAPPING, plain_path, read_mapping
 from tensorprobe.errors import BadArtefact

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tensorprobe.checkpoints.distributed_checkpoint import METADATA_FILE, read_distributed
+from tensorprobe.checkpoints.pickled_texts import Value
 from tensorprobe.checkpoints.rank_files import Rank, join_megatron, join_ranks
 from tensorprobe.checkpoints.safetensors_files import is_safetensors, read_safetensors
 from tensorprobe.checkpoints.stored_weights import StoredWeight
-from tensorprobe.checkpoints.torch_checkpoint import FileContent, Value, read_torch_file
+from tensorprobe.checkpoints.torch_checkpoint import FileContent, read_torch_file
 from tensorprobe.errors import BadArtefact, BadUsage
 from tensorprobe.parallel_layout import LAYOUT_FILE, ParallelLayout, read_layout
 from tensorprobe.tensors.json_files import read_json

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from tensorprobe.checkpoints.checkpoint_reading import Checkpoint
+from tensorprobe.checkpoints.pickled_texts import Value
 from tensorprobe.checkpoints.same_bytes import digest_of, have_same_bytes
 from tensorprobe.checkpoints.stored_weights import StoredWeight, WeightPart, join
-from tensorprobe.checkpoints.torch_checkpoint import Value
 from tensorprobe.comparing.mapping import Layers, backward_renaming, plain_path
 from tensorprobe.comparing.mapping import Mapping as Names
 from tensorprobe.errors import BadArtefact

@@ -105,7 +105,7 @@ def _bytes(content: Any) -> bytes:
             return content.encode(errors="surrogatepass")
     if isinstance(content, int):
         return content.to_bytes(content.bit_length() // 8 + 1, "little", signed=True)
-    return content if isinstance(content, bytes | bytearray) else repr(content).encode()
+    return bytes(content) if isinstance(content, bytes | bytearray) else repr(content).encode()
 
 
 def numbers(node: Any) -> tuple[int, ...]:

@@ -10,9 +10,10 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tensorprobe.checkpoints.pickled_texts import Value
 from tensorprobe.checkpoints.same_bytes import have_same_bytes
 from tensorprobe.checkpoints.stored_weights import StoredWeight, WeightPart, join
-from tensorprobe.checkpoints.torch_checkpoint import FileContent, ShardOf, Value
+from tensorprobe.checkpoints.torch_checkpoint import FileContent, ShardOf
 from tensorprobe.errors import BadArtefact
 
 # How Megatron cuts its weights, by the end of their names; all else is the same on each rank.

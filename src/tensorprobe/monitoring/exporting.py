@@ -62,8 +62,17 @@ def _write_csv(path: Path, folder: Path, tell: Callable[[str], None]) -> None:
 
 def _some(tell: Callable[[str], None]) -> Callable[[str], None]:
     """The first of what is damaged; a file may have millions of lines."""
-    left = iter([*[tell] * _MOST_TOLD, lambda text: tell("and more that is damaged")])
-    return lambda text: next(left, lambda text: None)(text)
+    told = 0
+
+    def some(text: str) -> None:
+        nonlocal told
+        told += 1
+        if told <= _MOST_TOLD:
+            tell(text)
+        elif told == _MOST_TOLD + 1:
+            tell("and more that is damaged")
+
+    return some
 
 
 def _plain(name: str) -> str:
