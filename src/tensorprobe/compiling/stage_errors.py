@@ -53,7 +53,8 @@ def _float_error(found: Any, wide: Any, eager: Any, shaken: Any, u: float, least
     allowed = _PEAK * u * (wide.abs() + size) / LIMIT + least
     allowed = allowed + (eager - wide).abs().max() + (shaken - wide).abs().max()
     apart = torch.minimum((found - wide).abs(), (found - eager).abs())
-    return max(whole, float((apart / allowed).max()))
+    error = max(whole, float((apart / allowed).max()))
+    return math.inf if math.isnan(error) else error  # squares of such numbers overflow
 
 
 def _discrete_error(actual: Any, wide: Any, native: Any, moved: Any, u: float) -> float:
