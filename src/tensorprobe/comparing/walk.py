@@ -367,15 +367,15 @@ class Walk:
             return self._drifted(node)
         if node.evidence is not None and not any(found.problem for found in node.evidence):
             scores = [score(node, worst(node, found)) for found in node.evidence]
-            if min(scores) <= ROUNDING or node.d_out <= AMPLIFIES * min(scores):
-                return None  # acquitted; or neither side is nearer to float64 than to the other
+            if min(scores) <= ROUNDING:
+                return None  # acquitted
         elif (
             self.replays.enabled
             and node.evidence is None
             and node.i not in self.replays.left
             and _is_replayable(node)
         ):
-            return None  # it was no suspect
+            return None  # it was no suspect, or was acquitted
         if any("the inputs are not visible" in note for note in node.call.notes):
             return None
         row = self.scene.furthest(node)
