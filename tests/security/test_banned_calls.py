@@ -166,7 +166,6 @@ ALLOWED: dict[tuple[str, str], tuple[int, str]] = {
         2,
         "dispatch keys and dtypes of torch, from the tables of that file",
     ),
-    ("tensors/readback.py", "getattr"): (1, "the module of a device's own type"),
     ("tensors/stored_pairs.py", "pickle.load"): (
         1,
         "what `compare` sends to its worker, on its socket",

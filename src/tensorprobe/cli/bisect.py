@@ -95,7 +95,10 @@ def run(args: argparse.Namespace) -> int:
         warn(f"tensorprobe bisect: interrupted. The same command goes on from '{args.output}'")
         return 130
     if args.json:
-        say(*(found.folder / "bisect.json").read_text().splitlines())
+        from tensorprobe.tensors.opening import open_named, read_text
+
+        file = found.folder / "bisect.json"
+        say(*read_text(open_named(file), file).decode().splitlines())
     else:
         say(*(describe_compile(found) if args.compile else describe(found)))
     return {"found": 3, "passes": 0, "no cure": 1}[found.verdict]

@@ -105,7 +105,10 @@ def run(args: argparse.Namespace) -> int:
         )
         return 1
     if args.json:
-        say(*(Path(args.path) / "check.json").read_text().splitlines())
+        from tensorprobe.tensors.opening import open_named, read_text
+
+        file = Path(args.path) / "check.json"
+        say(*read_text(open_named(file), file).decode().splitlines())
     else:
         say(*(as_options(line, args.option_names) for line in lines(checked, args.limit)))
     if checked.is_idle:

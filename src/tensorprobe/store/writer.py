@@ -360,7 +360,9 @@ class CaptureWriter:
     @property
     def is_beside_ranks(self) -> bool:
         """Whether the files are in a folder of a role, where another process may have put them."""
-        if self._rank_fd is not None and self._root.is_dir():
+        if self._rank_fd is None:
+            return False
+        with contextlib.suppress(OSError):  # no handle is left, or somebody has deleted it
             for folder in self._root.glob(f"*/{self.folder.name}"):
                 if os.path.samestat(folder.stat(), os.fstat(self._rank_fd)):
                     self.folder = folder
