@@ -347,7 +347,8 @@ class _Dirty(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.__name__.startswith("empty"):
-            result.copy_(torch.arange(float(result.numel())).reshape(result.shape))[0, 0] = NAN
+            result.copy_(torch.arange(float(result.numel())).reshape(result.shape))
+            result.view(-1)[0] = NAN
         return result
 
 
@@ -378,3 +379,21 @@ def test_memory_that_nobody_has_written_to_is_no_origin_until_it_is_used(
         assert found.first == []
         assert len(found.notes) == 1
         assert "memory that nobody had written to" in found.notes[0]
+
+
+@pytest.mark.parametrize("level", ["L1", "mix"])
+def test_what_was_written_to_before_it_is_read_is_a_number(tmp_path: Path, level: str) -> None:
+    """Weights are initialised in memory from `empty`, and a cache is filled row by row."""
+
+    def program() -> None:
+        with _Dirty():
+            model = nn.Linear(4, 4)
+            cache = torch.empty(3, 4)
+            copied = torch.empty(2, 4)
+        cache[:2] = model(torch.rand(2, 4))
+        copied.copy_(cache[:2])
+        torch.log(copied.tanh() - 2)
+
+    found = first_of(tmp_path, program, level=level)
+    assert ".log." in found.first[0].name, (found.first, found.notes)
+    assert found.notes == []

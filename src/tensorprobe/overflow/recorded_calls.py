@@ -12,6 +12,7 @@ from tensorprobe.follow.naming import ApiName
 from tensorprobe.operators import native_name
 from tensorprobe.overflow.call_kinds import ADDS, Kind, plan_for
 from tensorprobe.records import Call, Fields, TensorRecord
+from tensorprobe.replay.kinds import overwrites
 
 NAN, POSITIVE, NEGATIVE = 1, 2, 4
 INFINITE = POSITIVE | NEGATIVE
@@ -124,6 +125,7 @@ class RankReader:
     def events(self, calls: Sequence[Call]) -> Iterator[BadCall]:
         """Of the calls of one step, in execution order; a module is judged when it has ended."""
         forward: dict[str, Call] = {}
+        self._unwritten.begin(calls)
         parents = _parents(calls)
         blamed: set[str] = set()  # the calls around those that were told
         for call in _in_order_of_end(calls, parents):
@@ -171,32 +173,56 @@ class RankReader:
 
 class _Unwritten:
     """Knows contents that come from `empty`: pipelines learn shapes on it, and FSDP and DDP cut it
-    before they write to it. NaN there is no finding, unless a parameter is given it."""
+    before they write to it. NaN there is no finding, unless a parameter is given it.
+
+    Only calls are meant that read such memory, weights, and nothing else: what a call computes of
+    other numbers is its own.
+    """
 
     def __init__(self) -> None:
         self.first: BadCall | None = None
         self._seen: set[Hashable] = set()
         self._arbitrary: set[Hashable] = set()
+        self._weights: set[Hashable] = set()
+        self._forward: set[tuple[int, str]] = set()  # the forward calls on such memory
+
+    def begin(self, calls: Sequence[Call]) -> None:
+        """Note what the calls of a step say of weights, before these are judged."""
+        self._weights |= _contents(
+            record for call in calls for record in call.tensors if record.role == "parameter"
+        )
 
     def judged(self, call: Call, forward: Call | None, event: BadCall | None) -> BadCall | None:
         """The event of a call, or that of an earlier one which has come to something after all."""
         inputs, outputs = _sides(call)
-        made = {key for record in outputs if (key := _content(record)) is not None}
+        made = _contents(outputs)
         is_step = call.name.startswith("Optimizer.") and _bits(inputs) & NAN
         if self.first and (is_step or (event is not None and event.what is What.APPEARS)):
             event, self.first = self.first, None
         elif _is_uninitialised(call):
             self._arbitrary |= made - self._seen  # else what was there before, which may be in use
-        elif kind_of(call) is not Kind.COMMUNICATES and self._is_given_arbitrary(
-            (*inputs, *(_sides(forward)[0] if forward is not None else ()))
-        ):
+        elif self._is_made_of_it(call, forward, inputs):
+            self._forward.add((call.step, call.name))
             self._arbitrary |= made - self._seen
             self.first, event = self.first or event, None
-        self._seen.update(made)
+        self._seen |= made
         return event
 
-    def _is_given_arbitrary(self, records: Iterable[TensorRecord]) -> bool:
-        return any(_content(record) in self._arbitrary for record in records)
+    def _is_made_of_it(
+        self, call: Call, forward: Call | None, inputs: Sequence[TensorRecord]
+    ) -> bool:
+        if kind_of(call) in (Kind.COMMUNICATES, Kind.MAKES):
+            return False
+        if forward is not None and (forward.step, forward.name) in self._forward:
+            return True
+        overwritten = {f"{call.name}.{name}" for name in overwrites(call)}
+        read = _contents(r for r in inputs if r.role == "input" and r.name not in overwritten)
+        read -= self._weights
+        return bool(read) and read <= self._arbitrary
+
+
+def _contents(records: Iterable[TensorRecord]) -> set[Hashable]:
+    return {key for record in records if (key := _content(record)) is not None}
 
 
 def _is_uninitialised(call: Call) -> bool:
