@@ -178,7 +178,8 @@ class Mutation:
         number = self._random.choice(calls).get("id")
         for i, line in enumerate(parsed):
             if isinstance(line, dict) and line.get("id") == number:
-                fields = {"call": attack.call, "end": attack.end}.get(line.get("type"), {})
+                kind = line.get("type")  # which may be anything by now
+                fields = attack.call if kind == "call" else attack.end if kind == "end" else {}
                 if line.get("type") in ("call", "end"):
                     lines[i] = json.dumps(self._blamed(line | _with_content(fields)))
         _replace(path, "\n".join(lines).encode("utf-8", "surrogateescape"))
