@@ -376,6 +376,7 @@ class Recorder:
         """Close; at the end of a program there is nobody to catch an error."""
         if not self._closed:
             self._end()
+            _let_threads_free_futures()
 
     def __enter__(self) -> Recorder:
         return self.start()
@@ -706,10 +707,7 @@ class Recorder:
             which = format_numbers(steps)
             which = f"step {which} is" if len(steps) == 1 else f"steps {which} are"
             self._log(f"{which} {'over' if self.failed else 'recorded'}: ending the program")
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
-                # A thread of gloo that still has to free a hook's future in Python would be ended
-                # at the exit of the interpreter, and abort the process: let it have the GIL before.
-                time.sleep(0.1)
+            _let_threads_free_futures()
             raise SystemExit(0)
 
     def _root_called(self, module: torch.nn.Module) -> None:
@@ -866,6 +864,13 @@ def format_nbytes(nbytes: float) -> str:
 def _at_exit(close: Callable[[], None]) -> None:
     atexit.unregister(close)
     atexit.register(close)
+
+
+def _let_threads_free_futures() -> None:
+    """A thread of gloo that still has to free a hook's future in Python would be ended at the exit
+    of the interpreter, and abort the process of a rank: let it have the GIL before."""
+    if world_size() > 1:
+        time.sleep(0.1)
 
 
 def _frames_compiled() -> int:
