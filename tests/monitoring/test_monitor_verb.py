@@ -94,6 +94,7 @@ def test_export(place: Path) -> None:
         (["monitor", "show", "nowhere"], 2, "no such file or folder: 'nowhere'"),
         (["monitor", "show", "tables0"], 1, "holds no trends: expected the folder of a monitor"),
         (["monitor", "show", "a", "--limit", "0"], 2, "--limit 0: expected a number from 1"),
+        (["monitor", "compare", "a", "b", "-o", "x.html"], 2, "expected a name for the JSON"),
         (["monitor", "export", "tables0", "--to", "csv", "-o", "x"], 2, "no folder of a monitor"),
         (["run", "--monitor", "m", "--monitor-every", "x", "train.py"], 2, "a number of steps"),
         (["run", "--monitor", "m", "--monitor-every", "grads=1", "train.py"], 2, "gradients"),

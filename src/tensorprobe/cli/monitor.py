@@ -88,6 +88,10 @@ def _compare(args: argparse.Namespace) -> int:
     output = None if args.output is None else Path(args.output)
     if output is not None and output.is_dir():
         raise BadUsage(f"'{output}' is a folder; expected the name of a file")
+    if output is not None and output.suffix == ".html":
+        raise BadUsage(
+            f"'{output}': expected a name for the JSON, trends.json; the page is beside it"
+        )
     with busy("comparing trends"):
         found = compare_trends(Path(args.actual), Path(args.expected))
     text = json_text(found)
